@@ -47,12 +47,8 @@ class Core:
         self.journal = journal = Journal(folder / JOURNAL)
         self.samples = Samples(journal)
         self.membership = Membership(journal, settings, self.samples, clock)
-        self.rounds = Rounds(
-            journal, settings, self.samples, self.membership, folder / "rounds", clock
-        )
-        self.states = States(
-            journal, settings, self.membership, self.rounds, folder / "states", clock
-        )
+        self.rounds = Rounds(self.membership, folder / "rounds")
+        self.states = States(self.membership, self.rounds, folder / "states")
         journal.note("", "started", f"round {self.rounds.next} is next")
         self.sweep()
 

@@ -28,7 +28,7 @@ class Membership:
     def __init__(
         self, db: Journal, settings: Settings, samples: Samples, clock: Callable[[], float]
     ) -> None:
-        self._db, self._settings, self._samples, self._clock = db, settings, samples, clock
+        self.db, self.settings, self.samples, self.clock = db, settings, samples, clock
         self._began = clock()
         self._last_seen: dict[int, float] = {}
         self._moved_at: dict[int, float] = {}
@@ -39,21 +39,21 @@ class Membership:
     # Who there is.
 
     def living(self) -> list[sqlite3.Row]:
-        return self._db.rows("SELECT * FROM members WHERE state = 'living' ORDER BY number")
+        return self.db.rows("SELECT * FROM members WHERE state = 'living' ORDER BY number")
 
     def away(self) -> list[sqlite3.Row]:
         """Members that are not heard of, and may come back."""
-        return self._db.rows("SELECT * FROM members WHERE state = 'dropped' ORDER BY number")
+        return self.db.rows("SELECT * FROM members WHERE state = 'dropped' ORDER BY number")
 
     def latest(self) -> list[sqlite3.Row]:
         """Of each name the member that has it, or had it last."""
-        return self._db.rows(
+        return self.db.rows(
             "SELECT * FROM members WHERE number IN (SELECT MAX(number) FROM members GROUP BY name) "
             "ORDER BY number"
         )
 
     def get(self, number: int) -> sqlite3.Row:
-        row = self._db.row("SELECT * FROM members WHERE number = ?", number)
+        row = self.db.row("SELECT * FROM members WHERE number = ?", number)
         assert row is not None, f"no member {number}"
         return row
 
@@ -63,7 +63,7 @@ class Membership:
         Raises:
             Refusal: nobody has joined with it, or it has left.
         """
-        row = self._db.row("SELECT * FROM members WHERE id = ? AND state != 'left'", member_id)
+        row = self.db.row("SELECT * FROM members WHERE id = ? AND state != 'left'", member_id)
         if row is None:
             raise Refusal(
                 "unknown",
@@ -101,12 +101,12 @@ class Membership:
                     f"another cluster called {join.name!r} takes part; it was heard "
                     f"{self.last_seen_s(row['number']):.1f} s ago",
                     "give this cluster another name, or stop the other and wait "
-                    f"{self._settings.dead_after_s:g} s",
+                    f"{self.settings.dead_after_s:g} s",
                 )
-        if len(others) >= self._settings.max_clusters:
+        if len(others) >= self.settings.max_clusters:
             raise Refusal(
                 "full",
-                f"{len(others)} clusters take part, and {self._settings.max_clusters} at most may",
+                f"{len(others)} clusters take part, and {self.settings.max_clusters} at most may",
                 "stop one of them first",
             )
 
@@ -122,12 +122,12 @@ class Membership:
             if row["name"] == join.name and row["id"] != join.id:
                 self.retire(row, "left", "a new cluster has taken its name", frees=True)
         new = "INSERT OR IGNORE INTO members (id, name, state) VALUES (?, ?, 'left')"
-        self._db.run(new, join.id, join.name)
-        row = self._db.row("SELECT * FROM members WHERE id = ?", join.id)
+        self.db.run(new, join.id, join.name)
+        row = self.db.row("SELECT * FROM members WHERE id = ?", join.id)
         assert row is not None
         if row["state"] == "living" and not row["is_behind"]:
             from_round = row["from_round"]
-        self._db.run(
+        self.db.run(
             "UPDATE members SET state = 'living', name = ?, claim = 0, claimed = '[]', "
             "has_finished = 0, ended = NULL, is_behind = ?, from_round = ?, version = ?, "
             "command = ?, command_reason = ? WHERE number = ?",
@@ -147,10 +147,10 @@ class Membership:
     def stand_in(self, name: str) -> int:
         """The number for a name in rounds that another hub has decided."""
         sql = "SELECT number FROM members WHERE name = ?"
-        if self._db.row(sql, name) is None:
+        if self.db.row(sql, name) is None:
             new = "INSERT INTO members (id, name, state) VALUES (?, ?, 'left')"
-            self._db.run(new, f"stands in for {name}", name)
-        return self._db.number(sql, name)
+            self.db.run(new, f"stands in for {name}", name)
+        return self.db.number(sql, name)
 
     def retire(
         self, row: sqlite3.Row, state: Literal["dropped", "left"], why: str, *, frees: bool = False
@@ -163,19 +163,19 @@ class Membership:
             frees: its samples are leased to others.
         """
         if frees:
-            why += f"; {self._samples.give_back(row['number'])} samples go back"
-        self._db.run("UPDATE members SET state = ? WHERE number = ?", state, row["number"])
-        self._db.note(row["name"], state, why)
+            why += f"; {self.samples.give_back(row['number'])} samples go back"
+        self.db.run("UPDATE members SET state = ? WHERE number = ?", state, row["number"])
+        self.db.note(row["name"], state, why)
 
     def drop_silent(self) -> None:
         """Drop whoever has not been heard for too long."""
-        for row in self._db.rows("SELECT * FROM members"):
+        for row in self.db.rows("SELECT * FROM members"):
             number, silent_s = row["number"], self.last_seen_s(row["number"])
             if row["state"] == "living":
-                if silent_s > self._settings.dead_after_s:
+                if silent_s > self.settings.dead_after_s:
                     self.retire(row, "dropped", f"not heard for {silent_s:.1f} s")
-            elif silent_s > _GONE * self._settings.dead_after_s and (
-                row["state"] == "dropped" or self._samples.has_any(number)
+            elif silent_s > _GONE * self.settings.dead_after_s and (
+                row["state"] == "dropped" or self.samples.has_any(number)
             ):
                 self.retire(row, "left", f"not heard for {silent_s:.0f} s", frees=True)
 
@@ -191,11 +191,11 @@ class Membership:
             is_decided: nobody has contributed to the next one.
         """
         if not self.get(number)["has_finished"]:  # asked again and again: no write
-            self._db.run("UPDATE members SET has_finished = 1 WHERE number = ?", number)
+            self.db.run("UPDATE members SET has_finished = 1 WHERE number = ?", number)
         rows = [*self.living(), *self.away()]
         if is_decided and all(row["has_finished"] and not row["is_behind"] for row in rows):
             sql = "UPDATE members SET ended = ? WHERE ended IS NULL AND state != 'left'"
-            self._db.run(sql, rounds)
+            self.db.run(sql, rounds)
         ended: int | None = self.get(number)["ended"]
         return ended
 
@@ -203,29 +203,29 @@ class Membership:
 
     def touch(self, number: int) -> None:
         """A member is heard."""
-        now = self._clock()
+        now = self.clock()
         if not self._last_seen:
-            self._gather_until = now + self._settings.gather_s
+            self._gather_until = now + self.settings.gather_s
         self._last_seen[number] = now
 
     def last_seen_s(self, number: int) -> float:
-        return self._clock() - self._last_seen.get(number, self._began)
+        return self.clock() - self._last_seen.get(number, self._began)
 
     def note_heartbeat(self, number: int, heartbeat: Heartbeat) -> None:
         before = self.heartbeats.get(number)
         if before is None or before.step != heartbeat.step:
-            self._moved_at[number] = self._clock()
+            self._moved_at[number] = self.clock()
         self.heartbeats[number] = heartbeat
         self.holds(number, heartbeat.has)
 
     def still_s(self, number: int) -> float:
         """Seconds since a member's last inner step, as far as is known."""
-        return self._clock() - self._moved_at.get(number, self._clock())
+        return self.clock() - self._moved_at.get(number, self.clock())
 
     def reached(self, number: int, version: int) -> None:
         """Note that a member has applied so many rounds; older reports may arrive later."""
         if version > self.get(number)["version"]:  # most heartbeats say nothing new: no write
-            self._db.run("UPDATE members SET version = ? WHERE number = ?", version, number)
+            self.db.run("UPDATE members SET version = ? WHERE number = ?", version, number)
 
     def holds(self, number: int, has: int) -> None:
         self._has[number] = max(self._has.get(number, 0), has)
@@ -249,9 +249,9 @@ class Membership:
     def least(self) -> int:
         """Contributions that a round has at least: no more than there are clusters that go on."""
         finished = [bool(row["has_finished"]) for row in self.latest()]
-        least = self._settings.min_clusters
-        if len(self._last_seen) < self._settings.gather and self._clock() < self._gather_until:
-            least = max(least, self._settings.gather)
+        least = self.settings.min_clusters
+        if len(self._last_seen) < self.settings.gather and self.clock() < self._gather_until:
+            least = max(least, self.settings.gather)
         return max(1, min(least, finished.count(False))) if any(finished) else least
 
     def expected(self, outer_step: int) -> list[str]:
@@ -261,10 +261,10 @@ class Membership:
             for row in self.living()
             if not (row["is_behind"] or row["has_finished"])
             and row["from_round"] <= outer_step
-            and self.still_s(row["number"]) <= self._settings.still_after_s
+            and self.still_s(row["number"]) <= self.settings.still_after_s
         )
 
     def command(self, number: int, command: str, reason: str = "") -> None:
         """What a member's heartbeats are answered with until it joins again."""
         sql = "UPDATE members SET command = ?, command_reason = ? WHERE number = ?"
-        self._db.run(sql, command, reason, number)
+        self.db.run(sql, command, reason, number)

@@ -6,14 +6,12 @@ import json
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from isles.outer.hub.files import Job
-from isles.outer.hub.journal import Journal
 from isles.outer.hub.members import Membership
-from isles.outer.hub.rules import Refusal, Settings, outliers
-from isles.outer.hub.samples import Samples
+from isles.outer.hub.rules import Refusal, outliers
 from isles.outer.messages import Contribution, Join, RoundAnswer
 
 _REFUSALS = 3
@@ -27,29 +25,27 @@ class Rounds:
     complete or refused (table `parts`).
     """
 
-    def __init__(
-        self,
-        db: Journal,
-        settings: Settings,
-        samples: Samples,
-        membership: Membership,
-        folder: Path,
-        clock: Callable[[], float],
-    ) -> None:
-        self._db, self._settings, self._samples = db, settings, samples
-        self._membership, self._folder, self._clock = membership, folder, clock
-        self._began = clock()
+    def __init__(self, membership: Membership, folder: Path) -> None:
+        self._membership, self._folder = membership, folder
+        self._db, self._clock = membership.db, membership.clock
+        self._settings, self._samples = membership.settings, membership.samples
+        self._began = self._clock()
         self._came: dict[tuple[int, int], float] = {}
-        known = db.get("first")
-        self.first = None if known is None else Join.model_validate_json(known)
+        self._read: tuple[str | None, Join | None] = None, None
+
+    @property
+    def first(self) -> Join | None:
         """What the first cluster has joined with: it determines the run."""
+        text = self._db.get("first")  # not kept but here: a full disk may have undone `begin`
+        if text != self._read[0]:
+            self._read = text, None if text is None else Join.model_validate_json(text)
+        return self._read[1]
 
     def begin(self, join: Join) -> None:
         """The first cluster has joined; or the only one, with other settings."""
         if self._db.get("kept_since") is None:
             self._db.put("kept_since", str(join.version))
         self._db.put("first", join.model_dump_json(exclude={"holding"}))
-        self.first = join
 
     # What is known.
 

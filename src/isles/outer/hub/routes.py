@@ -55,35 +55,30 @@ _NUMBER = re.compile(r"[0-9]{1,12}")
 _DISK_FULL = 507
 
 
-def token_check(token: str) -> Middleware:
-    """Answers 401, whatever was asked for, unless a request carries the token."""
+def guard(token: str) -> Middleware:
+    """Answers 401, whatever was asked for, unless a request carries the token.
+
+    Whatever goes wrong becomes an answer in words; only bugs of the hub get a traceback.
+    """
     right = f"Bearer {token}".encode()
 
     @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if hmac.compare_digest(given, right):
+        try:
+            if not hmac.compare_digest(given, right):
+                fix = "use the join line that this hub has written"
+                raise Refusal("token", "the token is not this hub's", fix)
             return await handler(request)
-        what, fix = "the token is not this hub's", "use the join line that this hub has written"
-        return _answer(ErrorBody(kind="token", what=what, fix=fix), 401)
+        except Exception as error:
+            status, body = _explain(error)
+            if status == 500:
+                log.exception("a bug of the hub at %s %s", request.method, request.path)
+            elif status == _DISK_FULL:
+                log.error("disk: %s", error)
+            return _answer(body, status)
 
-    return check
-
-
-@web.middleware
-async def explain_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Whatever goes wrong becomes an answer in words; only bugs of the hub get a traceback."""
-    try:
-        return await handler(request)
-    except Exception as error:
-        if isinstance(error, web.HTTPException) and error.status < 400:
-            raise
-        status, body = _explain(error)
-        if status == 500:
-            log.exception("a bug of the hub at %s %s", request.method, request.path)
-        elif status == _DISK_FULL:
-            log.error("disk: %s", error)
-        return _answer(body, status)
+    return answer
 
 
 def _explain(error: Exception) -> tuple[int, ErrorBody]:
@@ -138,11 +133,30 @@ def _member_id(request: web.Request) -> str:
     return text
 
 
+async def _put(request: web.Request, incoming: Incoming) -> web.Response:
+    index, count = _number(request, "chunk"), num_chunks(incoming.size_bytes)
+    if index >= count:
+        raise Refusal("malformed", f"chunk {index} of a file of {count} chunks")
+    due = chunk_size(incoming.size_bytes, index)
+    sha256 = request.headers.get("X-Sha256", "")
+    if request.content_length != due or not _SHA256.fullmatch(sha256):
+        raise Refusal(
+            "malformed",
+            f"chunk {index} has {request.content_length} bytes; {due} and their sha256 are due",
+            "cut the same weights into the same pieces on all clusters",
+        )
+    async with asyncio.timeout(_CHUNK_S):
+        try:
+            data = await request.content.readexactly(due)
+        except asyncio.IncompleteReadError as error:
+            raise ConnectionResetError("cut in the middle of a chunk") from error
+    await asyncio.to_thread(incoming.put, index, data, sha256)
+    return _answer({})
+
+
 def make_app(work: Work, token: str) -> web.Application:
     """The routes of a hub; all need the token."""
-    app = web.Application(
-        middlewares=[token_check(token), explain_errors], client_max_size=_JSON_BYTES
-    )
+    app = web.Application(middlewares=[guard(token)], client_max_size=_JSON_BYTES)
     core, routes = work.core, Routes(work)
 
     def post(path: str, kind: type[M], call: Callable[[M], Any]) -> web.RouteDef:
@@ -151,6 +165,28 @@ def make_app(work: Work, token: str) -> web.Application:
             return _answer(await work.ask(call, await _read(request, kind)) or {})
 
         return web.post(path, handler)
+
+    def upload(path: str, find: Callable[[web.Request], Awaitable[Incoming]]) -> None:
+        # Which chunks of a file are there; and a chunk.
+        async def received(request: web.Request) -> web.Response:
+            incoming = await find(request)
+            chunks = {str(index): sha256 for index, sha256 in incoming.received().items()}
+            return _answer(Received(size_bytes=incoming.size_bytes, chunks=chunks))
+
+        async def put(request: web.Request) -> web.Response:
+            return await _put(request, await find(request))
+
+        app.add_routes([web.get(path, received), web.put(f"{path}/{{chunk}}", put)])
+
+    def download(path: str, find: Callable[[web.Request], Awaitable[Path]]) -> None:
+        # A file, and the hashes of its chunks.
+        async def content(request: web.Request) -> web.StreamResponse:
+            return web.FileResponse(await find(request))
+
+        async def hashes(request: web.Request) -> web.Response:
+            return _answer(chunk_list(await find(request)).read_text().split())
+
+        app.add_routes([web.get(path, content), web.get(f"{path}/hashes", hashes)])
 
     step, state = "/v1/rounds/{outer_step}", "/v1/states/{state}"
     file = f"{state}/files/{{index}}"
@@ -162,27 +198,21 @@ def make_app(work: Work, token: str) -> web.Application:
             post("/v1/reset-done", OnlyId, lambda body: core.reset_done(body.id)),
             post("/v1/lease", LeaseRequest, core.lease),
             post("/v1/applied", Applied, core.applied),
-            # A contribution: which chunks are there, a chunk, all are there. Then the average.
-            web.get(f"{step}/parts/{{id}}", routes.part),
-            web.put(f"{step}/parts/{{id}}/{{chunk}}", routes.put_part),
             web.post(f"{step}/complete", routes.complete),
             web.get(step, routes.round),
-            web.get(f"{step}/average", routes.average),
-            web.get(f"{step}/average/hashes", routes.average_hashes),
             web.post(f"{step}/held", routes.held),
-            # A state: from the one who gives it, and to others.
             post("/v1/state", OnlyId, lambda body: core.states.want(core.caller(body.id))),
             web.post("/v1/states", routes.offer_state),
-            web.get(f"{file}/from/{{id}}", routes.state_part),
-            web.put(f"{file}/from/{{id}}/{{chunk}}", routes.put_state),
             web.post(f"{state}/complete", routes.complete_state),
-            web.get(file, routes.state),
-            web.get(f"{file}/hashes", routes.state_hashes),
             # For people, and for clusters that are to join.
             web.get("/v1/status", routes.status),
             web.get("/v1/run-file", routes.run_file),
         ]
     )
+    upload(f"{step}/parts/{{id}}", routes.part)
+    download(f"{step}/average", routes.average)
+    upload(f"{file}/from/{{id}}", routes.state_part)
+    download(file, routes.state)
     return app
 
 
@@ -233,54 +263,17 @@ class Routes:
         )
         return _answer(HeldAnswer(is_everywhere=is_everywhere))
 
-    # Files, by chunks.
-
-    async def _put(self, request: web.Request, incoming: Incoming) -> web.Response:
-        index, count = _number(request, "chunk"), num_chunks(incoming.size_bytes)
-        if index >= count:
-            raise Refusal("malformed", f"chunk {index} of a file of {count} chunks")
-        due = chunk_size(incoming.size_bytes, index)
-        sha256 = request.headers.get("X-Sha256", "")
-        if request.content_length != due or not _SHA256.fullmatch(sha256):
-            raise Refusal(
-                "malformed",
-                f"chunk {index} has {request.content_length} bytes; {due} and their sha256 are due",
-                "cut the same weights into the same pieces on all clusters",
-            )
-        async with asyncio.timeout(_CHUNK_S):
-            try:
-                data = await request.content.readexactly(due)
-            except asyncio.IncompleteReadError as error:
-                raise ConnectionResetError("cut in the middle of a chunk") from error
-        await asyncio.to_thread(incoming.put, index, data, sha256)
-        return _answer({})
-
-    async def _hashes(self, path: Path) -> web.Response:
-        return _answer((await asyncio.to_thread(chunk_list(path).read_text)).split())
-
     # Contributions and averages.
 
-    async def _part(self, request: web.Request) -> Incoming:
+    async def part(self, request: web.Request) -> Incoming:
         return await self._work.part(_member_id(request), _number(request, "outer_step"))
-
-    async def part(self, request: web.Request) -> web.Response:
-        return _received(await self._part(request))
-
-    async def put_part(self, request: web.Request) -> web.Response:
-        return await self._put(request, await self._part(request))
 
     async def complete(self, request: web.Request) -> web.Response:
         outer_step = _number(request, "outer_step")
         return _answer(await self._work.complete(outer_step, await _read(request, Contribution)))
 
-    async def _average(self, request: web.Request) -> Path:
+    async def average(self, request: web.Request) -> Path:
         return await self._work.ask(self._core.average_path, _number(request, "outer_step"))
-
-    async def average(self, request: web.Request) -> web.StreamResponse:
-        return web.FileResponse(await self._average(request))
-
-    async def average_hashes(self, request: web.Request) -> web.Response:
-        return await self._hashes(await self._average(request))
 
     # States.
 
@@ -295,19 +288,13 @@ class Routes:
         caller, states = self._core.caller, self._core.states
         return await self._work.ask(lambda: states.uploads(caller(asker), state))
 
-    async def _state_part(self, request: web.Request) -> Incoming:
+    async def state_part(self, request: web.Request) -> Incoming:
         state, index = _number(request, "state"), _number(request, "index")
         files = await self._uploads(state, _member_id(request))
         if index >= len(files):
             raise Refusal("no_state", f"state {state} has {len(files)} files")
         path, file = files[index]
         return await self._work.incoming(path, file.size_bytes)
-
-    async def state_part(self, request: web.Request) -> web.Response:
-        return _received(await self._state_part(request))
-
-    async def put_state(self, request: web.Request) -> web.Response:
-        return await self._put(request, await self._state_part(request))
 
     async def complete_state(self, request: web.Request) -> web.Response:
         state = _number(request, "state")
@@ -322,15 +309,9 @@ class Routes:
             self._work.forget(path)
         return _answer({})
 
-    async def _state(self, request: web.Request) -> Path:
+    async def state(self, request: web.Request) -> Path:
         state, index = _number(request, "state"), _number(request, "index")
         return await self._work.ask(self._core.states.download, state, index)
-
-    async def state(self, request: web.Request) -> web.StreamResponse:
-        return web.FileResponse(await self._state(request))
-
-    async def state_hashes(self, request: web.Request) -> web.Response:
-        return await self._hashes(await self._state(request))
 
     # For people, and for clusters that are to join.
 
@@ -347,8 +328,3 @@ class Routes:
                 "give this cluster a run file of its own",
             )
         return _answer({"run": self._work.run, "text": path.read_text()})
-
-
-def _received(incoming: Incoming) -> web.Response:
-    chunks = {str(index): sha256 for index, sha256 in incoming.received().items()}
-    return _answer(Received(size_bytes=incoming.size_bytes, chunks=chunks))

@@ -102,22 +102,10 @@ class Server:
         port = listening.getsockname()[1]
         write_secret(port_file, str(port))
         line = JoinLine(*_dialled(announce, host, port), run, token, fingerprint(self.folder))
-        self._keep_line(line)
+        write_secret(self.folder / "join", line.secret_text())
         self.work.begin()
         log.info("listening at=%s run=%s state=%s", line.address, run, self.folder)
         return line
-
-    def _keep_line(self, line: JoinLine) -> None:
-        path = self.folder / "join"
-        with suppress(ConfigError):
-            before = JoinLine.read(path)
-            if before != line:
-                log.warning(
-                    "the join line is another than before (address, token or certificate; now at "
-                    "%s): clusters come once it lies in their run directories, as the file join",
-                    line.address,
-                )
-        write_secret(path, line.secret_text())
 
     async def stop(self) -> None:
         """Take no more requests, and end the work."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import shutil
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 
-from isles.outer.hub.journal import Journal
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rounds import Rounds
-from isles.outer.hub.rules import Refusal, Settings
+from isles.outer.hub.rules import Refusal
 from isles.outer.messages import State, StateAnswer, StateFile, StateOffer
 
 _WANTED_S = 300.0
@@ -22,17 +20,9 @@ _SLACK_BYTES = 4 * 2**20
 class States:
     """States that members have uploaded (table `states`), and the search for a state source."""
 
-    def __init__(
-        self,
-        db: Journal,
-        settings: Settings,
-        membership: Membership,
-        rounds: Rounds,
-        folder: Path,
-        clock: Callable[[], float],
-    ) -> None:
-        self._db, self._settings, self._membership = db, settings, membership
-        self._rounds, self._folder, self._clock = rounds, folder, clock
+    def __init__(self, membership: Membership, rounds: Rounds, folder: Path) -> None:
+        self._membership, self._rounds, self._folder = membership, rounds, folder
+        self._db, self._clock = membership.db, membership.clock
         self._wanted_at = -math.inf
         self._source: int | None = None
         self._progress_at = 0.0
@@ -91,7 +81,7 @@ class States:
             for row in sorted(self._membership.living(), key=lambda row: -row["version"])
             if not row["is_behind"] and row["number"] != but and row["version"] >= kept_since
         ]
-        is_idle = self._clock() - self._progress_at > self._settings.source_s
+        is_idle = self._clock() - self._progress_at > self._membership.settings.source_s
         if self._source in able and not is_idle:
             return
         if self._source is not None and is_idle:
@@ -109,17 +99,17 @@ class States:
             Refusal: it is not the run's, or larger than outer parameters and momentum are, or
                 nobody has asked for it.
         """
-        name, number, rounds = member["name"], member["number"], self._rounds
-        if member["is_behind"] or offer.version > rounds.next:
-            raise Refusal("behind", f"the state of {name} is not the run's")
-        for fragment, outer_params in enumerate(offer.outer_params):
-            if rounds.outer_params(fragment, offer.version) not in ("", outer_params):
-                what = f"the outer parameters of {name} are not the run's"
-                raise Refusal("diverged", what)
-        if offer.version < rounds.kept_since:
-            raise Refusal("late", f"the average of round {offer.version} is not kept any more")
-        assert rounds.first is not None
-        pieces = rounds.first.pieces
+        number, rounds = member["number"], self._rounds
+        right = [
+            rounds.outer_params(fragment, offer.version)
+            for fragment in range(len(offer.outer_params))
+        ]
+        is_wrong = any(
+            known not in ("", own) for known, own in zip(right, offer.outer_params, strict=True)
+        )
+        if is_wrong or member["is_behind"] or offer.version > rounds.next:
+            raise Refusal("behind", f"the state of {member['name']} is not the run's")
+        pieces = [] if rounds.first is None else rounds.first.pieces
         size_bytes = sum(file.size_bytes for file in offer.files)
         limit = sum(8 * sum(counts) + _SLACK_BYTES for counts in pieces)
         if size_bytes > limit or len(offer.files) > len(pieces):

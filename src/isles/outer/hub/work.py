@@ -135,8 +135,11 @@ class Work:
         Raises:
             UserError: there is no such codec.
         """
-        if self.core.rounds.first is None:
+        if await self._first() is None:
             await self._count(part_bytes, join.codec, [1])
+
+    async def _first(self) -> Join | None:
+        return await self.ask(lambda: self.core.rounds.first)
 
     async def incoming(self, path: Path, size_bytes: int) -> Incoming:
         """A file that comes in chunks; what had come before a restart is there."""
@@ -152,7 +155,7 @@ class Work:
     async def part(self, member_id: str, outer_step: int) -> Incoming:
         """The file of a contribution that may come; see `Core.part_path`."""
         path = await self.ask(self.core.part_path, member_id, outer_step)
-        first = self.core.rounds.first
+        first = await self._first()
         assert first is not None
         if not self._sizes:
             self._sizes = [
@@ -182,7 +185,7 @@ class Work:
             return
         incoming = await self.part(contribution.id, outer_step)
         await asyncio.to_thread(incoming.seal, contribution.digest)
-        first = self.core.rounds.first
+        first = await self._first()
         assert first is not None
         norm, failure = 0.0, ""
         try:
@@ -219,8 +222,7 @@ class Work:
 
     async def _average(self) -> None:
         # Average the next round, if it is time.
-        first = self.core.rounds.first
-        job = None if first is None else await self.ask(self.core.rounds.close)
+        job, first = await self.ask(self.core.rounds.close), await self._first()
         if first is None or job is None:
             return
         started = time.monotonic()
