@@ -51,30 +51,6 @@ async def _ask(line: JoinLine, request: bytes) -> bytes:
         writer.close()
 
 
-def test_a_flood_of_strangers_keeps_nobody_out(tmp_path: Path) -> None:
-    asyncio.run(_flood(tmp_path))
-
-
-async def _flood(folder: Path) -> None:
-    async with serving(folder / "state") as (_, line), HubApi(line, member_id("a")) as client:
-        await client.join(join("a", 10, 0, OUTER_PARAMS), DEADLINE_S)
-        connections = []
-        for _ in range(600):  # they say nothing, not even the beginning of TLS
-            connections.append(
-                await asyncio.open_connection(line.host, line.port, local_addr=("127.0.0.2", 0))
-            )
-        async with HubApi(line, member_id("b")) as other:
-            await other.join(join("b", 10, 0, OUTER_PARAMS), DEADLINE_S)
-        assert (
-            await client.heartbeat(Heartbeat(id=client.id, step=1, version=0), DEADLINE_S)
-        ).members == [
-            "a",
-            "b",
-        ]
-        for _, writer in connections:
-            writer.close()
-
-
 def test_no_request_without_the_token_costs_anything(tmp_path: Path) -> None:
     asyncio.run(_without_token(tmp_path))
 

@@ -123,10 +123,10 @@ class Membership:
                 self.retire(row, "left", "a new cluster has taken its name", frees=True)
         new = "INSERT OR IGNORE INTO members (id, name, state) VALUES (?, ?, 'left')"
         self.db.run(new, join.id, join.name)
-        row = self.db.row("SELECT * FROM members WHERE id = ?", join.id)
-        assert row is not None
-        if row["state"] == "living" and not row["is_behind"]:
-            from_round = row["from_round"]
+        number = self.db.number("SELECT number FROM members WHERE id = ?", join.id)
+        before = self.get(number)
+        if before["state"] == "living" and not before["is_behind"]:
+            from_round = before["from_round"]
         self.db.run(
             "UPDATE members SET state = 'living', name = ?, claim = 0, claimed = '[]', "
             "has_finished = 0, ended = NULL, is_behind = ?, from_round = ?, version = ?, "
@@ -137,12 +137,12 @@ class Membership:
             join.version,
             "pull" if is_behind else "",
             why,
-            row["number"],
+            number,
         )
-        self.touch(row["number"])
-        self.heartbeats.pop(row["number"], None)
-        self._moved_at.pop(row["number"], None)
-        return self.get(row["number"])
+        self.touch(number)
+        self.heartbeats.pop(number, None)
+        self._moved_at.pop(number, None)
+        return self.get(number)
 
     def stand_in(self, name: str) -> int:
         """The number for a name in rounds that another hub has decided."""

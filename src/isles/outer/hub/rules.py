@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -109,10 +110,6 @@ def divergence(reports: Mapping[int, str]) -> tuple[str, list[int]]:
     Args:
         reports: digest of the outer parameters of each member.
     """
-    holders: dict[str, list[int]] = {}
-    for member, outer_params in reports.items():
-        holders.setdefault(outer_params, []).append(member)
-    right = min(
-        holders, key=lambda outer_params: (-len(holders[outer_params]), min(holders[outer_params]))
-    )
-    return right, sorted(member for member in reports if reports[member] != right)
+    members, holders = sorted(reports), Counter(reports.values())
+    right = max((reports[member] for member in members), key=holders.__getitem__)  # the first such
+    return right, [member for member in members if reports[member] != right]
