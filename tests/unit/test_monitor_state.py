@@ -23,6 +23,7 @@ from isles.run.records import read_record, write_record
 from isles.run.state import FRESH_S
 from isles.run.stop import kill_now, send_signal
 from tests.deadline import DEADLINE_S
+from tests.each import each
 from tests.runs import bare_run, running_agent
 
 
@@ -63,10 +64,10 @@ def test_a_running_run_shows_its_status(tmp_path: Path) -> None:
         assert "1m 05s" in text
         later = collect(run_dir, lambda: time.time() + 400)
         assert "reported nothing for 6m 40s" in later.hint
-        assert json.loads(json.dumps(report.record()))["state"] == "running"
+        assert json.loads(json.dumps(report.model_dump()))["state"] == "running"
 
 
-@pytest.mark.parametrize(
+@each(
     ("outcome", "state", "hint"),
     [
         ({"state": "finished", "exit_code": 0}, "finished", "isles generate "),

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from isles.errors import ExitCode, UserError, more_lines
+from isles.errors import ExitCode, UserError
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.launch.queue.status import queue_job, refresh
 from isles.monitor.logs import LineTail
@@ -49,10 +49,8 @@ class Follower:
     """Base class: something that is followed to its end.
 
     Args:
-        name: of the run or hub.
         typed: what is typed after a verb to mean it.
-        console: for progress and results.
-        errors: for failures and remarks.
+        console, errors: for progress and results; for failures and remarks.
     """
 
     def __init__(self, name: str, typed: str, console: Console, errors: Console) -> None:
@@ -149,7 +147,9 @@ class RunFollower(Follower):
         if self._was_killed:
             return ExitCode.INTERRUPTED
         if (error := deleted(self._attempt)) is not None:
-            return self._report_deleted(error)
+            if self._process is not None and self._process.is_here():
+                wait_for_end(self._process, _DELETED_S)
+            raise error
         return report_outcome(self._run_dir, self._attempt, self.console, self.errors)
 
     def handle(self, number: signal.Signals) -> int | None:
@@ -193,16 +193,6 @@ class RunFollower(Follower):
             except OSError:
                 return  # its answer cannot be kept: what the ranks write is followed all the same
             self._is_over.wait(_QUEUE_POLL_S)
-
-    def _report_deleted(self, error: UserError) -> int:
-        place, process = error.where, self._process
-        if process is not None and process.is_here():
-            has_ended = wait_for_end(process, _DELETED_S)
-            still = f"where pid {process.pid} has not ended yet"
-            place += f", {'where its processes have ended' if has_ended else still}"
-        lines = [f"error: {error.what}", f"  where: {place}", f"  fix: {error.fix}"]
-        print_lines(self.errors, [*lines, *more_lines(error.ids)])
-        return int(error.exit_code)
 
 
 class _Bar:
