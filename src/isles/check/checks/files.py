@@ -186,7 +186,7 @@ def hub(plan: NodePlan) -> Iterator[Finding]:
         if state == "ok":
             yield Finding("hub.access", "ok", plan.name, f"{what} can be read", "ok")
         elif state == "cached":
-            text = f"{what} is here from before; the hub was not asked: {row['said']}"
+            text = f"{what} is here from before; the hub was not asked: {row['answer']}"
             yield Finding("hub.access", "ok", plan.name, text, "cached")
         else:
             finding_id, text, fix = huggingface_issue(row)
