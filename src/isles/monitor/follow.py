@@ -25,7 +25,6 @@ from isles.monitor.stop import Signals, Stopping, wait_for_end
 from isles.monitor.table import print_lines, steps_text
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
-from isles.run.process import ProcessId
 from isles.run.records import deleted, read_record
 from isles.run.restarts import read_restart
 from isles.run.state import attempt_state, current_status, number_of, script_of
@@ -99,7 +98,6 @@ class RunFollower(Follower):
     """Follows a run whose directory is seen here: a bar on a terminal, plain lines elsewhere.
 
     Args:
-        process: the process of the run, where it is known.
         is_begun: show only what is new from now on.
     """
 
@@ -110,12 +108,11 @@ class RunFollower(Follower):
         console: Console,
         errors: Console,
         *,
-        process: ProcessId | None = None,
         is_begun: bool = False,
     ) -> None:
         super().__init__(run_dir.name, typed_name(run_dir), console, errors)
         self._run_dir, self._attempt = run_dir, attempt
-        self._process = process or attempt_state(run_dir, attempt).process
+        self._process = attempt_state(run_dir, attempt).process
         self._watch = _Watch(run_dir, attempt, is_begun=is_begun)
         self._bar = _Bar(console) if console.is_terminal else None
         self._was_interrupted = self._was_killed = False

@@ -31,7 +31,7 @@ from isles.launch.hub import (
     reopen_hub,
 )
 from isles.launch.multi_cluster import hub_place, is_elsewhere, local_environs, refuse_peers
-from isles.launch.remote.login import STARTED
+from isles.launch.remote.login import STARTED, LoginError
 from isles.launch.ssh.start import interruptible
 from isles.monitor.children import Children, Ended, Line, isles_argv, run_all
 from isles.monitor.clusters import ALIVE, cluster_reports, hub_line, outcome_lines, place_of
@@ -172,13 +172,6 @@ def _changes(
     raise changed_error(old.path, typed_name(old), old.typed, changes)
 
 
-class StartError(UserError):
-    """What the starts of clusters have printed, each in its own words."""
-
-    def __str__(self) -> str:
-        return self.what
-
-
 class MultiClusterStart:
     """One start of a multi-cluster run."""
 
@@ -279,7 +272,7 @@ class MultiClusterStart:
             first, *rest = words or [f"exit code {end.code}"]
             lines.append(f"{name}: {first.removeprefix('error: ')}")
             lines += [f"  {line.removeprefix('error: ')}" for line in rest]
-        error = StartError("\n".join(lines))
+        error = LoginError("\n".join(lines))  # as isles has printed it
         error.exit_code = ExitCode(max(end.code for end in refused.values()))
         there = len(self.choice.todo) + len(self.choice.running)
         is_set = "outer.min_clusters" in self._loaded.origins

@@ -215,11 +215,8 @@ class RemoteFollower(Follower):
     def _connect(self) -> None:
         self._tried_at = time.monotonic()
         words = [*self._words, *(["--begun"] if self._is_begun else [])]
-        ssh, *rest = remote_isles(self._run, words)
-        # A connection of its own: the end of another command must not cut this one.
-        is_shared = any(word.startswith("ControlPath=") for word in rest)
         process = self._process = subprocess.Popen(
-            [ssh, *(["-S", "none"] if is_shared else []), *rest],
+            remote_isles(self._run, words),
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             # Ctrl+C is sent in words there; it must not end the connection.

@@ -16,6 +16,9 @@ from isles.errors import ExitCode, UserError
 if TYPE_CHECKING:
     from isles.launch.base import StartOptions
     from isles.monitor.follow import Follower
+    from isles.monitor.stop import Signals
+    from isles.run.paths import RunDir
+    from isles.run.remote import RemoteRun
 
 Run = Annotated[
     str | None,
@@ -97,23 +100,37 @@ def start_and_follow(options: StartOptions, *, detach: bool = False, announce: b
             print_line(f"  isles status {name} · isles logs -f {name} · isles stop {name}")
             return ExitCode.OK
         print_line(f"Ctrl+C {what}; closing this terminal leaves {them} running")
-        # The ranks are on their way: what draws their progress is loaded beside them.
+        if isinstance(started, Started):
+            return _follow(started.remote or started.run_dir, started.attempt.number, signals)
         from isles.monitor.table import console
 
         consoles = console(), console(stderr=True)
-        follower: Follower
-        if not isinstance(started, Started):
-            follower = ClustersFollower(clusters.run, clusters.choice.running, *consoles)
-        elif started.remote is not None:
-            from isles.monitor.remote import RemoteFollower
-
-            follower = RemoteFollower(started.remote, started.attempt.number, *consoles)
-        else:
-            from isles.monitor.follow import RunFollower
-
-            run_dir, attempt, process = started.run_dir, started.attempt, started.process
-            follower = RunFollower(run_dir, attempt, *consoles, process=process)
+        follower = ClustersFollower(clusters.run, clusters.choice.running, *consoles)
         return follower.follow(signals)
+
+
+def _follow(
+    found: RunDir | RemoteRun,
+    attempt: int | None,
+    signals: Signals,
+    *,
+    is_begun: bool = False,
+    width: int | None = None,
+) -> int:
+    from isles.monitor.follow import RunFollower
+    from isles.monitor.logs import choose_attempt
+    from isles.monitor.remote import RemoteFollower
+    from isles.monitor.table import console
+    from isles.run.remote import RemoteRun
+
+    consoles = console(width=width), console(stderr=True)
+    follower: Follower
+    if isinstance(found, RemoteRun):
+        follower = RemoteFollower(found, attempt or 1, *consoles, is_begun=is_begun)
+    else:
+        start = choose_attempt(found, attempt)
+        follower = RunFollower(found, start, *consoles, is_begun=is_begun)
+    return follower.follow(signals)
 
 
 def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir = RUNS) -> int:
@@ -279,26 +296,15 @@ def follow(
         begun: It has been followed before: show what is new.
         width: Columns of the terminal that this draws on from afar; left out: no terminal.
     """
-    from isles.monitor.follow import RunFollower
-    from isles.monitor.logs import choose_attempt
-    from isles.monitor.remote import RemoteFollower
     from isles.monitor.stop import caught_signals
-    from isles.monitor.table import console
     from isles.run.find import find_cluster
     from isles.run.remote import RemoteRun
 
     found = find_cluster(run, output_dir)
-    consoles = console(width=width), console(stderr=True)
     with caught_signals() as signals:
-        follower: Follower
-        if isinstance(found, RemoteRun):
-            follower = RemoteFollower(found, attempt or 1, *consoles, is_begun=begun)
-        else:
-            start = choose_attempt(found, attempt)
-            follower = RunFollower(found, start, *consoles, is_begun=begun)
         if stdin or isinstance(found, RemoteRun):
             signals.read_stdin()
-        return follower.follow(signals)
+        return _follow(found, attempt, signals, is_begun=begun, width=width)
 
 
 @hub_app.default
