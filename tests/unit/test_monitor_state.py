@@ -14,8 +14,8 @@ import pytest
 from isles.errors import ExitCode, UserError
 from isles.monitor.outcome import failure_lines, root_cause
 from isles.monitor.status import collect
-from isles.monitor.stop import stop_run, wait_for_end
-from isles.monitor.table import report_lines, runs_table
+from isles.monitor.stop import stop_run
+from isles.monitor.table import report_lines
 from isles.run.begin import new_attempt, write_launch
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -41,11 +41,6 @@ def stop(run_dir: RunDir, *, now: bool = False, timeout_s: float = DEADLINE_S) -
     said: list[str] = []
     code = stop_run(run_dir, now=now, timeout_s=timeout_s, print_line=said.append)
     return code, "\n".join(said)
-
-
-def test_a_run_without_an_attempt_is_new(tmp_path: Path) -> None:
-    report = collect(bare_run(tmp_path / "a-1"))
-    assert (report.state, report.pid, report.step) == ("new", None, None)
 
 
 def test_a_running_run_shows_its_status(tmp_path: Path) -> None:
@@ -109,13 +104,6 @@ def test_a_silent_run_on_another_host_is_unknown(tmp_path: Path) -> None:
     assert "if elsewhere is up" in caught.value.fix
 
 
-def test_the_table_holds_every_run(tmp_path: Path) -> None:
-    ended_run(tmp_path / "a-1", {"state": "finished", "exit_code": 0})
-    bare_run(tmp_path / "b-1")
-    reports = [collect(RunDir(tmp_path / name)) for name in ("a-1", "b-1")]
-    assert runs_table(reports).row_count == 2
-
-
 def test_stop_lets_the_run_save(tmp_path: Path) -> None:
     run_dir = bare_run(tmp_path / "a-1")
     with running_agent(run_dir) as agent:
@@ -162,13 +150,6 @@ def test_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
         assert not send_signal(ProcessId("elsewhere", process.pid, process.started), 15)  # type: ignore[arg-type]
         innocent.order("log", rank=0, text="still here\n")
         assert process.is_alive()
-
-
-def test_waiting_for_a_process_that_is_gone_returns_at_once(tmp_path: Path) -> None:
-    with running_agent(bare_run(tmp_path / "a-1")) as agent:
-        agent.order("exit", code=0)
-        assert wait_for_end(agent.process, DEADLINE_S)
-        assert wait_for_end(agent.process, 0)
 
 
 def rank_error(attempt: Attempt, rank: int, at: float, **fields: Any) -> None:

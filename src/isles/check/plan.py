@@ -15,7 +15,7 @@ from isles.config.load import Loaded
 from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
-from isles.facts.cost import frozen_bytes, optimizer_bytes, weight_bytes
+from isles.facts.cost import frozen_bytes, state_bytes, weight_bytes
 from isles.facts.models import llama_parameters
 from isles.launch.huggingface import huggingface_repos
 from isles.launch.ssh.channel import Channel
@@ -154,9 +154,9 @@ class RunFacts:
         config = self.config
         if config is None:
             return 0
-        weights = self.gradient_bytes()
-        one = weights + optimizer_bytes(self._num_trained, weights, config.training.optimizer)
-        export = weights if config.checkpoint.export_on_finish else 0
+        training = config.training
+        one = state_bytes(self._num_trained, training.precision, training.optimizer)
+        export = self.gradient_bytes() if config.checkpoint.export_on_finish else 0
         return one * (config.checkpoint.keep + 1) + export
 
     def gradient_bytes(self) -> int:
