@@ -118,6 +118,8 @@ def _nodes_elsewhere(
     if choice.rank is not None:
         at = files.node_of(choice.rank)
         wanted = [node for node in wanted if node.node == at]
+    if not wanted:
+        return []
     path = run_dir.path.absolute()
     lines, python, there = [], sys.executable, str(path)
     try:
