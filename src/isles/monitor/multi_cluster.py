@@ -451,7 +451,7 @@ class ClustersFollower(Follower):
 
     def close(self) -> None:
         self._is_over.set()
-        self._children.hang_up()
+        self._children.send("", is_last=True)
 
     def _ask_hub(self) -> None:
         news = HubNews(lambda: hub_line(self._run), self._run.started_at)

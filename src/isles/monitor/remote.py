@@ -23,7 +23,7 @@ from isles.launch.queue.status import refresh_all
 from isles.launch.remote.login import ask_isles, pass_on, remote_isles
 from isles.launch.ssh.shell import SSH_FAILED, on_all, python_failure
 from isles.monitor.follow import Follower
-from isles.monitor.status import RunReport, collect
+from isles.monitor.status import ReportState, RunReport, collect
 from isles.monitor.stop import WORDS
 from isles.run.find import is_run_dir, list_runs, remote_runs
 from isles.run.paths import RunDir
@@ -132,9 +132,17 @@ def _last_known(run: RemoteRun, output_dir: Path, error: UserError) -> RunReport
     return RunReport(**{**record, **changes})
 
 
-def _bare(run: RemoteRun, state: str, reason: str, hint: str) -> RunReport:
-    record = {"name": run.name, "path": run.path, "launcher": run.launcher, "host": run.host}
-    return RunReport(**{**record, "state": state, "reason": reason, "hint": hint, "on": run.ssh})
+def _bare(run: RemoteRun, state: ReportState, reason: str, hint: str) -> RunReport:
+    return RunReport(
+        name=run.name,
+        path=run.path,
+        launcher=run.launcher,
+        host=run.host,
+        state=state,
+        reason=reason,
+        hint=hint,
+        on=run.ssh,
+    )
 
 
 class RemoteFollower(Follower):
