@@ -238,7 +238,8 @@ def test_on_a_terminal_it_is_drawn_there_and_hears_ctrl_c(lab: Lab) -> None:
     typed = Typed(lab, "d", terminal=True)
     run.order("status", phase="training", step=3, total_steps=60, loss=5.5)
     typed.until("3/60")
-    os.write(typed.reader, b"\x03")
+    # Not by the terminal: the leader of this session, which is the lab's, would end of it.
+    typed.inner().send_signal(signal.SIGINT)
     typed.until("d-1 stopped at step 7 (SIGINT)")
     assert typed.end() == 130
 

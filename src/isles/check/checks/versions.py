@@ -44,7 +44,6 @@ def compare_versions(
     packages = {name: own["packages"] for name, own in facts.items()}
     torch = {name: own["torch"] for name, own in packages.items() if "torch" in own}
     yield from _missing(facts)
-    yield from _doubled(torch, imported)
     isles = {name: own["isles"] for name, own in facts.items()}
     odd = {name: version for name, version in isles.items() if here and version != here}
     for name, version in odd.items():
@@ -70,6 +69,7 @@ def compare_versions(
     for finding_id, what, values, level in rows:
         if set(values.values()) - {"none"}:
             yield from _compare(finding_id, what, values, level)
+    yield from _doubled(torch, imported)
 
 
 def _missing(facts: Facts) -> Iterator[Finding]:
