@@ -112,7 +112,7 @@ def test_two_installations_of_torch_and_other_libraries() -> None:
         "b": {"torch": "2.9.0", "cuda": "12.6", "nccl": "2.26.2"},
     }
     drivers = {"a": "570", "b": "550"}
-    found = bad(compare_versions({"a": facts(), "b": facts()}, imported, drivers, None))
+    found = bad(compare_versions({"a": facts(), "b": facts()}, imported, drivers, "1.0"))
     assert [(f.id, f.where) for f in found] == [
         ("version.cuda", "b"),
         ("version.nccl", "b"),

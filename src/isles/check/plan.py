@@ -43,7 +43,6 @@ class Extent:
         as_json: the report is JSON.
         timeout_s: longest wait for one answer.
         contact_s: longest wait for the first.
-        compare_here: whether isles must be the same as on this machine.
     """
 
     net: bool = True
@@ -52,7 +51,6 @@ class Extent:
     as_json: bool = False
     timeout_s: float = 60.0
     contact_s: float = 40.0
-    compare_here: bool = True
 
 
 @dataclass(frozen=True, slots=True)

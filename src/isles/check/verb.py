@@ -250,8 +250,7 @@ def check_hosts(
     hosts.findings += found
     imported = {name: answer["versions"] for name, answer in answers.items()}
     drivers = {f.where: f.measured for f in found if f.id == "gpu.driver" and f.level == "ok"}
-    here = __version__ if extent.compare_here else None
-    hosts.findings += compare_versions(hosts.facts, imported, drivers, here)
+    hosts.findings += compare_versions(hosts.facts, imported, drivers, __version__)
     if extent.net:
         try_reduce(hosts)
     hosts.ask("end_ranks", finding_id="host.answers")()

@@ -31,7 +31,7 @@ def compare_versions(
     facts: Facts,
     imported: Mapping[str, Mapping[str, str | None]],
     drivers: Mapping[str, str],
-    here: str | None,
+    here: str,
 ) -> Iterator[Finding]:
     """Compare versions over all hosts.
 
@@ -39,13 +39,13 @@ def compare_versions(
         facts: of all hosts: what pip knows.
         imported: versions of torch, cuda and nccl that a rank has imported; None: it has not.
         drivers: of the GPUs, where there are any.
-        here: isles on this machine; None: it need not be the same.
+        here: isles on this machine.
     """
     packages = {name: own["packages"] for name, own in facts.items()}
     torch = {name: own["torch"] for name, own in packages.items() if "torch" in own}
     yield from _missing(facts)
     isles = {name: own["isles"] for name, own in facts.items()}
-    odd = {name: version for name, version in isles.items() if here and version != here}
+    odd = {name: version for name, version in isles.items() if version != here}
     for name, version in odd.items():
         yield _odd("version.isles", "isles", name, version, f"{here} on this machine", "error")
     # Another patch release matters little; another minor release unpickles otherwise.
