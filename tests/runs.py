@@ -20,6 +20,7 @@ from isles.monitor.stop import wait_for_end
 from isles.run.begin import new_attempt
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
+from isles.run.records import read_record
 from isles.run.stop import kill_now
 from tests.deadline import DEADLINE_S
 
@@ -116,3 +117,16 @@ def running_agent(run_dir: RunDir, world_size: int = 1) -> Iterator[Agent]:
         os.close(answers)
         for name in ("orders", "answers"):
             (run_dir.path / name).unlink()
+
+
+def end_here(run_dir: RunDir) -> None:
+    """Kill the processes of this host that the records of a run's last start name."""
+    attempt = run_dir.last_attempt()
+    if attempt is None:
+        return
+    records = [attempt.launch, *attempt.path.glob("node-*.json"), *attempt.path.glob("rank-*.json")]
+    for path in records:
+        process = ProcessId.from_record(read_record(path) or {})
+        if process is not None and process.is_here():
+            with suppress(psutil.NoSuchProcess):
+                kill_now(process)

@@ -141,11 +141,11 @@ def check(
         json: Print JSON.
         net: Also the links between hosts, and an all-reduce over all ranks.
         smoke: Also train a small model for three steps on each machine alone.
-        in_job: Check the nodes that Slurm or PBS gives, by a short job, not by its own answers.
+        in_job: Check the nodes that Slurm gives, by a short job, not by its own answers.
         timeout: Longest wait for one answer of a host.
     """
     from isles.check.plan import Extent
-    from isles.check.verb import CheckOptions, run_check
+    from isles.check.verb import run_check
     from isles.facts.units import parse_duration_s
 
     try:
@@ -158,9 +158,8 @@ def check(
             where="--timeout",
             fix="for example --timeout 30s",
         )
-    extent = Extent(net=net, smoke=smoke, timeout_s=timeout_s)
-    options = CheckOptions(run_file, overrides, hosts, extent, as_json=json, in_job=in_job)
-    return run_check(options, print)
+    extent = Extent(net=net, smoke=smoke, in_job=in_job, as_json=json, timeout_s=timeout_s)
+    return run_check(run_file, overrides, hosts, extent, print)
 
 
 @app.command

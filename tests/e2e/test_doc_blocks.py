@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from isles.launch.hub import end_hub
-from isles.monitor.stop import end_here
 from isles.run.paths import RunDir
 from tests.documents import EXAMPLE_PAGES, PAGES, ROOT, SHELLS, Block, blocks, typed_lines
 from tests.e2e.doc_terminal import BINS, Said, Terminal
 from tests.e2e.doc_world import World
+from tests.runs import end_here
 
 
 def pages() -> list[str]:
@@ -44,7 +44,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     yield World(home)
     # Where a page failed, what it would have stopped further down.
     for attempts in home.glob("*/runs/*/attempts"):
-        end_here(RunDir(attempts.parent), print_line=lambda _: None)
+        end_here(RunDir(attempts.parent))
     for state in home.glob("*/runs/*-hub-*"):
         end_hub(state)
 

@@ -39,7 +39,7 @@ attempt = new_attempt(run_dir)
 with caught_signals() as signals:
     process = LocalLauncher().submit(fake_job(run_dir, attempt))
     console = Console(width=200)
-    sys.exit(RunFollower(run_dir, attempt, console, console, process=process).follow(signals))
+    sys.exit(RunFollower(run_dir, attempt, console, console).follow(signals))
 """
 
 

@@ -287,28 +287,6 @@ def assert_checked(found: dict[str, Any]) -> None:
     assert hosts == {"a1", "a2"}
 
 
-@pytest.mark.long
-def test_the_nodes_are_checked_in_a_job(site: Site) -> None:
-    """In one that is submitted for it, from a laptop; and in one that is there already."""
-    site.write("fit", "{kind: pbs, time: 1h}", steps=6)
-    words = f"check /shared/{site.flavour}/fit.yaml clusters.0.workdir=/shared/{site.flavour}"
-    words += " --in-job --json"
-    done = site.sh(f"cd / && {ISLES} {words} clusters.0.launcher.login=a1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_checked(json.loads(done.stdout))
-
-    job = f"#PBS -l select=2:ncpus=1 -l place=scatter\ncd {site.home}\n"
-    job += f"{ISLES} {words} >inside.json 2>inside.err; echo $? >inside.code\n"
-    (site.home / "inside.sh").write_text(job.replace(str(site.home), f"/shared/{site.flavour}"))
-    site.sh("qsub inside.sh")
-    code = site.home / "inside.code"
-    site.until(site.run_dir("ddp"), lambda: code.exists() and code.read_text())
-    assert code.read_text() == "0\n", (site.home / "inside.err").read_text()
-    assert_checked(json.loads((site.home / "inside.json").read_text()))
-    assert not list(site.home.rglob(".isles-check-*"))
-    assert "isles" not in site.sh("qstat").stdout
-
-
 def test_a_job_that_waits_says_why_and_can_be_taken_back(site: Site) -> None:
     site.write("much", "{kind: pbs, time: 1h, cpus_per_node: 64}", steps=6)
     run_dir = site.submit("much")

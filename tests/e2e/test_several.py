@@ -20,13 +20,14 @@ from safetensors.torch import load_file
 
 from isles.errors import ExitCode
 from isles.launch.hub import end_hub, hub_process
-from isles.monitor.stop import end_here, wait_for_end
+from isles.monitor.stop import wait_for_end
 from isles.run.find import find_any, find_cluster
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from isles.run.remote import MultiClusterRun
 from isles.run.stop import kill_now
 from tests.deadline import DEADLINE_S
+from tests.runs import end_here
 from tests.slowdown import slowed
 
 CLUSTERS = [{"name": "a"}, {"name": "b", "gpus_per_node": 2, "strategy": {"kind": "fsdp"}}]
@@ -118,7 +119,7 @@ def kill_all(run: MultiClusterRun, command: Command) -> None:
     kill_now(process)
     assert wait_for_end(process, DEADLINE_S)
     for cluster in run.clusters:
-        end_here(RunDir(Path(cluster.path)), print_line=lambda _: None)
+        end_here(RunDir(Path(cluster.path)))
 
 
 @pytest.mark.brief("killed")
@@ -161,7 +162,7 @@ def test_a_run_of_two_clusters_ends_early_and_is_gone_on_with(two: Path, end: st
     finally:
         command.process.kill()
         for cluster in (found := find_any("t", output_dir)).clusters:
-            end_here(RunDir(Path(cluster.path)), print_line=lambda _: None)
+            end_here(RunDir(Path(cluster.path)))
         end_hub(found.state)
     _assert_finished(run, command, secret)
 
@@ -257,7 +258,7 @@ def test_clusters_of_engine_hivemind_are_started_from_one_file(two: Path, first_
     finally:
         command.process.kill()
         for cluster in find_any("t", output_dir).clusters:
-            end_here(RunDir(Path(cluster.path)), print_line=lambda _: None)
+            end_here(RunDir(Path(cluster.path)))
     assert "going on with t-1" in command.text and "the same weights" in command.text
     assert not run.state.exists()
     runs = [find_cluster("t", output_dir, name) for name in "ab"]

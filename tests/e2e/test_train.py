@@ -255,8 +255,8 @@ def test_a_run_whose_directory_is_deleted_ends_at_once(training: tuple[Command, 
     assert command.end() == ExitCode.TRAINING
     assert not [process for process in (*ranks, agent) if process.is_alive()]
     assert not run_dir.path.exists(), "nobody makes it again"
-    assert f"error: the run directory {run_dir.path} is not there any more" in command.err
-    assert f"where: host {agent.host}, where its processes have ended\n" in command.err
+    gone = f"the run directory {run_dir.path} is not there any more"
+    assert f"error: host {agent.host}: {gone}" in command.err
     assert "isles explain run.gone" in command.err and "Traceback" not in command.err
 
 

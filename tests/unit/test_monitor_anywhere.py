@@ -137,7 +137,7 @@ def test_a_silent_run_keeps_the_request_and_says_when_it_was_heard(tmp_path: Pat
     assert attempt.stop_request.exists()
 
 
-@pytest.mark.parametrize(("kind", "code"), [("save", 85), ("interrupt", 130)])
+@each(("kind", "code"), [("save", 85), ("interrupt", 130)])
 def test_a_request_before_the_first_step_ends_a_rank(tmp_path: Path, kind: Any, code: int) -> None:
     attempt = new_attempt(bare_run(tmp_path / "a-1"))
     signals = StopSignals(attempt)
@@ -249,7 +249,7 @@ def test_a_fleet_of_another_version_hinders_only_what_needs_it(tmp_path: Path) -
     assert "use isles 9.9" in caught.value.fix
     assert collect(run_dir).state == "running"
     notes: list[str] = []
-    lines = list(shown_lines(run_dir, LogChoice(), by_node=False, note=notes.append))
+    lines = list(shown_lines(run_dir, LogChoice(), notes.append))
     assert "[rank 2] line of 2" in lines
     assert "written by isles 9.9" in notes[0]
 
@@ -290,11 +290,11 @@ def test_lines_carry_their_node(tmp_path: Path) -> None:
     second = ["[h1 agent] agent 1", "[h1 rank 2] line of 2"]
     assert list(log_lines(run_dir, attempt, LogChoice(node=1))) == second
     assert list(log_lines(run_dir, attempt, LogChoice(rank=2))) == ["line of 2"]
-    blocks = list(shown_lines(run_dir, LogChoice(last=1), by_node=True, note=print))
+    blocks = list(shown_lines(run_dir, LogChoice(last=1, by_node=True), print))
     assert blocks[0] == "=== Node 0 (h0) ==="
     assert blocks[2:] == ["=== Node 1 (h1) ===", "[h1 rank 2] line of 2"]
     with pytest.raises(UserError, match="there is no node 7") as caught:
-        shown_lines(run_dir, LogChoice(node=7), by_node=False, note=print)
+        shown_lines(run_dir, LogChoice(node=7), print)
     assert "0 (h0), 1 (h1)" in caught.value.fix
 
 
@@ -339,7 +339,7 @@ def test_status_names_every_node(tmp_path: Path) -> None:
     assert "is lost: silent" in text
     assert "stuck      rank 3 is behind" in text
     assert "warning: slow link" in text
-    assert RunReport.of(report.record()) == report, "as another machine reads it"
+    assert RunReport(**report.model_dump()) == report, "as another machine reads it"
 
 
 def test_a_host_that_hangs_keeps_nobody_from_the_lines_of_the_others(
@@ -349,6 +349,6 @@ def test_a_host_that_hangs_keeps_nobody_from_the_lines_of_the_others(
     hangs = stream.Source(("sh", "-c", "echo one; exec sleep 600"), "a1")
     answers = stream.Source(("echo", "two"), "a2")
     notes: list[str] = []
-    found = stream._read([hangs, answers], LogChoice(), notes.append)
+    found = stream._merged_lines([hangs, answers], LogChoice(), notes.append)
     assert list(found) == ["one", "two"]
     assert notes == ["no line from a1 for 1 s: its logs may be cut short"]

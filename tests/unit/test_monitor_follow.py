@@ -16,6 +16,7 @@ from isles.monitor.outcome import finished_lines, report_outcome
 from isles.monitor.stop import Signals, wait_for_end
 from isles.run.records import write_record
 from tests.deadline import DEADLINE_S
+from tests.each import each
 from tests.runs import Agent, bare_run, running_agent
 
 ROW = {"kind": "train", "step": 10, "loss": 5.25, "learning_rate": 0.003, "tokens_per_second": 1234}
@@ -178,7 +179,7 @@ def test_followed_logs_end_with_the_run(tmp_path: Path) -> None:
         assert list(lines) == ["first", "second", "no end"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("last", "expected"), [(None, ["a", "b", "c"]), (0, []), (2, ["b", "c"]), (9, ["a", "b", "c"])]
 )
 def test_the_last_lines(tmp_path: Path, last: int | None, expected: list[str]) -> None:

@@ -14,8 +14,8 @@ import pytest
 from isles.errors import ExitCode, UserError
 from isles.monitor.outcome import failure_lines, root_cause
 from isles.monitor.status import collect
-from isles.monitor.stop import stop_run, wait_for_end
-from isles.monitor.table import report_lines, runs_table
+from isles.monitor.stop import stop_run
+from isles.monitor.table import report_lines
 from isles.run.begin import new_attempt, write_launch
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -23,6 +23,7 @@ from isles.run.records import read_record, write_record
 from isles.run.state import FRESH_S
 from isles.run.stop import kill_now, send_signal
 from tests.deadline import DEADLINE_S
+from tests.each import each
 from tests.runs import bare_run, running_agent
 
 
@@ -42,11 +43,6 @@ def stop(run_dir: RunDir, *, now: bool = False, timeout_s: float = DEADLINE_S) -
     return code, "\n".join(said)
 
 
-def test_a_run_without_an_attempt_is_new(tmp_path: Path) -> None:
-    report = collect(bare_run(tmp_path / "a-1"))
-    assert (report.state, report.pid, report.step) == ("new", None, None)
-
-
 def test_a_running_run_shows_its_status(tmp_path: Path) -> None:
     run_dir = bare_run(tmp_path / "a-1")
     # What an earlier attempt left does not count.
@@ -63,10 +59,10 @@ def test_a_running_run_shows_its_status(tmp_path: Path) -> None:
         assert "1m 05s" in text
         later = collect(run_dir, lambda: time.time() + 400)
         assert "reported nothing for 6m 40s" in later.hint
-        assert json.loads(json.dumps(report.record()))["state"] == "running"
+        assert json.loads(json.dumps(report.model_dump()))["state"] == "running"
 
 
-@pytest.mark.parametrize(
+@each(
     ("outcome", "state", "hint"),
     [
         ({"state": "finished", "exit_code": 0}, "finished", "isles generate "),
@@ -106,13 +102,6 @@ def test_a_silent_run_on_another_host_is_unknown(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has not been heard of for") as caught:
         stop(run_dir)
     assert "if elsewhere is up" in caught.value.fix
-
-
-def test_the_table_holds_every_run(tmp_path: Path) -> None:
-    ended_run(tmp_path / "a-1", {"state": "finished", "exit_code": 0})
-    bare_run(tmp_path / "b-1")
-    reports = [collect(RunDir(tmp_path / name)) for name in ("a-1", "b-1")]
-    assert runs_table(reports).row_count == 2
 
 
 def test_stop_lets_the_run_save(tmp_path: Path) -> None:
@@ -161,13 +150,6 @@ def test_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
         assert not send_signal(ProcessId("elsewhere", process.pid, process.started), 15)  # type: ignore[arg-type]
         innocent.order("log", rank=0, text="still here\n")
         assert process.is_alive()
-
-
-def test_waiting_for_a_process_that_is_gone_returns_at_once(tmp_path: Path) -> None:
-    with running_agent(bare_run(tmp_path / "a-1")) as agent:
-        agent.order("exit", code=0)
-        assert wait_for_end(agent.process, DEADLINE_S)
-        assert wait_for_end(agent.process, 0)
 
 
 def rank_error(attempt: Attempt, rank: int, at: float, **fields: Any) -> None:

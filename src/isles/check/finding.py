@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ _WORST_FIRST: tuple[Level, ...] = ("error", "warning", "ok")
 _SIGNS: dict[Level, str] = {"ok": "✓", "warning": "!", "error": "✗"}
 _PLAIN: dict[Level, str] = {"ok": "ok", "warning": "!!", "error": "XX"}
 _COLOURS: dict[Level, str] = {"ok": "32", "warning": "33", "error": "31"}
-_ID_CHARS, _LEAST_CHARS = 22, 18
+_ID_CHARS, _CELL_CHARS = 22, 18
 _MANY_HOSTS = 5
 
 IDS = (
@@ -30,19 +29,18 @@ IDS = (
     *("gpu.driver", "gpu.count", "gpu.visible", "gpu.kernel", "gpu.errors", "gpu.throttle"),
     "gpu.busy",
     # The machine
-    *("memory.free", "memory.swap", "cpu.cores", "shm.size", "limits.nofile", "limits.memlock"),
-    *("limits.nproc", "clock.skew"),
+    *("memory.free", "cpu.cores", "shm.size", "limits.nofile", "limits.memlock", "limits.nproc"),
+    "clock.skew",
     # Files
     *("files.workdir", "files.output", "files.model", "files.data", "files.script"),
     *("files.shared", "disk.free", "disk.inodes", "hub.access", "hub.licence"),
     # Between hosts
-    *("address.dhcp", "net.names", "net.interface", "net.connect", "net.mtu", "net.latency"),
+    *("address.dhcp", "net.interface", "net.connect", "net.mtu", "net.latency"),
     *("net.bandwidth", "net.hub", "reduce.works", "reduce.speed"),
     # Training
     "train.smoke",
     # Queues
-    *("queue.commands", "queue.partition", "queue.nodes", "queue.account", "queue.time"),
-    "queue.gres",
+    *("queue.commands", "queue.partition", "queue.nodes", "queue.time", "queue.gres"),
 )
 """Of all findings; docs/check.md has a row for each, in this order."""
 
@@ -55,9 +53,7 @@ class Finding:
         id: which check; docs/check.md has a row for each.
         level: an error keeps a run from starting or from running well; a warning may.
         where: host, pair of hosts, or place in the run file.
-        text: the result in words.
-        measured: the value.
-        limit: what it should be.
+        measured, limit: the value, and what it should be.
         fix: what to do, or the line to type.
     """
 
@@ -100,7 +96,6 @@ def report_lines(
     """A table over the hosts, and in full what is not well.
 
     Args:
-        findings: all of them.
         hosts: the columns of the table, in order.
         seconds: that the check has taken.
         is_terminal: signs and colours, not plain ASCII.
@@ -152,18 +147,14 @@ def _table(findings: Sequence[Finding], hosts: Sequence[str], is_terminal: bool)
 
 
 def _cell(finding: Finding | None, hosts: Sequence[str], is_terminal: bool) -> str:
-    # A value is whole where there is one host, and left out where there are many; on a terminal
-    # several hosts share the line.
+    # A value is whole where there is one host, and left out where there are many.
     if finding is None:
         return ""
     sign, value = (_SIGNS if is_terminal else _PLAIN)[finding.level], finding.measured
     if len(hosts) > _MANY_HOSTS:
         return sign
-    columns = shutil.get_terminal_size().columns if is_terminal else 0
-    room = max(_LEAST_CHARS, (columns - _ID_CHARS) // len(hosts) - 4)
-    if len(hosts) > 1 and len(value) > room:
-        end = "…" if is_terminal else "..."
-        value = value[: room - len(end)] + end
+    if len(hosts) > 1 and len(value) > _CELL_CHARS:
+        value = f"{value[: _CELL_CHARS - 3]}..."
     return f"{sign} {value}"
 
 

@@ -10,25 +10,26 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from isles.check.checks.files import files, hub, probe_read, probe_remove, probe_write
 from isles.check.checks.gpus import gpus
 from isles.check.checks.links import Listener, bandwidth, reach
 from isles.check.checks.machine import machine
-from isles.check.checks.network import dial, firewalls, interfaces, resolve
+from isles.check.checks.network import dial, firewalls, interfaces
 from isles.check.checks.ranks import Ranks, smoke
 from isles.check.finding import Finding
 from isles.check.plan import NodePlan
-from isles.launch.ssh.channel import Operation, serve
+from isles.launch.ssh.channel import serve
 from isles.launch.ssh.facts import node_facts
 
-_IDLE_S = 120.0
+IDLE_S = 120.0
+"""A node that is asked nothing for so long ends."""
 
 Check = Callable[[NodePlan], Iterator[Finding]]
+Work = Callable[..., dict[str, Any]]
 
 CHECKS: dict[str, Check] = {
     "machine": machine,
@@ -40,17 +41,21 @@ CHECKS: dict[str, Check] = {
 """Checks of a node alone: operations that take a `plan`, and answer with `findings`."""
 
 
-def check_operations(ranks: Ranks) -> dict[str, Operation]:
-    """Everything that a check asks of a node."""
-    listener = Listener()
-    known: dict[str, Callable[..., dict[str, Any]]] = {
+def answer(more: Mapping[str, Work], *, idle_s: float = IDLE_S) -> None:
+    """Answer what a check asks on stdin until that is closed; then end the ranks.
+
+    Args:
+        more: further operations, by name.
+        idle_s: the process ends at once when no question has come for so long.
+    """
+    ranks, listener = Ranks(), Listener()
+    known: dict[str, Work] = {
         "facts": _facts,
         "clock": lambda: {"now": time.time()},
         "probe_write": probe_write,
         "probe_read": probe_read,
         "probe_remove": probe_remove,
         "dial": dial,
-        "resolve": resolve,
         "listen": listener.listen,
         "unlisten": listener.unlisten,
         "reach": reach,
@@ -58,43 +63,24 @@ def check_operations(ranks: Ranks) -> dict[str, Operation]:
         "ranks": ranks.start,
         "reduce": ranks.reduce,
         "end_ranks": ranks.end,
+        **{name: _findings_of(check) for name, check in CHECKS.items()},
+        **more,
     }
-
-    known |= {name: partial(_findings, check) for name, check in CHECKS.items()}
-    return {name: partial(_call, work) for name, work in known.items()}
-
-
-def _call(work: Callable[..., dict[str, Any]], args: dict[str, Any]) -> dict[str, Any]:
-    return work(**args)
-
-
-def _findings(check: Check, plan: dict[str, Any]) -> dict[str, Any]:
-    return {"findings": [asdict(finding) for finding in check(NodePlan(**plan))]}
-
-
-def _facts(**args: Any) -> dict[str, Any]:
-    own = [asdict(interface) for interface in interfaces()]
-    return {**node_facts(args), "interfaces": own, "firewalls": firewalls()}
-
-
-def main(idle_s: float = _IDLE_S) -> None:
-    """Answer until stdin is closed, or no question has come for `idle_s`."""
-    ranks = Ranks()
     at_work: set[object] = set()
     asked_at = time.monotonic()
 
-    def watched(work: Operation) -> Operation:
-        def wrapped(args: dict[str, Any]) -> dict[str, Any]:
+    def watched(work: Work) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        def call(args: dict[str, Any]) -> dict[str, Any]:
             nonlocal asked_at
             question = object()
             at_work.add(question)
             try:
-                return work(args)
+                return work(**args)
             finally:
                 asked_at = time.monotonic()
                 at_work.discard(question)
 
-        return wrapped
+        return call
 
     def end_when_idle() -> None:
         while at_work or time.monotonic() - asked_at < idle_s:
@@ -103,10 +89,19 @@ def main(idle_s: float = _IDLE_S) -> None:
         os._exit(1)
 
     threading.Thread(target=end_when_idle, daemon=True).start()
-    code = serve({op: watched(work) for op, work in check_operations(ranks).items()})
+    serve({op: watched(work) for op, work in known.items()})
     ranks.kill()
-    os._exit(code)
+
+
+def _findings_of(check: Check) -> Work:
+    return lambda plan: {"findings": [asdict(finding) for finding in check(NodePlan(**plan))]}
+
+
+def _facts(**args: Any) -> dict[str, Any]:
+    own = [asdict(interface) for interface in interfaces()]
+    return {**node_facts(args), "interfaces": own, "firewalls": firewalls()}
 
 
 if __name__ == "__main__":
-    main()
+    answer({})
+    os._exit(0)

@@ -15,7 +15,7 @@ from isles.config.load import Loaded
 from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
-from isles.facts.cost import frozen_bytes, optimizer_bytes, weight_bytes
+from isles.facts.cost import frozen_bytes, state_bytes, weight_bytes
 from isles.facts.models import llama_parameters
 from isles.launch.huggingface import huggingface_repos
 from isles.launch.ssh.channel import Channel
@@ -34,21 +34,23 @@ QUICK_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much is checked.
+    """How much is checked, and how.
 
     Args:
         net: the links between hosts, and the all-reduce.
         smoke: train a small model on each machine.
+        in_job: the nodes that Slurm gives, by a short job.
+        as_json: the report is JSON.
         timeout_s: longest wait for one answer.
         contact_s: longest wait for the first.
-        compare_here: whether isles must be the same as on this machine.
     """
 
     net: bool = True
     smoke: bool = False
+    in_job: bool = False
+    as_json: bool = False
     timeout_s: float = 60.0
     contact_s: float = 40.0
-    compare_here: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +58,11 @@ class NodePlan:
     """What one node is to check; JSON takes all of it.
 
     Args:
-        name: of the node, for findings.
         is_first: whether it keeps the run directory.
         num_hosts, world_size: of the whole check.
         nproc: ranks of this node that take part.
-        device: what they compute on.
         workdir: folder in which the ranks run.
         output_dir: where run directories are made.
-        launcher: its kind.
         is_copied: whether `isles train` copies the working folder to it.
         run: config, origins, text and path of the run file; None: the machine alone is checked.
         repos: kind and id of what may have to come from the hub.
@@ -94,7 +93,6 @@ class RunFacts:
     """A cluster, and the run on it.
 
     Args:
-        cluster: the machines.
         workdir: folder in which the ranks run.
         loaded: the run file; None: the machines alone are checked.
         num_params: of the model; 0 where its shape is not known here, or for a user's own script.
@@ -121,13 +119,7 @@ class RunFacts:
         return self.config.output_dir if self.config is not None else "."
 
     def plan(self, name: str, nproc: Mapping[str, int], device: Device) -> NodePlan:
-        """The plan of one node.
-
-        Args:
-            name: of the node.
-            nproc: ranks of every host, the first host first.
-            device: what they compute on.
-        """
+        """The plan of one node; `nproc`: ranks of every host, the first host first."""
         plan = NodePlan(
             name=name,
             is_first=name == next(iter(nproc)),
@@ -160,9 +152,9 @@ class RunFacts:
         config = self.config
         if config is None:
             return 0
-        weights = self.gradient_bytes()
-        one = weights + optimizer_bytes(self._num_trained, weights, config.training.optimizer)
-        export = weights if config.checkpoint.export_on_finish else 0
+        training = config.training
+        one = state_bytes(self._num_trained, training.precision, training.optimizer)
+        export = self.gradient_bytes() if config.checkpoint.export_on_finish else 0
         return one * (config.checkpoint.keep + 1) + export
 
     def gradient_bytes(self) -> int:
@@ -194,13 +186,8 @@ def _num_params(config: RunConfig) -> int:
 class Hosts:
     """The hosts that still answer, and what was found so far.
 
-    All hosts are asked at once, each with a deadline; a host that misses it is asked no more.
-
-    Args:
-        channels: to every host, in order; the caller closes them.
-        run: what is checked.
-        extent: how much of it.
-        print_line: takes a line about what is done now.
+    All hosts are asked at once, each with a deadline; a host that misses it is asked no more. The
+    caller closes the channels.
     """
 
     def __init__(
@@ -231,7 +218,6 @@ class Hosts:
         """Ask all hosts at once, without waiting.
 
         Args:
-            op: the operation, of `isles.check.node`.
             args: for all, or for each by its name.
             timeout_s: longest wait for an answer, from now.
             only: these hosts.

@@ -17,23 +17,22 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from isles.check.checks.ranks import Ranks
 from isles.check.finding import Finding, exit_code, record, report_lines
-from isles.check.node import check_operations
+from isles.check.node import IDLE_S, answer
 from isles.check.plan import Extent, RunFacts
 from isles.check.verb import check_hosts
 from isles.config.load import Loaded
 from isles.config.resolve import digest, load_resolved
 from isles.errors import CommunicationError, ExitCode, UserError
-from isles.launch.ssh.channel import Channel, open_channel, serve
+from isles.launch.ssh.channel import Channel, open_channel
 from isles.launch.ssh.shell import Shell
 from isles.run.paths import RunDir
 from isles.run.records import write_record
 
 _POLL_S, _GREETING_S, _FINISH_S = 0.2, 5.0, 5.0
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+_GREETING_BYTES = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,19 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--node", type=int, default=0, help="number of this node, from 0")
     parser.add_argument("--hosts", required=True, help="names of all nodes, with commas")
-    parser.add_argument("--master", help="ADDRESS:PORT of node 0")
+    parser.add_argument("--master", default="", help="ADDRESS:PORT of node 0")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds")
     options = parser.parse_args(argv)
+    names, limit_s = options.hosts.split(","), options.timeout
     try:
         run_dir = RunDir(options.run_dir)
         run = _run_facts(run_dir)
         assert run.config is not None
-        names, mark = options.hosts.split(","), digest(run.config)
+        mark = digest(run.config)
+        address = _address(options.master) if len(names) > 1 else ("", 0)
         if options.node:
-            connection = join(_address(options), options.node, mark, options.timeout)
-            return _answer(connection)
+            return _serve(join(address, options.node, mark, limit_s), limit_s)
         begin = time.monotonic()
-        findings = _ask(run, names, mark, options)
+        findings = _ask(run, names, address, mark, limit_s)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return ExitCode.PREFLIGHT
@@ -82,35 +82,45 @@ def _run_facts(run_dir: RunDir) -> RunFacts:
     return replace(run, cluster=cluster, workdir=str(Path.cwd()))
 
 
-def _address(options: argparse.Namespace) -> tuple[str, int]:
-    host, _, port = (options.master or "").rpartition(":")
+def _address(master: str) -> tuple[str, int]:
+    host, _, port = master.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(
-            f"--master is {options.master}",
+            f"--master is {master or 'not given'}",
             where="command line",
             fix="the address of node 0 and a port that is free there, such as 10.0.0.1:29500",
         )
     return host, int(port)
 
 
-def _ask(run: RunFacts, names: list[str], mark: str, options: argparse.Namespace) -> list[Finding]:
+def _ask(
+    run: RunFacts, names: list[str], address: tuple[str, int], mark: str, timeout_s: float
+) -> list[Finding]:
     # On the first node.
     own = open_channel(Shell(), python=sys.executable, module="isles.check.node", name=names[0])
     others: dict[int, Channel] = {}
     try:
         if len(names) > 1:
-            others = _listen(_address(options), names, mark, options.timeout)
+            try:
+                with socket.create_server(address, backlog=128) as server:
+                    others = meet(server, names, mark, timeout_s)
+            except OSError as error:
+                raise UserError(
+                    f"node 0 cannot listen at {address[0]} port {address[1]}: {error.strerror}",
+                    where=f"host {socket.gethostname()}",
+                    fix="--master must be an address of this host, and a port that is free",
+                    id="port.taken",
+                ) from error
         missing = [node for node in range(1, len(names)) if node not in others]
         if missing:
             where = ", ".join(names[node] for node in missing)
-            text = f"{len(missing)} of {len(names)} nodes did not come within "
-            text += f"{options.timeout:.0f} s: "
+            text = f"{len(missing)} of {len(names)} nodes did not come within {timeout_s:.0f} s: "
             text += ", ".join(f"{names[node]} (node {node})" for node in missing)
             fix = "see their tasks' output; leave them out (exclude) and tell the administrator"
             came, wanted = f"{len(names) - len(missing)} nodes", f"{len(names)} nodes"
             return [Finding("step.nodes", "error", where, text, came, wanted, fix)]
         channels = [own, *(others[node] for node in sorted(others))]
-        extent = Extent(timeout_s=options.timeout, compare_here=False)
+        extent = Extent(timeout_s=timeout_s)
         findings = check_hosts(run, channels, extent, lambda _: None)
         code = int(exit_code(findings))
         with suppress(UserError, TimeoutError):
@@ -123,31 +133,14 @@ def _ask(run: RunFacts, names: list[str], mark: str, options: argparse.Namespace
             channel.close()
 
 
-def _listen(
-    address: tuple[str, int], names: list[str], mark: str, timeout_s: float
-) -> dict[int, Channel]:
-    try:
-        with socket.create_server(address, backlog=128) as server:
-            return meet(server, names, mark, timeout_s)
-    except OSError as error:
-        raise UserError(
-            f"node 0 cannot listen at {address[0]} port {address[1]}: {error.strerror}",
-            where=f"host {socket.gethostname()}",
-            fix="--master must be an address of this host, and a port that is free",
-            id="port.taken",
-        ) from error
-
-
 def meet(
     server: socket.socket, names: list[str], mark: str, timeout_s: float
 ) -> dict[int, Channel]:
     """Wait for the other nodes of a job; the first node calls this.
 
     Args:
-        server: listens at the address that the others know.
         names: of all nodes, by their numbers.
         mark: digest of the run, so that nodes of another are not taken.
-        timeout_s: longest wait.
 
     Returns:
         Channels to those that have come, by their number.
@@ -157,12 +150,14 @@ def meet(
 
     def greet(connection: socket.socket) -> None:
         with suppress(OSError, ValueError, KeyError, TypeError):
-            greeting = json.loads(_line(connection))
+            connection.settimeout(_GREETING_S)
+            reader = connection.makefile("rb")
+            greeting = json.loads(reader.readline(_GREETING_BYTES))
             node = int(greeting["node"])
             with lock:
                 if greeting["digest"] == mark and 0 < node < len(names) and node not in channels:
                     connection.sendall(f"{mark}\n".encode())
-                    channels[node] = _channel(names[node], connection)
+                    channels[node] = _channel(names[node], connection, reader)
                     return
         connection.close()
 
@@ -176,8 +171,8 @@ def meet(
     return channels
 
 
-def _channel(name: str, connection: socket.socket) -> Channel:
-    _keep_alive(connection)
+def _channel(name: str, connection: socket.socket, reader: IO[bytes]) -> Channel:
+    connection.settimeout(None)
 
     def lost(_: bool) -> UserError:
         return CommunicationError(
@@ -192,8 +187,7 @@ def _channel(name: str, connection: socket.socket) -> Channel:
             connection.shutdown(socket.SHUT_RDWR)
         connection.close()
 
-    reader, writer = connection.makefile("rb"), connection.makefile("wb")
-    return Channel(name, reader, writer, lost=lost, end=end)
+    return Channel(name, reader, connection.makefile("wb"), lost=lost, end=end)
 
 
 def join(address: tuple[str, int], node: int, mark: str, timeout_s: float) -> socket.socket:
@@ -207,8 +201,10 @@ def join(address: tuple[str, int], node: int, mark: str, timeout_s: float) -> so
         try:
             connection = socket.create_connection(address, timeout=min(left, _GREETING_S))
             connection.sendall(json.dumps({"node": node, "digest": mark}).encode() + b"\n")
-            if _line(connection) == mark:
-                _keep_alive(connection)
+            # Without a buffer, and so not a byte more than the line: the rest is for `serve`.
+            line = connection.makefile("rb", buffering=0).readline(_GREETING_BYTES)
+            if line.decode(errors="replace").strip() == mark:
+                connection.settimeout(None)
                 return connection
             failure = "another run answers there, or this node's number is taken"
             connection.close()
@@ -223,41 +219,19 @@ def join(address: tuple[str, int], node: int, mark: str, timeout_s: float) -> so
     )
 
 
-def _answer(connection: socket.socket) -> int:
-    ranks, codes = Ranks(), [int(ExitCode.PREFLIGHT)]
+def _serve(connection: socket.socket, timeout_s: float) -> int:
+    # On every other node. The exit code is the first node's.
+    codes = [int(ExitCode.PREFLIGHT)]
 
-    def finish(args: dict[str, Any]) -> dict[str, Any]:
-        codes.append(int(args["code"]))
+    def finish(code: int) -> dict[str, Any]:
+        codes.append(code)
         return {}
 
-    # `serve` reads stdin and writes stdout: from here on these are the connection.
+    # `answer` reads stdin and writes stdout: from here on these are the connection.
     for number in (0, 1):
         os.dup2(connection.fileno(), number)
-    serve({**check_operations(ranks), "finish": finish})
-    ranks.kill()
+    answer({"finish": finish}, idle_s=timeout_s + IDLE_S)
     return codes[-1]
-
-
-def _line(connection: socket.socket) -> str:
-    # Not a byte more than the line: what follows is for another reader.
-    data, end = b"", time.monotonic() + _GREETING_S
-    while not data.endswith(b"\n") and len(data) < 1000:
-        if (left := end - time.monotonic()) <= 0:
-            raise TimeoutError("it has begun a line, and does not end it")
-        connection.settimeout(left)
-        byte = connection.recv(1)
-        if not byte:
-            break
-        data += byte
-    return data.decode(errors="replace").strip()
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    # The other end may be silent for long; but one that has lost its power never sends an end.
-    connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 if __name__ == "__main__":

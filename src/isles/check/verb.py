@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ from isles import __version__
 from isles.check.checks.files import try_shared
 from isles.check.checks.links import try_links
 from isles.check.checks.machine import clock_skew
-from isles.check.checks.network import choose_reach, hub_stand_in, try_hub
+from isles.check.checks.network import choose_reach, try_hub
 from isles.check.checks.ranks import try_reduce
 from isles.check.checks.versions import compare_versions, duplicates
 from isles.check.finding import Finding, exit_code, record, report_lines
+from isles.check.job import check_in_job
 from isles.check.plan import QUICK_S, Extent, Hosts, PrintLine, RunFacts, error_finding, findings_of
-from isles.check.queue.job import check_in_job
-from isles.check.queue.nodes import queue_findings
+from isles.check.scheduler import queue_findings
 from isles.config.clusters import keys_of_cluster, named_cluster
 from isles.config.load import Loaded, load_run_file
 from isles.config.sections.cluster import (
@@ -37,6 +37,7 @@ from isles.config.sections.cluster import (
     SshLauncherConfig,
 )
 from isles.errors import PreflightError, UserError
+from isles.launch.multi_cluster import refuse_peers
 from isles.launch.ssh.channel import Channel, open_channel
 from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.shell import Shell, on_all
@@ -51,72 +52,68 @@ Found = tuple[list[Finding], list[str]]
 """Findings, and the names of the hosts."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckOptions:
-    """The arguments of `isles check`; without a run file the machines alone are checked."""
-
-    run_file: Path | None
-    overrides: tuple[str, ...]
-    hosts: tuple[str, ...]
-    extent: Extent
-    as_json: bool = False
-    in_job: bool = False
-
-
-def run_check(options: CheckOptions, write: Callable[[str], object]) -> int:
+def run_check(
+    run_file: Path | None,
+    overrides: Sequence[str],
+    hosts: tuple[str, ...],
+    extent: Extent,
+    write: Callable[[str], object],
+) -> int:
     """Check, write the report, and give the exit code.
+
+    Args:
+        run_file: None: the machines alone are checked.
+        hosts: in place of those of the run file.
 
     Raises:
         UserError: the run file or the command line is wrong.
     """
-    loaded = load_run_file(options.run_file, options.overrides) if options.run_file else None
+    loaded = load_run_file(run_file, overrides) if run_file else None
     if loaded is None or len(loaded.config.clusters) < 2:
-        code, text, found = _check_one(_run_facts(options, loaded), options)
-        write(json.dumps(found, indent=1) if options.as_json else text)
+        code, text, found = _check_one(_run_facts(loaded, overrides, hosts), extent)
+        write(json.dumps(found, indent=1) if extent.as_json else text)
         return code
-    if options.hosts:
+    if hosts:
         raise UserError(
             f"these hosts would stand for {len(loaded.config.clusters)} clusters",
             where="--hosts",
             fix="check them without a run file, or leave them out",
         )
+    refuse_peers(loaded)
     codes, records = [], {}
-    with hub_stand_in(loaded) as standing:
-        for index, cluster in enumerate(loaded.config.clusters):
-            own = RunFacts.of(named_cluster(standing, cluster.name))
-            code, text, records[cluster.name] = _check_one(
-                own, replace(options, overrides=()), index
-            )
-            codes.append(code)
-            if not options.as_json:
-                write(f"=== cluster {cluster.name} ({cluster.launcher.kind}) ===\n{text}\n")
-    if options.as_json:
+    for index, cluster in enumerate(loaded.config.clusters):
+        own = RunFacts.of(named_cluster(loaded, cluster.name))
+        code, text, records[cluster.name] = _check_one(own, extent, index)
+        codes.append(code)
+        if not extent.as_json:
+            write(f"=== cluster {cluster.name} ({cluster.launcher.kind}) ===\n{text}\n")
+    if extent.as_json:
         write(json.dumps({"clusters": records}, indent=1))
     return max(codes)
 
 
-def _run_facts(options: CheckOptions, loaded: Loaded | None) -> RunFacts:
+def _run_facts(loaded: Loaded | None, overrides: Sequence[str], hosts: tuple[str, ...]) -> RunFacts:
     if loaded is not None:
         run = RunFacts.of(loaded)
-    elif options.overrides:
+    elif overrides:
         raise UserError(
-            f"{options.overrides[0]} changes a run file, and none is named",
+            f"{overrides[0]} changes a run file, and none is named",
             where="command line",
             fix="isles check run.yaml …",
         )
     else:
         # Of hosts that are named without a run file nothing is known but their homes.
-        run = RunFacts(ClusterConfig(), "~" if options.hosts else str(Path.cwd()))
-    if not options.hosts:
+        run = RunFacts(ClusterConfig(), "~" if hosts else str(Path.cwd()))
+    if not hosts:
         return run
-    twice = [host for i, host in enumerate(options.hosts) if host in options.hosts[:i]]
+    twice = [host for i, host in enumerate(hosts) if host in hosts[:i]]
     if twice:
         raise UserError(f"{twice[0]} is there twice", where="--hosts", fix="name each host once")
     try:
-        launcher = SshLauncherConfig(hosts=options.hosts)
+        launcher = SshLauncherConfig(hosts=hosts)
     except ValueError:
         raise UserError(
-            f"these are no hosts as ssh takes them: {' '.join(options.hosts)}",
+            f"these are no hosts as ssh takes them: {' '.join(hosts)}",
             where="--hosts",
             fix="for example --hosts me@192.168.1.101 me@192.168.1.102",
         ) from None
@@ -124,17 +121,15 @@ def _run_facts(options: CheckOptions, loaded: Loaded | None) -> RunFacts:
     return replace(run, cluster=cluster)
 
 
-def _check_one(
-    run: RunFacts, options: CheckOptions, index: int = 0
-) -> tuple[int, str, dict[str, Any]]:
+def _check_one(run: RunFacts, extent: Extent, index: int = 0) -> tuple[int, str, dict[str, Any]]:
     begin = time.monotonic()
-    is_terminal = sys.stdout.isatty() and not options.as_json
+    is_terminal = sys.stdout.isatty() and not extent.as_json
 
     def print_line(line: str) -> None:
-        if sys.stderr.isatty() and not options.as_json:
+        if sys.stderr.isatty() and not extent.as_json:
             sys.stderr.write(f"{line} …\n")
 
-    found, columns = _check_cluster(run, options, print_line)
+    found, columns = _check_cluster(run, extent, print_line)
     # To itself a cluster is the only one; the user reads its place in the run file.
     findings = [replace(each, fix=keys_of_cluster(each.fix, index)) for each in found]
     seconds = time.monotonic() - begin
@@ -142,11 +137,10 @@ def _check_one(
     return exit_code(findings), "\n".join(lines), record(findings, seconds=seconds)
 
 
-def _check_cluster(run: RunFacts, options: CheckOptions, print_line: PrintLine) -> Found:
-    if options.in_job:
+def _check_cluster(run: RunFacts, extent: Extent, print_line: PrintLine) -> Found:
+    if extent.in_job:
         print_line("waiting for nodes, and checking them")
-        return check_in_job(run, options.extent.timeout_s, options.overrides)
-    extent = options.extent
+        return check_in_job(run, extent.timeout_s)
     match run.cluster.launcher:
         case SshLauncherConfig(connect_timeout=connect_s):
             contact_s = connect_s + min(_ANSWER_S, extent.timeout_s)
@@ -256,8 +250,7 @@ def check_hosts(
     hosts.findings += found
     imported = {name: answer["versions"] for name, answer in answers.items()}
     drivers = {f.where: f.measured for f in found if f.id == "gpu.driver" and f.level == "ok"}
-    here = __version__ if extent.compare_here else None
-    hosts.findings += compare_versions(hosts.facts, imported, drivers, here)
+    hosts.findings += compare_versions(hosts.facts, imported, drivers, __version__)
     if extent.net:
         try_reduce(hosts)
     hosts.ask("end_ranks", finding_id="host.answers")()

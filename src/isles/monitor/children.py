@@ -11,15 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO, Literal
+from typing import Literal
 
-from isles.launch.remote.login import STARTED
 from isles.run.env import inherited
 
 _PATIENCE_S = 30.0
-"""Interval of the lines that say for whom a command waits."""
+"""Interval of the lines that name the clusters for which a command waits."""
 
-_SHOWN_CHARS = 100
 _END_S = 30.0
 """How long a command may take to end once it was interrupted."""
 
@@ -32,7 +30,6 @@ class Line:
     kind: Literal["out", "err", "end"]
     text: str = ""
     code: int = 0
-    error: Exception | None = None
 
 
 class Children:
@@ -45,68 +42,35 @@ class Children:
         self._processes: dict[str, subprocess.Popen[str]] = {}
 
     def start(
-        self,
-        child: str,
-        argv: Sequence[str],
-        *,
-        stdin: str | None = None,
-        environ: Mapping[str, str] | None = None,
+        self, child: str, argv: Sequence[str], environ: Mapping[str, str] | None = None
     ) -> None:
-        """Start a command.
-
-        Args:
-            child: its name, which stands on its lines.
-            argv: the command line.
-            stdin: all that it reads, perhaps a secret; None: `send` writes to it later.
-            environ: variables that are added to those of this process.
-        """
-        pipe = subprocess.PIPE
+        """Start a command; `environ`: variables that it has besides those of this process."""
         process = subprocess.Popen(
             argv,
             env={**inherited(), **(environ or {})},
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
             start_new_session=True,
         )
-        assert process.stdout is not None and process.stderr is not None
         self._processes[child] = process
         self.left.append(child)
+        threading.Thread(target=self._read, args=(child, process), daemon=True).start()
 
-        def read(stream: IO[str], kind: Literal["out", "err"]) -> None:
+    def _read(self, child: str, process: subprocess.Popen[str]) -> None:
+        def read(stream: Iterable[str], kind: Literal["out", "err"]) -> None:
             for line in stream:
                 self.put(Line(child, kind, line.rstrip("\n")))
 
+        assert process.stdout is not None and process.stderr is not None
         errors = threading.Thread(target=read, args=(process.stderr, "err"), daemon=True)
         errors.start()
-
-        def listen(stdout: IO[str]) -> None:
-            read(stdout, "out")
-            code = process.wait()
-            errors.join(timeout=5)
-            self.put(Line(child, "end", code=code if code >= 0 else 128 - code))
-
-        threading.Thread(target=listen, args=(process.stdout,), daemon=True).start()
-        if stdin is not None:
-            self._write(process, stdin)
-            self._hang_up(process)
-
-    def add(self, child: str, lines: Iterable[str]) -> None:
-        """Take lines that this process makes, in a thread, among those of the children."""
-
-        def pump() -> None:
-            error: Exception | None = None
-            try:
-                for text in lines:
-                    self.put(Line(child, "out", text))
-            except Exception as caught:  # raised again by who takes the lines
-                error = caught
-            self.put(Line(child, "end", error=error))
-
-        self.left.append(child)
-        threading.Thread(target=pump, daemon=True).start()
+        read(process.stdout, "out")
+        code = process.wait()
+        errors.join(timeout=5)
+        self.put(Line(child, "end", code=code if code >= 0 else 128 - code))
 
     def put(self, line: Line) -> None:
         self._lines.put(line)
@@ -121,41 +85,23 @@ class Children:
             self.left.remove(line.child)
         return line
 
-    def send(self, text: str) -> None:
-        """Write a line to the stdin of all children."""
+    def send(self, text: str, *, is_last: bool = False) -> None:
+        """Write to the stdin of all children; `is_last`: and close it."""
         for process in self._processes.values():
-            self._write(process, f"{text}\n")
+            assert process.stdin is not None
+            with suppress(OSError, ValueError):  # it has ended: its last line says so
+                process.stdin.write(text)
+                process.stdin.flush()
+                if is_last:
+                    process.stdin.close()
 
-    def hang_up(self) -> None:
-        """Close the stdin of all children."""
-        for process in self._processes.values():
-            self._hang_up(process)
-
-    def interrupt(self) -> None:
-        """Send SIGINT to those that are left."""
-        for child in self.left:
-            if (process := self._processes[child]).poll() is None:
-                process.send_signal(signal.SIGINT)
-
-    def kill(self) -> None:
-        """Kill those that are left."""
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to those that are left; after SIGKILL also wait for their ends."""
         for process in self._processes.values():
             if process.poll() is None:
-                process.kill()
-                process.wait()
-
-    @staticmethod
-    def _write(process: subprocess.Popen[str], text: str) -> None:
-        assert process.stdin is not None
-        with suppress(OSError, ValueError):  # it has ended: its last line says so
-            process.stdin.write(text)
-            process.stdin.flush()
-
-    @staticmethod
-    def _hang_up(process: subprocess.Popen[str]) -> None:
-        assert process.stdin is not None
-        with suppress(OSError):
-            process.stdin.close()
+                process.send_signal(number)
+                if number == signal.SIGKILL:
+                    process.wait()
 
 
 @dataclass(slots=True)
@@ -182,20 +128,18 @@ def run_all(
 ) -> dict[str, Ended]:
     """Run an isles command for each cluster, all at once, to their ends.
 
+    Ctrl+C interrupts them, and is raised again when they have ended.
+
     Args:
         commands: the words after `isles`, by the names of the clusters.
         doing: what they do, for the user who waits: `starting`.
         show: called with every line as it comes.
-
-    Raises:
-        KeyboardInterrupt: after the commands were interrupted and have ended.
     """
     found = {name: Ended() for name in commands}
-    last = dict.fromkeys(commands, "")
     children = Children()
     for name, words in commands.items():
-        environ = (environs or {}).get(name)
-        children.start(name, isles_argv(words), stdin=stdin, environ=environ)
+        children.start(name, isles_argv(words), (environs or {}).get(name))
+    children.send(stdin, is_last=True)
 
     def take_one() -> None:
         line = children.next(0.5)
@@ -203,15 +147,10 @@ def run_all(
             return
         show(line)
         ended = found[line.child]
-        match line.kind:
-            case "out":
-                ended.out.append(line.text)
-            case "err":
-                ended.err.append(line.text)
-            case "end":
-                ended.code = line.code
-        if line.text and not line.text.startswith(STARTED):  # that line is for this process
-            last[line.child] = f" (it said: {line.text[:_SHOWN_CHARS].strip()})"
+        if line.kind == "end":
+            ended.code = line.code
+        else:
+            (ended.out if line.kind == "out" else ended.err).append(line.text)
 
     reported_at = time.monotonic()
     try:
@@ -219,12 +158,10 @@ def run_all(
             take_one()
             if children.left and time.monotonic() - reported_at > _PATIENCE_S:
                 reported_at = time.monotonic()
-                print_line(
-                    f"{doing}: waiting for {', '.join(n + last[n] for n in sorted(children.left))}"
-                )
+                print_line(f"{doing}: waiting for {', '.join(sorted(children.left))}")
     except KeyboardInterrupt:
         # Nothing that they have begun may go on.
-        children.interrupt()
+        children.kill(signal.SIGINT)
         until = time.monotonic() + _END_S
         while children.left and time.monotonic() < until:
             take_one()

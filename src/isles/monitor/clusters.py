@@ -7,7 +7,7 @@ children at once (`children.py`), and adds what the hub reports. `multi_cluster.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from isles.launch.hub import end_hub, hub_process, local_line
 from isles.monitor.children import Line, run_all
 from isles.monitor.remote import reports_of
 from isles.monitor.status import ReportState, RunReport
-from isles.monitor.table import columns, steps_text
+from isles.monitor.table import cell, columns, steps_text
 from isles.run.find import run_of, typed_name
 from isles.run.join_line import JoinLine, ask_hub
 from isles.run.remote import ClusterRun, MultiClusterRun, list_multi_cluster
@@ -28,6 +28,7 @@ _WORST_FIRST: tuple[ReportState, ...] = (
     *("running", "queued", "unreachable", "unknown"),
     *("failed", "killed", "gone", "stopped", "new"),
 )
+_AWAY = ("failed", "killed", "unreachable", "gone")
 _ANSWER_S = 4.0
 _SLOW = 0.8
 """A cluster is called slow below this part of the fastest one's speed."""
@@ -77,8 +78,6 @@ class MultiClusterReport:
     """A multi-cluster run at one moment.
 
     Args:
-        run: the run.
-        state: in one word.
         clusters: reports of those that were started, by name.
         hub: its answer to `/v1/status`; None where there is none.
         hub_error: why there is none.
@@ -94,7 +93,7 @@ class MultiClusterReport:
         clusters = []
         for cluster in self.run.clusters:
             report = self.clusters.get(cluster.name)
-            clusters.append({**asdict(cluster), "report": report.record() if report else None})
+            clusters.append({**asdict(cluster), "report": report.model_dump() if report else None})
         return {
             "name": self.run.name,
             "path": str(self.run.path),
@@ -175,60 +174,43 @@ def _rows(report: MultiClusterReport) -> list[tuple[str, ...]]:
     averages = [average for outer in outers if (average := outer.get("last_outer_step"))]
     newest = max(averages, key=lambda average: average.get("outer_step", -1), default=None)
     tokens = (newest or {}).get("weights") or {}
-    whole = sum(tokens.values())
+    whole = sum(tokens.values()) or 1
     for cluster in report.run.clusters:
-        found = report.clusters.get(cluster.name)
-        member = report.members.get(cluster.name)
+        found, member = report.clusters.get(cluster.name), report.members.get(cluster.name)
         if found is None:
             rows.append((cluster.name, cluster.launcher, "never started", *("-",) * 9))
             continue
-        outer = found.outer or {}
+        outer, is_alive = found.outer or {}, found.state in ALIVE
         state: str = found.state
-        if state in ALIVE and (found.queue or found.phase not in (None, "training")):
+        if is_alive and (found.queue or found.phase not in (None, "training")):
             state += f": {found.queue or found.phase}"
-        sent, received = outer.get("sent_bytes"), outer.get("received_bytes")
         # Seconds that averaging has taken, hidden behind steps or not.
         sync_s = (outer.get("exposed_s") or 0.0) + (outer.get("hidden_s") or 0.0)
-        hidden = outer.get("hidden_share")
-        rows.append(
-            (
-                cluster.name,
-                found.launcher,
-                state,
-                steps_text(found.step, found.total_steps),
-                f"{found.loss:.4f}" if found.loss is not None else "-",
-                format_count(found.tokens_per_second) if found.tokens_per_second else "-",
-                f"{tokens[cluster.name] / whole:.0%}" if whole and cluster.name in tokens else "-",
-                format_bytes(sent) if sent else "-",
-                format_bytes(received) if received else "-",
-                format_duration(sync_s) if sync_s else "-",
-                f"{hidden:.0%}" if hidden is not None else "-",
-                f"{member['heard_s']:.0f}s ago" if member and found.state in ALIVE else "-",
-            )
+        cells = (
+            cell(found.loss, "{:.4f}".format),
+            cell(found.tokens_per_second or None, format_count),
+            cell(tokens.get(cluster.name), lambda own: f"{own / whole:.0%}"),
+            cell(outer.get("sent_bytes") or None, format_bytes),
+            cell(outer.get("received_bytes") or None, format_bytes),
+            cell(sync_s or None, format_duration),
+            cell(outer.get("hidden_share"), "{:.0%}".format),
+            cell(member if is_alive else None, lambda own: f"{own['heard_s']:.0f}s ago"),
         )
+        steps = steps_text(found.step, found.total_steps)
+        rows.append((cluster.name, found.launcher, state, steps, *cells))
     return rows
 
 
 def _remarks(report: MultiClusterReport) -> list[str]:
     # Which clusters are slow, behind, or away, and why.
     lines = []
-    speeds = {
-        name: r.tokens_per_second
-        for name, r in report.clusters.items()
-        if r.state == "running" and r.tokens_per_second
-    }
-    for cluster in report.run.clusters:
-        name = cluster.name
-        found, member = report.clusters.get(name), report.members.get(name)
-        if found is None:
-            continue
-        outer = found.outer or {}
+    running = [r for r in report.clusters.values() if r.state == "running"]
+    fastest = max((r.tokens_per_second or 0.0 for r in running), default=0.0)
+    for name, found in report.clusters.items():
+        outer, member = found.outer or {}, report.members.get(name)
         if found.state == "queued":
             lines.append(f"{name} waits in its queue; the others train and average without it")
-        elif (
-            found.state in ("failed", "killed", "unreachable", "gone")
-            and report.state != found.state
-        ):
+        elif found.state in _AWAY and report.state != found.state:
             lines.append(f"{name}: {found.reason or found.state}; {found.hint}".rstrip("; "))
         if found.state != "running":
             continue
@@ -240,20 +222,17 @@ def _remarks(report: MultiClusterReport) -> list[str]:
         elif member and member["state"] not in ("living", "finished"):
             seen = f"last seen {member['heard_s']:.0f}s ago"
             lines.append(f"{name} is in no round: {member['state']}, {seen}")
-        lines += [f"{name}: {text}" for text in (*found.hangs, *_slow(name, speeds, outer))]
+        lines += [f"{name}: {text}" for text in found.hangs]
+        if found.tokens_per_second and found.tokens_per_second < _SLOW * fastest:
+            own, best = format_count(found.tokens_per_second), format_count(fastest)
+            lines.append(f"{name}: computes {own} tokens/s, the fastest {best}")
+        exposed_s = outer.get("exposed_s") or 0.0
+        if exposed_s > max(_WAITED_S, outer.get("hidden_s") or 0.0):
+            waited = format_duration(exposed_s)
+            lines.append(f"{name}: has waited {waited} for averages, with no step meanwhile")
         if member and member.get("refused"):
             lines.append(f"{name}: {member['refused']}")
     return lines
-
-
-def _slow(name: str, speeds: Mapping[str, float], outer: Mapping[str, Any]) -> Iterable[str]:
-    fastest = max(speeds.values(), default=0.0)
-    if name in speeds and speeds[name] < _SLOW * fastest:
-        own, best = format_count(speeds[name]), format_count(fastest)
-        yield f"computes {own} tokens/s, the fastest {best}"
-    exposed_s, hidden_s = outer.get("exposed_s") or 0.0, outer.get("hidden_s") or 0.0
-    if exposed_s > max(_WAITED_S, hidden_s):
-        yield f"has waited {format_duration(exposed_s)} for averages, with no step meanwhile"
 
 
 def group_by_run(reports: Sequence[RunReport], output_dir: Path) -> list[RunReport]:
@@ -273,7 +252,7 @@ def group_by_run(reports: Sequence[RunReport], output_dir: Path) -> list[RunRepo
                     found[cluster.name] = report
         left = [report for report in left if report not in found.values()]
         below = [
-            replace(found[c.name], name=f"  {found[c.name].name}")
+            found[c.name].model_copy(update={"name": f"  {found[c.name].name}"})
             for c in run.clusters
             if c.name in found
         ]

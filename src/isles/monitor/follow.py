@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from isles.errors import ExitCode, UserError, more_lines
+from isles.errors import ExitCode, UserError
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.launch.queue.status import queue_job, refresh
 from isles.monitor.logs import LineTail
@@ -25,7 +25,6 @@ from isles.monitor.stop import Signals, Stopping, wait_for_end
 from isles.monitor.table import print_lines, steps_text
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
-from isles.run.process import ProcessId
 from isles.run.records import deleted, read_record
 from isles.run.restarts import read_restart
 from isles.run.state import attempt_state, current_status, number_of, script_of
@@ -49,10 +48,8 @@ class Follower:
     """Base class: something that is followed to its end.
 
     Args:
-        name: of the run or hub.
         typed: what is typed after a verb to mean it.
-        console: for progress and results.
-        errors: for failures and remarks.
+        console, errors: for progress and results; for failures and remarks.
     """
 
     def __init__(self, name: str, typed: str, console: Console, errors: Console) -> None:
@@ -101,7 +98,6 @@ class RunFollower(Follower):
     """Follows a run whose directory is seen here: a bar on a terminal, plain lines elsewhere.
 
     Args:
-        process: the process of the run, where it is known.
         is_begun: show only what is new from now on.
     """
 
@@ -112,12 +108,11 @@ class RunFollower(Follower):
         console: Console,
         errors: Console,
         *,
-        process: ProcessId | None = None,
         is_begun: bool = False,
     ) -> None:
         super().__init__(run_dir.name, typed_name(run_dir), console, errors)
         self._run_dir, self._attempt = run_dir, attempt
-        self._process = process or attempt_state(run_dir, attempt).process
+        self._process = attempt_state(run_dir, attempt).process
         self._watch = _Watch(run_dir, attempt, is_begun=is_begun)
         self._bar = _Bar(console) if console.is_terminal else None
         self._was_interrupted = self._was_killed = False
@@ -149,7 +144,9 @@ class RunFollower(Follower):
         if self._was_killed:
             return ExitCode.INTERRUPTED
         if (error := deleted(self._attempt)) is not None:
-            return self._report_deleted(error)
+            if self._process is not None and self._process.is_here():
+                wait_for_end(self._process, _DELETED_S)
+            raise error
         return report_outcome(self._run_dir, self._attempt, self.console, self.errors)
 
     def handle(self, number: signal.Signals) -> int | None:
@@ -193,16 +190,6 @@ class RunFollower(Follower):
             except OSError:
                 return  # its answer cannot be kept: what the ranks write is followed all the same
             self._is_over.wait(_QUEUE_POLL_S)
-
-    def _report_deleted(self, error: UserError) -> int:
-        place, process = error.where, self._process
-        if process is not None and process.is_here():
-            has_ended = wait_for_end(process, _DELETED_S)
-            still = f"where pid {process.pid} has not ended yet"
-            place += f", {'where its processes have ended' if has_ended else still}"
-        lines = [f"error: {error.what}", f"  where: {place}", f"  fix: {error.fix}"]
-        print_lines(self.errors, [*lines, *more_lines(error.ids)])
-        return int(error.exit_code)
 
 
 class _Bar:

@@ -21,7 +21,6 @@ from isles.run.join_line import JoinLine, ask_hub
 
 _ANSWER_S = 5.0
 _POLL_S = 1.0
-_COMPLAIN_EVERY_S = 30.0
 _LOG_LINES = 5
 
 
@@ -112,14 +111,27 @@ class HubNews:
         self._since = since
         self._event: int | None = None
         self._round = -1
+        self._silent_at: float | None = None
 
     def look(self) -> list[tuple[float, str, str]]:
-        """The time, the kind (`round`: an average) and the text of each, in order.
+        """The time, the kind and the text of each, in order.
 
-        Raises:
-            UserError: the hub does not answer.
+        The kind is that of an event, `round` for an average, `silent` once where the hub does not
+        answer, and `again` where it does again.
         """
-        status = ask_hub(self._line(), "/v1/status", _ANSWER_S)
+        now = time.time()
+        try:
+            status = ask_hub(self._line(), "/v1/status", _ANSWER_S)
+        except UserError as error:
+            if self._silent_at is not None:
+                return []
+            self._silent_at = now
+            return [(now, "silent", f"it does not answer: {error.what}")]
+        found = []
+        if self._silent_at is not None:
+            text = f"it answers again after {now - self._silent_at:.0f}s"
+            found.append((self._silent_at, "again", text))
+            self._silent_at = None
         self.is_over = bool(status.get("is_over"))
         events, commits = status.get("events") or [], status.get("commits") or []
         if self._event is None:
@@ -127,7 +139,6 @@ class HubNews:
             since = max(starts, default=0.0) if self._since is None else self._since
             self._event = max([e["number"] for e in events if e["at"] < since], default=-1)
             self._round = max([c["round"] for c in commits if c["at"] < since], default=-1)
-        found = []
         for event in events:
             if event["number"] > self._event:
                 self._event = event["number"]
@@ -187,7 +198,6 @@ class HubFollower(Follower):
         self._hub = hub
         self._news = HubNews(lambda: local_line(hub.state))
         self._ask_at = 0.0
-        self._complained_at: float | None = None
 
     def look(self) -> int | None:
         """See `Follower.look`.
@@ -203,18 +213,11 @@ class HubFollower(Follower):
                 where=str(log),
                 fix="type the command again: it goes on where it was, and the clusters come back",
             )
-        now = time.monotonic()
-        if now < self._ask_at:
-            return None
-        try:
+        if time.monotonic() >= self._ask_at:
             for at, _, text in self._news.look():
-                self._print(at, text)
-            self._complained_at = None
-        except UserError as error:
-            if self._complained_at is None or now - self._complained_at > _COMPLAIN_EVERY_S:
-                self._complained_at = now
-                self._print(time.time(), f"no answer: {error.what}")
-        self._ask_at = time.monotonic() + _POLL_S
+                clock = datetime.fromtimestamp(at).strftime("%H:%M:%S")
+                print_lines(self.console, [f"{clock}  {text}"])
+            self._ask_at = time.monotonic() + _POLL_S
         return None
 
     def handle(self, number: signal.Signals) -> int | None:
@@ -225,7 +228,3 @@ class HubFollower(Follower):
         text = "the hub has ended; clusters train on by themselves, and come back to it when the "
         print_lines(self.console, [text + "same command is typed again"])
         return ExitCode.INTERRUPTED
-
-    def _print(self, at: float, text: str) -> None:
-        clock = datetime.fromtimestamp(at).strftime("%H:%M:%S")
-        print_lines(self.console, [f"{clock}  {text}"])

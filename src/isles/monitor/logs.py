@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from isles.errors import UserError
@@ -89,8 +89,9 @@ class LogChoice:
         node: only this node; None: all.
         last: lines of each log that are there already; None: all.
         follow: go on until the run ends.
-        attempt: number of the attempt; None: the last.
+        attempt: its number; None: the last.
         is_here: only what this machine sees.
+        by_node: one node after the other, below headlines.
     """
 
     rank: int | None = None
@@ -99,11 +100,13 @@ class LogChoice:
     follow: bool = False
     attempt: int | None = None
     is_here: bool = False
+    by_node: bool = False
 
     def words(self) -> list[str]:
         """The same as options of `isles logs`."""
         words = ["--lines", str(self.last)] if self.last is not None else []
         words += ["--follow"] if self.follow else []
+        words += ["--by-node"] if self.by_node else []
         for name, value in (("rank", self.rank), ("node", self.node), ("attempt", self.attempt)):
             words += [f"--{name}", str(value)] if value is not None else []
         return words
@@ -177,14 +180,23 @@ def log_lines(
         pause(_POLL_S)
 
 
-def node_lines(attempt: Attempt, run_dir: RunDir, choice: LogChoice) -> list[str]:
-    """The last lines of one node, of all its logs together."""
-    assert choice.node is not None
-    path = run_dir.latest_node_log(choice.node)
-    if choice.attempt is None and path.is_file():
-        return LineTail(path, last=choice.last).read(final=True)
-    lines = list(log_lines(run_dir, attempt, choice))
-    return lines[-choice.last :] if choice.last else lines
+def local_lines(run_dir: RunDir, attempt: Attempt, choice: LogChoice) -> Iterator[str]:
+    """Lines of the logs that this machine sees, as `choice` wants them; errors as `log_lines`."""
+    if not choice.by_node:
+        yield from log_lines(run_dir, attempt, choice)
+        return
+    files = LogFiles(attempt)
+    for node, name in (files.nodes or {0: ""}).items():
+        is_away = choice.is_here and bool(files.nodes) and not files.is_here(node)
+        if choice.node not in (None, node) or is_away:
+            continue
+        yield f"=== Node {node}{f' ({name})' if name else ''} ==="
+        path = run_dir.latest_node_log(node)
+        if choice.attempt is None and path.is_file():
+            yield from LineTail(path, last=choice.last).read(final=True)
+        else:
+            lines = list(log_lines(run_dir, attempt, replace(choice, node=node)))
+            yield from lines[-choice.last :] if choice.last else lines
 
 
 class LogFiles:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 
@@ -32,7 +31,7 @@ from isles.launch.hub import (
     reopen_hub,
 )
 from isles.launch.multi_cluster import hub_place, is_elsewhere, local_environs, refuse_peers
-from isles.launch.remote.login import STARTED
+from isles.launch.remote.login import STARTED, LoginError
 from isles.launch.ssh.start import interruptible
 from isles.monitor.children import Children, Ended, Line, isles_argv, run_all
 from isles.monitor.clusters import ALIVE, cluster_reports, hub_line, outcome_lines, place_of
@@ -55,8 +54,7 @@ class Choice:
     """What a start will do.
 
     Args:
-        run: the run, with the clusters of the run file.
-        is_resumed: whether its folder is there.
+        is_resumed: whether the folder of the run is there.
         todo: clusters to start, and the `--resume` of each.
         running: clusters that run already, and are only followed.
         note: lines for the user.
@@ -73,7 +71,6 @@ def choose(loaded: Loaded, resume: str) -> Choice:
     """Choose the run to begin or to resume, and its clusters to start.
 
     Args:
-        loaded: the run file.
         resume: `auto`, `no`, or the folder of a multi-cluster run.
 
     Raises:
@@ -91,24 +88,24 @@ def choose(loaded: Loaded, resume: str) -> Choice:
     fresh = Choice(run, False, {cluster.name: "no" for cluster in clusters})
     if resume == "no":
         return fresh
-    if resume != "auto":
-        for place in (Path(resume).expanduser(), output_dir / resume):
-            if (given := read_multi_cluster(place)) is not None:
-                return _go_on(loaded, replace(given, path=place.absolute()), run, may_change=True)
+    if resume == "auto":
+        places = [run.path for _, run in numbered if is_multi_cluster(run.path)][-1:]
+    else:
+        places = [Path(resume).expanduser(), output_dir / resume]
+    found = [old for place in places if (old := read_multi_cluster(place.absolute())) is not None]
+    if not found and resume != "auto":
         raise UserError(
             f"{resume} is no multi-cluster run",
             where="--resume",
             fix="give the folder that has clusters.json, or `--resume no` for a new run",
             id="run.unknown",
         )
-    old = [run.path for _, run in numbered if is_multi_cluster(run.path)]
-    last = read_multi_cluster(old[-1]) if old else None
-    if last is None:
+    if not found:
         return fresh
-    choice = _go_on(loaded, last, run, may_change=False)
-    if choice.todo or choice.running:
+    choice = _go_on(loaded, found[0], run, may_change=resume != "auto")
+    if choice.todo or choice.running or resume != "auto":
         return choice
-    return replace(fresh, note=f"{last.name} is finished; this is a new run: {run.name}")
+    return replace(fresh, note=f"{found[0].name} is finished; this is a new run: {run.name}")
 
 
 def _go_on(
@@ -175,20 +172,8 @@ def _changes(
     raise changed_error(old.path, typed_name(old), old.typed, changes)
 
 
-class StartError(UserError):
-    """What the starts of clusters have printed, each in its own words."""
-
-    def __str__(self) -> str:
-        return self.what
-
-
 class MultiClusterStart:
-    """One start of a multi-cluster run.
-
-    Args:
-        loaded: the run file.
-        options: how `isles train` was typed.
-    """
+    """One start of a multi-cluster run."""
 
     def __init__(self, loaded: Loaded, options: StartOptions) -> None:
         assert loaded.config.diloco is not None, "config/rules: several clusters average"
@@ -287,7 +272,7 @@ class MultiClusterStart:
             first, *rest = words or [f"exit code {end.code}"]
             lines.append(f"{name}: {first.removeprefix('error: ')}")
             lines += [f"  {line.removeprefix('error: ')}" for line in rest]
-        error = StartError("\n".join(lines))
+        error = LoginError("\n".join(lines))  # as isles has printed it
         error.exit_code = ExitCode(max(end.code for end in refused.values()))
         there = len(self.choice.todo) + len(self.choice.running)
         is_set = "outer.min_clusters" in self._loaded.origins
@@ -466,37 +451,24 @@ class ClustersFollower(Follower):
 
     def close(self) -> None:
         self._is_over.set()
-        self._children.hang_up()
+        self._children.send("", is_last=True)
 
     def _ask_hub(self) -> None:
         news = HubNews(lambda: hub_line(self._run), self._run.started_at)
-        silent_since: float | None = None
         while not self._is_over.wait(_HUB_POLL_S):
-            try:
-                found = news.look()
-            except UserError as error:
+            for _, kind, text in news.look():
                 # Once all clusters have finished, the hub ends by itself.
-                if silent_since is None and not news.is_over and not self._is_over.is_set():
-                    silent_since = time.monotonic()
-                    self._report(f"it does not answer: {error.what}", "err")
-                    self._reopen_hub()
-                continue
-            if silent_since is not None:
-                self._report(f"it answers again after {time.monotonic() - silent_since:.0f}s")
-                silent_since = None
-            for _, kind, text in found:
-                if kind not in _QUIET_NEWS:
-                    self._report(text)
+                is_end = kind == "silent" and (news.is_over or self._is_over.is_set())
+                if kind not in _QUIET_NEWS and not is_end:
+                    self._children.put(Line("hub", "err" if kind == "silent" else "out", text))
+                if kind == "silent" and not is_end:
+                    self._children.put(Line("hub", "err", self._reopen_hub()))
 
-    def _reopen_hub(self) -> None:
+    def _reopen_hub(self) -> str:
         if self._run.hub:
-            self._report(f"open it again at {self._run.hub}: isles hub", "err")
-            return
+            return f"open it again at {self._run.hub}: isles hub"
         try:
-            if reopen_hub(self._run.state):
-                self._report("it had died, and is started again")
+            is_new = reopen_hub(self._run.state)
         except UserError as error:
-            self._report(f"it does not start again: {error}", "err")
-
-    def _report(self, text: str, kind: Literal["out", "err"] = "out") -> None:
-        self._children.put(Line("hub", kind, text))
+            return f"it does not start again: {error}"
+        return "it had died, and is started again" if is_new else "it runs; waiting for it"

@@ -13,10 +13,9 @@ from rich.console import Console
 from isles.errors import ExitCode, more_lines
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.monitor.logs import LineTail
-from isles.monitor.status import generate_command
+from isles.monitor.status import generate_command, next_start
 from isles.monitor.table import print_lines
-from isles.run.checkpoints import list_checkpoints
-from isles.run.find import typed_command, typed_name
+from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
@@ -41,10 +40,10 @@ def report_outcome(run_dir: RunDir, attempt: Attempt, console: Console, errors: 
             step = number_of(outcome, "step")
             place = f" at step {step:.0f}" if step is not None else ""
             reason = f" ({outcome['reason']})" if outcome.get("reason") else ""
-            lines = [f"{run_dir.name} stopped{place}{reason}", _next_start(run_dir)]
+            lines = [f"{run_dir.name} stopped{place}{reason}", f"  {next_start(run_dir)}"]
             print_lines(console, lines)
         case "failed" | "killed" | "new":
-            print_lines(errors, failure_lines(attempt, [_next_start(run_dir)]))
+            print_lines(errors, failure_lines(attempt, [f"  {next_start(run_dir)}"]))
         case "running":
             print_lines(errors, [f"{run_dir.name} is still closing; {status} says when it is done"])
         case "queued":
@@ -97,17 +96,6 @@ def finished_lines(run_dir: RunDir) -> list[str]:
         f"  isles eval {typed_name(run_dir)}",
         f"  isles checkpoint list {typed_name(run_dir)}",
     ]
-
-
-def _next_start(run_dir: RunDir) -> str:
-    checkpoints = list_checkpoints(run_dir)
-    typed = typed_command(run_dir)
-    command = f"`{typed}`" if typed else "the same `isles train` command"
-    if script_of(run_dir) is not None:
-        return f"  {command} starts the script again"
-    if not checkpoints:
-        return f"  nothing was saved; {command} starts from the beginning"
-    return f"  {command} goes on from step {checkpoints[-1].step}"
 
 
 def root_cause(attempt: Attempt) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from isles.launch.queue.status import refresh_all
 from isles.launch.remote.login import ask_isles, pass_on, remote_isles
 from isles.launch.ssh.shell import SSH_FAILED, on_all, python_failure
 from isles.monitor.follow import Follower
-from isles.monitor.status import RunReport, collect
+from isles.monitor.status import ReportState, RunReport, collect
 from isles.monitor.stop import WORDS
 from isles.run.find import is_run_dir, list_runs, remote_runs
 from isles.run.paths import RunDir
@@ -33,7 +33,6 @@ from isles.run.state import QUEUES
 ANSWER = "ISLES-REPORT "
 """Begins the line with the answer; what a login prints before it is skipped."""
 
-_END_S = 30.0
 _RETRY_S = 2.0
 _GIVE_UP_S = 600.0
 """How long a lost connection is tried again."""
@@ -85,7 +84,7 @@ def records_of(paths: Sequence[Path]) -> str:
     runs = {path: RunDir(path) for path in paths if is_run_dir(path)}
     jobs = refresh_all(list(runs.values()))
     records = [
-        collect(runs[path], jobs=jobs).record() if path in runs else {"gone": True}
+        collect(runs[path], jobs=jobs).model_dump() if path in runs else {"gone": True}
         for path in paths
     ]
     return ANSWER + json.dumps({"version": __version__, "reports": records})
@@ -114,7 +113,7 @@ def _ask(runs: Sequence[RemoteRun], output_dir: Path) -> list[RunReport]:
             reports.append(_bare(run, "gone", "", hint))
             continue
         keep_report(output_dir, run, record)
-        reports.append(RunReport.of(record, on=run.ssh))
+        reports.append(RunReport(**{**record, "on": run.ssh}))
     return reports
 
 
@@ -130,19 +129,26 @@ def _last_known(run: RemoteRun, output_dir: Path, error: UserError) -> RunReport
         hint = f"{format_duration(time.time() - at)} ago it was {state}"
         hint += f"; {error.fix}" if error.fix else ""
         changes |= {"state": "unreachable", "reason": what, "hint": hint, "phase": None}
-    return RunReport.of(record, **changes)
+    return RunReport(**{**record, **changes})
 
 
-def _bare(run: RemoteRun, state: str, reason: str, hint: str) -> RunReport:
-    record = {"name": run.name, "path": run.path, "launcher": run.launcher, "host": run.host}
-    return RunReport.of(record, state=state, reason=reason, hint=hint, on=run.ssh)
+def _bare(run: RemoteRun, state: ReportState, reason: str, hint: str) -> RunReport:
+    return RunReport(
+        name=run.name,
+        path=run.path,
+        launcher=run.launcher,
+        host=run.host,
+        state=state,
+        reason=reason,
+        hint=hint,
+        on=run.ssh,
+    )
 
 
 class RemoteFollower(Follower):
     """Follows a run by `isles follow` on its machine; a connection that is lost is opened again.
 
-    On a terminal the other isles draws and receives Ctrl+C itself, as in any ssh session;
-    elsewhere signals are sent as words on its stdin.
+    That isles draws the progress on this terminal, and reads signals as words on its stdin.
 
     Args:
         is_begun: show only what is new.
@@ -159,18 +165,14 @@ class RemoteFollower(Follower):
     ) -> None:
         super().__init__(run.name, run.typed, console, errors)
         self._run = run
-        self._attempt = attempt
-        self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._words = ["follow", run.path, "--attempt", str(attempt), "--stdin"]
+        self._words += ["--width", str(console.width)] if sys.stdout.isatty() else []
         self._is_begun = is_begun
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
         self._tried_at = 0.0
         self._lost_at: float | None = None
-        self._missed: list[signal.Signals] = []
-        """Signals that could not be sent while the connection was lost."""
-        self._stderr: list[str] = []
-        self._old_stderr: set[str] = set()
-        """Lines of lost connections: each try would print them again."""
+        self._printed: set[str] = set()
 
     def look(self) -> int | None:
         now = time.monotonic()
@@ -187,7 +189,6 @@ class RemoteFollower(Follower):
         self._reader.join(timeout=1.0)
         if code != SSH_FAILED and code >= 0:
             return code
-        self._old_stderr |= set(self._stderr)
         self.close()
         if self._lost_at is None or now - self._tried_at > _STEADY_S:
             self._lost_at = now
@@ -199,81 +200,49 @@ class RemoteFollower(Follower):
         return None
 
     def handle(self, number: signal.Signals) -> int | None:
-        if self._process is not None:
-            self._send(self._process, number)
-        elif number == signal.SIGTERM:
-            self._missed.append(number)
-        else:
+        if self._process is None:
             return self._leave("not followed any more")
+        assert self._process.stdin is not None
+        with suppress(OSError):  # the connection is lost: its end says so
+            self._process.stdin.write(f"{WORDS[number]}\n".encode())
+            self._process.stdin.flush()
         return None
 
     def close(self) -> None:
         process, self._process = self._process, None
-        if process is None:
+        if process is None or process.stdin is None:
             return
-        if process.stdin is not None:
-            with suppress(OSError):
-                process.stdin.close()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=2)
+        with suppress(OSError):
+            process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=2)
         if process.poll() is None:
             process.kill()
         process.wait()
 
     def _connect(self) -> None:
         self._tried_at = time.monotonic()
-        words = ["--begun"] if self._is_begun else []
-        words += [] if self._is_terminal else ["--stdin"]
+        words = [*self._words, *(["--begun"] if self._is_begun else [])]
         process = self._process = subprocess.Popen(
-            self._argv(words, is_terminal=self._is_terminal),
-            stdin=None if self._is_terminal else subprocess.PIPE,
+            remote_isles(self._run, words),
+            stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             # Ctrl+C is sent in words there; it must not end the connection.
-            start_new_session=not self._is_terminal,
+            start_new_session=True,
         )
         self._is_begun = True
-        self._stderr = lines = []
 
         def read() -> None:
             assert process.stderr is not None
             for raw in process.stderr:
                 line = raw.decode(errors="replace").rstrip()
-                lines.append(line)
-                if line not in self._old_stderr:
+                # Each try to connect again would print the same.
+                if self._lost_at is None or line not in self._printed:
                     self.print_line(line)
+                self._printed.add(line)
 
         self._reader = threading.Thread(target=read, daemon=True)
         self._reader.start()
-        for number in self._missed:
-            self._send(process, number)
-        self._missed = []
-
-    def _argv(self, words: list[str], *, is_terminal: bool) -> list[str]:
-        words = ["follow", self._run.path, "--attempt", str(self._attempt), *words]
-        ssh, *rest = remote_isles(self._run, words)
-        options = ["-tt", "-e", "none", "-o", "LogLevel=ERROR"] if is_terminal else []
-        if any(word.startswith("ControlPath=") for word in rest):
-            # A connection of its own: the end of another command must not cut this one.
-            options += ["-S", "none"]
-        return [ssh, *options, *rest]
-
-    def _send(self, process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-        word = f"{WORDS[number]}\n".encode()
-        if process.stdin is not None:
-            with suppress(OSError):  # the connection is lost: its end says so
-                process.stdin.write(word)
-                process.stdin.flush()
-            return
-        # On a terminal Ctrl+C goes through it; what comes as a signal needs another connection.
-        with suppress(subprocess.TimeoutExpired):
-            subprocess.run(
-                self._argv(["--begun", "--stdin"], is_terminal=False),
-                input=word,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=30,
-                check=False,
-            )
 
     def _leave(self, what: str) -> int:
         self.print_line(f"{what}; {self.name} was left running:")
@@ -283,41 +252,17 @@ class RemoteFollower(Follower):
         return ExitCode.COMMUNICATION
 
 
-def stop_remote(
-    run: RemoteRun, *, now: bool, timeout: str, print_line: Callable[[str], object]
-) -> int:
-    """Stop a run where its directory is; with `now` also on the other hosts of one that is lost.
+def stop_remote(run: RemoteRun, *, now: bool, timeout: str) -> int:
+    """Stop a run where its directory is.
 
     Raises:
         PreflightError: its machine cannot be reached.
     """
-    words = ["stop", run.path, f"--timeout={timeout}", *(["--now"] if now else [])]
     try:
+        words = ["stop", run.path, f"--timeout={timeout}", *(["--now"] if now else [])]
         return pass_on(run, words)
     except PreflightError as error:
         if run.launcher in QUEUES or len(run.hosts) < 2:
             raise
-        if not now:
-            raise PreflightError(
-                error.what,
-                where=error.where,
-                fix=f"{error.fix}. If it is gone for good: the ranks on the other hosts end by "
-                f"themselves, and `isles stop {run.typed} --now` ends them at once",
-                id=error.id,
-            ) from error
-        print_line(f"{error.what}; ending what runs on the other hosts")
-
-    def end(host: str) -> str:
-        words = ["stop", run.path_on(host), "--now", "--here"]
-        done = ask_isles(run, words, host=host, timeout_s=_END_S)
-        text, _ = cut_more(done.stdout if done.returncode == 0 else done.stderr)
-        return (text.strip().splitlines() or ["no word"])[-1]
-
-    answers, failures = on_all(run.hosts[1:], end)
-    for host, answer in zip(run.hosts[1:], answers, strict=True):
-        if answer is not None:
-            print_line(f"  {host.rpartition('@')[2]}: {answer}")
-    for host, failure in failures:
-        print_line(f"  {host.rpartition('@')[2]}: {failure.what.splitlines()[0]}")
-    print_line(f"  {run.host}: not reached; what still runs there ends with the run's other nodes")
-    return ExitCode.COMMUNICATION
+        fix = f"{error.fix}. If it is gone for good: the ranks on the other hosts end by themselves"
+        raise PreflightError(error.what, where=error.where, fix=fix, id=error.id) from error

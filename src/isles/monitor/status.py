@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from isles.errors import UserError
 from isles.facts.units import format_duration
@@ -38,7 +38,6 @@ SILENT_S = 180.0
 """A running run that has reported nothing for longer gets a hint."""
 
 _LISTED = 3
-_RANK_RECORD = re.compile(r"rank-(\d+)\.json")
 _HANG_RECORD = re.compile(r"(?:step|silence)-\d+\.json")
 _NODE_STATES = {"missing": "has not come yet", "lost": "is lost", "ended": "has ended"}
 
@@ -46,19 +45,15 @@ ReportState = State | Literal["unreachable", "gone"]
 """unreachable: its machine cannot be asked. gone: its directory is no longer there."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeReport:
+class NodeReport(BaseModel, frozen=True):
     """One node of a run.
 
     Args:
-        node: number of the node.
-        host: host name.
         address: where the other nodes reach it; empty: not known.
         ranks: its first and its last rank; None: not known.
         pid: of its agent, or of its first rank; None: it has not come yet.
         is_running: as far as the first node knows.
         last_seen_s: seconds since its last heartbeat; None: not known.
-        note: a remark for the user.
     """
 
     node: int
@@ -70,18 +65,9 @@ class NodeReport:
     last_seen_s: float | None = None
     note: str = ""
 
-    @classmethod
-    def of(cls, record: dict[str, Any]) -> NodeReport:
-        """From JSON of this version of isles or another."""
-        known = {f.name: record[f.name] for f in fields(cls) if f.name in record}
-        if known.get("ranks") is not None:
-            known["ranks"] = tuple(known["ranks"])
-        return cls(**known)
 
-
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """A run at one moment, as `isles status --json` gives it.
+class RunReport(BaseModel, frozen=True):
+    """A run at one moment, as `isles status --json` gives it; of another version, as far as known.
 
     Times are seconds since the epoch, `_s` seconds; None where nothing is known.
     """
@@ -132,17 +118,6 @@ class RunReport:
     """Findings of `isles check` before the start."""
     outer: dict[str, Any] | None = None
     """Outer steps of this cluster, as its status.json has them."""
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of(cls, record: dict[str, Any], **changes: Any) -> RunReport:
-        """From `record`, of this version of isles or another."""
-        known = {f.name: record[f.name] for f in fields(cls) if record.get(f.name) is not None}
-        known["nodes"] = tuple(NodeReport.of(node) for node in known.get("nodes", ()))
-        known["hangs"] = tuple(known.get("hangs", ()))
-        return cls(**{**known, **changes})
 
 
 def collect(
@@ -201,7 +176,7 @@ def collect(
         last_restart=restarts[-1].text if restarts else "",
         num_nodes=sum(node.is_running for node in nodes) if nodes else None,
         max_nodes=len(nodes) or None,
-        hint=_hint(run_dir, state, newest.step if newest else None, silent_s, now()),
+        hint=_hint(run_dir, state, silent_s, now()),
         launcher=state.launcher,
         job=job.job_id if job else "",
         queue=(job.reason or job.state) if job and state.is_alive else "",
@@ -225,13 +200,17 @@ def generate_command(run_dir: RunDir, prompt: str) -> str:
     return f'isles generate {typed_name(run_dir)} {chat}--prompt "{prompt}"'
 
 
-def _hint(
-    run_dir: RunDir,
-    state: AttemptState,
-    step: int | None,
-    silent_s: float | None,
-    now_s: float,
-) -> str:
+def next_start(run_dir: RunDir) -> str:
+    """The command that goes on with a run that has ended, and from where it does."""
+    typed, checkpoints = typed_command(run_dir), list_checkpoints(run_dir)
+    command = f"`{typed}`" if typed else "the same `isles train` command"
+    if script_of(run_dir) is not None:
+        return f"{command} starts the script again"
+    start = f"step {checkpoints[-1].step}" if checkpoints else "the start, as nothing was saved"
+    return f"{command} goes on from {start}"
+
+
+def _hint(run_dir: RunDir, state: AttemptState, silent_s: float | None, now_s: float) -> str:
     hint = ""
     match state.state:
         case "new":
@@ -241,10 +220,7 @@ def _hint(
         case "finished":
             hint = f"try it: `{generate_command(run_dir, '…')}`"
         case "stopped" | "failed" | "killed":
-            typed = typed_command(run_dir)
-            command = f"`{typed}`" if typed else "`isles train` with its run file"
-            start = f"step {step}" if step is not None else "the start, as nothing was saved"
-            hint = f"{command} goes on from {start}"
+            hint = next_start(run_dir)
         case "unknown" if (mark := read_record(run_dir.node_of)) is not None:
             first = f"{mark.get('first_node')}, its first host"
             hint = f"it has ended here; {first}, knows how: `isles status` there"
@@ -253,11 +229,11 @@ def _hint(
         case "unknown":
             host = state.process.host if state.process else "another host"
             seen_s = now_s - (state.last_seen_at or state.begun_at or now_s)
-            hint = f"it runs on {host}, and was last seen {format_duration(seen_s)} ago: "
-            hint += f"is {host} up? look there"
+            seen = f"last seen {format_duration(seen_s)} ago"
+            hint = f"it runs on {host}, and was {seen}: is {host} up? look there"
         case "running" if silent_s is not None and silent_s > SILENT_S:
-            hint = f"it has reported nothing for {format_duration(silent_s)}: "
-            hint += f"`isles logs {typed_name(run_dir)}` shows what it was doing"
+            silent = f"it has reported nothing for {format_duration(silent_s)}"
+            hint = f"{silent}: `isles logs {typed_name(run_dir)}` shows what it was doing"
         case _:
             pass
     return hint
@@ -284,7 +260,7 @@ def node_reports(attempt: Attempt, now_s: float) -> tuple[NodeReport, ...]:
             for node, first in zip(fleet.nodes, firsts, strict=False)
         ]
     else:
-        found = _nodes_by_ranks(attempt)
+        found = []
     return tuple(found) if len(found) > 1 else ()
 
 
@@ -304,25 +280,6 @@ def _recorded_node(record: dict[str, Any], now_s: float) -> NodeReport:
         last_seen_s=max(0.0, now_s - last_seen_at) if last_seen_at is not None else None,
         note=": ".join(parts if all(parts) else parts[:1]),
     )
-
-
-def _nodes_by_ranks(attempt: Attempt) -> list[NodeReport]:
-    # Of ranks that torchrun has started: nothing else names their hosts.
-    places: dict[str, list[tuple[int, ProcessId]]] = defaultdict(list)
-    for path in attempt.path.glob("rank-*.json"):
-        match = _RANK_RECORD.fullmatch(path.name)
-        process = ProcessId.from_record(read_record(path) or {}) if match else None
-        if match and process:
-            places[process.host].append((int(match[1]), process))
-    found: list[NodeReport] = []
-    for ranks in sorted(sorted(ranks, key=lambda r: r[0]) for ranks in places.values()):
-        number, first = ranks[0]
-        is_running = not first.is_here() or first.is_alive()
-        span = (number, ranks[-1][0])
-        found.append(
-            NodeReport(len(found), first.host, ranks=span, pid=first.pid, is_running=is_running)
-        )
-    return found
 
 
 def hang_texts(attempt: Attempt) -> tuple[str, ...]:

@@ -7,8 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from types import FrameType
 
 import psutil
@@ -20,7 +19,6 @@ from isles.monitor.status import collect
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record
 from isles.run.state import attempt_state, current_status, script_of
 from isles.run.stop import StopKind, kill_now, request_stop, send_signal
 
@@ -33,7 +31,7 @@ _COORDINATOR_S = 15.0
 """How long a coordinator may take to end the ranks of all nodes, before it is killed itself."""
 
 _BY_FILES_S = 60.0
-"""How long a run that is seen only by its files may take to end at once."""
+"""The same for a run that is seen only by its files."""
 
 PrintLine = Callable[[str], object]
 
@@ -207,30 +205,25 @@ class Stopping:
         return True
 
     def wait_now(self) -> None:
-        """Wait for the end of a run that is not to save.
+        """Wait for the end of a run that is not to save; kill what does not end.
 
         Raises:
             UserError: it has not ended.
         """
-        status = f"`isles status {typed_name(self._run_dir)}`"
-        if self._process is None:
-            if self.wait(_BY_FILES_S):
-                return
-            raise UserError(
-                f"{self._run_dir.name} has not ended within {format_duration(_BY_FILES_S)}",
-                where=self.place,
-                fix=f"it was asked by its directory; look at {status}, and stop it there",
-                id="stop.late",
-            )
-        if self._attempt.fleet.exists() and not wait_for_end(self._process, _COORDINATOR_S):
+        limit_s = _BY_FILES_S if self._process is None else _COORDINATOR_S
+        if self.wait(limit_s):
+            return
+        if self._process is not None:
             kill_now(self._process)
-        if not wait_for_end(self._process, _KILL_S):
-            raise UserError(
-                f"{self._run_dir.name} has been killed, and the kernel has not let go of it yet",
-                where=f"host {self._process.host}, pid {self._process.pid}",
-                fix=f"it is waiting for a disk or a driver; look again with {status}",
-                id="stop.late",
-            )
+            if wait_for_end(self._process, _KILL_S):
+                return
+        raise UserError(
+            f"{self._run_dir.name} has not ended within {format_duration(limit_s)}",
+            where=self.place,
+            fix=f"look at `isles status {typed_name(self._run_dir)}`, and stop it there; a process "
+            "that was killed and stays waits for a disk or a driver",
+            id="stop.late",
+        )
 
     def _has_ended(self, pause_s: float) -> bool:
         if self._process is not None:
@@ -274,23 +267,3 @@ def wait_for_end(process: ProcessId, timeout_s: float) -> bool:
         except psutil.TimeoutExpired:
             continue
     return True
-
-
-def end_here(run_dir: RunDir, *, print_line: PrintLine) -> int:
-    """Kill the processes of this host that the records of a run name, and no others."""
-    attempt = run_dir.last_attempt()
-    paths: list[Path] = []
-    if attempt is not None:
-        paths = [attempt.launch]
-        for pattern in ("node-*.json", "rank-*.json"):
-            paths += attempt.path.glob(pattern)
-    killed = 0
-    for path in paths:
-        process = ProcessId.from_record(read_record(path) or {})
-        if process is not None and process.is_here():
-            with suppress(psutil.NoSuchProcess):
-                killed += kill_now(process)
-    print_line(
-        f"{killed} processes of {run_dir.name} were ended" if killed else "nothing of it runs here"
-    )
-    return ExitCode.OK

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from isles.config.resolve import load_resolved
 from isles.errors import UserError
 from isles.launch.remote.login import remote_isles
 from isles.launch.ssh.environment import path_elsewhere, python_of, setting_lines
-from isles.monitor.children import Children
-from isles.monitor.logs import LogChoice, LogFiles, choose_attempt, log_lines, node_lines
+from isles.monitor.children import Children, isles_argv
+from isles.monitor.logs import LogChoice, LogFiles, choose_attempt, local_lines
 from isles.run.find import run_of
 from isles.run.nodes import read_fleet
 from isles.run.paths import Attempt, RunDir
@@ -28,25 +28,22 @@ _SILENT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Lines of some logs.
+    """A command of this machine that prints some logs.
 
     Args:
-        lines: those of this machine; or the command line that prints them, to be run here.
         host: the machine that has them, for messages; empty: this one.
         node: of which node they are; None: of all nodes that the machine sees.
         prefix: stands before each line.
-        cluster: of a multi-cluster run, whose lines they are.
     """
 
-    lines: Iterable[str]
+    argv: Sequence[str]
     host: str = ""
     node: int | None = None
     prefix: str = ""
-    cluster: str = ""
 
 
 def shown_lines(
-    found: RunDir | RemoteRun | MultiClusterRun, choice: LogChoice, *, by_node: bool, note: Note
+    found: RunDir | RemoteRun | MultiClusterRun, choice: LogChoice, note: Note
 ) -> Iterator[str]:
     """The lines that `isles logs` prints: source after source, or as they come if followed.
 
@@ -56,39 +53,41 @@ def shown_lines(
     Raises:
         UserError: there is no such attempt, rank or node.
     """
+    if isinstance(found, RunDir) and choice.is_here:
+        return local_lines(found, choose_attempt(found, choice.attempt), choice)
     if not isinstance(found, MultiClusterRun):
-        return _read(_sources(found, choice, by_node, note), choice, note)
+        sources = _sources(found, choice, note)
+        if isinstance(found, RunDir) and len(sources) == 1:
+            return local_lines(found, choose_attempt(found, choice.attempt), choice)
+        return _merged_lines(sources, choice, note)
     width = max(len(cluster.name) for cluster in found.clusters)
-    sources: list[Source] = []
+    sources = []
     for cluster in found.clusters:
         run = run_of(found, cluster)
         if run is None:
             note(f"{cluster.name} was never started")
             continue
         try:
-            own = _sources(run, choice, by_node, note)
+            own = _sources(run, choice, note)
         except UserError as error:
             note(f"{cluster.name}: {error.what}")
             continue
-        prefix = f"{cluster.name.ljust(width)} | "
-        sources += [replace(source, prefix=prefix, cluster=cluster.name) for source in own]
-    return _read(sources, choice, note)
+        sources += [replace(each, prefix=f"{cluster.name.ljust(width)} | ") for each in own]
+    return _merged_lines(sources, choice, note)
 
 
-def _sources(
-    found: RunDir | RemoteRun, choice: LogChoice, by_node: bool, note: Note
-) -> list[Source]:
+def _sources(found: RunDir | RemoteRun, choice: LogChoice, note: Note) -> list[Source]:
     if isinstance(found, RemoteRun):
         if found.launcher in QUEUES or len(found.hosts) < 2:
-            return [_remote_source(found, found.ssh, choice, by_node)]
+            return [_remote_source(found, found.ssh, choice)]
         return [  # each host prints what it alone may have
-            _remote_source(found, host, replace(choice, node=node), by_node)
+            _remote_source(found, host, replace(choice, node=node))
             for node, host in enumerate(found.hosts)
             if choice.node in (None, node)
         ]
     attempt = choose_attempt(found, choice.attempt)
     files = LogFiles(attempt)
-    if not (choice.node in (None, 0) or choice.node in files.nodes or choice.is_here):
+    if not (choice.node in (None, 0) or choice.node in files.nodes):
         there = ", ".join(f"{n} ({name})" for n, name in files.nodes.items()) or "0, the only one"
         raise UserError(
             f"there is no node {choice.node} in attempt {attempt.number}",
@@ -96,31 +95,16 @@ def _sources(
             fix=f"the nodes there are: {there}",
             id="run.logs",
         )
-    remote: list[Source] = []
-    if not choice.is_here:
-        try:
-            remote = _nodes_elsewhere(found, attempt, files, choice, by_node)
-        except UserError as error:
-            note(f"only logs that are here: {error}")
-    if not by_node:
-        return [Source(log_lines(found, attempt, choice)), *remote]
-    elsewhere = [source.node for source in remote]
-    nodes = {
-        node: name
-        for node, name in (files.nodes or {0: ""}).items()
-        if choice.node in (None, node) and node not in elsewhere
-    }
-
-    def blocks() -> Iterator[str]:
-        for node, name in nodes.items():
-            yield f"=== Node {node}{f' ({name})' if name else ''} ==="
-            yield from node_lines(attempt, found, replace(choice, node=node))
-
-    return [Source(blocks()), *remote]
+    sources = [Source(isles_argv(["logs", str(found.path), "--here", *choice.words()]))]
+    try:
+        sources += _nodes_elsewhere(found, attempt, files, choice)
+    except UserError as error:
+        note(f"only logs that are here: {error}")
+    return sources
 
 
 def _nodes_elsewhere(
-    run_dir: RunDir, attempt: Attempt, files: LogFiles, choice: LogChoice, by_node: bool
+    run_dir: RunDir, attempt: Attempt, files: LogFiles, choice: LogChoice
 ) -> list[Source]:
     # Nodes that have no log here are asked by ssh.
     fleet = read_fleet(attempt)
@@ -152,62 +136,46 @@ def _nodes_elsewhere(
     for node in wanted:
         ssh = node.ssh or node.address
         run = RemoteRun(run_dir.name, ssh, there, tuple(lines), python, fleet.launcher, (ssh,), 0.0)
-        found.append(_remote_source(run, ssh, replace(choice, node=node.node), by_node))
+        found.append(_remote_source(run, ssh, replace(choice, node=node.node)))
     return found
 
 
-def _remote_source(run: RemoteRun, host: str, choice: LogChoice, by_node: bool) -> Source:
+def _remote_source(run: RemoteRun, host: str, choice: LogChoice) -> Source:
     words = ["logs", run.path_on(host), "--here", *choice.words()]
-    words += ["--by-node"] if by_node else []
     argv = remote_isles(run, words, host=host, connect_timeout_s=_CONNECT_S)
     return Source(argv, host.rpartition("@")[2], choice.node)
 
 
-def _read(sources: Sequence[Source], choice: LogChoice, note: Note) -> Iterator[str]:
-    if len(sources) == 1 and not sources[0].host and not sources[0].cluster:
-        yield from sources[0].lines
-        return
-    children = Children()
-    by_name = {str(index): source for index, source in enumerate(sources)}
-    try:
-        for name, source in by_name.items():
-            if source.host:
-                children.start(name, list(source.lines))
-            else:
-                children.add(name, source.lines)
-        yield from _merged_lines(children, by_name, choice.follow, note)
-    finally:
-        children.kill()
-
-
-def _merged_lines(
-    children: Children, sources: dict[str, Source], follows: bool, note: Note
-) -> Iterator[str]:
+def _merged_lines(sources: Sequence[Source], choice: LogChoice, note: Note) -> Iterator[str]:
     # Lines that are followed are yielded as they come. Else source after source, and one host
     # that hangs does not hold back the lines of the others.
-    kept: dict[str, list[str]] = {name: [] for name in sources}
-    noise: dict[str, list[str]] = {name: [] for name in sources}
-    while children.left:
-        line = children.next(None if follows else _SILENT_S)
-        if line is None:
-            names = ", ".join(sources[name].host or "this machine" for name in children.left)
-            note(f"no line from {names} for {_SILENT_S:.0f} s: its logs may be cut short")
-            break
-        source = sources[line.child]
-        if line.kind == "err":
-            noise[line.child].append(line.text.strip())
-        elif line.kind == "out" and follows:
-            yield f"{source.prefix}{line.text}"
-        elif line.kind == "out":
-            kept[line.child].append(f"{source.prefix}{line.text}")
-        elif isinstance(line.error, UserError) and source.cluster:
-            note(f"{source.cluster}: {line.error.what}")
-        elif line.error is not None:
-            raise line.error
-        elif line.code:
-            words = [word for word in noise[line.child] if word]
-            what = words[0].removeprefix("error: ") if words else f"exit status {line.code}"
-            node = f"node {source.node}" if source.node is not None else "this run"
-            note(f"the logs of {node} are on {source.host}, and cannot be read there: {what}")
+    by_name = {str(index): source for index, source in enumerate(sources)}
+    kept: dict[str, list[str]] = {name: [] for name in by_name}
+    noise: dict[str, list[str]] = {name: [] for name in by_name}
+    children = Children()
+    try:
+        for name, source in by_name.items():
+            children.start(name, source.argv)
+        while children.left:
+            line = children.next(None if choice.follow else _SILENT_S)
+            if line is None:
+                names = ", ".join(by_name[name].host or "this machine" for name in children.left)
+                note(f"no line from {names} for {_SILENT_S:.0f} s: its logs may be cut short")
+                break
+            source = by_name[line.child]
+            if line.kind == "err":
+                noise[line.child].append(line.text.strip())
+            elif line.kind == "out" and choice.follow:
+                yield f"{source.prefix}{line.text}"
+            elif line.kind == "out":
+                kept[line.child].append(f"{source.prefix}{line.text}")
+            elif line.code:
+                words = [word for word in noise[line.child] if word]
+                what = words[0].removeprefix("error: ") if words else f"exit status {line.code}"
+                node = f"node {source.node}" if source.node is not None else "this run"
+                place = source.host or "this machine"
+                note(f"the logs of {node} are on {place}, and cannot be read there: {what}")
+    finally:
+        children.kill()
     for lines in kept.values():
         yield from lines

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +16,8 @@ from isles.monitor.status import NodeReport, RunReport
 from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.state import script_of
+
+T = TypeVar("T")
 
 _COLOURS = {
     "queued": "cyan",
@@ -34,7 +37,10 @@ class PipeConsole(Console):
         raise BrokenPipeError(errno.EPIPE, "nobody reads this any more")
 
 
-def console(*, stderr: bool = False) -> Console:
+def console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """The console of this process; `width`: of the terminal that it draws on from afar."""
+    if width is not None:
+        return PipeConsole(stderr=stderr, highlight=False, width=width, force_terminal=True)
     made = PipeConsole(stderr=stderr, highlight=False)
     # A pipe has no width: nothing is cut there.
     return made if made.is_terminal else PipeConsole(stderr=stderr, highlight=False, width=240)
@@ -56,6 +62,11 @@ def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return lines
 
 
+def cell(value: T | None, form: Callable[[T], str]) -> str:
+    """A value as text; `-` where it is not known."""
+    return "-" if value is None else form(value)
+
+
 def runs_table(reports: Sequence[RunReport]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("run", "state", "step", "loss", "tokens/s", "left", "saved", "started", "where"):
@@ -66,36 +77,27 @@ def runs_table(reports: Sequence[RunReport]) -> Table:
             _label(report),
             f"[{colour}]{report.state}[/]" if colour else report.state,
             steps_text(report.step, report.total_steps),
-            _number(report.loss),
-            format_count(report.tokens_per_second) if report.tokens_per_second else "-",
-            format_duration(report.eta_s) if report.eta_s is not None else "-",
-            f"step {report.checkpoint_step}" if report.checkpoint_step is not None else "-",
-            _moment(report.begun_at),
+            cell(report.loss, "{:.4f}".format),
+            cell(report.tokens_per_second or None, format_count),
+            cell(report.eta_s, format_duration),
+            cell(report.checkpoint_step, "step {}".format),
+            cell(report.begun_at, _moment),
             Text(_short_place(report)),
         )
     return table
 
 
 def report_lines(report: RunReport) -> list[str]:
+    saved = cell(report.checkpoint_step, "step {}".format)
     rows = [
         ("state", _state_text(report)),
         ("step", steps_text(report.step, report.total_steps)),
-        ("loss", _number(report.loss)),
-        ("eval loss", _number(report.eval_loss)),
-        (
-            "speed",
-            f"{format_count(report.tokens_per_second)} tokens/s"
-            if report.tokens_per_second
-            else "-",
-        ),
-        ("left", format_duration(report.eta_s) if report.eta_s is not None else "-"),
-        (
-            "saved",
-            f"step {report.checkpoint_step}, {_moment(report.checkpoint_at)}"
-            if report.checkpoint_step is not None
-            else "-",
-        ),
-        ("started", _moment(report.begun_at)),
+        ("loss", cell(report.loss, "{:.4f}".format)),
+        ("eval loss", cell(report.eval_loss, "{:.4f}".format)),
+        ("speed", cell(report.tokens_per_second or None, lambda v: f"{format_count(v)} tokens/s")),
+        ("left", cell(report.eta_s, format_duration)),
+        ("saved", cell(report.checkpoint_at, lambda at: f"{saved}, {_moment(at)}")),
+        ("started", cell(report.begun_at, _moment)),
         ("where", _where_text(report)),
         ("nodes", f"{report.num_nodes} of {report.max_nodes}" if report.max_nodes else "-"),
         *(("", _node_text(node)) for node in report.nodes),
@@ -169,12 +171,8 @@ def _where_text(report: RunReport) -> str:
     return f"{ranks}{report.host}{by} (pid {report.pid}, attempt {report.attempt})"
 
 
-def _moment(at: float | None) -> str:
-    return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S") if at is not None else "-"
-
-
-def _number(value: float | None) -> str:
-    return f"{value:.4f}" if value is not None else "-"
+def _moment(at: float) -> str:
+    return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def checkpoint_lines(run_dir: RunDir) -> list[str]:

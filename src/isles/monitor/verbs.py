@@ -16,6 +16,9 @@ from isles.errors import ExitCode, UserError
 if TYPE_CHECKING:
     from isles.launch.base import StartOptions
     from isles.monitor.follow import Follower
+    from isles.monitor.stop import Signals
+    from isles.run.paths import RunDir
+    from isles.run.remote import RemoteRun
 
 Run = Annotated[
     str | None,
@@ -97,23 +100,37 @@ def start_and_follow(options: StartOptions, *, detach: bool = False, announce: b
             print_line(f"  isles status {name} · isles logs -f {name} · isles stop {name}")
             return ExitCode.OK
         print_line(f"Ctrl+C {what}; closing this terminal leaves {them} running")
-        # The ranks are on their way: what draws their progress is loaded beside them.
+        if isinstance(started, Started):
+            return _follow(started.remote or started.run_dir, started.attempt.number, signals)
         from isles.monitor.table import console
 
         consoles = console(), console(stderr=True)
-        follower: Follower
-        if not isinstance(started, Started):
-            follower = ClustersFollower(clusters.run, clusters.choice.running, *consoles)
-        elif started.remote is not None:
-            from isles.monitor.remote import RemoteFollower
-
-            follower = RemoteFollower(started.remote, started.attempt.number, *consoles)
-        else:
-            from isles.monitor.follow import RunFollower
-
-            run_dir, attempt, process = started.run_dir, started.attempt, started.process
-            follower = RunFollower(run_dir, attempt, *consoles, process=process)
+        follower = ClustersFollower(clusters.run, clusters.choice.running, *consoles)
         return follower.follow(signals)
+
+
+def _follow(
+    found: RunDir | RemoteRun,
+    attempt: int | None,
+    signals: Signals,
+    *,
+    is_begun: bool = False,
+    width: int | None = None,
+) -> int:
+    from isles.monitor.follow import RunFollower
+    from isles.monitor.logs import choose_attempt
+    from isles.monitor.remote import RemoteFollower
+    from isles.monitor.table import console
+    from isles.run.remote import RemoteRun
+
+    consoles = console(width=width), console(stderr=True)
+    follower: Follower
+    if isinstance(found, RemoteRun):
+        follower = RemoteFollower(found, attempt or 1, *consoles, is_begun=is_begun)
+    else:
+        start = choose_attempt(found, attempt)
+        follower = RunFollower(found, start, *consoles, is_begun=is_begun)
+    return follower.follow(signals)
 
 
 def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir = RUNS) -> int:
@@ -138,7 +155,7 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
     elif run is None:
         reports = reports_of_all(output_dir)
         if json:
-            print_line(dumps([entry.record() for entry in reports], indent=1))
+            print_line(dumps([entry.model_dump() for entry in reports], indent=1))
             return ExitCode.OK
         hubs = running_hubs(output_dir)
         if reports:
@@ -154,7 +171,7 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
         )
     else:
         entry = report_of(found, output_dir)
-        print_line(dumps(entry.record(), indent=1) if json else "\n".join(report_lines(entry)))
+        print_line(dumps(entry.model_dump(), indent=1) if json else "\n".join(report_lines(entry)))
     return ExitCode.OK
 
 
@@ -203,7 +220,7 @@ def logs(
         raise UserError(
             "--by-node shows one node after the other", fix="leave out --follow and --rank"
         )
-    choice = LogChoice(rank, node, max(0, lines), follow, attempt, here)
+    choice = LogChoice(rank, node, max(0, lines), follow, attempt, here, by_node)
     if here and follow:
         # Once the other end of stdin is closed nobody reads any more, even if no line comes.
         def end_with_stdin() -> None:
@@ -214,7 +231,7 @@ def logs(
     found = find_any(run, output_dir)
     if cluster is not None:
         found = find_cluster(run, output_dir, cluster)
-    for line in shown_lines(found, choice, by_node=by_node, note=note):
+    for line in shown_lines(found, choice, note):
         sys.stdout.write(f"{line}\n")
         if follow:
             sys.stdout.flush()
@@ -228,7 +245,6 @@ def stop(
     cluster: Cluster = None,
     now: bool = False,
     timeout: str = "10m",
-    here: Annotated[bool, Parameter(show=False)] = False,
     output_dir: RunsDir = RUNS,
 ) -> int:
     """Let a run save a checkpoint and stop, and wait until it has.
@@ -236,13 +252,12 @@ def stop(
     Args:
         now: End it at once, without saving.
         timeout: Longest wait.
-        here: Kill its processes of this machine, and nothing else.
     """
     from isles.facts.units import parse_duration_s
     from isles.monitor.clusters import stop_clusters
     from isles.monitor.hub import find_hub, stop_hub
     from isles.monitor.remote import stop_remote
-    from isles.monitor.stop import end_here, stop_run
+    from isles.monitor.stop import stop_run
     from isles.run.find import find_any, find_cluster
     from isles.run.remote import MultiClusterRun, RemoteRun
 
@@ -258,9 +273,7 @@ def stop(
     if isinstance(found, MultiClusterRun):
         return stop_clusters(found, now=now, timeout=timeout, print_line=print_line, warn=note)
     if isinstance(found, RemoteRun):
-        return stop_remote(found, now=now, timeout=timeout, print_line=print_line)
-    if here:
-        return end_here(found, print_line=print_line)
+        return stop_remote(found, now=now, timeout=timeout)
     return stop_run(found, now=now, timeout_s=timeout_s, print_line=print_line)
 
 
@@ -271,6 +284,7 @@ def follow(
     attempt: int | None = None,
     stdin: bool = False,
     begun: bool = False,
+    width: int | None = None,
     output_dir: RunsDir = RUNS,
 ) -> int:
     """Follow a run, for isles on another machine, or as one cluster of a multi-cluster run.
@@ -280,27 +294,17 @@ def follow(
         attempt: Which start of it; left out: the last.
         stdin: Read interrupt and requeue, one a line, from stdin; its end leaves the run.
         begun: It has been followed before: show what is new.
+        width: Columns of the terminal that this draws on from afar; left out: no terminal.
     """
-    from isles.monitor.follow import RunFollower
-    from isles.monitor.logs import choose_attempt
-    from isles.monitor.remote import RemoteFollower
     from isles.monitor.stop import caught_signals
-    from isles.monitor.table import console
     from isles.run.find import find_cluster
     from isles.run.remote import RemoteRun
 
     found = find_cluster(run, output_dir)
-    consoles = console(), console(stderr=True)
     with caught_signals() as signals:
-        follower: Follower
-        if isinstance(found, RemoteRun):
-            follower = RemoteFollower(found, attempt or 1, *consoles, is_begun=begun)
-        else:
-            start = choose_attempt(found, attempt)
-            follower = RunFollower(found, start, *consoles, is_begun=begun)
         if stdin or isinstance(found, RemoteRun):
             signals.read_stdin()
-        return follower.follow(signals)
+        return _follow(found, attempt, signals, is_begun=begun, width=width)
 
 
 @hub_app.default

@@ -38,12 +38,7 @@ def files(plan: NodePlan) -> Iterator[Finding]:
     loaded = None if plan.run is None else _loaded(plan.run)
     if not Path(plan.workdir).expanduser().is_dir():
         yield _no_workdir(plan)
-    yield from _output(plan, loaded.config if loaded is not None else None)
-    yield from _cache(plan, "the cache", cache_home(), _LEAST_BYTES)
-    if plan.repos:
-        # The download of a model whose size is not known here is not guessed.
-        needed = max(_LEAST_BYTES, 2 * plan.num_params)
-        yield from _cache(plan, "the hub's cache", hub_cache(), needed)
+    yield from _folders(plan, loaded.config if loaded is not None else None)
     if loaded is not None:
         yield from _named(plan, loaded)
 
@@ -95,33 +90,54 @@ def _usable(folder: Path) -> tuple[int, str]:
     return free, ""
 
 
-def _output(plan: NodePlan, config: RunConfig | None) -> Iterator[Finding]:
-    path = Path(plan.output_dir).expanduser().absolute()
-    folder = existing(path)
-    where = str(path) if path == folder else f"{path} (to be made in {folder})"
-    free, failure = _usable(folder)
-    if failure and failure != NO_SPACE:
-        text = f"the output folder {where} cannot be written: {failure}"
-        fix = f"on {plan.name}: {how_to_write(failure, str(folder))}set another output_dir"
-        yield Finding("files.output", "error", plan.name, text, failure, fix=fix)
-        return
-    if not failure:
-        yield Finding("files.output", "ok", plan.name, f"{where} can be written", str(path))
+def _folders(plan: NodePlan, config: RunConfig | None) -> Iterator[Finding]:
+    # The output folder, of which all is said; and the caches, of which only what will not do is.
+    variables = "clusters[0].environment.variables"
     # Other hosts hold a part of one checkpoint at a time.
     kept = plan.checkpoint_bytes if plan.is_first else 0
+    output = Path(plan.output_dir).expanduser().absolute()
+    other = "set another output_dir"
+    yield from _folder(plan, "the output folder", output, kept, other, config)
+    other = f"set XDG_CACHE_HOME in {variables} to a larger disk"
+    yield from _folder(plan, "the cache", cache_home(), 0, other)
+    if plan.repos:
+        # The download of a model whose size is not known here is not guessed.
+        other = f"set HF_HOME in {variables} to a larger disk"
+        yield from _folder(plan, "the hub's cache", hub_cache(), 2 * plan.num_params, other)
+
+
+def _folder(
+    plan: NodePlan, what: str, path: Path, kept: int, other: str, config: RunConfig | None = None
+) -> Iterator[Finding]:
+    # `kept`: bytes that the run will write there; `other`: the way out besides making room.
+    path, folder, is_output = path.absolute(), existing(path), what == "the output folder"
+    free, failure = _usable(folder)
+    where = str(path) if path == folder else f"{path} (to be made in {folder})"
+    if failure and failure != NO_SPACE:
+        text = f"{what} {where} cannot be written: {failure}"
+        fix = f"on {plan.name}: {how_to_write(failure, str(folder))}{other}"
+        yield Finding("files.output", "error", plan.name, text, failure, fix=fix)
+        return
+    if is_output and not failure:
+        yield Finding("files.output", "ok", plan.name, f"{where} can be written", str(path))
     needed = max(_LEAST_BYTES, kept)
-    text, fix = f"{format_bytes(free)} free in {folder}", ""
-    level: Level = "ok"
+    measured, limit = format_bytes(free), format_bytes(needed)
     if free < needed:
-        level = "error" if free < max(kept, _LEAST_BYTES // 8) else "warning"
+        # A run cannot do without its checkpoints; a cache may have a part of it already.
+        least = kept if is_output else kept // 8
+        level: Level = "error" if free < max(least, _LEAST_BYTES // 8) else "warning"
+        text = f"{measured} free in {folder}, for {what}"
         if kept and config is not None:
             text += f"; the run's checkpoints ({config.checkpoint.keep} and one on its way) take "
-            text += format_bytes(needed)
-        fix = f"on {plan.name}: make room (du -xh {folder} | sort -h | tail); or another "
-        fix += "output_dir, or a smaller checkpoint.keep"
-    measured = format_bytes(free)
-    yield Finding("disk.free", level, plan.name, text, measured, format_bytes(needed), fix)
-    yield _inodes(plan.name, folder)
+            text += limit
+        fix = f"on {plan.name}: make room (du -xh {folder} | sort -h | tail); or {other}"
+        fix += ", or a smaller checkpoint.keep" if is_output else ""
+        yield Finding("disk.free", level, plan.name, text, measured, limit, fix)
+    elif is_output:
+        text = f"{measured} free in {folder}"
+        yield Finding("disk.free", "ok", plan.name, text, measured, limit)
+    if is_output:
+        yield _inodes(plan.name, folder)
 
 
 def _inodes(name: str, folder: Path) -> Finding:
@@ -136,27 +152,6 @@ def _inodes(name: str, folder: Path) -> Finding:
         level = "error"
         fix = f"on {name}: delete small files (du --inodes -x / | sort -n | tail)"
     return Finding("disk.inodes", level, name, text, str(free), str(_LEAST_INODES), fix)
-
-
-def _cache(plan: NodePlan, what: str, path: Path, needed: int) -> Iterator[Finding]:
-    # A finding only where the folder will not do.
-    folder = existing(path)
-    free, failure = _usable(folder)
-    variables = "clusters[0].environment.variables"
-    if failure and failure != NO_SPACE:
-        text = f"{what} {path.absolute()} cannot be written: {failure}"
-        fix = (
-            f"on {plan.name}: {how_to_write(failure, str(folder))}set XDG_CACHE_HOME in {variables}"
-        )
-        yield Finding("files.output", "error", plan.name, text, failure, fix=fix)
-        return
-    if free < needed:
-        level: Level = "error" if free < needed // 8 else "warning"
-        measured = format_bytes(free)
-        text = f"{measured} free in {folder}, for {what}"
-        fix = f"on {plan.name}: make room, or set XDG_CACHE_HOME (HF_HOME for the hub's) in "
-        fix += f"{variables} to a larger disk"
-        yield Finding("disk.free", level, plan.name, text, measured, format_bytes(needed), fix)
 
 
 def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
@@ -191,7 +186,7 @@ def hub(plan: NodePlan) -> Iterator[Finding]:
         if state == "ok":
             yield Finding("hub.access", "ok", plan.name, f"{what} can be read", "ok")
         elif state == "cached":
-            text = f"{what} is here from before; the hub was not asked: {row['said']}"
+            text = f"{what} is here from before; the hub was not asked: {row['answer']}"
             yield Finding("hub.access", "ok", plan.name, text, "cached")
         else:
             finding_id, text, fix = huggingface_issue(row)

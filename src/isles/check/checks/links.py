@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 import socketserver
 import statistics
@@ -14,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from isles.check.checks.network import compare_names, connect, interface_of
+from isles.check.checks.network import connect
 from isles.check.finding import Finding
 from isles.check.plan import Answers, Hosts
 from isles.errors import UserError
@@ -24,10 +23,6 @@ from isles.launch.ssh.hosts import Reach
 _CONNECT_S, _STREAM_S, _BLOCKED_S, _POLL_S = 3.0, 0.5, 6.0, 0.05
 _PING = 64
 _NUM_PINGS, _PING_EVERY_S, _PING_WAIT_S = 20, 0.02, 1.0
-_IP_HEADERS = 28
-_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 3
-"""linux/in.h; the module socket does not name them before Python 3.14."""
-
 _MANY = 16
 """From so many hosts on, bandwidth is measured around a ring only."""
 
@@ -49,7 +44,6 @@ class Link:
             `connect`.
         rtt_s: median round trip over TCP; 0: not measured.
         sent, lost: UDP packets; none are sent where UDP is not answered, for ranks use TCP.
-        is_full_size: whether packets of the interface's full size arrive; None: not known.
     """
 
     run: str
@@ -57,7 +51,6 @@ class Link:
     rtt_s: float = 0.0
     sent: int = 0
     lost: int = 0
-    is_full_size: bool | None = None
 
     @property
     def is_open(self) -> bool:
@@ -133,13 +126,12 @@ class _Datagram(socketserver.BaseRequestHandler):
             server.sendto(data[:8], self.client_address)  # the way back is not what is measured
 
 
-def reach(peers: list[dict[str, Any]], timeout_s: float, mtu: int) -> dict[str, Any]:
+def reach(peers: list[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
     """Try every port of every peer at once.
 
     Args:
         peers: each with name, address, and ports as `Listener.listen` gave them.
         timeout_s: longest wait for a connection.
-        mtu: of the interface that is used.
 
     Returns:
         For each peer the fields of a `Link`.
@@ -150,7 +142,7 @@ def reach(peers: list[dict[str, Any]], timeout_s: float, mtu: int) -> dict[str, 
         with ThreadPoolExecutor(3) as pool:
             run = pool.submit(connect, address, ports["run"], timeout_s)
             free = pool.submit(_round_trips, address, ports["any"], timeout_s)
-            datagrams = pool.submit(_datagrams, address, ports["udp"], mtu)
+            datagrams = pool.submit(_datagrams, address, ports["udp"])
             opened, (state, rtt_s) = run.result(), free.result()
         if not isinstance(opened, str):
             opened.close()
@@ -189,43 +181,32 @@ def _round_trips(address: str, port: int, timeout_s: float) -> tuple[str, float]
     return "ok", statistics.median(times)
 
 
-def _datagrams(address: str, port: int, mtu: int) -> tuple[int, int, bool | None]:
-    # Packets sent and lost, and whether one of the interface's full size arrives unbroken.
-    is_full_size = None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link, suppress(OSError):
-        link.connect((address, port))
-        lost = _NUM_PINGS - _pings(link, [_PING] * _NUM_PINGS)
-        if lost == _NUM_PINGS:
-            return 0, 0, None
-        full = mtu - _IP_HEADERS
-        if _PING < full <= 65_507:
-            link.setsockopt(socket.IPPROTO_IP, _MTU_DISCOVER, _PMTUDISC_PROBE)
-            is_full_size = _pings(link, [full] * 5) > 0
-        return _NUM_PINGS, lost, is_full_size
-    return 0, 0, None
-
-
-def _pings(link: socket.socket, sizes: list[int]) -> int:
-    # How many of these packets are answered.
-    numbers = itertools.count(int(time.monotonic() * 1000) << 16)
+def _datagrams(address: str, port: int) -> tuple[int, int]:
+    # Packets sent, and those that were not answered.
     waiting: set[bytes] = set()
 
     def drain(wait_s: float) -> None:
         link.settimeout(wait_s)
-        with suppress(TimeoutError, ConnectionRefusedError, BlockingIOError):
+        with suppress(OSError):
             while waiting:
                 waiting.discard(link.recv(64))
 
-    for size in sizes:
-        word = next(numbers).to_bytes(8, "big")
-        waiting.add(word)
-        with suppress(OSError):
-            link.send(word + bytes(size - 8))
-        drain(_PING_EVERY_S)
-    end = time.monotonic() + _PING_WAIT_S
-    while waiting and (left := end - time.monotonic()) > 0:
-        drain(left)
-    return len(sizes) - len(waiting)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
+        try:
+            link.connect((address, port))
+        except OSError:
+            return 0, 0
+        for number in range(_NUM_PINGS):
+            word = number.to_bytes(8, "big")
+            waiting.add(word)
+            with suppress(OSError):
+                link.send(word + bytes(_PING - 8))
+            drain(_PING_EVERY_S)
+        end = time.monotonic() + _PING_WAIT_S
+        while waiting and (left := end - time.monotonic()) > 0:
+            drain(left)
+    # Where none is answered a firewall keeps UDP out.
+    return (_NUM_PINGS, len(waiting)) if len(waiting) < _NUM_PINGS else (0, 0)
 
 
 def bandwidth(address: str, port: int, seconds: float) -> dict[str, float]:
@@ -247,7 +228,7 @@ def bandwidth(address: str, port: int, seconds: float) -> dict[str, float]:
 
 
 def try_links(hosts: Hosts) -> None:
-    """Try the ports and the bandwidth of every pair of hosts, and their names."""
+    """Try the ports and the bandwidth of every pair of hosts."""
     if not hosts.reach:
         return
     hosts.print_line("trying every link")
@@ -261,18 +242,13 @@ def try_links(hosts: Hosts) -> None:
 
     def others(name: str) -> dict[str, Any]:
         rest = [peer for peer in peers if peer["name"] != name]
-        own = interface_of(hosts, name)
-        return {"peers": rest, "timeout_s": _CONNECT_S, "mtu": own.mtu if own else 1500}
+        return {"peers": rest, "timeout_s": _CONNECT_S}
 
-    hostnames = {name: hosts.facts[name]["host"] for name in hosts.names}
-    asked = {"names": list(hostnames.values())}
-    names = hosts.ask("resolve", asked, finding_id="net.names")
     reached = {
         name: {other: Link(**link) for other, link in answer.items()}
         for name, answer in hosts.ask("reach", others)().items()
     }
     hosts.findings += link_findings(hosts, reached, ports)
-    hosts.findings += compare_names(names(), hostnames, hosts.reach)
     rates = _rates(hosts, ports, reached)
     gradients = hosts.run.gradient_bytes()
     hosts.findings += bandwidth_findings(rates, gradients, len(hosts.names))
@@ -307,7 +283,7 @@ def link_findings(hosts: Hosts, reached: Links, ports: Answers) -> list[Finding]
             pair = f"{name} -> {other}"
             if link.is_open:
                 trips.append(link.rtt_s)
-                findings += _packets(pair, name, other, link)
+                findings += _packets(pair, link)
                 continue
             text = _closed(link, hosts.reach[other].address, ports[other])
             back = reached.get(other, {}).get(name)
@@ -327,8 +303,6 @@ def link_findings(hosts: Hosts, reached: Links, ports: Answers) -> list[Finding]
     if slowest <= _SLOW_TRIP_S and "net.latency" not in bad:
         text = f"a round trip takes {milliseconds(slowest)} at most, and no packet was lost"
         findings.append(Finding("net.latency", "ok", "all pairs", text, milliseconds(slowest)))
-    if "net.mtu" not in bad:
-        findings.append(Finding("net.mtu", "ok", "all pairs", "packets of full size arrive"))
     return findings
 
 
@@ -363,7 +337,7 @@ def _opening(name: str, reach: Reach, firewalls: list[str]) -> str:
     return f"on {name}: {line}"
 
 
-def _packets(pair: str, name: str, other: str, link: Link) -> Iterator[Finding]:
+def _packets(pair: str, link: Link) -> Iterator[Finding]:
     if link.lost >= _LOST:
         text = f"{link.lost} of {link.sent} packets were lost: every exchange of gradients "
         text += "will wait"
@@ -375,11 +349,6 @@ def _packets(pair: str, name: str, other: str, link: Link) -> Iterator[Finding]:
         text = f"a round trip takes {trip}: ranks wait for one another several times a step"
         fix = "are both on one network, without Wi-Fi, VPN or internet between?"
         yield Finding("net.latency", "warning", pair, text, trip, milliseconds(_SLOW_TRIP_S), fix)
-    if link.is_full_size is False:
-        text = f"packets of the full size of {name} do not arrive at {other}: something between "
-        text += "has a smaller MTU and does not say so"
-        fix = "give all hosts and switches one MTU: sudo ip link set INTERFACE mtu 1500"
-        yield Finding("net.mtu", "warning", pair, text, "lost", fix=fix)
 
 
 def bandwidth_findings(

@@ -34,14 +34,14 @@ def machine(plan: NodePlan) -> Iterator[Finding]:
     except OSError:
         system = f"{platform.system()} {platform.release()}"
     yield Finding("os.kernel", "ok", plan.name, f"{system}, Linux {platform.release()}", system)
-    yield from _memory(plan)
+    yield _memory(plan)
     yield _cores(plan)
     yield _shm(plan)
     yield from _limits(plan)
     yield from _lease(plan)
 
 
-def _memory(plan: NodePlan) -> Iterator[Finding]:
+def _memory(plan: NodePlan) -> Finding:
     memory = psutil.virtual_memory()
     total, available = _within_cgroup(memory.total, memory.available)
     needed = plan.nproc * (_RANK_BYTES + plan.load_bytes)
@@ -53,17 +53,7 @@ def _memory(plan: NodePlan) -> Iterator[Finding]:
         text += f"; {plan.nproc} ranks take some {format_bytes(needed)} while they load the model"
         fix = f"end what else runs on {plan.name} (ps aux --sort=-rss | head)"
     free, limit = format_bytes(available), format_bytes(needed)
-    yield Finding("memory.free", level, plan.name, text, free, limit, fix)
-
-    swapped = psutil.swap_memory().used
-    level, fix = "ok", ""
-    text = f"{format_bytes(swapped)} on swap"
-    if swapped > _GIB and available < total // 10:
-        level = "warning"
-        text = f"{format_bytes(swapped)} of its memory lie on disk, and little is free: "
-        text += "steps will stall"
-        fix = f"end what else runs on {plan.name}"
-    yield Finding("memory.swap", level, plan.name, text, format_bytes(swapped), fix=fix)
+    return Finding("memory.free", level, plan.name, text, free, limit, fix)
 
 
 def _within_cgroup(total: int, available: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""How hosts are reached: addresses and interfaces, names, and the hub of clusters."""
+"""How hosts are reached: addresses and interfaces, and the hub of clusters."""
 
 from __future__ import annotations
 
@@ -8,40 +8,33 @@ import os
 import shutil
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from isles.check.finding import Finding
-from isles.check.plan import Answers, Hosts
-from isles.config.load import Loaded
+from isles.check.plan import Hosts
 from isles.config.sections.outer import DiLoCoConfig
-from isles.errors import ConfigError, PreflightError
+from isles.errors import PreflightError
 from isles.launch.hub import own_addresses, split_address
-from isles.launch.multi_cluster import hub_place, is_elsewhere, refuse_peers
 from isles.launch.ssh.hosts import Reach, choose_addresses
 
-_CONNECT_S, _RESOLVE_S = 5.0, 3.0
+_CONNECT_S = 5.0
 _FIREWALLS = ("ufw", "firewall-cmd", "nft", "iptables")
 _SBIN = os.pathsep.join((os.defpath, "/usr/sbin", "/sbin", "/usr/local/sbin"))
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """An IPv4 address of a node.
+    """An IPv4 address of a node, and the interface that has it.
 
     Args:
-        name: of the interface that has it.
-        address, netmask: of the interface.
         mtu: largest packet, bytes; 0: not known.
-        is_leased: whether a DHCP server has lent it.
-        is_wireless: whether the interface is.
+        is_leased: whether a DHCP server has lent the address.
     """
 
     name: str
@@ -143,59 +136,6 @@ def _carrier(name: str, reach: Reach, own: Interface | None, wanted: str | None)
     return Finding("net.interface", "warning", name, text, measured, fix=fix)
 
 
-def resolve(names: list[str]) -> dict[str, Any]:
-    """IPv4 `addresses` of names, as this node resolves them; `silent`: those without an answer."""
-    found: dict[str, list[str]] = {}
-
-    def look(name: str) -> None:
-        try:
-            rows = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
-        except OSError:
-            rows = []
-        found[name] = sorted({str(row[4][0]) for row in rows})
-
-    threads = [threading.Thread(target=look, args=(name,), daemon=True) for name in set(names)]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + _RESOLVE_S
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    return {"addresses": dict(found), "silent": sorted(set(names) - set(found))}
-
-
-def compare_names(
-    answers: Answers, hostnames: Mapping[str, str], reach: Mapping[str, Reach]
-) -> Iterator[Finding]:
-    """Findings on names: ranks use addresses, but other programs may not."""
-    is_well, unknown = True, []
-    for name, answer in answers.items():
-        own = answer["addresses"].get(hostnames[name], [])
-        if any(address.startswith("127.") for address in own):
-            is_well = False
-            # Debian's /etc/hosts. torchrun and others would give that address to the others.
-            text = f"{hostnames[name]} is {own[0]} there: programs that tell others their name are "
-            text += "not found (isles uses addresses; a script of yours may not)"
-            address = reach[name].address
-            fix = f"in /etc/hosts of {name}: {address} {hostnames[name]}, in place of {own[0]}"
-            yield Finding("net.names", "warning", name, text, own[0], address, fix)
-        for other, hostname in hostnames.items():
-            if other == name:
-                continue
-            if reach[other].address not in answer["addresses"].get(hostname, []):
-                unknown.append(f"{name} -> {other}")
-            if hostname in answer["silent"]:
-                is_well = False
-                long = f"more than {_RESOLVE_S:.0f} s"
-                text = f"asking for the address of {hostname} takes {long}"
-                fix = f"see /etc/resolv.conf of {name}; lines in /etc/hosts help at once"
-                yield Finding("net.names", "warning", name, text, long, fix=fix)
-    if is_well:
-        text = "no host takes its own name for the loopback"
-        if unknown:
-            text += f"; not found by name: {', '.join(unknown[:4])} (isles uses addresses)"
-        yield Finding("net.names", "ok", "all hosts", text, f"{len(unknown)} not found")
-
-
 def connect(address: str, port: int, timeout_s: float) -> socket.socket | str:
     """A connection; or why there is none: refused, dropped, or an error of the system."""
     try:
@@ -220,66 +160,6 @@ def dial(address: str, port: int, timeout_s: float) -> dict[str, Any]:
         return {"state": found, "seconds": seconds}
     found.close()
     return {"state": "ok", "seconds": seconds}
-
-
-@contextmanager
-def hub_stand_in(loaded: Loaded) -> Iterator[Loaded]:
-    """While clusters are checked, listen where the hub of their run will.
-
-    Yields:
-        The run file with that address as `outer.hub`; unchanged where clusters of another
-        machine take no part, or the hub is elsewhere.
-
-    Raises:
-        UserError: there is no address at which they could reach a hub here.
-    """
-    outer = loaded.config.diloco
-    if len(loaded.config.clusters) > 1:
-        refuse_peers(loaded)
-    is_here = outer is not None and outer.engine != "hivemind" and outer.hub is None
-    if outer is None or not is_here or not any(map(is_elsewhere, loaded.config.clusters)):
-        yield loaded
-        return
-    listen, public = hub_place(loaded)
-    where = loaded.where("outer.public", "outer")
-    host, port = split_address(listen, where)
-    with _listening(host, port, where) as opened:
-        address = f"{(public or listen).rpartition(':')[0]}:{opened}"
-        update = {"hub": address, "public": None}
-        config = loaded.config.model_copy(update={"outer": outer.model_copy(update=update)})
-        yield replace(loaded, config=config)
-
-
-@contextmanager
-def _listening(host: str, port: int, where: str) -> Iterator[int]:
-    # Accept connections; the port. What listens there already is the hub.
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        server = socket.create_server((host, port), family=family)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise ConfigError(
-                f"the hub cannot listen at {host} port {port}: {error.strerror or error}",
-                where=where,
-                fix="outer.public: HOST:PORT, with an address that leads here and a port from "
-                "1024 on",
-                id="hub.address",
-            ) from None
-        yield port
-        return
-
-    def let_in() -> None:
-        with suppress(OSError):  # closed
-            while True:
-                server.accept()[0].close()
-
-    threading.Thread(target=let_in, daemon=True).start()
-    try:
-        yield int(server.getsockname()[1])
-    finally:
-        with suppress(OSError):
-            server.shutdown(socket.SHUT_RDWR)
-        server.close()
 
 
 def try_hub(hosts: Hosts) -> None:

@@ -22,7 +22,7 @@ from isles.config.sections.cluster import NetworkConfig
 from isles.facts.units import format_bytes
 from isles.launch.ssh.environment import network_variables
 
-_NOISE = 2000
+_NOISE_BYTES = 1 << 20
 _MEET_S = 30.0
 _SMOKE_S = 180.0
 _CPU_SIZES = [4 << 10, 1 << 20, 16 << 20]
@@ -57,13 +57,10 @@ class Ranks:
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._noise: list[int] = []
 
     def start(self, plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Start the processes; each imports torch and launches a kernel.
-
-        Args:
-            plan: the fields of a `NodePlan`.
-            timeout_s: longest wait.
 
         Returns:
             findings; versions: of torch, cuda and nccl, as rank 0 has imported them.
@@ -73,16 +70,17 @@ class Ranks:
         pipe = subprocess.PIPE
         # A tiny sum on many cores only waits; and the ranks share this machine with the check.
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._noise = [os.memfd_create(f"rank-{index}") for index in range(own.nproc)]
         self._processes = [
             subprocess.Popen(
                 [*command, "--index", str(index)],
                 stdin=pipe,
                 stdout=pipe,
-                stderr=pipe,
+                stderr=noise,
                 env=environ,
                 start_new_session=True,
             )
-            for index in range(own.nproc)
+            for index, noise in enumerate(self._noise)
         ]
         found = self._answers(timeout_s)
         versions = {key: found[0].get(key) for key in ("torch", "cuda", "nccl")}
@@ -105,7 +103,9 @@ class Ranks:
         self.kill()
         for process in self._processes:
             process.wait()
-        self._processes = []
+        for noise in self._noise:
+            os.close(noise)
+        self._processes, self._noise = [], []
         return {}
 
     def kill(self) -> None:
@@ -116,32 +116,22 @@ class Ranks:
 
     def _answers(self, timeout_s: float) -> list[dict[str, Any]]:
         end = time.monotonic() + timeout_s
-        return [_answer(process, end) for process in self._processes]
+        ranks = zip(self._processes, self._noise, strict=True)
+        return [_answer(process, noise, end) for process, noise in ranks]
 
 
-def _answer(process: subprocess.Popen[bytes], end: float) -> dict[str, Any]:
+def _answer(process: subprocess.Popen[bytes], noise: int, end: float) -> dict[str, Any]:
     # The next line of a rank; or that it has ended or hangs.
-    assert process.stdout is not None and process.stderr is not None
-    streams, line, noise = [process.stdout.fileno(), process.stderr.fileno()], b"", b""
-    while (left := end - time.monotonic()) > 0:
-        for stream in select.select(streams, [], [], left)[0]:
-            data = os.read(stream, 65_536)
-            if not data:
-                streams.remove(stream)
-            elif stream == process.stdout.fileno():
-                line += data
-            else:
-                noise = (noise + data)[-_NOISE:]
-        if line.endswith(b"\n"):
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-        if not streams:
-            code = process.wait(timeout=10)
-            words = noise.decode(errors="replace").strip().splitlines()
-            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            end_text = f"ended {how}" + (f": {words[-1]}" if words else "")
-            return {"stage": "died", "failure": end_text}
-    return {"stage": "silent", "failure": "no answer in time"}
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+        return {"stage": "silent", "failure": "no answer in time"}
+    if line := process.stdout.readline():
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+    code = process.wait(timeout=10)
+    words = os.pread(noise, _NOISE_BYTES, 0).decode(errors="replace").strip().splitlines()
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    return {"stage": "died", "failure": f"ended {how}" + (f": {words[-1]}" if words else "")}
 
 
 def torch_findings(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Finding]:
@@ -267,9 +257,7 @@ def reduce_findings(
     """Findings on the all-reduce: its speed, or which ranks failed and where.
 
     Args:
-        answers: of `Ranks.reduce`.
-        commands: of the ranks of each host.
-        network: of the run file.
+        answers: of `Ranks.reduce`, for `commands` of the ranks of each host.
     """
     owner = {command["rank"]: name for name, own in commands.items() for command in own}
     backend = str(commands[next(iter(commands))][0]["backend"])

@@ -31,7 +31,7 @@ def compare_versions(
     facts: Facts,
     imported: Mapping[str, Mapping[str, str | None]],
     drivers: Mapping[str, str],
-    here: str | None,
+    here: str,
 ) -> Iterator[Finding]:
     """Compare versions over all hosts.
 
@@ -39,37 +39,37 @@ def compare_versions(
         facts: of all hosts: what pip knows.
         imported: versions of torch, cuda and nccl that a rank has imported; None: it has not.
         drivers: of the GPUs, where there are any.
-        here: isles on this machine; None: it need not be the same.
+        here: isles on this machine.
     """
-    yield from _missing(facts)
-    python = {name: own["python"] for name, own in facts.items()}
-    # Another patch release matters little; another minor release unpickles otherwise.
-    minors = {".".join(version.split(".")[:2]) for version in python.values()}
-    level: Level = "error" if len(minors) > 1 else "warning"
-    yield from _compare("version.python", "Python", python, level)
-    isles = {name: own["isles"] for name, own in facts.items()}
-    odd = {name: version for name, version in isles.items() if here and version != here}
-    for name, version in odd.items():
-        yield _odd("version.isles", "isles", name, version, f"{here} on this machine", "error")
-    if not odd:
-        yield from _compare("version.isles", "isles", isles, "error")
     packages = {name: own["packages"] for name, own in facts.items()}
     torch = {name: own["torch"] for name, own in packages.items() if "torch" in own}
-    yield from _compare("version.torch", "torch", torch, "error")
+    yield from _missing(facts)
+    isles = {name: own["isles"] for name, own in facts.items()}
+    odd = {name: version for name, version in isles.items() if version != here}
+    for name, version in odd.items():
+        yield _odd("version.isles", "isles", name, version, f"{here} on this machine", "error")
+    # Another patch release matters little; another minor release unpickles otherwise.
+    python = {name: own["python"] for name, own in facts.items()}
+    minors = {version.rpartition(".")[0] for version in python.values()}
     library = {n: own["transformers"] for n, own in packages.items() if "transformers" in own}
-    yield from _compare("version.transformers", "transformers", library, "warning")
+    used = {name: own for name, own in imported.items() if own["torch"]}
+    rows: list[tuple[str, str, Mapping[str, str], Level]] = [
+        ("version.python", "Python", python, "error" if len(minors) > 1 else "warning"),
+        ("version.isles", "isles", {} if odd else isles, "error"),
+        ("version.torch", "torch", torch, "error"),
+        ("version.transformers", "transformers", library, "warning"),
+    ]
     for package in _FURTHER:
         versions = {name: own.get(package, "none") for name, own in packages.items()}
-        if set(versions.values()) != {"none"}:
-            yield from _compare("version.packages", package, versions, "warning")
+        rows.append(("version.packages", package, versions, "warning"))
+    for key, what in (("cuda", "CUDA of torch"), ("nccl", "NCCL")):
+        linked = {name: own[key] or "none" for name, own in used.items()}
+        rows.append((f"version.{key}", what, linked, "error"))
+    rows.append(("version.driver", "the NVIDIA driver", drivers, "warning"))
+    for finding_id, what, values, level in rows:
+        if set(values.values()) - {"none"}:
+            yield from _compare(finding_id, what, values, level)
     yield from _doubled(torch, imported)
-    used = {name: own for name, own in imported.items() if own["torch"]}
-    cuda = {name: own["cuda"] or "none" for name, own in used.items()}
-    yield from _compare("version.cuda", "CUDA of torch", cuda, "error")
-    nccl = {name: own["nccl"] or "none" for name, own in used.items()}
-    if set(nccl.values()) != {"none"}:
-        yield from _compare("version.nccl", "NCCL", nccl, "error")
-    yield from _compare("version.driver", "the NVIDIA driver", drivers, "warning")
 
 
 def _missing(facts: Facts) -> Iterator[Finding]:
@@ -103,8 +103,6 @@ def _compare(
 ) -> Iterator[Finding]:
     # One finding where all are equal; else one for each host that differs from most, or from the
     # first where there is no majority.
-    if not values:
-        return
     usual, _ = Counter(values.values()).most_common(1)[0]
     same = [name for name, value in values.items() if value == usual]
     if len(same) == len(values):

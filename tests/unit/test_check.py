@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from isles.check.checks.files import shared_findings
 from isles.check.checks.links import bandwidth_findings
 from isles.check.checks.machine import clock_skew
+from isles.check.checks.network import dial, hub_finding
 from isles.check.checks.ranks import reduce_findings, torch_findings
 from isles.check.checks.versions import compare_versions
 from isles.check.finding import IDS, Finding, exit_code, ordered, record, report_lines
-from isles.check.plan import NodePlan, RunFacts, error_finding
-from isles.check.verb import joined
-from isles.config.load import load_run_file
+from isles.check.plan import Extent, NodePlan, RunFacts, error_finding
+from isles.check.verb import joined, run_check
+from isles.config.load import Loaded, load_run_file
 from isles.config.sections.cluster import NetworkConfig
 from isles.errors import PreflightError, UserError
 from tests.each import each
@@ -108,14 +112,14 @@ def test_two_installations_of_torch_and_other_libraries() -> None:
         "b": {"torch": "2.9.0", "cuda": "12.6", "nccl": "2.26.2"},
     }
     drivers = {"a": "570", "b": "550"}
-    found = bad(compare_versions({"a": facts(), "b": facts()}, imported, drivers, None))
+    found = bad(compare_versions({"a": facts(), "b": facts()}, imported, drivers, "1.0"))
     assert [(f.id, f.where) for f in found] == [
-        ("version.torch", "b"),
         ("version.cuda", "b"),
         ("version.nccl", "b"),
         ("version.driver", "b"),
+        ("version.torch", "b"),
     ]
-    assert "two are installed" in found[0].text
+    assert "two are installed" in found[-1].text
 
 
 def test_the_clock_of_the_laptop_is_not_blamed_on_the_hosts() -> None:
@@ -207,3 +211,57 @@ def test_an_all_reduce_that_failed_names_the_culprit() -> None:
     assert {f.where for f in found} == {"a rank 0", "b rank 1", "c rank 2"}
     assert "ranks 2 on c did not come" in found[0].text
     assert "SIGSEGV" in found[2].text
+
+
+CLUSTERS = [{"name": "here"}, {"name": "far", "launcher": {"kind": "ssh", "hosts": ["a1"]}}]
+
+
+def loaded_with(folder: Path, clusters: list[dict[str, Any]], **outer: Any) -> Loaded:
+    content = {
+        "name": "x",
+        "model": {"name_or_path": "llama-2m", "init": "scratch"},
+        "data": {"sources": [{"type": "fake"}], "seq_length": 32, "validation_fraction": 0},
+        "training": {"max_steps": 10, "eval_steps": None},
+        "outer": {"kind": "diloco", "sync_every": 5, **outer},
+        "clusters": clusters,
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return load_run_file(path)
+
+
+def found(folder: Path, hub: str) -> Finding:
+    """What is found of the first host of a cluster when it dials a hub."""
+    outer = loaded_with(folder, CLUSTERS, hub=hub).config.diloco
+    assert outer is not None
+    host, _, port = hub.rpartition(":")
+    return hub_finding("a1", outer, dial(host, int(port), 2.0))
+
+
+def test_a_hub_is_reached_or_the_way_to_it_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        place = f"127.0.0.1:{port}"
+        finding = found(tmp_path, place)
+        assert (finding.level, finding.where) == ("ok", "a1") and place in finding.text
+    finding = found(tmp_path, place)
+    assert finding.level == "error" and "nothing listens there" in finding.text
+    assert f"open port {port} on this machine" in finding.fix
+    finding = found(tmp_path, "nowhere.invalid:29400")
+    assert finding.level == "error" and "nowhere.invalid:29400" in finding.text
+    assert "name" in finding.text.lower() and "is nowhere.invalid its name" in finding.fix
+
+
+def test_what_is_wrong_with_a_cluster_names_its_own_keys(tmp_path: Path) -> None:
+    launcher = {"kind": "slurm", "bin_path": "/nowhere"}
+    loaded_with(
+        tmp_path,
+        [{"name": name, "launcher": launcher, "gpus_per_node": 1} for name in ("x1", "x2")],
+        public="127.0.0.1:0",
+    )
+    texts: list[str] = []
+    extent = Extent(net=False, timeout_s=30.0)
+    assert run_check(tmp_path / "run.yaml", (), (), extent, texts.append) == 2
+    for index, text in enumerate(texts):
+        assert f"fix: on a login node: clusters[{index}].launcher.login" in text, text
+        assert f"clusters[{1 - index}]" not in text

@@ -29,7 +29,6 @@ class QueueNode:
     """One node, as its scheduler reports it.
 
     Args:
-        state: the scheduler's word.
         is_up: whether it can have jobs, now or later.
         reason: why not.
         gpus: that it has; None: not reported.
@@ -163,7 +162,6 @@ def _slurm(
     except ValueError:
         most_s = None  # UNLIMITED
     yield _time(where, what, launcher.time, most_s)
-    yield from _account(slurm, launcher, found.get("AllowAccounts", "ALL"))
 
 
 def _slurm_nodes(slurm: Slurm, launcher: SlurmLauncherConfig, partition: str) -> list[QueueNode]:
@@ -182,43 +180,6 @@ def _slurm_nodes(slurm: Slurm, launcher: SlurmLauncherConfig, partition: str) ->
             QueueNode(name, state, is_up, "" if reason.lower() == "none" else reason, gpus)
         )
     return nodes
-
-
-def _account(slurm: Slurm, launcher: SlurmLauncherConfig, allowed: str) -> Iterator[Finding]:
-    # As far as Slurm tells: without slurmdbd it knows of none.
-    where, account, qos = slurm.shell.name, launcher.account, launcher.qos
-    if account and allowed != "ALL" and account not in allowed.split(","):
-        yield _refused(where, "account", account, allowed.split(","))
-        return
-    if account is None and qos is None:
-        return
-    user = slurm.shell.run(["id", "-un"], timeout_s=20).stdout.strip()
-    rows: list[list[str]] = []
-    try:
-        asked = slurm.run("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account,qos")
-        rows = [line.split("|") for line in asked.stdout.splitlines()]
-    except PreflightError:
-        pass  # it is not installed
-    accounts = sorted({row[0] for row in rows})
-    own = [row for row in rows if account in (None, row[0])]
-    named = ",".join(row[1] for row in own if len(row) > 1)
-    services = sorted({name for name in named.split(",") if name})
-    if not rows:
-        text = "Slurm does not say which accounts there are; sbatch will"
-        yield Finding("queue.account", "ok", where, text, "not said")
-    elif account and account not in accounts:
-        yield _refused(where, "account", account, accounts)
-    elif qos and qos not in services:
-        yield _refused(where, "qos", qos, services)
-    else:
-        text = f"account {account or 'by default'}, qos {qos or 'by default'}"
-        yield Finding("queue.account", "ok", where, text, "valid")
-
-
-def _refused(where: str, what: str, given: str, there: list[str]) -> Finding:
-    text, known = f"you have no {what} {given} there", ", ".join(there)
-    fix = f"set clusters[0].launcher.{what} to one of: {known}"
-    return Finding("queue.account", "error", where, text, given, known, fix)
 
 
 def _pbs(cluster: ClusterConfig, launcher: PbsLauncherConfig, pbs: Pbs) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What schedulers say, by small programs on PATH: partitions, nodes, GPUs, times, accounts."""
+"""What schedulers say, by small programs on PATH: partitions, nodes, GPUs, times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from isles.check.finding import Finding
-from isles.check.queue.nodes import queue_findings
+from isles.check.scheduler import queue_findings
 from isles.config.sections.cluster import ClusterConfig, PbsLauncherConfig, SlurmLauncherConfig
 from isles.launch.ssh.shell import Shell
 from tests.each import each
@@ -68,7 +68,6 @@ def program(folder: Path, name: str, answers: dict[str, str]) -> None:
 def slurm(tmp_path: Path) -> Path:
     program(tmp_path, "scontrol", {"show partition": PARTITIONS})
     program(tmp_path, "sinfo", {"-p gpu": NODES})
-    program(tmp_path, "sacctmgr", {"show assoc": "lab|normal,long\nother|normal\n"})
     return tmp_path
 
 
@@ -87,14 +86,13 @@ def of(findings: list[Finding], finding_id: str) -> Finding:
 
 
 def test_slurm_has_room(slurm: Path) -> None:
-    found = ask_slurm(slurm, time=3600.0, account="lab", qos="long")
+    found = ask_slurm(slurm, time=3600.0)
     assert levels(found) == {
         "queue.commands": "ok",
         "queue.partition": "ok",
         "queue.nodes": "warning",
         "queue.gres": "ok",
         "queue.time": "ok",
-        "queue.account": "ok",
     }
     nodes = of(found, "queue.nodes")
     assert "n3 is drained (bad fan)" in nodes.text and "n4 is down*" in nodes.text
@@ -110,8 +108,6 @@ def test_slurm_has_room(slurm: Path) -> None:
         ({"partition": "gpuu"}, "queue.partition", "no partition gpuu"),
         ({"partition": "old"}, "queue.partition", "old is DOWN"),
         ({"time": 172_800.0}, "queue.time", "2d 00h"),
-        ({"account": "nobody"}, "queue.account", "no account nobody"),
-        ({"account": "other", "qos": "long"}, "queue.account", "no qos long"),
     ],
 )
 def test_slurm_would_refuse(
@@ -128,11 +124,6 @@ def test_slurm_that_is_not_there_or_does_not_answer(tmp_path: Path) -> None:
     program(tmp_path, "scontrol", {})
     (found,) = ask_slurm(tmp_path)
     assert "not known" in found.text and "scontrol ping" in found.fix
-
-
-def test_slurm_without_accounting_is_no_fault(slurm: Path, tmp_path: Path) -> None:
-    program(tmp_path, "sacctmgr", {})
-    assert of(ask_slurm(slurm, account="lab"), "queue.account").level == "ok"
 
 
 @pytest.fixture
