@@ -27,8 +27,8 @@ from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved
 from isles.config.sections.cluster import PbsLauncherConfig, SlurmLauncherConfig
 from isles.errors import PreflightError, UserError, cut_more
-from isles.launch.queue.job import last_line
-from isles.launch.queue.pbs import Pbs, PbsJob, write_dialect
+from isles.launch.queue.job import QueueJob, last_line
+from isles.launch.queue.pbs import Pbs, write_dialect
 from isles.launch.queue.script import (
     JobText,
     job_script,
@@ -203,7 +203,7 @@ def _submit(pbs: Pbs, run_dir: RunDir, timeout_s: float) -> str:
             "a run would ask for",
             id="queue.refused",
         )
-    job = PbsJob(run_dir, attempt, done.stdout.split()[-1], pbs)
+    job = QueueJob(run_dir, attempt, done.stdout.split()[-1], pbs)
     began, output = time.monotonic(), "it has not begun"
     is_alive, has_begun = True, False
     try:
@@ -217,7 +217,7 @@ def _submit(pbs: Pbs, run_dir: RunDir, timeout_s: float) -> str:
             is_due = int((time.monotonic() - began) / _LOOK_S) % 10 == 0
             if attempt.findings.exists() or not has_begun or is_due:
                 with suppress(PreflightError):
-                    report = job.state()
+                    report = job.look()
                     output, is_alive = report.reason, report.is_alive
         return f"{job.text}: {output}"
     finally:
