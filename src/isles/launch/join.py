@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from getpass import getpass
 from pathlib import Path
@@ -228,14 +228,9 @@ def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
 
 
 def _value(loaded: Loaded, key: str) -> object:
-    found: object = loaded.config
+    found: Any = loaded.config.model_dump()
     for part in key.split("."):
-        if isinstance(found, Sequence) and not isinstance(found, str):
-            found = found[int(part)]
-        elif isinstance(found, dict):
-            found = found.get(part)
-        else:
-            found = getattr(found, part, None)
+        found = found[int(part)] if isinstance(found, list | tuple) else (found or {}).get(part)
     return found
 
 
