@@ -92,7 +92,7 @@ def test_a_home_is_that_of_the_user_there(tmp_path: Path) -> None:
     lines = setting_lines(cluster, "~/it's my work")
     done = bash("\n".join([*lines, "pwd"]), HOME=str(tmp_path))
     assert (done.stdout, done.stderr) == (f"activated\n{work}\n", "")
-    shell = Shell("a1", _options=[])
+    shell = Shell("a1")
     assert rsync_argv(shell, SyncConfig(paths=(".",)), "~/my work")[-1] == "a1:my work/"
     assert rsync_argv(shell, SyncConfig(paths=(".",)), "/x")[-1] == "a1:/x/"
     for home in ("~", "~/"):

@@ -78,11 +78,10 @@ def resolve_checked(
     nproc: Sequence[int] | None = None,
     device: Literal["cuda", "cpu"] | None = None,
 ) -> Resolved:
-    """The values of a run file whose files are on this machine.
+    """The values of a run file whose files are on this machine; see `isles.config.resolve.resolve`.
 
     Args:
         needs_data: also refuse sources that are not here.
-        num_gpus, nproc, device: see `isles.config.resolve.resolve`.
 
     Raises:
         ConfigErrors: every issue.

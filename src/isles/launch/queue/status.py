@@ -27,11 +27,7 @@ Clock = Callable[[], float]
 
 
 def queue_job(run_dir: RunDir, attempt: Attempt, *, ask_s: float = ASK_S) -> QueueJob | None:
-    """The job of an attempt, or the one that it was submitted again as; None: no queue started it.
-
-    Args:
-        ask_s: longest wait for one answer of the scheduler.
-    """
+    """The job of an attempt, or that which it was submitted again as; None: no queue started it."""
     launch = read_record(attempt.launch) or {}
     schedulers: dict[str, type[Scheduler]] = {"slurm": Slurm, "pbs": Pbs}
     scheduler = schedulers.get(str(launch.get("launcher")))
@@ -100,11 +96,8 @@ def refresh(
 def refresh_all(
     runs: Sequence[RunDir], *, ask_s: float = _GLANCE_S, now: Clock = time.time
 ) -> dict[Path, JobReport]:
-    """How the jobs of the last starts of many runs stand, asked for at once; see `refresh`.
-
-    Returns:
-        The answers by the folders of the attempts, of those that a queue has started.
-    """
+    """How the jobs of the last starts of many runs stand, asked for at once; by the folders of the
+    attempts that a queue has started. See `refresh`."""
     attempts = [(run, attempt) for run in runs if (attempt := run.last_attempt()) is not None]
     reports, _ = on_all(attempts, lambda each: refresh(*each, ask_s=ask_s, now=now))
     found = zip(attempts, reports, strict=True)

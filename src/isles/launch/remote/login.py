@@ -45,10 +45,7 @@ class LoginError(UserError):
 
 
 def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
-    """Start a run by isles on the login node of its launcher; called where `login` is given.
-
-    Returns:
-        The started run, whose directory is there; in a dry run the text to print.
+    """Start a run by isles on the login node of its launcher; in a dry run, the text to print.
 
     Raises:
         UserError: what isles there refuses, with the names of the files here.
@@ -113,10 +110,9 @@ def started_elsewhere(
     """A run whose directory is on another machine; this one keeps a record of it.
 
     Args:
-        begun: `path` of the run directory, number of the `attempt`, `elsewhere`: the directory on
-            the other hosts, where that is another.
+        begun: `path` of the run directory, `attempt`, and perhaps `elsewhere`: the directory on
+            the other hosts.
         hosts: as ssh takes them; the first one has the run directory.
-        lines, python: bash that comes before Python there, and Python.
     """
     run_dir = RunDir(Path(begun["path"]))
     remote = RemoteRun(
@@ -182,14 +178,8 @@ def login_setting(loaded: Loaded) -> tuple[list[str], str]:
 def copied_file_script(
     there: str, lines: list[str], python: str, words: list[str], *, secret: str = ""
 ) -> str:
-    """The bash that takes the run file from stdin and calls isles with it.
-
-    Args:
-        there: of `place_there`.
-        lines, python: of `login_setting`.
-        words: the verb and what follows it.
-        secret: the file that gets the first line of stdin; empty: there is none before the file.
-    """
+    """The bash that takes the run file from stdin and calls isles with it; `secret`: the file that
+    gets the first line of stdin; empty: there is none before the run file."""
     folder, file = there.rpartition("/")[0], shlex.quote(there)
     # read and printf are the shell's own: no process has the line among its arguments.
     first = f'IFS= read -r line && printf "%s\\n" "$line" >{secret} && ' if secret else ""
@@ -211,12 +201,8 @@ def remote_script(run: RemoteRun, words: Sequence[str]) -> str:
 def remote_isles(
     run: RemoteRun, words: Sequence[str], *, host: str = "", connect_timeout_s: float = 10.0
 ) -> list[str]:
-    """The command line, to be run here, that runs an isles command on a host of a run.
-
-    Args:
-        words: the verb and what follows it.
-        host: one of `run.hosts`; empty: the one that has the run directory.
-    """
+    """The command line, to be run here, that runs an isles command on a host of a run; empty: on
+    the one that has the run directory."""
     shell = Shell(host or run.ssh, connect_timeout_s)
     return shell.argv(["bash", "-c", remote_script(run, words)])
 
@@ -251,11 +237,7 @@ def pass_on(run: RemoteRun, words: Sequence[str]) -> int:
 
 
 def remember(output_dir: Path, run: RemoteRun, warn: Callable[[str], object]) -> RemoteRun:
-    """Record a run that was started elsewhere; it goes on also where that cannot be done here.
-
-    Returns:
-        The run, as it is found again.
-    """
+    """Record a run that was started elsewhere; it goes on also where that cannot be done here."""
     try:
         return write_remote(output_dir, run)
     except UserError as error:

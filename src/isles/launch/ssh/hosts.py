@@ -100,7 +100,6 @@ def ask_facts(
     """The facts of all hosts, compared.
 
     Args:
-        channels: to its hosts, in their order.
         warn: takes what is not as it should be, and no reason to stop.
         needed: packages without which nothing can run there.
 
@@ -119,11 +118,7 @@ def ask_facts(
 
 
 def compare(hosts: Sequence[Host], needed: Sequence[str], warn: Warn) -> None:
-    """See whether the hosts are several machines, equal in what must be.
-
-    Raises:
-        PreflightError: as `ask_facts`.
-    """
+    """See whether the hosts are several machines, equal in what must be; errors as `ask_facts`."""
     refuse(list(_unfit(hosts, needed)), len(hosts))
     here = code_digest()
     for host in hosts:
@@ -222,13 +217,8 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How one node is reached.
-
-    Args:
-        address: IPv4.
-        interface: the node's interface that has it; None: the node has no such address itself.
-        network: the network that it belongs to there.
-    """
+    """The IPv4 address of one node, the interface that has it and its network; None: the node has
+    no such address itself."""
 
     address: str
     interface: str | None

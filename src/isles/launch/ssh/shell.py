@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import stat
 import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -24,7 +22,6 @@ SSH_FAILED = 255
 """Exit status of ssh itself where it cannot connect."""
 
 _CANNOT_RUN, _NOT_FOUND = 126, 127
-_SHORT = 20
 _WORD_CHARS = 1000
 _NO_FOLDER = re.compile(r"cd: (?P<folder>.*): No such file or directory")
 _NO_MODULE = re.compile(r"No module named '?(?P<name>isles[\w.]*)")
@@ -39,13 +36,12 @@ class Result:
     stderr: str
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Shell:
     """Runs commands in one place: `destination`, as ssh takes it; None: this machine."""
 
     destination: str | None = None
     connect_timeout_s: float = 10.0
-    _options: list[str] | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -59,25 +55,10 @@ class Shell:
 
     def ssh_options(self) -> list[str]:
         """Options for ssh, and for rsync -e, besides those of the user's own files."""
-        if self._options is None:
-            options = {
-                "BatchMode": "yes",
-                "ConnectTimeout": str(max(1, round(self.connect_timeout_s))),
-                "ServerAliveInterval": "5",
-                "ServerAliveCountMax": "3",
-            }
-            assert self.destination is not None
-            own = ssh_config(self.destination).get("controlmaster", "false")
-            # Where the user's configuration shares connections already, nothing is added.
-            folder = _socket_dir() if own in ("false", "no") else None
-            if folder is not None:
-                # The first connection carries the others of this process while it lives, and
-                # leaves nothing. Not those of other commands: it could not end before them, and
-                # they would end with it.
-                path = str(folder / f"{os.getpid():x}-%C")
-                options |= {"ControlMaster": "auto", "ControlPath": path}
-            self._options = [word for k, v in options.items() for word in ("-o", f"{k}={v}")]
-        return self._options
+        connect_s = max(1, round(self.connect_timeout_s))
+        options = ["BatchMode=yes", f"ConnectTimeout={connect_s}"]
+        options += ["ServerAliveInterval=5", "ServerAliveCountMax=3"]
+        return [word for option in options for word in ("-o", option)]
 
     def run(
         self, command: Sequence[str], *, stdin: str | None = None, timeout_s: float = 60.0
@@ -122,7 +103,6 @@ class Shell:
         """Start a command whose output is read from a pipe. `failure` explains ssh's 255.
 
         Args:
-            stderr: file that takes its error output.
             own_group: whether a Ctrl+C on this terminal is kept from it.
 
         Raises:
@@ -146,11 +126,6 @@ class Shell:
         own_group: bool = False,
     ) -> tuple[int | None, str]:
         """Run a command to its end, and hand on each line of its output at once.
-
-        Args:
-            take: gets each line.
-            stdin: all that it reads.
-            timeout_s: it is killed after so long.
 
         Returns:
             Its exit status, None where it was killed for its time; and its error output.
@@ -332,19 +307,3 @@ def ssh_config(destination: str) -> dict[str, str]:
     except PreflightError:
         return {}
     return dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
-
-
-def _socket_dir() -> Path | None:
-    # A folder of this user alone; short, since a socket's path has 100 characters at most. None:
-    # connections are not shared.
-    folder = Path(tempfile.gettempdir())
-    if len(str(folder)) > _SHORT and Path("/tmp").is_dir():
-        folder = Path("/tmp")
-    path = folder / f"isles-ssh-{os.getuid()}"
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        facts = path.lstat()
-    except OSError:
-        return None
-    is_ours = facts.st_uid == os.getuid() and not facts.st_mode & 0o077
-    return path if is_ours and stat.S_ISDIR(facts.st_mode) else None
