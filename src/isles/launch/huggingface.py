@@ -112,7 +112,7 @@ def huggingface_issue(row: dict[str, str]) -> tuple[str, str, str]:
     """The id, what is wrong and what to do, for an answer of `ask_huggingface` that is not `ok`."""
     fetch = f"hf download {row['name']}" + " --repo-type dataset" * (row["kind"] == "dataset")
     values = {**row, "what": f"{row['kind']} {row['name']}", "fetch": fetch}
-    id, what, fix = _WORDS[row["state"]]
+    id, what, fix = _WORDS.get(row["state"], _WORDS["unreachable"])
     return id, what.format(**values), fix.format(**values)
 
 
@@ -164,22 +164,22 @@ def _ask(kind: str, name: str) -> tuple[str, str]:
     except ImportError:
         return "unknown", "the package huggingface_hub is missing"
     file = "config.json" if kind == "model" else "README.md"
-    state, answer = "ok", ""
+    states = {
+        EntryNotFoundError: "ok",  # the repository answers
+        GatedRepoError: "licence",
+        RepositoryNotFoundError: "missing",
+        OfflineModeIsEnabled: "offline",
+        HfHubHTTPError: "failing",
+    }
     try:
         get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=_REQUEST_S)
-    except EntryNotFoundError:
-        pass  # the repository answers
-    except GatedRepoError as error:
-        state, answer = "licence", _line(error)
-    except RepositoryNotFoundError as error:
-        state, answer = "missing", _line(error)
-    except OfflineModeIsEnabled:
-        state, answer = "offline", "HF_HUB_OFFLINE is set"
-    except HfHubHTTPError as error:
-        state, answer = "failing", _line(error)
     except Exception as error:  # a library's many errors: no network, proxy, TLS, time
-        state, answer = "unreachable", f"{type(error).__name__}: {_line(error)}"
-    return state, answer
+        state = next((states[known] for known in states if isinstance(error, known)), "")
+        if state in ("ok", "offline"):
+            return state, "HF_HUB_OFFLINE is set" if state == "offline" else ""
+        text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
+        return (state, text) if state else ("unreachable", f"{type(error).__name__}: {text}")
+    return "ok", ""
 
 
 def _row(kind: str, name: str, answer: str, state: str) -> dict[str, str]:
@@ -203,10 +203,6 @@ def _is_cached(kind: str, name: str, environ: dict[str, str]) -> bool:
 def _plain(name: str) -> str:
     # The datasets library makes owner___my_name of OWNER/MyName.
     return name.replace("/", "").replace("_", "").lower()
-
-
-def _line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import yaml
 
 from isles.config.load import Loaded
 from isles.errors import CommunicationError, ExitCode, UserError
+from isles.facts.units import format_duration
 from isles.launch.ssh.shell import Result, Shell
 from isles.run.outcome import end, error_record
 from isles.run.paths import Attempt, RunDir
@@ -220,6 +221,16 @@ def last_line(done: Result) -> str:
     """The last line that a command has printed."""
     lines = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
     return lines[-1].strip() if lines else f"exit status {done.returncode}"
+
+
+def where_running(nodes: str, doing: str, left_s: float | None) -> str:
+    """Where a job runs; `doing`: empty, or that it is ending or suspended; `left_s`: until its time
+    limit, None: not known."""
+    if doing:
+        return f"it is {doing} on {nodes}"
+    if left_s is None:
+        return f"on {nodes}"
+    return f"on {nodes}; its time limit is in {format_duration(max(0.0, left_s))}"
 
 
 def no_answer(queue: Scheduler, words: str, done: Result, fix: str) -> UserError:

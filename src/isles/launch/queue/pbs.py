@@ -14,7 +14,6 @@ from typing import Literal
 
 from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import CommunicationError, ExitCode, PreflightError
-from isles.facts.units import format_duration
 from isles.launch.queue.job import (
     Allocation,
     JobNode,
@@ -24,6 +23,7 @@ from isles.launch.queue.job import (
     address_of,
     explain,
     no_answer,
+    where_running,
 )
 from isles.launch.ssh.shell import Result
 from isles.run.outcome import AGAIN
@@ -69,7 +69,14 @@ class Pbs(Scheduler):
             reason, fix = pending(letter, found.get("comment", "").strip(), job_id)
             return JobReport(state, reason, job_id, letter, fix)
         if letter in _RUNNING:
-            return JobReport("running", _where_running(letter, found), job_id, letter)
+            # a1/0*4+a2/0*4
+            parts = found.get("exec_host", "").split("+")
+            nodes = "+".join(dict.fromkeys(part.partition("/")[0] for part in parts if part))
+            limit = _seconds(found.get("Resource_List.walltime", ""))
+            used = _seconds(found.get("resources_used.walltime", "")) or 0.0
+            doing = {"E": "ending", "S": "suspended", "U": "suspended"}.get(letter, "")
+            reason = where_running(nodes, doing, None if limit is None else limit - used)
+            return JobReport("running", reason, job_id, letter)
         reason, fix = ended_as(status, found.get("comment", ""))
         return JobReport("ended", reason, job_id, f"{letter} {status}".strip(), fix)
 
@@ -158,19 +165,6 @@ def ended_as(status: str, comment: str) -> tuple[str, str]:
     if code > 128:
         return f"its script was killed by signal {code - (256 if code > 256 else 128)}", AGAIN
     return ("its script ended" if code == 0 else f"its script ended with exit status {code}"), ""
-
-
-def _where_running(letter: str, found: dict[str, str]) -> str:
-    # exec_host is a1/0*4+a2/0*4
-    parts = found.get("exec_host", "").split("+")
-    nodes = "+".join(dict.fromkeys(part.partition("/")[0] for part in parts if part))
-    if letter in "ESU":
-        return f"it is {'ending' if letter == 'E' else 'suspended'} on {nodes}"
-    limit = _seconds(found.get("Resource_List.walltime", ""))
-    used = _seconds(found.get("resources_used.walltime", ""))
-    if limit is None:
-        return f"on {nodes}"
-    return f"on {nodes}; its time limit is in {format_duration(max(0.0, limit - (used or 0.0)))}"
 
 
 def _seconds(walltime: str) -> float | None:

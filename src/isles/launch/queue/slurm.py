@@ -25,6 +25,7 @@ from isles.launch.queue.job import (
     address_of,
     explain,
     no_answer,
+    where_running,
     words_of,
 )
 from isles.launch.ssh.shell import Result
@@ -67,7 +68,13 @@ class Slurm(Scheduler):
             state = "requeued" if has_run else "pending"
             reason, fix = self._why_waiting(fields, word, why, job_id)
         elif word in _RUNNING:
-            state, reason, fix = "running", _where_running(fields, word), ""
+            end = _time_of(fields.get("EndTime", ""))
+            if fields.get("TimeLimit", "UNLIMITED") == "UNLIMITED":
+                end = None
+            left_s = None if end is None else end - time.time()
+            doing = {"COMPLETING": "ending", "SUSPENDED": "suspended"}.get(word, "")
+            nodes = fields.get("NodeList", "").replace("(null)", "")
+            state, reason, fix = "running", where_running(nodes, doing, left_s), ""
         else:
             reason, fix = _how_ended(fields, word, why)
         return JobReport(state, reason, job_id, word if why == "None" else f"{word} {why}", fix)
@@ -153,16 +160,6 @@ def pending(why: str, job_id: str) -> tuple[str, str]:
     limits = {"QOS": "qos", "Assoc": "account", "Part": "partition"}
     whose = next((word for sign, word in limits.items() if head.startswith(sign)), "")
     return explain("slurm", "pending", head, job=job_id, whose=whose) or (why.replace("_", " "), "")
-
-
-def _where_running(fields: dict[str, str], word: str) -> str:
-    nodes = fields.get("NodeList", "").replace("(null)", "")
-    if word in ("COMPLETING", "SUSPENDED"):
-        return f"it is {'ending' if word == 'COMPLETING' else 'suspended'} on {nodes}"
-    end = _time_of(fields.get("EndTime", ""))
-    if fields.get("TimeLimit", "UNLIMITED") == "UNLIMITED" or end is None:
-        return f"on {nodes}"
-    return f"on {nodes}; its time limit is in {format_duration(max(0.0, end - time.time()))}"
 
 
 def _how_ended(fields: dict[str, str], word: str, why: str) -> tuple[str, str]:

@@ -99,6 +99,10 @@ def refresh_all(
     """How the jobs of the last starts of many runs stand, asked for at once; by the folders of the
     attempts that a queue has started. See `refresh`."""
     attempts = [(run, attempt) for run in runs if (attempt := run.last_attempt()) is not None]
-    reports, _ = on_all(attempts, lambda each: refresh(*each, ask_s=ask_s, now=now))
+
+    def ask(each: tuple[RunDir, Attempt]) -> JobReport | None:
+        return refresh(*each, ask_s=ask_s, now=now)
+
+    reports, _ = on_all(attempts, ask)
     found = zip(attempts, reports, strict=True)
     return {attempt.path: report for (_, attempt), report in found if report is not None}

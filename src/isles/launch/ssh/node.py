@@ -320,7 +320,9 @@ def make_place(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> bool:
             if (read_record(attempt.launch) or {}).get("begun_at") == args["begun_at"]:
                 return True
             left = read_record(run_dir.node_of)
-            if left is None and path.exists() and not _is_empty(path):
+            there = path.iterdir() if path.exists() else ()
+            # Hidden: what a process that was killed here has not finished.
+            if left is None and not all(entry.name.startswith(".") for entry in there):
                 raise UserError(
                     "this host has a run of its own in this folder, which the run would write into",
                     where=str(path),
@@ -342,11 +344,6 @@ def make_place(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> bool:
             write_secret(attempt.token, args["token"])
             write_record(attempt.launch, {"attempt": attempt.number, "begun_at": args["begun_at"]})
     return False
-
-
-def _is_empty(path: Path) -> bool:
-    # Hidden: what a process that was killed here has not finished.
-    return all(entry.name.startswith(".") for entry in path.iterdir())
 
 
 def main() -> int:
