@@ -98,11 +98,13 @@ def refresh_all(
 ) -> dict[Path, JobReport]:
     """How the jobs of the last starts of many runs stand, asked for at once; by the folders of the
     attempts that a queue has started. See `refresh`."""
-    attempts = [(run, attempt) for run in runs if (attempt := run.last_attempt()) is not None]
+    found: dict[Path, JobReport] = {}
 
-    def ask(each: tuple[RunDir, Attempt]) -> JobReport | None:
-        return refresh(*each, ask_s=ask_s, now=now)
+    def ask(run_dir: RunDir) -> None:
+        attempt = run_dir.last_attempt()
+        report = attempt and refresh(run_dir, attempt, ask_s=ask_s, now=now)
+        if attempt is not None and report is not None:
+            found[attempt.path] = report
 
-    reports, _ = on_all(attempts, ask)
-    found = zip(attempts, reports, strict=True)
-    return {attempt.path: report for (_, attempt), report in found if report is not None}
+    on_all(runs, ask)
+    return found
