@@ -102,8 +102,9 @@ def refresh_all(
 
     def ask(run_dir: RunDir) -> None:
         attempt = run_dir.last_attempt()
-        report = attempt and refresh(run_dir, attempt, ask_s=ask_s, now=now)
-        if attempt is not None and report is not None:
+        if attempt is None:
+            return
+        if (report := refresh(run_dir, attempt, ask_s=ask_s, now=now)) is not None:
             found[attempt.path] = report
 
     on_all(runs, ask)
