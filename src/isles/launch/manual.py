@@ -27,6 +27,7 @@ from isles.launch.base import (
     next_attempt,
     resolve_checked,
 )
+from isles.launch.hub import own_addresses
 from isles.launch.ssh.environment import network_variables, quoted, setting_lines
 from isles.launch.ssh.facts import free_port, port_taken
 from isles.run.begin import begin_run, choose_run, new_attempt
@@ -116,14 +117,10 @@ def _address(loaded: Loaded, launcher: ManualLauncherConfig, index: int) -> str:
 
 
 def _require_here(loaded: Loaded, host: str, address: str) -> None:
-    if interface_of(address) is not None:
+    own = own_addresses()
+    if address in own:
         return
-    here = sorted(
-        entry.address
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
-        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
-    )
+    here = sorted(place for place in own if "." in place and not place.startswith("127."))
     raise PreflightError(
         f"the first host is {host}, and this machine is {' or '.join(here) or 'not on a network'}",
         where=loaded.where("clusters.0.launcher.hosts"),
