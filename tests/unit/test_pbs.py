@@ -63,12 +63,13 @@ def script(tmp_path: Path, dialect: Dialect, *overrides: str, alone: bool = Fals
         nproc=per_node,
         device=device,
         workdir="/home/me/train",
-        command=["-m", "isles.train", "run.yaml"],
         run_dir=None if alone else "/home/me/train/runs/llama-1b-1",
         attempt=0 if alone else 1,
-        path="/home/me/train/job.sh" if alone else None,
     )
-    return rendered_script(config, job) if alone else job_script(config, job)
+    if not alone:
+        return job_script(config, job)
+    command = ["-m", "isles.train", "run.yaml"]
+    return rendered_script(config, job, command, path="/home/me/train/job.sh")
 
 
 def test_the_openpbs_script(tmp_path: Path) -> None:

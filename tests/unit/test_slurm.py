@@ -47,6 +47,7 @@ clusters:
     environment: {conda: train, modules: [cuda/12.8], variables: {HF_HOME: /scratch/hf}}
     network: {profile: infiniband}
 """
+COMMAND = ["-m", "isles.train", "run.yaml"]
 RUN_DIR = "/home/me/train/runs/llama-1b-1"
 OWN = f"name: mine\ntraining: {{script: my.py}}\n{RUN[RUN.index('clusters:') :]}"
 """With a script of the user's own."""
@@ -67,11 +68,10 @@ def make_script(
         nproc=cluster.gpus_per_node,
         device=device,
         workdir=cluster.workdir or "/home/me/train",
-        command=["-m", "isles.train", "run.yaml"],
         run_dir=run_dir,
         attempt=1 if run_dir is not None else 0,
     )
-    return rendered_script(config, job) if run_dir is None else job_script(config, job)
+    return rendered_script(config, job, COMMAND) if run_dir is None else job_script(config, job)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ class Job:
         """Run the script that needs no isles to its end under plain bash."""
         launcher = self.config.clusters[0].launcher
         assert isinstance(launcher, SlurmLauncherConfig)
-        job = JobText(launcher, 1, 4, "cpu", str(folder), command=["-m", "isles.train", "run.yaml"])
-        self.attempt.script.write_text(rendered_script(self.config, job))
+        job = JobText(launcher, 1, 4, "cpu", str(folder))
+        self.attempt.script.write_text(rendered_script(self.config, job, COMMAND))
         self.program("srun", 'SLURM_NODEID=0 exec bash -c "${@: -1}"')
         search = f"{self.bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         # The folder of this Python comes first in the script: torchrun must be found before it.

@@ -6,7 +6,7 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, assert_never
 
@@ -21,7 +21,6 @@ from isles.config.sections.cluster import (
     QueueSection,
     SlurmLauncherConfig,
 )
-from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
 from isles.launch.queue.script import JobText, fill_template, node_lines, rendered_script
@@ -67,8 +66,8 @@ def render(
         case "sbatch" | "pbs":
             job = _job(loaded, to, nproc, device, notes)
             path = str(output.absolute()) if output else None
-            job = replace(job, command=command, path=path)
-            return Rendered(rendered_script(loaded.config, job))
+            text = rendered_script(loaded.config, job, command, notes=notes, path=path)
+            return Rendered(text)
         case "deepspeed-json":
             if issues := deepspeed_issues(loaded):
                 raise ConfigErrors(issues)
@@ -80,17 +79,11 @@ def render(
     return Rendered(json.dumps(data, indent=2) + "\n", tuple(notes))
 
 
-def script_command(config: RunConfig) -> list[str]:
-    """What follows torchrun's own options, where a script of the user's own runs without isles."""
-    assert config.training.script is not None
-    return [config.training.script, *map(str, config.training.script_args)]
-
-
 def _command(loaded: Loaded, overrides: Sequence[str]) -> list[str]:
     # What follows torchrun's own options.
     config = loaded.config
     if config.training.script is not None:
-        return script_command(config)
+        return [config.training.script, *map(str, config.training.script_args)]
     # On other machines the run file lies in workdir, under the name that was typed here.
     is_here = config.clusters[0].workdir is None
     path = loaded.path.absolute() if is_here else loaded.path
@@ -155,7 +148,7 @@ def _job(
     assert isinstance(launcher, SlurmLauncherConfig | PbsLauncherConfig)
     if isinstance(launcher, PbsLauncherConfig) and launcher.dialect == "auto":
         notes.append("for OpenPBS; for Torque: clusters.0.launcher.dialect=torque")
-    return JobText(launcher, len(nproc), nproc[0], device, _workdir(loaded), notes=notes)
+    return JobText(launcher, len(nproc), nproc[0], device, _workdir(loaded))
 
 
 def _torchrun_script(

@@ -46,9 +46,6 @@ class JobText:
         run_dir: the run directory as the nodes see it; None: the script runs without isles.
         attempt: the number of this start; 0 without a run directory.
         only_check_s: the job only checks its nodes, and waits so long for one answer (PBS).
-        command: without isles: what follows torchrun's own options.
-        notes: without isles: comments at the head.
-        path: without isles: where the script will be, absolute; None: not known (PBS).
     """
 
     launcher: SlurmLauncherConfig | PbsLauncherConfig
@@ -59,9 +56,6 @@ class JobText:
     run_dir: str | None = None
     attempt: int = 0
     only_check_s: float | None = None
-    command: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    path: str | None = None
 
     def of(self, attempt: Attempt) -> JobText:
         """The same, for a start of a run that isles follows."""
@@ -135,12 +129,25 @@ def job_script(config: RunConfig, job: JobText) -> str:
     )
 
 
-def rendered_script(config: RunConfig, job: JobText) -> str:
-    """A script that runs without isles' control wing: torchrun on each node."""
+def rendered_script(
+    config: RunConfig,
+    job: JobText,
+    command: Sequence[str],
+    *,
+    notes: Sequence[str] = (),
+    path: str | None = None,
+) -> str:
+    """A script that runs without isles' control wing: torchrun on each node.
+
+    Args:
+        command: what follows torchrun's own options.
+        notes: comments at the head.
+        path: where the script will be, absolute; None: not known. One of PBS submits itself.
+    """
     cluster, launcher = config.clusters[0], job.launcher
     head = [f"{config.name}: {job.size} under torchrun"]
     head += [f"written by isles {__version__}; it does not need the command isles to run"]
-    head += job.notes
+    head += notes
     shared: dict[str, object] = {
         "setting": node_lines(cluster, job.workdir, nodes=job.nodes, device=job.device),
         "nodes": job.nodes,
@@ -148,7 +155,7 @@ def rendered_script(config: RunConfig, job: JobText) -> str:
         "interface": cluster.network.interface,
         "port": cluster.network.port,
         "start_timeout": math.ceil(cluster.start_timeout),
-        "command": shlex.join(job.command),
+        "command": shlex.join(command),
         "requeue": launcher.requeue,
         "runs": _runs_pattern(config, job.workdir),
         "most_times": _MAX_SCRIPT_STARTS,
@@ -165,7 +172,7 @@ def rendered_script(config: RunConfig, job: JobText) -> str:
             **shared,
         )
     save_after = int(launcher.time - launcher.save_before) if launcher.time is not None else None
-    if save_after is not None and launcher.requeue and job.path is None:
+    if save_after is not None and launcher.requeue and path is None:
         head.append("submit it again to go on after its time limit; written by --output it does")
         head.append("that by itself")
     bin_path = launcher.bin_path.rstrip("/") + "/" if launcher.bin_path else ""
@@ -178,7 +185,7 @@ def rendered_script(config: RunConfig, job: JobText) -> str:
         lost=int(ExitCode.COMMUNICATION),
         threads=_pbs_threads(cluster, launcher, job.nproc),
         name=config.name,
-        path=job.path,
+        path=path,
         pbsdsh=[f"{bin_path}pbsdsh"] + ["-u"] * (launcher.dialect == "torque"),
         qsub=f"{bin_path}qsub",
         save_after=save_after,
