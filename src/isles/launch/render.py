@@ -21,6 +21,7 @@ from isles.config.sections.cluster import (
     QueueSection,
     SlurmLauncherConfig,
 )
+from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
 from isles.launch.queue.script import JobText, fill_template, node_lines, rendered_script
@@ -79,11 +80,17 @@ def render(
     return Rendered(json.dumps(data, indent=2) + "\n", tuple(notes))
 
 
+def script_command(config: RunConfig) -> list[str]:
+    """What follows torchrun's own options, where a script of the user's own runs without isles."""
+    assert config.training.script is not None
+    return [config.training.script, *map(str, config.training.script_args)]
+
+
 def _command(loaded: Loaded, overrides: Sequence[str]) -> list[str]:
     # What follows torchrun's own options.
     config = loaded.config
     if config.training.script is not None:
-        return [config.training.script, *map(str, config.training.script_args)]
+        return script_command(config)
     # On other machines the run file lies in workdir, under the name that was typed here.
     is_here = config.clusters[0].workdir is None
     path = loaded.path.absolute() if is_here else loaded.path
