@@ -21,7 +21,7 @@ from common import environment
 
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
-from isles.launch.local import LocalLauncher, local_job
+from isles.launch.local import added_variables, agent_command, local_fleet, start_agent
 from isles.run.begin import begin_run, new_attempt
 from isles.run.join_line import JoinLine
 from isles.run.paths import RunDir
@@ -161,16 +161,14 @@ class Cluster:
         self.run_dir.join_line.touch(mode=0o600)
         self.run_dir.join_line.write_text(self.join_text())
         attempt = new_attempt(self.run_dir, loaded.text)
-        job = local_job(
-            self.run_dir,
+        local_fleet(resolved, begun.resume_from).write(attempt)
+        self._child = start_agent(
             attempt,
+            agent_command(self.run_dir, attempt),
+            {**environment(), **added_variables(resolved, environment())},
             world_size=resolved.world_size,
             device="cpu",
-            cluster=resolved.config.clusters[0],
         )
-        launcher = LocalLauncher(environment())
-        launcher.submit(job)
-        (self._child,) = launcher._children.values()
 
     @property
     def directory(self) -> RunDir:

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from isles.launch.local import Job, LocalLauncher
+from isles.launch.local import start_agent
 from isles.monitor.stop import wait_for_end
 from isles.run.begin import new_attempt
 from isles.run.paths import Attempt, RunDir
@@ -50,11 +50,12 @@ class Agent:
         assert os.read(self.answers, 64)
 
 
-def fake_job(run_dir: RunDir, attempt: Attempt, world_size: int = 1) -> Job:
-    """A job that runs the fake agent."""
+def start_fake(run_dir: RunDir, attempt: Attempt, world_size: int = 1) -> ProcessId:
+    """Start the fake agent of an attempt."""
     path = str(run_dir.path)
     command = (sys.executable, str(FAKE_AGENT), path, "--attempt", str(attempt.number))
-    return Job(run_dir, attempt, world_size, "cpu", command)
+    child = start_agent(attempt, command, {}, world_size=world_size, device="cpu")
+    return ProcessId.of(child.pid)
 
 
 def make_pipes(run_dir: RunDir) -> tuple[int, int]:
@@ -105,7 +106,7 @@ def running_agent(run_dir: RunDir, world_size: int = 1) -> Iterator[Agent]:
     """A fake agent that runs as the next attempt of a run; killed at the end."""
     orders, answers = make_pipes(run_dir)
     attempt = new_attempt(run_dir)
-    process = LocalLauncher().submit(fake_job(run_dir, attempt, world_size))
+    process = start_fake(run_dir, attempt, world_size)
     agent = Agent(run_dir, attempt, process, orders, answers)
     try:
         agent.wait_for_answer()

@@ -27,12 +27,11 @@ LAPTOP = "/root/laptop"
 BEGIN = """
 import sys, time
 from pathlib import Path
-from isles.launch.local import LocalLauncher
 from isles.run.begin import new_attempt
-from tests.runs import bare_run, fake_job, make_pipes
+from tests.runs import bare_run, make_pipes, start_fake
 run_dir = bare_run(Path(sys.argv[1]))
 pipes = make_pipes(run_dir)
-LocalLauncher().submit(fake_job(run_dir, new_attempt(run_dir)))
+start_fake(run_dir, new_attempt(run_dir))
 import os
 os.read(pipes[1], 64)
 """

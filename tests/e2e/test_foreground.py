@@ -28,16 +28,15 @@ import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from pathlib import Path
 from rich.console import Console
-from isles.launch.local import LocalLauncher
 from isles.monitor.follow import RunFollower
 from isles.monitor.stop import caught_signals
 from isles.run.begin import new_attempt
 from isles.run.paths import RunDir
-from tests.runs import fake_job
+from tests.runs import start_fake
 run_dir = RunDir(Path(sys.argv[1]))
 attempt = new_attempt(run_dir)
 with caught_signals() as signals:
-    process = LocalLauncher().submit(fake_job(run_dir, attempt))
+    process = start_fake(run_dir, attempt)
     console = Console(width=200)
     sys.exit(RunFollower(run_dir, attempt, console, console).follow(signals))
 """

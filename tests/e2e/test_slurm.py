@@ -364,7 +364,6 @@ def test_a_job_that_waits_says_why(lab: Lab) -> None:
         ("memory_per_node=900G", "memory_per_node", "sinfo -o '%n %m'"),
         ("nodelist=a9", "nodelist", "sinfo -N"),
         ("extra=[--array=1-3]", "extra", "an `isles train` of its own"),
-        ("extra=['--comment=run #3']", "extra", '--comment="run #3"'),
         ("extra=[--nope]", "extra", "sbatch --help"),
         ("bin_path=/opt/slurm/bin", "bin_path", "start from a login node"),
     ],

@@ -1,5 +1,5 @@
 #!/bin/bash
-# llama-1b: 2 x 4 ranks under torchrun
+# llama-1b: 2 nodes with 4 GPUs each under torchrun
 # written by isles VERSION; it does not need the command isles to run
 #PBS -N llama-1b
 #PBS -l select=2:ncpus=32:ngpus=4:mem=200gb:mpiprocs=1
@@ -13,7 +13,7 @@
 
 set -uo pipefail
 logs=$PBS_O_WORKDIR/llama-1b.$PBS_JOBID
-mkdir -p "$logs"
+mkdir -p "$logs" && rm -rf "$logs"/node-*
 
 say() { echo "$(date '+%F %T') PBS job $PBS_JOBID: $*"; }
 
@@ -35,163 +35,123 @@ mapfile -t nodes < <(awk 'NF && !seen[$1]++ { print $1 }' "$PBS_NODEFILE")
 }
 
 # ---- Where the ranks meet: an address of this host, the first, and a port of it ---------------
-master_addr=$(getent ahostsv4 "${nodes[0]}" | awk '$1 !~ /^127\./ { print $1; exit }')
-# Where the host's name is that of its loopback address only: its first address.
-master_addr=${master_addr:-$(hostname -I | awk '{ print $1 }')}
-[ -n "$master_addr" ] || {
+MASTER_ADDR=$(getent ahostsv4 "${nodes[0]}" | awk '$1 !~ /^127[.]/ { print $1; exit }')
+MASTER_ADDR=${MASTER_ADDR:-$(hostname -I | awk '{ print $1 }')}
+[ -n "$MASTER_ADDR" ] || {
   say "error: $(hostname) has no IPv4 address"
   exit 1
 }
 
 # A port that nobody listens on; two jobs that share a node begin at different ones.
 free_port() {
-  local port i job=${PBS_JOBID%%[!0-9]*}
+  local port i
   for ((i = 0; i < 100; i++)); do
-    port=$((29500 + (job + i) % 100))
-    (exec 3<>"/dev/tcp/$master_addr/$port") 2>/dev/null || { echo "$port" && return; }
+    port=$((29500 + (${PBS_JOBID%%[!0-9]*} + i) % 100))
+    (exec 3<>"/dev/tcp/$MASTER_ADDR/$port") 2>/dev/null || { echo "$port" && return; }
   done
-  say "error: all ports from 29500 to 29599 are taken on $(hostname)" >&2
+  echo "isles: all ports from 29500 to 29599 are taken on $(hostname)" >&2
   return 1
+}
+
+MASTER_PORT=$(free_port) || exit 1
+
+# A signal ends bash's wait, not what it waits for.
+wait_for() {
+  wait "$1"
+  code=$?
+  while kill -0 "$1" 2>/dev/null; do
+    wait "$1"
+    code=$?
+  done
 }
 
 # ---- What every node runs, once. pbsdsh starts it in $HOME, with a bare environment -----------
 on_node() {
-  local rank='' i agent code ended_at=''
+  local rank='' i
   for i in "${!nodes[@]}"; do
     [ "${nodes[i]%%.*}" != "${HOSTNAME%%.*}" ] || rank=$i
   done
-  [ -n "$rank" ] || {
-    echo "$HOSTNAME is not one of: ${nodes[*]}" >>"$start/stranger"
-    exit 1
-  }
-  mkdir "$start/node-$rank" 2>/dev/null || exit 0 # a second task on this host has nothing to do
+  [ -n "$rank" ] || exit 1
+  mkdir "$logs/node-$rank" 2>/dev/null || exit 0 # a second task on this host has nothing to do
   exec >>"$logs/node-$rank.log" 2>&1
   trap : TERM # qdel: PBS tells torchrun as well, and this waits for its end
   (start_ranks "$rank") &
-  agent=$!
-  while kill -0 "$agent" 2>/dev/null; do
-    if [ -z "$ended_at" ] && [ -e "$start/end" ]; then
-      ended_at=$SECONDS
-      kill -TERM "$agent" # torchrun gives its ranks 30 s
-    elif [ -n "$ended_at" ] && [ $((SECONDS - ended_at)) -ge 45 ]; then
-      pkill -KILL -P "$agent"
-      kill -KILL "$agent"
-    fi
-    sleep 0.5
-  done
-  wait "$agent"
-  code=$?
-  # pbsdsh itself ends with 0 whatever its tasks do: the end of each node is a file.
-  echo "$code" >"$start/node-$rank/code.new" && mv "$start/node-$rank/code.new" "$start/node-$rank/code"
+  wait_for $!
+  echo "$code" >"$logs/node-$rank/code" # pbsdsh itself ends with 0 whatever its tasks do
 }
 
 start_ranks() {
   setting
-  command -v torchrun >/dev/null || {
-    echo "isles: torchrun is not on PATH on $HOSTNAME: install torch in the environment that the" \
-      "run file names (clusters: environment)" >&2
-    exit 1
-  }
-  # The interface that leads to the others. Without it gloo takes the one of the host's own name.
-  local interface peer=$master_addr
-  [ "$1" -ne 0 ] || peer=$(getent ahostsv4 "${nodes[1]}" | awk '{ print $1; exit }')
-  interface=$(PATH=$PATH:/usr/sbin:/sbin ip -4 -o route get "$peer" 2>/dev/null |
-    sed -n 's/.* dev \([^ ]*\).*/\1/p')
+  # The interface that has the address of node 0, or leads to it; gloo would take that of the host's
+  # own name, which may be its loopback.
+  master=$(getent ahostsv4 "$MASTER_ADDR" | awk '{ print $1; exit }')
+  ip4() { PATH=$PATH:/usr/sbin:/sbin ip -4 -o "$@"; }
+  interface=$(ip4 addr show | awk -v a="$master/" 'index($4, a) == 1 { print $2; exit }')
+  [ -n "$interface" ] || interface=$(ip4 route get "$master" | sed -n 's/.* dev \([^ ]*\).*/\1/p')
   [ -z "$interface" ] || export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}"
   export OMP_NUM_THREADS=8 # of one rank; PBS has set it to the cores of the node
   exec torchrun \
     --nnodes=2 --nproc_per_node=4 --node_rank="$1" \
-    --rdzv_backend=static --master_addr="$master_addr" --master_port="$master_port" \
+    --rdzv_backend=static --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" \
     --rdzv_conf=timeout=120 --max_restarts=0 \
     -m isles.train run.yaml
 }
 
-# ---- One start of all nodes -------------------------------------------------------------------
-start_nodes() {
-  rm -rf "$start" && mkdir -p "$start"
-  # A task of pbsdsh gets no variable of this script: it reads them, and its part, from a file.
-  {
-    declare -p nodes logs start master_addr master_port
-    declare -f setting on_node start_ranks
-    echo on_node
-  } >"$start/node.sh"
-  if command -v pbsdsh >/dev/null; then
-    pbsdsh -- /bin/bash -l "$start/node.sh" &
-  else
-    say "there is no pbsdsh here: starting the nodes over ssh"
-    local node
-    for node in "${nodes[@]}"; do
-      ssh -n -o BatchMode=yes "$node" /bin/bash -l "$start/node.sh" &
-    done
-  fi
-}
-
-# Waits until every node has ended. One that fails ends all; one that is missing is named.
-wait_for_nodes() {
-  local i began=$SECONDS failed_at='' code missing open
-  status=0
-  while :; do
-    missing='' open=''
-    for i in "${!nodes[@]}"; do
-      if [ ! -d "$start/node-$i" ]; then
-        missing+=" node $i (${nodes[i]})"
-        [ -z "$failed_at" ] || continue # it is not waited for: should it come, it ends at once
-      fi
-      if ! read -r code 2>/dev/null <"$start/node-$i/code"; then
-        open+=" node $i (${nodes[i]})"
-      elif [ "$code" -ne 0 ] && [ -z "$failed_at" ]; then
-        say "node $i (${nodes[i]}) has ended with $code: see $logs/node-$i.log"
-        failed_at=$SECONDS status=$code
-      fi
-    done
-    [ -n "$open" ] || return 0
-    if [ -n "$missing" ] && [ -z "$failed_at" ] && [ $((SECONDS - began)) -ge 120 ]; then
-      say "error: not started within 120 s:$missing"
-      [ ! -e "$start/stranger" ] || cat "$start/stranger"
-      failed_at=$SECONDS status=5
-    fi
-    # The others may still write down why they have ended, before they are told to.
-    if [ -n "$failed_at" ] && [ $((SECONDS - failed_at)) -ge 5 ]; then
-      touch "$start/end"
-    fi
-    if [ -n "$failed_at" ] && [ $((SECONDS - failed_at)) -ge 60 ]; then
-      say "error: no end is heard of:$open"
-      return 0
-    fi
-    look_at_the_clock
-    sleep 0.5 & wait $!
+# ---- The run: a task of pbsdsh gets no variable of this script, it reads all from a file ------
+{
+  declare -p nodes logs MASTER_ADDR MASTER_PORT
+  declare -f setting wait_for on_node start_ranks
+  echo on_node
+} >"$logs/node.sh"
+say "2 x 4 ranks on ${nodes[*]} meet at $MASTER_ADDR:$MASTER_PORT"
+if command -v pbsdsh >/dev/null; then
+  pbsdsh -- /bin/bash -l "$logs/node.sh" &
+  tasks=($!)
+else
+  say "there is no pbsdsh here: starting the nodes over ssh"
+  tasks=()
+  for node in "${nodes[@]}"; do
+    ssh -n -o BatchMode=yes "$node" /bin/bash -l "$logs/node.sh" &
+    tasks+=($!)
   done
-}
+fi
+terminated=''
+trap 'terminated=yes' TERM # qdel, or preemption
 
-# ---- The time limit (PBS sends no signal before it), and qdel or preemption --------------------
-look_at_the_clock() {
-  [ "$SECONDS" -ge 85800 ] && [ -z "$again" ] || return 0
-  # Rank 0 looks for this file in its run directory, the newest, and all ranks save.
+# PBS sends no signal before the time limit. Rank 0 looks for a file in its run directory, the newest.
+ask_to_save() {
   local newest
   newest=$(ls -1td /home/me/train/runs/llama-1b-[0-9]*/attempts/[0-9]* 2>/dev/null | head -n 1)
   [ -n "$newest" ] || return 0
   say "the time limit is near: asking the ranks to save"
   printf '{"kind": "save", "by": "PBS job %s, before its time limit", "at": %s}\n' \
     "$PBS_JOBID" "$(date +%s)" >"$newest/stop-request.json"
-  again=yes
 }
-terminated='' again=''
-trap 'terminated=--terminated' TERM
+sleep 85800 && ask_to_save &
+clock=$!
 
-# ---- The run ------------------------------------------------------------------------------------
-start=$logs/start
-master_port=$(free_port) || exit 1
-say "2 x 4 ranks on ${nodes[*]} meet at $master_addr:$master_port"
-start_nodes
-wait_for_nodes
-if [ -n "$again" ] && [ "$status" -ne 0 ] && [ -z "$terminated" ]; then
+status=0
+for task in "${tasks[@]}"; do
+  wait_for "$task"
+done
+for i in "${!nodes[@]}"; do
+  code=$(cat "$logs/node-$i/code" 2>/dev/null) || code=5
+  [ "$code" -eq 0 ] || {
+    say "node $i (${nodes[i]}) has ended with $code, or never begun: see $logs/node-$i.log"
+    status=$code
+  }
+done
+pkill -P "$clock"
+[ -z "$terminated" ] || say "it was told to end"
+
+# ---- To go on after the time limit, the script submits itself ----------------------------------
+if [ "$status" -ne 0 ] && [ "$SECONDS" -ge 85800 ] && [ -z "$terminated" ]; then
   # A run that came no further would be submitted for ever.
-  [ -n "$(find /home/me/train/runs/llama-1b-[0-9]*/checkpoints -maxdepth 1 -name 'step-*' -newer "$start/node.sh" 2>/dev/null)" ] || {
+  [ -n "$(find /home/me/train/runs/llama-1b-[0-9]*/checkpoints -maxdepth 1 -name 'step-*' -newer "$logs/node.sh" 2>/dev/null)" ] || {
     say "error: the time limit is over, and nothing was saved: it is not submitted again"
     exit "$status"
   }
   say "submitting it again, to go on"
   cd "$PBS_O_WORKDIR" && exec qsub /home/me/train/job.sh
 fi
-[ -z "$terminated" ] || say "it was told to end"
 exit "$status"

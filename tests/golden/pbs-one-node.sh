@@ -1,5 +1,5 @@
 #!/bin/bash
-# llama-1b: 1 x 4 ranks
+# llama-1b: 1 node with 4 CPU processes
 # written by isles VERSION for start 1 of /home/me/train/runs/llama-1b-1
 #PBS -N llama-1b
 #PBS -l select=1:ncpus=32:mem=200gb:mpiprocs=1

@@ -1,5 +1,5 @@
 #!/bin/bash
-# llama-1b: 2 x 4 ranks
+# llama-1b: 2 nodes with 4 GPUs each
 # written by isles VERSION for start 1 of /home/me/train/runs/llama-1b-1
 #PBS -N llama-1b
 #PBS -l select=2:ncpus=32:ngpus=4:mem=200gb:mpiprocs=1

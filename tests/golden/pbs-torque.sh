@@ -1,5 +1,5 @@
 #!/bin/bash
-# llama-1b: 2 x 4 ranks
+# llama-1b: 2 nodes with 4 GPUs each
 # written by isles VERSION for start 1 of /home/me/train/runs/llama-1b-1
 #PBS -N llama-1b
 #PBS -l nodes=2:ppn=32:gpus=4

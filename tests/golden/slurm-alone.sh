@@ -1,13 +1,13 @@
 #!/bin/bash -l
-# llama-1b: 2 nodes with 4 GPUs each, written by isles VERSION
-# One task a node runs torchrun, which starts the ranks of that node.
+# llama-1b: 2 nodes with 4 GPUs each under torchrun
+# written by isles VERSION; it does not need the command isles to run
 #SBATCH --job-name=llama-1b
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gres=gpu:4
 #SBATCH --cpus-per-task=28
 #SBATCH --mem=200G
-#SBATCH --time=1-00:00:00
+#SBATCH --time=24:00:00
 #SBATCH --account=physics
 #SBATCH --partition=gpu
 #SBATCH --qos=long
@@ -26,31 +26,17 @@ export HF_HOME=/scratch/hf
 export NCCL_IB_DISABLE="${NCCL_IB_DISABLE:-0}"
 set -uo pipefail
 
-command -v torchrun >/dev/null || {
-  echo "isles: torchrun is not on PATH on $(hostname): install torch in the environment that" \
-    "the run file names (clusters: environment)" >&2
+# ---- Where the ranks meet: an address of this node, the first, and a port of it --------------
+# Not every node knows the names of the others, and a name may be that of the node's own loopback.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+slurms=$(scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+MASTER_ADDR=$({ getent ahostsv4 "$first"; getent ahostsv4 "$slurms"; } | awk '$1 !~ /^127[.]/ { print $1; exit }')
+[ -n "$MASTER_ADDR" ] || {
+  echo "isles: $(hostname) has no IPv4 address that others could reach" >&2
   exit 1
 }
 
-# ---- Where the ranks meet: addresses, since not every node knows the names of the others -----
-mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-
-# The IPv4 address at which the others reach a node: never one that its own loopback has.
-address_of() {
-  local name address
-  for name in "$1" "$(scontrol show node -o "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"; do
-    for address in $(getent ahostsv4 "$name" | awk '{ print $1 }'); do
-      [[ $address == 127.* ]] || { echo "$address" && return; }
-    done
-  done
-  echo "isles: no address is known for the node $1: getent ahostsv4 $1" >&2
-  return 1
-}
-MASTER_ADDR=$(address_of "${hosts[0]}") || exit 1
-SECOND_ADDR=$(address_of "${hosts[1]}") || exit 1
-export MASTER_ADDR SECOND_ADDR
-
-# A port of this node that nobody listens on; two jobs that share a node begin at different ones.
+# A port that nobody listens on; two jobs that share a node begin at different ones.
 free_port() {
   local port i
   for ((i = 0; i < 100; i++)); do
@@ -61,13 +47,17 @@ free_port() {
   return 1
 }
 
+MASTER_PORT=$(free_port) || exit 1
+export MASTER_ADDR MASTER_PORT
+
 # ---- What every node runs, once --------------------------------------------------------------
 start_node() {
-  # The interface that leads to the others. Without it gloo takes the one of the node's own name.
-  local peer=$MASTER_ADDR interface
-  [ "$SLURM_NODEID" -ne 0 ] || peer=$SECOND_ADDR
-  interface=$(PATH=$PATH:/usr/sbin:/sbin ip -4 -o route get "$peer" 2>/dev/null |
-    sed -n 's/.* dev \([^ ]*\).*/\1/p')
+  # The interface that has the address of node 0, or leads to it; gloo would take that of the host's
+  # own name, which may be its loopback.
+  master=$(getent ahostsv4 "$MASTER_ADDR" | awk '{ print $1; exit }')
+  ip4() { PATH=$PATH:/usr/sbin:/sbin ip -4 -o "$@"; }
+  interface=$(ip4 addr show | awk -v a="$master/" 'index($4, a) == 1 { print $2; exit }')
+  [ -n "$interface" ] || interface=$(ip4 route get "$master" | sed -n 's/.* dev \([^ ]*\).*/\1/p')
   [ -z "$interface" ] || export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}"
   local cores=${SLURM_CPUS_ON_NODE:-1}
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > 4 ? cores / 4 : 1))}"
@@ -79,53 +69,26 @@ start_node() {
 }
 export -f start_node
 
-gang='' signalled=''
-start_gang() {
-  MASTER_PORT=$(free_port) || exit 1
-  export MASTER_PORT
-  echo "$(date '+%F %T') Slurm job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: 2 x 4" \
-    "ranks meet at $MASTER_ADDR:$MASTER_PORT"
-  # One task a node: torchrun starts the ranks. They may use all cores that the job has there.
-  srun --export=ALL --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=28 \
-    --cpu-bind=none --kill-on-bad-exit=1 \
-    bash -c start_node &
-  gang=$!
-}
-
-# A signal ends bash's wait, not the ranks: wait again, until there is a status of their own.
-wait_for_gang() {
-  local later
-  wait "$gang"
-  status=$?
-  while [ "$status" -gt 128 ] && [ -n "$signalled" ]; do
-    signalled=''
-    wait "$gang" 2>/dev/null
-    later=$?
-    [ "$later" -ne 127 ] || break # that was their own
-    status=$later
-  done
-  gang=''
-}
-
-# Preemption with a time of grace is a SIGTERM to the ranks alone, and queues nothing again.
-preempted() {
-  scontrol show job -o "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]' && echo --preempted
-}
-
-# ---- The time limit: the ranks save, and the job is queued again to go on ------------------------
-before_the_limit() {
-  signalled=1
-  [ -z "$gang" ] || scancel --signal=TERM "$SLURM_JOB_ID".0 # torchrun gives its ranks 30 s
-  again=yes
-}
-again=''
-trap before_the_limit USR1
+# ---- The run: one task a node, which may use all cores that the job has there ----------------
+echo "$(date '+%F %T') Slurm job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: 2 x 4 ranks meet at $MASTER_ADDR:$MASTER_PORT"
 checkpoints() { ls -1d /home/me/train/runs/llama-1b-[0-9]*/checkpoints/step-* 2>/dev/null; }
 before=$(checkpoints)
+srun --export=ALL --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=28 \
+  --cpu-bind=none --kill-on-bad-exit=1 \
+  bash -c start_node &
+ranks=$!
 
-start_gang
-wait_for_gang
-[ "$status" -eq 0 ] || again=$again$(preempted)
+# Slurm signals this script before the time limit: the ranks save, and torchrun gives them 30 s.
+again='' signalled=''
+trap 'again=yes signalled=yes; scancel --signal=TERM "$SLURM_JOB_ID".0' USR1
+wait "$ranks"
+status=$?
+while [ -n "$signalled" ]; do # a signal ends bash's wait, not the ranks
+  signalled=''
+  wait "$ranks" 2>/dev/null
+  later=$?
+  [ "$later" -eq 127 ] || status=$later # 127: that was their own
+done
 if [ -n "$again" ] && [ "$status" -ne 0 ]; then
   # A run that came no further would be queued for ever.
   [ "$(checkpoints)" != "$before" ] || {

@@ -1,13 +1,13 @@
 #!/bin/bash -l
-# llama-1b: 2 nodes with 4 GPUs each, written by isles VERSION
-# `isles train` has submitted this file as it is.
+# llama-1b: 2 nodes with 4 GPUs each
+# written by isles VERSION for start 1 of /home/me/train/runs/llama-1b-1
 #SBATCH --job-name=llama-1b
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gres=gpu:4
 #SBATCH --cpus-per-task=28
 #SBATCH --mem=200G
-#SBATCH --time=1-00:00:00
+#SBATCH --time=24:00:00
 #SBATCH --account=physics
 #SBATCH --partition=gpu
 #SBATCH --qos=long

@@ -1,6 +1,6 @@
 #!/bin/bash
-# llama-1b: 1 node with 4 GPUs, written by isles VERSION
-# `isles train` has submitted this file as it is.
+# llama-1b: 1 node with 4 GPUs
+# written by isles VERSION for start 1 of /home/me/train/runs/llama-1b-1
 #SBATCH --job-name=llama-1b
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1

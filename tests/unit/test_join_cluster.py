@@ -259,7 +259,7 @@ def test_a_hub_is_found_again_and_not_changed_under_way(state: Path, tmp_path: P
     line = JoinLine.read(state / "join")
     same = {"run": "tiny", "settings": {}, "listen": "127.0.0.1:0"}
     assert open_hub(state, **same) == (line, False)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"runs already .* with settings"):
+    with pytest.raises(ConfigError, match=r"runs already .* with another settings"):
         open_hub(state, **{**same, "settings": {"min_clusters": 2}})  # type: ignore[arg-type]
     with pytest.raises(PreflightError, match=f"cannot listen at 127.0.0.1:{line.port}"):
         open_hub(tmp_path / "other", run="tiny", settings={}, listen=f"127.0.0.1:{line.port}")
@@ -271,7 +271,6 @@ def test_where_a_hub_listens() -> None:
     assert listen_address("192.0.2.77:29400", "") == "0.0.0.0:29400", "behind a router"
     assert listen_address("192.0.2.77:443", "127.0.0.1:29400") == "127.0.0.1:29400"
     for public, listen in (
-        ("", "192.0.2.77:1"),
         ("", "0.0.0.0:29400"),
         ("nothing", ""),
         ("", "x:y"),
@@ -383,6 +382,7 @@ def test_over_ssh_it_travels_by_stdin_to_the_first_host(run_file: Path) -> None:
         "text": loaded.text,
         "resume": "auto",
         "join": LINE,
+        "typed": "",
         "fleet": fleet.record(),
         "dry_run": False,
     }

@@ -6,14 +6,19 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from pydantic import ValidationError
 
+from isles.config.load import load_run_file
+from isles.config.resolve import Resolved, resolve
 from isles.config.sections.cluster import ClusterConfig
 from isles.errors import UserError
+from isles.launch.base import StartOptions
 from isles.launch.gpus import find_gpus
-from isles.launch.local import Job, LocalLauncher, local_job
+from isles.launch.local import added_variables, local_fleet, start_agent
+from isles.launch.start import start
 from isles.launch.verbs import normalise_overrides
 from isles.monitor.stop import wait_for_end
 from isles.run.begin import new_attempt
@@ -98,35 +103,30 @@ def test_a_hanging_nvidia_smi_is_given_up(tmp_path: Path) -> None:
     assert "no answer in 0.3 s" in found.warning
 
 
-def cpu_job(tmp_path: Path, world_size: int = 1, *, device: str = "cpu") -> Job:
-    run_dir = bare_run(tmp_path / "runs" / "a-1")
-    return local_job(run_dir, run_dir.attempt(3), world_size=world_size, device=device)
+def four_ranks(run_file: Path, *overrides: str, device: Literal["cpu", "cuda"] = "cpu") -> Resolved:
+    loaded = load_run_file(run_file, overrides)
+    return resolve(loaded, nproc=(4,), device=device)
 
 
-def test_render_is_the_exact_command(tmp_path: Path) -> None:
-    words = shlex.split(LocalLauncher({}).render(cpu_job(tmp_path, 2)))
+def test_a_dry_run_shows_the_exact_command(run_file: Path, tmp_path: Path) -> None:
+    shown = start(StartOptions(run_file, ("clusters.0.gpus_per_node=2",), "auto", True, str, str))
+    assert isinstance(shown, str)
     cores = len(os.sched_getaffinity(0))
-    assert words == [
-        "env",
-        f"OMP_NUM_THREADS={max(1, cores // 2)}",
-        "GLOO_SOCKET_IFNAME=lo",
-        "NCCL_SOCKET_IFNAME=lo",
-        sys.executable,
-        "-m",
-        "isles.agent",
-        str(tmp_path / "runs" / "a-1"),
-        "--attempt",
-        "3",
-    ]
+    variables = [f"OMP_NUM_THREADS={max(1, cores // 2)}"]
+    variables += ["GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo"]
+    agent = [sys.executable, "-m", "isles.agent", f"{tmp_path}/runs/tiny-1", "--attempt", "1"]
+    assert shlex.split(shown.splitlines()[-1]) == ["env", *variables, *agent]
+    assert not (tmp_path / "runs").exists()
 
 
-def test_several_nodes_are_as_many_agents(tmp_path: Path) -> None:
-    run_dir = bare_run(tmp_path / "a-1")
-    cluster = ClusterConfig(nodes="1:3")
-    job = local_job(run_dir, run_dir.attempt(1), world_size=6, device="cpu", cluster=cluster)
-    assert job.fleet is not None
-    assert [node.nproc for node in job.fleet.nodes] == [2, 2, 2] and job.fleet.min_nodes == 1
-    assert not job.fleet.has_own_node, "the coordinator outlives each of them"
+def test_several_nodes_are_as_many_agents(run_file: Path) -> None:
+    checkpoint = run_file.parent / "step-00000008"
+    loaded = load_run_file(run_file, ["clusters.0.nodes=1:3"])
+    resolved = resolve(loaded, nproc=(2, 2, 2), device="cpu")
+    fleet = local_fleet(resolved, checkpoint)
+    assert [node.nproc for node in fleet.nodes] == [2, 2, 2] and fleet.min_nodes == 1
+    assert not fleet.has_own_node, "the coordinator outlives each of them"
+    assert fleet.resume_from == str(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -143,22 +143,11 @@ def test_other_numbers_of_nodes_are_refused(nodes: object) -> None:
         ClusterConfig.model_validate({"nodes": nodes})
 
 
-def test_the_users_own_variables_stay(tmp_path: Path) -> None:
+def test_the_users_own_variables_stay(run_file: Path) -> None:
     mine = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0"}
-    assert shlex.split(LocalLauncher(mine).render(cpu_job(tmp_path)))[0] == sys.executable
-
-
-def test_gpu_ranks_keep_their_threads(tmp_path: Path) -> None:
-    assert "OMP_NUM_THREADS" not in LocalLauncher({}).render(cpu_job(tmp_path, device="cuda"))
-
-
-def test_a_checkpoint_asked_for_is_handed_on(tmp_path: Path) -> None:
-    run_dir = bare_run(tmp_path / "a-1")
-    checkpoint = run_dir.checkpoints / "step-00000008"
-    job = local_job(
-        run_dir, run_dir.attempt(1), world_size=1, device="cpu", resumed_from=checkpoint
-    )
-    assert job.fleet is not None and job.fleet.resume_from == str(checkpoint)
+    assert added_variables(four_ranks(run_file), mine) == {}
+    own = "clusters.0.environment={variables: {OMP_NUM_THREADS: '3'}}"
+    assert added_variables(four_ranks(run_file, own), mine) == {"OMP_NUM_THREADS": "3"}
 
 
 def test_submit_records_the_process_and_its_output(tmp_path: Path) -> None:
@@ -175,10 +164,9 @@ def test_submit_records_the_process_and_its_output(tmp_path: Path) -> None:
 
 
 def test_a_program_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
-    run_dir = bare_run(tmp_path / "a-1")
-    job = Job(run_dir, new_attempt(run_dir), 1, "cpu", (str(tmp_path / "no-python"),))
+    attempt = new_attempt(bare_run(tmp_path / "a-1"))
     with pytest.raises(UserError, match="cannot be started"):
-        LocalLauncher().submit(job)
+        start_agent(attempt, [str(tmp_path / "no-python")], {}, world_size=1, device="cpu")
 
 
 @each(

@@ -16,7 +16,7 @@ from isles.config.sections.strategy import DeepSpeedStrategyConfig
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.render import Kind, Rendered, render
 from tests.each import each
-from tests.unit.test_pbs import check_golden
+from tests.golden import check_golden
 
 RUN = """\
 name: tiny

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,28 +102,6 @@ def test_a_host_that_goes_silent_is_named(fake_ssh: FakeSsh) -> None:
     with pytest.raises(PreflightError, match=r"no answer within 0 s to: uptime") as error:
         Shell("me@host").run(["uptime"], timeout_s=0.2)
     assert error.value.where == "host me@host"
-
-
-def test_connections_are_shared_unless_the_user_does_so(fake_ssh: FakeSsh) -> None:
-    fake_ssh(RUN_HERE)
-    mine = Shell("me@host").ssh_options()
-    assert "ControlMaster=auto" in mine and "BatchMode=yes" in mine
-    (path,) = [word.partition("=")[2] for word in mine if word.startswith("ControlPath")]
-    assert len(path) < 60, "with ssh's own additions a socket's path has 108 characters at most"
-    assert Path(path).parent.stat().st_mode & 0o077 == 0
-    # Two commands at once neither wait for one another nor end with one another.
-    assert Path(path).name == f"{os.getpid():x}-%C"
-    fake_ssh('echo "controlmaster auto"')
-    assert not any("Control" in word for word in Shell("me@host").ssh_options())
-
-
-def test_without_a_folder_for_sockets_connections_are_not_shared(
-    fake_ssh: FakeSsh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_ssh(RUN_HERE)
-    monkeypatch.setattr(tempfile, "tempdir", "/proc")
-    options = Shell("me@host").ssh_options()
-    assert "BatchMode=yes" in options and not any("Control" in word for word in options)
 
 
 def test_without_ssh_it_says_what_to_install(

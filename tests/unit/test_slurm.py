@@ -11,25 +11,18 @@ from typing import Any
 
 import pytest
 
-from isles import __version__
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
 from isles.config.sections.cluster import SlurmLauncherConfig
-from isles.launch.queue.reasons import slurm_pending
-from isles.launch.queue.script import (
-    JobText,
-    job_script,
-    rendered_script,
-    slurm_time,
-)
+from isles.launch.queue.script import JobText, clock, job_script, rendered_script
+from isles.launch.queue.slurm import pending
 from isles.launch.queue.status import read_job, refresh
 from isles.run.begin import write_job_launch
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from tests.deadline import DEADLINE_S
 from tests.each import each
-
-GOLDEN = Path(__file__).parents[1] / "golden"
+from tests.golden import check_golden
 
 RUN = """\
 name: llama-1b
@@ -54,6 +47,7 @@ clusters:
     environment: {conda: train, modules: [cuda/12.8], variables: {HF_HOME: /scratch/hf}}
     network: {profile: infiniband}
 """
+COMMAND = ["-m", "isles.train", "run.yaml"]
 RUN_DIR = "/home/me/train/runs/llama-1b-1"
 OWN = f"name: mine\ntraining: {{script: my.py}}\n{RUN[RUN.index('clusters:') :]}"
 """With a script of the user's own."""
@@ -74,11 +68,10 @@ def make_script(
         nproc=cluster.gpus_per_node,
         device=device,
         workdir=cluster.workdir or "/home/me/train",
-        command=["-m", "isles.train", "run.yaml"],
         run_dir=run_dir,
         attempt=1 if run_dir is not None else 0,
     )
-    return rendered_script(config, job) if run_dir is None else job_script(config, job)
+    return rendered_script(config, job, COMMAND) if run_dir is None else job_script(config, job)
 
 
 @pytest.mark.parametrize(
@@ -97,26 +90,17 @@ def make_script(
     ],
 )
 def test_the_script_word_for_word(tmp_path: Path, name: str, overrides: tuple[str, ...]) -> None:
-    _check(name, make_script(tmp_path, *overrides))
+    check_golden(name, make_script(tmp_path, *overrides))
 
 
 def test_the_script_without_a_run_directory(tmp_path: Path) -> None:
-    _check("slurm-alone.sh", make_script(tmp_path, run_dir=None))
-
-
-def _check(name: str, text: str) -> None:
-    """Compare with a file of tests/golden; ISLES_WRITE_GOLDEN=1 writes it anew, to be reviewed."""
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    text = text.replace(f"isles {__version__}", "isles VERSION")
-    if os.environ.get("ISLES_WRITE_GOLDEN"):
-        (GOLDEN / name).write_text(text, encoding="utf-8")
-    assert text == (GOLDEN / name).read_text(encoding="utf-8")
+    check_golden("slurm-alone.sh", make_script(tmp_path, run_dir=None))
 
 
 def test_times_are_never_shorter_than_asked() -> None:
-    assert slurm_time(60) == "00:01:00"
-    assert slurm_time(3599.5) == "01:00:00"
-    assert slurm_time(36 * 3600 + 61) == "1-12:01:01"
+    assert clock(60) == "00:01:00"
+    assert clock(3599.5) == "01:00:00"
+    assert clock(36 * 3600 + 61) == "36:01:01"
 
 
 @each(
@@ -135,7 +119,7 @@ def test_times_are_never_shorter_than_asked() -> None:
     ],
 )
 def test_reasons_for_waiting_in_words(reason: str, meaning: str, fix: str) -> None:
-    words, what_to_do = slurm_pending(reason, "7")
+    words, what_to_do = pending(reason, "7")
     assert meaning in words and fix in what_to_do
 
 
@@ -190,8 +174,8 @@ class Job:
         """Run the script that needs no isles to its end under plain bash."""
         launcher = self.config.clusters[0].launcher
         assert isinstance(launcher, SlurmLauncherConfig)
-        job = JobText(launcher, 1, 4, "cpu", str(folder), ["-m", "isles.train", "run.yaml"])
-        self.attempt.script.write_text(rendered_script(self.config, job))
+        job = JobText(launcher, 1, 4, "cpu", str(folder))
+        self.attempt.script.write_text(rendered_script(self.config, job, COMMAND))
         self.program("srun", 'SLURM_NODEID=0 exec bash -c "${@: -1}"')
         search = f"{self.bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         # The folder of this Python comes first in the script: torchrun must be found before it.

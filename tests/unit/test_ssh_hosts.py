@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import threading
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import isles
 from isles import __version__
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
@@ -318,34 +316,6 @@ def test_differences_between_hosts() -> None:
     lines, is_bad = difference_lines({"a": a, "b": a | {"torch": "2.12.0"}})
     assert is_bad and lines == ["torch differs: 2.13.0 on a, 2.12.0 on b"]
     assert difference_lines({"a": a, "b": a | {"python": "3.11.1"}})[1]
-
-
-def test_code_is_compared_while_another_process_writes_bytecode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Folders of bytecode come and go while hosts that share a disk read the code."""
-    package = tmp_path / "isles"
-    for number in range(20):
-        (package / f"part{number}").mkdir(parents=True)
-        (package / f"part{number}" / "a.py").write_text(str(number))
-    monkeypatch.setattr(isles, "__file__", str(package / "__init__.py"))
-    done = threading.Event()
-
-    def come_and_go() -> None:
-        while not done.is_set():
-            for number in range(20):
-                cache = package / f"part{number}" / "__pycache__"
-                cache.mkdir()
-                (cache / "a.pyc").write_bytes(b"x")
-                shutil.rmtree(cache)
-
-    thread = threading.Thread(target=come_and_go)
-    thread.start()
-    try:
-        assert len({code_digest() for _ in range(40)}) == 1
-    finally:
-        done.set()
-        thread.join()
 
 
 def test_isles_as_a_wheel_is_isles(tmp_path: Path) -> None:

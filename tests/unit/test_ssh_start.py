@@ -20,7 +20,7 @@ from isles.errors import PreflightError
 from isles.launch.base import Started, StartOptions
 from isles.launch.remote import setup as launch_setup
 from isles.launch.remote.login import remember
-from isles.launch.remote.setup import _make_script
+from isles.launch.remote.setup import _make_lines
 from isles.launch.remote.sync import rsync_argv
 from isles.launch.ssh import start as launch_ssh
 from isles.launch.ssh.channel import READY
@@ -92,7 +92,7 @@ def test_a_home_is_that_of_the_user_there(tmp_path: Path) -> None:
     lines = setting_lines(cluster, "~/it's my work")
     done = bash("\n".join([*lines, "pwd"]), HOME=str(tmp_path))
     assert (done.stdout, done.stderr) == (f"activated\n{work}\n", "")
-    shell = Shell("a1", _options=[])
+    shell = Shell("a1")
     assert rsync_argv(shell, SyncConfig(paths=(".",)), "~/my work")[-1] == "a1:my work/"
     assert rsync_argv(shell, SyncConfig(paths=(".",)), "/x")[-1] == "a1:/x/"
     for home in ("~", "~/"):
@@ -156,8 +156,8 @@ def test_half_a_venv_is_made_again(tmp_path: Path) -> None:
     half = f'[ "$2" = venv ] || exit 0; mkdir -p {venv}/bin; cp $0 {venv}/bin/python; exit 1'
     python.write_text(f"#!/bin/bash\n{half}\n")
     python.chmod(0o755)
-    script = _make_script(section(environment={"venv": str(venv)}).environment, str(tmp_path))
-    assert script is not None
+    environment = section(environment={"venv": str(venv)}).environment
+    script = "\n".join([*_make_lines(environment, str(tmp_path)), "echo goes on"])
     for _ in range(2):
         assert bash(script, PATH=f"{tools}:{os.environ['PATH']}").returncode == 1
 
@@ -230,6 +230,7 @@ def test_a_start_that_is_not_heard_of_after_begin_ends(
     loaded = load_run_file(run_file)
     text = dump_resolved(resolve(loaded, num_gpus=0))
     args = {"resolved": text, "text": loaded.text, "resume": "auto", "dry_run": False}
+    args |= {"join": "", "typed": ""}
     asked = [{"id": 1, "op": "begin", "args": {**args, "fleet": FLEET.record()}}]
     if is_given_up:
         asked.append({"id": 2, "op": "end", "args": {"what": "another host is down"}})

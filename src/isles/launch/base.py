@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Literal
 from isles.config.files import data_issues, deepspeed_issues, shape_issues
 from isles.config.interop.deepspeed import check_start
 from isles.config.load import Loaded
-from isles.config.resolve import Resolved, resolve
+from isles.config.resolve import Resolved, dump_resolved, resolve
 from isles.config.sections.model import missing_package
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
 from isles.launch.worker import require_train
 from isles.run.begin import require_packages
 from isles.run.env import hub_cache
+from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.remote import RemoteRun
@@ -30,7 +32,6 @@ class StartOptions:
 
     Args:
         resume: `auto`, `no`, or a path; see `isles.run.begin.choose_run`.
-        dry_run: only say what would be done.
         print_line, warn: take lines for the user.
         cluster: of several in the run file, the one that is started; empty: there is one.
         join: a join line, a secret: how the started cluster reaches the others. It lies in the file
@@ -57,7 +58,6 @@ class Started:
     """A run that was just started.
 
     Args:
-        run_dir: its directory, as the machine sees it that has it.
         process: who runs it, where that is a process of this machine.
         remote: where the run directory is, if not here.
         text: what the user must do now (manual); nothing is followed then.
@@ -78,11 +78,10 @@ def resolve_checked(
     nproc: Sequence[int] | None = None,
     device: Literal["cuda", "cpu"] | None = None,
 ) -> Resolved:
-    """The values of a run file whose files are on this machine.
+    """The values of a run file whose files are on this machine; see `isles.config.resolve.resolve`.
 
     Args:
         needs_data: also refuse sources that are not here.
-        num_gpus, nproc, device: see `isles.config.resolve.resolve`.
 
     Raises:
         ConfigErrors: every issue.
@@ -118,6 +117,34 @@ def check_packages(resolved: Resolved) -> None:
     require_packages(resolved.config)
     if issue := missing_package(resolved.config.adapter):
         raise issue
+
+
+def ranks_text(num: int, device: str) -> str:
+    """A number of ranks in words, such as `4 GPUs` or `1 CPU process`."""
+    kind, plural = ("GPU", "s") if device == "cuda" else ("CPU process", "es")
+    return f"{num} {kind}{plural * (num != 1)}"
+
+
+def make_fleet(
+    resolved: Resolved, nodes: Sequence[FleetNode], *, port: int, resume_from: Path | None = None
+) -> Fleet:
+    """The record of the nodes of a start.
+
+    Args:
+        port: where the coordinator listens; 0: any, or nowhere.
+        resume_from: a checkpoint that was asked for by name.
+    """
+    cluster = resolved.config.clusters[0]
+    return Fleet(
+        launcher=cluster.launcher.kind,
+        nodes=tuple(nodes),
+        port=port,
+        min_nodes=cluster.min_nodes,
+        device=resolved.device,
+        start_timeout_s=cluster.start_timeout,
+        digest=hashlib.sha256(dump_resolved(resolved).encode()).hexdigest(),
+        resume_from=str(resume_from.absolute()) if resume_from else None,
+    )
 
 
 def next_attempt(run_dir: RunDir) -> Attempt:

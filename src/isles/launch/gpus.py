@@ -14,12 +14,7 @@ _QUERY = ("nvidia-smi", "--query-gpu=index,name,uuid,memory.total", "--format=cs
 
 @dataclass(frozen=True, slots=True)
 class LocalGpu:
-    """One GPU that a rank could use.
-
-    Args:
-        name, uuid: as the driver reports them.
-        memory_bytes: memory on the card; None where the driver does not say.
-    """
+    """One GPU that a rank could use; memory is None where the driver does not say."""
 
     name: str
     uuid: str
@@ -28,25 +23,17 @@ class LocalGpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuFinding:
-    """The GPUs that are visible, and what is wrong with asking for them.
-
-    Args:
-        gpus: in the order of local ranks.
-        warning: why the list may be incomplete; empty when all is well.
-    """
+    """The GPUs that are visible, in the order of local ranks; and why there may be more."""
 
     gpus: tuple[LocalGpu, ...]
     warning: str = ""
 
 
 def find_gpus(environ: Mapping[str, str] = os.environ, timeout_s: float = 20.0) -> GpuFinding:
-    """The GPUs that this process' children would see.
+    """The GPUs that this process' children would see, by CUDA_VISIBLE_DEVICES and nvidia-smi.
 
-    No nvidia-smi means no GPU. One that fails is a warning, since the GPUs may well be there.
-
-    Args:
-        environ: CUDA_VISIBLE_DEVICES and PATH are taken from it.
-        timeout_s: longest wait for nvidia-smi, which hangs when a driver does.
+    No nvidia-smi means no GPU. One that fails, or hangs as a driver may, is a warning, since the
+    GPUs may well be there.
     """
     wanted = visible_devices(environ)
     if wanted == []:

@@ -23,6 +23,7 @@ import psutil
 
 from isles.config.clusters import shared_text
 from isles.config.load import Loaded, load_run_file
+from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ConfigError, MissingDependencyError, PreflightError
 from isles.launch.ssh.shell import start_detached
 from isles.run.env import inherited
@@ -42,13 +43,8 @@ _NEEDED = ("aiohttp", "torch")
 
 @dataclass(frozen=True, slots=True)
 class OpenHub:
-    """A hub that runs.
-
-    Args:
-        state: its state directory.
-        is_new: it was started just now.
-        has_past: its state directory was there before.
-    """
+    """A hub that runs, with its state directory; it may have been started just now (`is_new`), and
+    that directory may have been there before (`has_past`)."""
 
     state: Path
     line: JoinLine
@@ -75,9 +71,7 @@ def start_hub(
         UserError: the run file is not of several clusters, or the hub cannot be started.
     """
     loaded = load_run_file(run_file, overrides)
-    _refuse(loaded)
-    outer = loaded.config.diloco
-    assert outer is not None
+    outer = _outer_with_hub(loaded)
     public = public or outer.public or ""
     if public and split_address(public, "--public")[1] == 0:
         raise ConfigError(
@@ -89,20 +83,13 @@ def start_hub(
     place = listen_address(public, listen)
     state = _state_directory(loaded, is_anew=is_anew)
     has_past = (state / "join").exists()
-    text = shared_text(loaded.config)
-    if hub_process(state) is not None and (state / "run.yaml").read_text() != text:
-        raise ConfigError(
-            "the hub runs already, and gives clusters another run file",
-            where=str(state / "run.yaml"),
-            fix="stop it first; or type it with the values that it was started with",
-        )
     line, is_new = open_hub(
         state,
         run=loaded.config.name,
         settings=outer.hub_settings,
         listen=place,
         announce=public,
-        run_file=text,
+        run_file=shared_text(loaded.config),
     )
     return OpenHub(state, line, is_new, has_past)
 
@@ -118,26 +105,20 @@ def _state_directory(loaded: Loaded, *, is_anew: bool) -> Path:
     return folder / f"{name}-{taken[-1][0] + 1 if taken else 1}"
 
 
-def _refuse(loaded: Loaded) -> None:
-    outer = loaded.config.diloco
+def _outer_with_hub(loaded: Loaded) -> DiLoCoConfig:
+    outer, key = loaded.config.diloco, "kind"
     if outer is None or loaded.config.training.script is not None:
-        raise ConfigError(
-            "this run averages with no other cluster: nobody would come",
-            where=loaded.where("outer.kind"),
-            fix="set outer: {kind: diloco}",
-        )
-    if outer.engine == "hivemind":
-        raise ConfigError(
-            "with engine hivemind clusters find one another without a hub",
-            where=loaded.where("outer.engine"),
-            fix="use engine hub; docs/hivemind.md says how hivemind is started",
-        )
-    if outer.hub is not None:
-        raise ConfigError(
-            f"the run file says that there is a hub already, at {outer.hub}",
-            where=loaded.where("outer.hub"),
-            fix="delete it; --public says how this one is reached",
-        )
+        what = "this run averages with no other cluster: nobody would come"
+        fix = "set outer: {kind: diloco}"
+    elif outer.engine == "hivemind":
+        key, what = "engine", "with engine hivemind clusters find one another without a hub"
+        fix = "use engine hub; docs/hivemind.md says how hivemind is started"
+    elif outer.hub is not None:
+        key, what = "hub", f"the run file says that there is a hub already, at {outer.hub}"
+        fix = "delete it; --public says how this one is reached"
+    else:
+        return outer
+    raise ConfigError(what, where=loaded.where(f"outer.{key}"), fix=fix)
 
 
 def hub_process(state: Path) -> ProcessId | None:
@@ -171,19 +152,19 @@ def open_hub(
     Raises:
         UserError: it cannot listen there, a package is missing, or it runs with other settings.
     """
-    asked = {"run": run, "settings": dict(settings), "listen": listen, "announce": announce}
+    asked: dict[str, object] = {"run": run, "settings": dict(settings), "listen": listen}
+    asked |= {"announce": announce} | ({"run_file": run_file} if run_file else {})
     if (process := hub_process(state)) is not None:
         record = read_record(state / "process.json") or {}
-        for key, value in asked.items():
-            if record.get(key, value) != value:
-                raise ConfigError(
-                    f"the hub runs already (pid {process.pid}), with {key} {record[key]}, "
-                    f"and not {value}",
-                    where=str(state),
-                    fix="type it as before; or stop that one first (clusters go on training, and "
-                    "come back to it)",
-                )
-        return JoinLine.read(state / "join"), False
+        other = [key for key, value in asked.items() if record.get(key, value) != value]
+        if not other:
+            return JoinLine.read(state / "join"), False
+        raise ConfigError(
+            f"the hub runs already (pid {process.pid}), with another {' and another '.join(other)}",
+            where=str(state / "process.json"),
+            fix="type it as before; or stop that one first (clusters go on training, and come back "
+            "to it)",
+        )
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise MissingDependencyError(
             f"the hub needs packages that are not installed: {', '.join(missing)}",
@@ -205,10 +186,7 @@ def open_hub(
 
 
 def reopen_hub(state: Path) -> bool:
-    """Start a hub that has died as it was started last.
-
-    Returns:
-        Whether it was started; False where it runs, or never did here.
+    """Start a hub that has died as it was started last; False where it runs, or never did here.
 
     Raises:
         UserError: it ends again at once.
@@ -277,11 +255,7 @@ def local_line(state: Path) -> JoinLine:
 
 
 def end_hub(state: Path) -> bool:
-    """End the hub of a state directory; what it knows is kept.
-
-    Returns:
-        Whether there was one.
-    """
+    """End the hub of a state directory, whose memory is kept; False where there was none."""
     process = hub_process(state)
     if process is None:
         return False
@@ -306,26 +280,23 @@ def listen_address(public: str, listen: str) -> str:
     Raises:
         ConfigError: nobody would reach it.
     """
-    own = own_addresses()
     if not listen:
         if not public:
             return "127.0.0.1:0"
         host, port = split_address(public, "--public")
-        found = next((address for address in _resolve(host) if address in own), EVERYWHERE[0])
-        return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
+        places: list[str] = []
+        with suppress(OSError, UnicodeError):
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            places = [str(place[4][0]) for place in found]
+        own = own_addresses()
+        place = next((address for address in places if address in own), EVERYWHERE[0])
+        return f"[{place}]:{port}" if ":" in place else f"{place}:{port}"
     host, _ = split_address(listen, "--listen")
     if host in EVERYWHERE and not public:
         raise ConfigError(
             f"{host} stands for all addresses of this machine, and none that clusters could dial",
             where="--listen",
             fix="say by which one they reach it: --public HOST:PORT",
-            id="hub.address",
-        )
-    if host not in EVERYWHERE and not own.intersection(_resolve(host)):
-        raise ConfigError(
-            f"{host} is no address of this machine, which has {', '.join(sorted(own))}",
-            where="--listen",
-            fix="listen at one of them, or at 0.0.0.0; what clusters dial is said by --public",
             id="hub.address",
         )
     return listen
@@ -353,10 +324,3 @@ def own_addresses() -> set[str]:
     families = (socket.AF_INET, socket.AF_INET6)
     entries = [entry for some in psutil.net_if_addrs().values() for entry in some]
     return {e.address.partition("%")[0] for e in entries if e.family in families}
-
-
-def _resolve(host: str) -> list[str]:
-    with suppress(OSError, UnicodeError):
-        places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        return [str(place[4][0]) for place in places]
-    return []

@@ -7,7 +7,6 @@ ranks: each of them would try for a minute.
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -23,11 +22,8 @@ from isles.run.env import datasets_cache, hub_cache, inherited
 
 _REQUEST_S = 5.0
 
-_ANSWER_S = 10
-"""Longest wait of a start for the hub."""
-
-_GIVE_UP_S = 60.0
-"""Longest wait of a start for the process that asks it."""
+_ANSWER_S = 30
+"""Longest wait of a start for the hub; the library itself may come from a slow disk."""
 
 
 def huggingface_repos(config: RunConfig) -> dict[tuple[str, str], str]:
@@ -55,7 +51,7 @@ def huggingface_repos(config: RunConfig) -> dict[tuple[str, str], str]:
 def huggingface_issues(loaded: Loaded) -> list[ConfigError]:
     """What a run lacks on this machine and cannot have from the hub.
 
-    It waits for a few seconds at most. An error of the hub itself is no issue: ranks try again.
+    An error of the hub itself is no issue: ranks try again.
     """
     keys = huggingface_repos(loaded.config)
     environ = {**inherited(), **loaded.config.clusters[0].environment.variables}
@@ -70,15 +66,15 @@ def huggingface_issues(loaded: Loaded) -> list[ConfigError]:
             env=environ,
             capture_output=True,
             text=True,
-            timeout=_GIVE_UP_S,
+            timeout=_ANSWER_S,
             check=False,
         )
         answers = json.loads(done.stdout or "[]")
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return []  # the rank that reads it says more
-    if done.returncode == -signal.SIGALRM:
+    except subprocess.TimeoutExpired:  # no time limit of a request ends the wait for a name server
         answer = f"no answer within {_ANSWER_S} s"
-        answers = [_row(kind, name, answer) for kind, name in wanted]
+        answers = [_row(kind, name, answer, "unreachable") for kind, name in wanted]
+    except (OSError, ValueError):
+        return []  # the rank that reads it says more
     issues = []
     for row in answers:
         if row["state"] not in ("ok", "cached", "unknown", "failing"):
@@ -114,30 +110,45 @@ def ask_huggingface(repos: Iterable[Sequence[str]]) -> list[dict[str, str]]:
 
 def huggingface_issue(row: dict[str, str]) -> tuple[str, str, str]:
     """The id, what is wrong and what to do, for an answer of `ask_huggingface` that is not `ok`."""
-    what, answer, name = f"{row['kind']} {row['name']}", row["answer"], row["name"]
-    fetch = f"hf download {name}" + (" --repo-type dataset" if row["kind"] == "dataset" else "")
-    match row["state"]:
-        case "licence":
-            text = f"{what} needs a licence that this account has not accepted ({answer})"
-            fix = f"visit https://{row['page']}, accept it, and log in there: hf auth login"
-            return "hub.licence", text, fix
-        case "missing":
-            text = f"the hub knows no {what}, or it is private ({answer})"
-            fix = "correct the name; a folder is written with ./ before it; for a private one: "
-            return "hub.access", text, fix + "hf auth login"
-        case "offline":
-            fix = f"unset HF_HUB_OFFLINE, or fetch it before: {fetch}"
-            return "hub.access", f"{what} is not here, and {answer}", fix
-        case "unknown":
-            fix = "isles setup run.yaml installs what training needs"
-            return "hub.access", f"{what} was not asked for: {answer}", fix
-        case "failing":
-            text = f"the hub answers with an error for {what}: {answer}"
-            return "hub.access", text, f"try again in a while, or fetch it elsewhere: {fetch}"
-        case _:
-            fix = "set a proxy (HTTPS_PROXY in clusters[0].environment.variables); or fetch it "
-            fix += f"where there is one, {fetch}, and copy the cache"
-            return "hub.access", f"the hub cannot be reached for {what}: {answer}", fix
+    fetch = f"hf download {row['name']}" + " --repo-type dataset" * (row["kind"] == "dataset")
+    values = {**row, "what": f"{row['kind']} {row['name']}", "fetch": fetch}
+    id, what, fix = _WORDS.get(row["state"], _WORDS["unreachable"])
+    return id, what.format(**values), fix.format(**values)
+
+
+_WORDS = {
+    "licence": (
+        "hub.licence",
+        "{what} needs a licence that this account has not accepted ({answer})",
+        "visit https://{page}, accept it, and log in there: hf auth login",
+    ),
+    "missing": (
+        "hub.access",
+        "the hub knows no {what}, or it is private ({answer})",
+        "correct the name; a folder is written with ./ before it; for a private one: hf auth login",
+    ),
+    "offline": (
+        "hub.access",
+        "{what} is not here, and {answer}",
+        "unset HF_HUB_OFFLINE, or fetch it before: {fetch}",
+    ),
+    "unknown": (
+        "hub.access",
+        "{what} was not asked for: {answer}",
+        "isles setup run.yaml installs what training needs",
+    ),
+    "failing": (
+        "hub.access",
+        "the hub answers with an error for {what}: {answer}",
+        "try again in a while, or fetch it elsewhere: {fetch}",
+    ),
+    "unreachable": (
+        "hub.access",
+        "the hub cannot be reached for {what}: {answer}",
+        "set a proxy (HTTPS_PROXY in clusters[0].environment.variables); or fetch it where there "
+        "is one, {fetch}, and copy the cache",
+    ),
+}
 
 
 def _ask(kind: str, name: str) -> tuple[str, str]:
@@ -153,25 +164,25 @@ def _ask(kind: str, name: str) -> tuple[str, str]:
     except ImportError:
         return "unknown", "the package huggingface_hub is missing"
     file = "config.json" if kind == "model" else "README.md"
-    state, answer = "ok", ""
+    states = {
+        EntryNotFoundError: "ok",  # the repository answers
+        GatedRepoError: "licence",
+        RepositoryNotFoundError: "missing",
+        OfflineModeIsEnabled: "offline",
+        HfHubHTTPError: "failing",
+    }
     try:
         get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=_REQUEST_S)
-    except EntryNotFoundError:
-        pass  # the repository answers
-    except GatedRepoError as error:
-        state, answer = "licence", _line(error)
-    except RepositoryNotFoundError as error:
-        state, answer = "missing", _line(error)
-    except OfflineModeIsEnabled:
-        state, answer = "offline", "HF_HUB_OFFLINE is set"
-    except HfHubHTTPError as error:
-        state, answer = "failing", _line(error)
     except Exception as error:  # a library's many errors: no network, proxy, TLS, time
-        state, answer = "unreachable", f"{type(error).__name__}: {_line(error)}"
-    return state, answer
+        state = next((states[known] for known in states if isinstance(error, known)), "")
+        if state in ("ok", "offline"):
+            return state, "HF_HUB_OFFLINE is set" if state == "offline" else ""
+        text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
+        return (state, text) if state else ("unreachable", f"{type(error).__name__}: {text}")
+    return "ok", ""
 
 
-def _row(kind: str, name: str, answer: str, state: str = "unreachable") -> dict[str, str]:
+def _row(kind: str, name: str, answer: str, state: str) -> dict[str, str]:
     page = f"huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
     return {"kind": kind, "name": name, "state": state, "answer": answer, "page": page}
 
@@ -194,19 +205,5 @@ def _plain(name: str) -> str:
     return name.replace("/", "").replace("_", "").lower()
 
 
-def _line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
-
-
-def main() -> None:
-    """Answer for repositories as KIND=NAME, in JSON; killed by SIGALRM where the hub is silent."""
-    with suppress(ImportError):
-        import huggingface_hub  # noqa: F401  # slow from a disk of the network, which is no silence
-    # No time limit of a request ends the wait for a name server.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(_ANSWER_S)
-    sys.stdout.write(json.dumps(ask_huggingface(word.split("=", 1) for word in sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    main()
+    sys.stdout.write(json.dumps(ask_huggingface(word.split("=", 1) for word in sys.argv[1:])))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from getpass import getpass
 from pathlib import Path
@@ -35,7 +35,7 @@ class Joiner:
     """What this site says of itself.
 
     Args:
-        run_file: its own run file, of which `clusters` is enough; None: there is none.
+        run_file: its own, of which `clusters` is enough; None: there is none.
         overrides: values of the command line; `launcher.partition=gpu` means this site's cluster.
         name: of the cluster; empty: as the run file says, or this machine's name.
         launcher: kind of launcher; empty: as the run file says, or local.
@@ -72,11 +72,6 @@ def read_join_line(given: str) -> JoinLine:
 
 def joining_run(line: JoinLine, joiner: Joiner, warn: Callable[[str], object] = str) -> Loaded:
     """The run of this site's cluster, as `isles train` starts it.
-
-    Args:
-        line: where the others meet.
-        joiner: what this site has for itself.
-        warn: takes a line for the user.
 
     Raises:
         UserError: the hub cannot be asked, or what it says does not go together with what
@@ -228,14 +223,9 @@ def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
 
 
 def _value(loaded: Loaded, key: str) -> object:
-    found: object = loaded.config
+    found: Any = loaded.config.model_dump()
     for part in key.split("."):
-        if isinstance(found, Sequence) and not isinstance(found, str):
-            found = found[int(part)]
-        elif isinstance(found, dict):
-            found = found.get(part)
-        else:
-            found = getattr(found, part, None)
+        found = found[int(part)] if isinstance(found, list | tuple) else (found or {}).get(part)
     return found
 
 

@@ -6,18 +6,24 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
-from isles.config.sections.cluster import ClusterConfig
 from isles.config.show import show
 from isles.errors import ConfigErrors, UserError
-from isles.launch.base import Started, StartOptions, check_packages, next_attempt, resolve_here
+from isles.launch.base import (
+    Started,
+    StartOptions,
+    check_packages,
+    make_fleet,
+    next_attempt,
+    ranks_text,
+    resolve_here,
+)
 from isles.launch.huggingface import huggingface_issues
 from isles.launch.ssh.shell import start_detached
 from isles.run.begin import begin_run, choose_run, new_attempt, write_launch
@@ -30,27 +36,6 @@ from isles.run.records import clear_errors, read_record
 from isles.run.state import attempt_state
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One start of a run on this machine.
-
-    Args:
-        command: the command line that runs until the ranks have ended.
-        resumed_from: the checkpoint that was asked for by name.
-        variables: of the environment, that the run file sets.
-        fleet: its nodes, for the agents; None: the command needs none.
-    """
-
-    run_dir: RunDir
-    attempt: Attempt
-    world_size: int
-    device: str
-    command: tuple[str, ...]
-    resumed_from: Path | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
-    fleet: Fleet | None = None
-
-
 def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
     """Start a run on this machine, or say what would be done; see `isles.launch.start.start`.
 
@@ -58,124 +43,94 @@ def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
         UserError: the run cannot be begun, or the machine cannot start it.
     """
     resolved = resolve_here(loaded, options.warn, needs_data=True)
-    cluster = resolved.config.clusters[0]
+    num_nodes = resolved.config.clusters[0].max_nodes
+    ranks = ranks_text(resolved.world_size, resolved.device)
+    ranks += f" on {num_nodes} nodes" if num_nodes > 1 else ""
+    added = added_variables(resolved)
     if options.dry_run:
         begun = choose_run(resolved, options.resume)
-        attempt = next_attempt(begun.run_dir)
-    else:
-        check_packages(resolved)
-        joined = _join_running(resolved, options)
-        if joined is not None:
-            return joined
-        if issues := huggingface_issues(loaded):
-            raise ConfigErrors(issues)
-        begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
-        if begun.note:
-            options.print_line(begun.note)
-        attempt = new_attempt(begun.run_dir, loaded.text, typed=options.typed)
-    job = local_job(
-        begun.run_dir,
+        note = begun.note or f"this would be a new run: {begun.run_dir.name}"
+        words = [*(["env"] if added else []), *(f"{key}={value}" for key, value in added.items())]
+        words += agent_command(begun.run_dir, next_attempt(begun.run_dir))
+        note += f"\n{ranks}; the command that would start them:\n\n{shlex.join(words)}"
+        return f"{show(resolved).rstrip()}\n\n{note}"
+    check_packages(resolved)
+    joined = _join_running(resolved, options)
+    if joined is not None:
+        return joined
+    if issues := huggingface_issues(loaded):
+        raise ConfigErrors(issues)
+    begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
+    if begun.note:
+        options.print_line(begun.note)
+    attempt = new_attempt(begun.run_dir, loaded.text, typed=options.typed)
+    with clear_errors(attempt.path):
+        local_fleet(resolved, begun.resume_from).write(attempt)
+    child = start_agent(
         attempt,
+        agent_command(begun.run_dir, attempt),
+        added,
         world_size=resolved.world_size,
         device=resolved.device,
         resumed_from=begun.resume_from,
-        cluster=cluster,
     )
-    ranks = _ranks_text(resolved)
-    if options.dry_run:
-        note = begun.note or f"this would be a new run: {begun.run_dir.name}"
-        head = f"{ranks}; the command that would start them:"
-        return f"{show(resolved).rstrip()}\n\n{note}\n{head}\n\n{LocalLauncher().render(job)}"
-    process = LocalLauncher().submit(job)
     options.print_line(f"started {begun.run_dir.name}: {ranks}, in {begun.run_dir.path}")
-    return Started(begun.run_dir, attempt, process)
+    return Started(begun.run_dir, attempt, ProcessId.of(child.pid))
 
 
-def local_job(
-    run_dir: RunDir,
+def local_fleet(resolved: Resolved, resume_from: Path | None) -> Fleet:
+    """The nodes of a run on this machine: each is an agent of its own."""
+    host, num_nodes = os.uname().nodename, resolved.config.clusters[0].max_nodes
+    nproc = resolved.world_size // num_nodes
+    nodes = [FleetNode(node, host, None, "127.0.0.1", nproc) for node in range(num_nodes)]
+    return make_fleet(resolved, nodes, port=0, resume_from=resume_from)
+
+
+def added_variables(resolved: Resolved, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables that are added to the environment of the agent; `environ`: this process' own."""
+    variables = dict(resolved.config.clusters[0].environment.variables)
+    # gloo and NCCL on the loopback: no port is open to the network.
+    interfaces = psutil.net_if_addrs().items()
+    loopback = (n for n, found in interfaces if any(a.address == "127.0.0.1" for a in found))
+    defaults = rank_defaults(
+        device=resolved.device,
+        nproc=resolved.world_size,
+        interface=next(loopback, None),
+        environ={**(inherited() if environ is None else environ), **variables},
+    )
+    return {**defaults, **variables}
+
+
+def start_agent(
     attempt: Attempt,
+    command: Sequence[str],
+    added: Mapping[str, str],
     *,
     world_size: int,
     device: str,
     resumed_from: Path | None = None,
-    cluster: ClusterConfig | None = None,
-) -> Job:
-    """The job that trains a run on this machine.
+) -> subprocess.Popen[bytes]:
+    """Start the agent of an attempt in a session of its own, so that the run outlives the terminal,
+    and record it; its output goes to the attempt's agent.log.
 
     Args:
-        resumed_from: a checkpoint that was asked for by name.
-        cluster: the run file's section; several nodes are as many agents. None: one node.
+        added: to the environment.
+        resumed_from: the checkpoint that was asked for by name.
+
+    Raises:
+        UserError: the machine cannot start a process.
     """
-    cluster = cluster or ClusterConfig()
-    fleet = Fleet(
-        launcher="local",
-        nodes=tuple(
-            FleetNode(node, os.uname().nodename, None, "127.0.0.1", world_size // cluster.max_nodes)
-            for node in range(cluster.max_nodes)
-        ),
-        port=0,
-        min_nodes=cluster.min_nodes,
+    with clear_errors(attempt.path), attempt.agent_log.open("ab") as log:
+        child = start_detached(command, {**inherited(), **added}, log, attempt.path)
+    write_launch(
+        attempt,
+        ProcessId.of(child.pid),
+        world_size=world_size,
         device=device,
-        start_timeout_s=cluster.start_timeout,
-        digest="",
-        resume_from=str(resumed_from.absolute()) if resumed_from else None,
+        command=tuple(command),
+        resumed_from=resumed_from,
     )
-    command = _agent_command(run_dir, attempt)
-    variables = dict(cluster.environment.variables)
-    return Job(run_dir, attempt, world_size, device, command, resumed_from, variables, fleet)
-
-
-class LocalLauncher:
-    """Starts the agent in a session of its own, so that the run outlives the terminal.
-
-    Args:
-        environ: what the job inherits; None: all that this process has.
-    """
-
-    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
-        self._environ = inherited() if environ is None else environ
-        self._children: list[subprocess.Popen[bytes]] = []
-
-    def render(self, job: Job) -> str:
-        """The command line, with the variables that are added to the environment."""
-        added = [f"{key}={value}" for key, value in self._added(job).items()]
-        return shlex.join([*(["env", *added] if added else []), *job.command])
-
-    def submit(self, job: Job) -> ProcessId:
-        """Start the agent and record it; its output goes to the attempt's agent.log.
-
-        Raises:
-            UserError: the machine cannot start a process.
-        """
-        with clear_errors(job.attempt.path), job.attempt.agent_log.open("ab") as log:
-            if job.fleet is not None:
-                job.fleet.write(job.attempt)
-            environ = {**self._environ, **self._added(job)}
-            child = start_detached(job.command, environ, log, job.attempt.path)
-        # Even a child that has ended keeps its pid and start time until it is waited for.
-        self._children.append(child)
-        process = ProcessId.of(child.pid)
-        write_launch(
-            job.attempt,
-            process,
-            world_size=job.world_size,
-            device=job.device,
-            command=job.command,
-            resumed_from=job.resumed_from,
-        )
-        return process
-
-    def _added(self, job: Job) -> dict[str, str]:
-        # gloo and NCCL on the loopback: no port is open to the network.
-        interfaces = psutil.net_if_addrs().items()
-        loopback = (n for n, found in interfaces if any(a.address == "127.0.0.1" for a in found))
-        defaults = rank_defaults(
-            device=job.device,
-            nproc=job.world_size,
-            interface=next(loopback, None),
-            environ={**self._environ, **job.variables},
-        )
-        return {**defaults, **job.variables}
+    return child
 
 
 def place_here(
@@ -189,12 +144,13 @@ def place_here(
     environ = inherited()
     if fleet.device == "cuda":
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(_own_gpus(fleet, node))
-    command = (*_agent_command(run_dir, attempt), "--node", str(node))
+    command = (*agent_command(run_dir, attempt), "--node", str(node))
     with attempt.node_log(node).open("ab") as log:
         return start_detached(command, environ, log, attempt.path)
 
 
-def _agent_command(run_dir: RunDir, attempt: Attempt) -> tuple[str, ...]:
+def agent_command(run_dir: RunDir, attempt: Attempt) -> tuple[str, ...]:
+    """The command line of the agent of the first node."""
     words = (sys.executable, "-m", "isles.agent", str(run_dir.path.absolute()))
     return (*words, "--attempt", str(attempt.number))
 
@@ -239,12 +195,3 @@ def _join_running(resolved: Resolved, options: StartOptions) -> Started | None:
         f"bringing back node {', '.join(map(str, missing))}"
     )
     return Started(run_dir, attempt, state.process)
-
-
-def _ranks_text(resolved: Resolved) -> str:
-    kind, plural = (
-        ("GPU", "GPUs") if resolved.device == "cuda" else ("CPU process", "CPU processes")
-    )
-    nodes = resolved.config.clusters[0].max_nodes
-    end = f" on {nodes} nodes" if nodes > 1 else ""
-    return f"{resolved.world_size} {kind if resolved.world_size == 1 else plural}{end}"

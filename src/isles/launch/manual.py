@@ -6,7 +6,6 @@ it gets the run's files from there.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shlex
 import socket
@@ -16,11 +15,19 @@ from typing import Literal
 import psutil
 
 from isles.config.load import Loaded
-from isles.config.resolve import Resolved, dump_resolved, load_resolved
+from isles.config.resolve import load_resolved
 from isles.config.sections.cluster import ClusterConfig, ManualLauncherConfig
 from isles.errors import ConfigError, PreflightError
 from isles.facts.units import format_duration
-from isles.launch.base import Started, StartOptions, check_packages, next_attempt, resolve_checked
+from isles.launch.base import (
+    Started,
+    StartOptions,
+    check_packages,
+    make_fleet,
+    next_attempt,
+    resolve_checked,
+)
+from isles.launch.hub import own_addresses
 from isles.launch.ssh.environment import network_variables, quoted, setting_lines
 from isles.launch.ssh.facts import free_port, port_taken
 from isles.run.begin import begin_run, choose_run, new_attempt
@@ -53,8 +60,13 @@ def start_manual(
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         attempt = new_attempt(begun.run_dir, loaded.text, typed=options.typed)
         token = attempt.token.read_text(encoding="utf-8").strip()
-    asked = str(begun.resume_from.absolute()) if begun.resume_from else None
-    fleet = _fleet(launcher, resolved, addresses, asked)
+    nodes = [
+        FleetNode(node, host, None, address, nproc[0])
+        for node, (host, address) in enumerate(zip(launcher.hosts, addresses, strict=True))
+    ]
+    if (port := free_port(cluster.network.port)) is None:
+        raise port_taken(cluster.network.port, launcher.hosts[0])
+    fleet = make_fleet(resolved, nodes, port=port, resume_from=begun.resume_from)
     notes = [begun.note] if begun.note else []
     text = "\n".join([*notes, *_commands(begun.run_dir, fleet, cluster, token)])
     if options.dry_run:
@@ -105,46 +117,16 @@ def _address(loaded: Loaded, launcher: ManualLauncherConfig, index: int) -> str:
 
 
 def _require_here(loaded: Loaded, host: str, address: str) -> None:
-    if interface_of(address) is not None:
+    own = own_addresses()
+    if address in own:
         return
-    here = sorted(
-        entry.address
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
-        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
-    )
+    here = sorted(place for place in own if "." in place and not place.startswith("127."))
     raise PreflightError(
         f"the first host is {host}, and this machine is {' or '.join(here) or 'not on a network'}",
         where=loaded.where("clusters.0.launcher.hosts"),
         fix=f"type it on {host}, which keeps the run directory; or begin the list with this "
         "machine; or use launcher: {kind: ssh}, which starts from anywhere",
         id="start.first",
-    )
-
-
-def _fleet(
-    launcher: ManualLauncherConfig,
-    resolved: Resolved,
-    addresses: list[str],
-    resume_from: str | None,
-) -> Fleet:
-    cluster = resolved.config.clusters[0]
-    port = free_port(cluster.network.port)
-    if port is None:
-        raise port_taken(cluster.network.port, launcher.hosts[0])
-    nproc = resolved.world_size // len(addresses)
-    return Fleet(
-        launcher="manual",
-        nodes=tuple(
-            FleetNode(node, host, None, address, nproc)
-            for node, (host, address) in enumerate(zip(launcher.hosts, addresses, strict=True))
-        ),
-        port=port,
-        min_nodes=cluster.min_nodes,
-        device=resolved.device,
-        start_timeout_s=cluster.start_timeout,
-        digest=hashlib.sha256(dump_resolved(resolved).encode()).hexdigest(),
-        resume_from=resume_from,
     )
 
 

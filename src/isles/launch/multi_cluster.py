@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 
 from isles.config.load import Loaded
 from isles.config.sections.cluster import ClusterConfig, LocalLauncherConfig
 from isles.config.sections.outer import HivemindConfig
 from isles.errors import ConfigError
 from isles.launch.gpus import find_gpus
-from isles.launch.hub import listen_address, own_addresses
+from isles.launch.hub import listen_address
 from isles.launch.ssh.shell import ssh_config
 from isles.run.env import rank_defaults, visible_devices
 
@@ -146,10 +145,6 @@ def _meeting_address(loaded: Loaded) -> str:
             name = ssh_config(destination).get("hostname", destination.rpartition("@")[2])
             if (address := _own_address(name)) is not None:
                 return address
-    with suppress(OSError):
-        own = socket.gethostbyname(socket.gethostname())
-        if own in own_addresses() and not own.startswith("127."):
-            return own
     if (address := _own_address(_NOWHERE)) is not None:
         return address
     raise ConfigError(

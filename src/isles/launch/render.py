@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, assert_never
 
@@ -30,17 +31,15 @@ Kind = Literal["torchrun", "sbatch", "pbs", "deepspeed-json", "fsdp-json"]
 
 Device = Literal["cuda", "cpu"]
 
+_BY_HAND_S = 900
+"""Longest wait of a node for the others, where people start them."""
+
 _SHARED_KEYS = set(QueueSection.model_fields) - {"login", "bin_path", "extra"}
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A file.
-
-    Args:
-        text: all of it.
-        notes: what its reader should know, where the file has no room for comments.
-    """
+    """A file, and notes on it where it has no room for comments."""
 
     text: str
     notes: tuple[str, ...] = ()
@@ -68,8 +67,8 @@ def render(
         case "sbatch" | "pbs":
             job = _job(loaded, to, nproc, device, notes)
             path = str(output.absolute()) if output else None
-            job = replace(job, command=command, path=path)
-            return Rendered(rendered_script(loaded.config, job))
+            text = rendered_script(loaded.config, job, command, notes=notes, path=path)
+            return Rendered(text)
         case "deepspeed-json":
             if issues := deepspeed_issues(loaded):
                 raise ConfigErrors(issues)
@@ -156,7 +155,7 @@ def _job(
     assert isinstance(launcher, SlurmLauncherConfig | PbsLauncherConfig)
     if isinstance(launcher, PbsLauncherConfig) and launcher.dialect == "auto":
         notes.append("for OpenPBS; for Torque: clusters.0.launcher.dialect=torque")
-    return JobText(launcher, len(nproc), nproc[0], device, _workdir(loaded), notes=notes)
+    return JobText(launcher, len(nproc), nproc[0], device, _workdir(loaded))
 
 
 def _torchrun_script(
@@ -168,18 +167,13 @@ def _torchrun_script(
     cluster, num_nodes, address = config.clusters[0], len(nproc), None
     if num_nodes > 1:
         notes.append("on every node, within a few minutes of one another: bash THIS_FILE NODE")
-        if cluster.hosts:
-            first = cluster.hosts[0]
-            address = first.address or first.ssh.rpartition("@")[2]
-            if not address.replace(".", "").isdigit():
-                notes.append(
-                    f"every node must know {address} by an address that is not its loopback:"
-                )
-                notes.append("launcher.hosts: [{ssh: ..., address: ...}] names one")
-        else:
-            notes.append(
-                "before that: export MASTER_ADDR=the address at which the others reach node 0"
-            )
+    if num_nodes > 1 and not cluster.hosts:
+        notes.append("before that: export MASTER_ADDR=the address at which the others reach node 0")
+    elif num_nodes > 1:
+        address = cluster.hosts[0].address or cluster.hosts[0].ssh.rpartition("@")[2]
+        if not address.replace(".", "").isdigit():
+            notes.append(f"every node must know {address} by an address that is not its loopback:")
+            notes.append("launcher.hosts: [{ssh: ..., address: ...}] names one")
     where = "one node" if num_nodes == 1 else f"{num_nodes} nodes"
     return fill_template(
         "torchrun.sh.jinja",
@@ -195,5 +189,7 @@ def _torchrun_script(
         address=shlex.quote(address) if address else None,
         interface=cluster.network.interface,
         port=cluster.network.port,
+        # A person types one node's line after another.
+        start_timeout=max(_BY_HAND_S, math.ceil(cluster.start_timeout)),
         command=shlex.join(command),
     )

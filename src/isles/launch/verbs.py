@@ -44,11 +44,8 @@ def normalise_overrides(tokens: Sequence[str]) -> list[str]:
 
 
 def train_command(run_file: Path, overrides: Sequence[str], resume: str) -> str:
-    """The command that goes on with a run, from what was typed to start it.
-
-    Args:
-        resume: what followed `--resume`; of a checkpoint the run is taken, which has newer ones.
-    """
+    """The command that goes on with a run, from what was typed to start it; of a checkpoint after
+    `--resume` the run is taken, which has newer ones."""
     words = ["isles", "train", str(run_file), *overrides]
     if resume not in ("auto", "no"):
         path = Path(resume)

@@ -45,9 +45,6 @@ def version_lines() -> list[str]:
 def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
     """Run a command of the worker wing on this terminal; returns its exit code.
 
-    Args:
-        options: by their names, see `option_words`.
-
     Raises:
         UserError: it is a run of the user's own script.
         MissingDependencyError: this installation cannot train.

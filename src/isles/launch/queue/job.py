@@ -1,4 +1,4 @@
-"""What Slurm and PBS have in common: their commands, the job of a run, and the nodes of a job."""
+"""What Slurm and PBS have in common: a scheduler, the job of a run, and the nodes of a job."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import re
 import socket
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+import yaml
 
 from isles.config.load import Loaded
 from isles.errors import CommunicationError, ExitCode, UserError
-from isles.launch.queue.reasons import Refusal
+from isles.facts.units import format_duration
 from isles.launch.ssh.shell import Result, Shell
 from isles.run.outcome import end, error_record
 from isles.run.paths import Attempt, RunDir
@@ -28,31 +33,42 @@ ASK_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """How a job stands.
+    """State of a job at one moment.
 
     Args:
-        state: in one word.
         reason: in words: why it waits, where it runs, or how it ended.
-        at: when the scheduler was asked, in seconds since the epoch.
         word: the scheduler's own words, such as `PENDING Resources`.
-        nodes: the nodes that it has, as the scheduler writes them.
         fix: what can be done; empty where nothing needs to be.
-        starts_at: when it may start at the earliest; None: not said.
+        at: when the scheduler was asked, in seconds since the epoch.
     """
 
     state: JobState
     reason: str
     job_id: str
-    at: float
     word: str = ""
-    nodes: str = ""
     fix: str = ""
-    starts_at: float | None = None
+    at: float = field(default_factory=time.time)
 
     @property
     def is_alive(self) -> bool:
         """Whether it runs, or will."""
         return self.state in ("pending", "running", "requeued")
+
+
+@cache
+def words_of(scheduler: str) -> Any:
+    """The tables of `reasons.yaml` for slurm or pbs."""
+    text = (resources.files("isles.launch") / "queue" / "reasons.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)[scheduler]
+
+
+def explain(scheduler: str, table: str, said: str, **values: str) -> tuple[str, str] | None:
+    """The meaning and the fix of the first row of a table whose pattern is in what a scheduler has
+    said; None: there is no row. `values` are put into both."""
+    for pattern, meaning, fix in words_of(scheduler)[table]:
+        if re.search(pattern, said, re.IGNORECASE):
+            return meaning.format(**values), fix.format(**values)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +77,13 @@ class Scheduler(ABC):
 
     Args:
         bin_path: the folder of the commands; None: they are on PATH.
-        shell: where they run.
         ask_s: longest wait for one of them.
     """
 
     name: ClassVar[str]
     submit_command: ClassVar[tuple[str, ...]]
     """The command that takes a job script, with its options."""
-    refusals: ClassVar[tuple[Refusal, ...]]
+    cancel_command: ClassVar[str]
     array_option: ClassVar[str]
     """Pattern of an option that makes an array of a job."""
     new_words: ClassVar[tuple[str, ...]]
@@ -95,27 +110,40 @@ class Scheduler(ABC):
         """The id of the job, from the answer of the submit command; None: it was refused."""
 
     @abstractmethod
-    def find(self, attempt: Attempt) -> str | None:
-        """The id of the job that runs the script of an attempt; None: there is none.
+    def look(self, attempt: Attempt, job_id: str) -> JobReport:
+        """Ask how a job stands; this changes nothing.
 
         Raises:
-            PreflightError: the scheduler does not answer.
+            UserError: the scheduler's commands are not here, or do not answer in time.
         """
 
-    def refusal_fix(self, keys: tuple[str, ...], loaded: Loaded) -> str:
-        """A better fix than that of `refusals`, for a refusal about these keys; empty: none."""
+    @abstractmethod
+    def exit_code(self, attempt: Attempt, report: JobReport) -> tuple[ExitCode, bool]:
+        """The exit code of an ended job without an outcome, and whether it was stopped."""
+
+    @abstractmethod
+    def output(self, attempt: Attempt, job_id: str) -> Path:
+        """The file with what a job has printed."""
+
+    def ask_to_save(self, job: QueueJob) -> None:
+        """Have a running job look at the stop request, if it does not by itself."""
+        return
+
+    def hasten(self, report: JobReport) -> None:
+        """Start a job at once that waits only because it was queued again.
+
+        For a user who asks for the run to go on, never for one who looks at it.
+        """
+        return
+
+    def refusal_fix(self, key: str, loaded: Loaded) -> str:
+        """A better fix than that of the table, for a refusal about a key; empty: none."""
         return ""
 
 
 @dataclass(frozen=True, slots=True)
-class QueueJob(ABC):
-    """The job of one start of a run.
-
-    Args:
-        queue: the scheduler.
-    """
-
-    cancel_command: ClassVar[str]
+class QueueJob:
+    """The job of one start of a run."""
 
     run_dir: RunDir
     attempt: Attempt
@@ -127,20 +155,9 @@ class QueueJob(ABC):
         """For messages, such as `Slurm job 4711`."""
         return f"{self.queue.name} job {self.job_id}"
 
-    @abstractmethod
-    def state(self) -> JobReport:
-        """Ask how the job stands; this changes nothing.
-
-        Raises:
-            UserError: the scheduler's commands are not here, or do not answer in time.
-        """
-
-    def hasten(self, report: JobReport) -> None:
-        """Start the job at once where the scheduler holds it only because it was queued again.
-
-        For a user who asks for the run to go on, never for one who looks at it.
-        """
-        return
+    def look(self) -> JobReport:
+        """See `Scheduler.look`."""
+        return self.queue.look(self.attempt, self.job_id)
 
     def cancel(self, *, now: bool) -> None:
         """End the job: with `now` at once; else it saves first, if it runs.
@@ -148,24 +165,20 @@ class QueueJob(ABC):
         Raises:
             UserError: the scheduler refuses, or does not answer in time.
         """
-        report = self.state()
+        report = self.look()
         if not report.is_alive:
             return
         request_stop(self.attempt, "now" if now else "save")
         if report.state == "running" and not now:
-            self.ask_to_save()
+            self.queue.ask_to_save(self)
         else:
             self.run_cancel()
 
-    def ask_to_save(self) -> None:
-        """Have the running job look at the stop request, if it does not by itself."""
-        return
-
     def run_cancel(self, *options: str) -> None:
         """Run the scheduler's cancel command; an error of a job that is over is none."""
-        command = self.cancel_command
+        command = self.queue.cancel_command
         done = self.queue.run(command, *options, self.job_id)
-        if done.returncode and self.state().is_alive:
+        if done.returncode and self.look().is_alive:
             raise UserError(
                 f"{command} does not end job {self.job_id}: {last_line(done)}",
                 where=self.text,
@@ -177,43 +190,22 @@ class QueueJob(ABC):
         """Write the outcome of a job whose script was killed, unless the run has one."""
         saved = newest_step(self.run_dir)
         kept = "nothing was saved" if saved is None else f"everything up to step {saved} is saved"
-        code, is_stop = self.judge(report)
-        error = None
+        code, is_stop = self.queue.exit_code(self.attempt, report)
+        what, error = f"{self.text}: {report.reason}", None
         if not is_stop:
+            output = self.queue.output(self.attempt, self.job_id)
             error = error_record(
-                f"{self.text}: {report.reason}",
+                what,
                 id="",
                 kind="JobEnded",
                 code=code,
-                where=str(self.output()),
-                fix=report.fix or f"look at the end of {self.output().name}",
+                where=str(output),
+                fix=report.fix or f"look at the end of {output.name}",
                 at=report.at,
                 host=None,
             )
-        reason = f"{self.text}: {report.reason}; {kept}"
         state: Literal["stopped", "failed"] = "stopped" if is_stop else "failed"
-        end(self.attempt, state, code, reason, step=saved, error=error)
-
-    @abstractmethod
-    def judge(self, report: JobReport) -> tuple[ExitCode, bool]:
-        """The exit code of an ended job without an outcome, and whether it was stopped."""
-
-    @abstractmethod
-    def output(self) -> Path:
-        """The file with what the job has printed."""
-
-    def report(
-        self,
-        state: JobState,
-        reason: str,
-        word: str,
-        *,
-        nodes: str = "",
-        fix: str = "",
-        starts_at: float | None = None,
-    ) -> JobReport:
-        """A report of this moment."""
-        return JobReport(state, reason, self.job_id, time.time(), word, nodes, fix, starts_at)
+        end(self.attempt, state, code, f"{what}; {kept}", step=saved, error=error)
 
 
 def resubmitted_id(attempt: Attempt) -> str | None:
@@ -231,14 +223,26 @@ def last_line(done: Result) -> str:
     return lines[-1].strip() if lines else f"exit status {done.returncode}"
 
 
+def where_running(nodes: str, doing: str, left_s: float | None) -> str:
+    """Where a job runs; `doing`: empty, or that it is ending or suspended; `left_s`: until its time
+    limit, None: not known."""
+    if doing:
+        return f"it is {doing} on {nodes}"
+    if left_s is None:
+        return f"on {nodes}"
+    return f"on {nodes}; its time limit is in {format_duration(max(0.0, left_s))}"
+
+
+def no_answer(queue: Scheduler, words: str, done: Result, fix: str) -> UserError:
+    """What to raise where a command of a scheduler does not say how a job stands."""
+    what, where = f"{words} fails: {last_line(done)}", f"{queue.path(words)} on {queue.shell.name}"
+    return UserError(what, where=where, fix=fix, id="queue.commands")
+
+
 @dataclass(frozen=True, slots=True)
 class JobNode:
-    """A node of a job.
-
-    Args:
-        name: of the host, as the scheduler writes it.
-        address: at which the other nodes reach it; 127.0.0.1 in a job of one node.
-    """
+    """A node of a job: its name as the scheduler writes it, and the address at which the others
+    reach it; 127.0.0.1 in a job of one node."""
 
     name: str
     address: str
@@ -246,6 +250,10 @@ class JobNode:
 
 class Allocation(ABC):
     """The nodes of a job, as its own script sees them; the coordinator runs there.
+
+    Args:
+        attempt: whose script this job runs.
+        environ: the variables of the job.
 
     Attributes:
         job: for messages, such as `Slurm job 4711`.
@@ -256,12 +264,15 @@ class Allocation(ABC):
 
     nodes: list[JobNode]
 
-    def __init__(self, scheduler: str, job_id: str, key: str, attempt: Attempt) -> None:
-        self.job = f"{scheduler} job {job_id}"
-        self.key = key
+    def __init__(
+        self, scheduler: Scheduler, job_id: str, attempt: Attempt, environ: Mapping[str, str]
+    ) -> None:
+        self.job = f"{scheduler.name} job {job_id}"
+        self.key = job_id
         self.first_port = int(re.sub(r"\D", "", job_id.partition(".")[0])) % 100
         self._id = job_id
         self._attempt = attempt
+        self._environ = environ
 
     @abstractmethod
     def on_all_nodes(self, words: list[str], log: Path) -> list[list[str]]:
@@ -282,14 +293,16 @@ class Allocation(ABC):
 
     @abstractmethod
     def queue_again(self) -> str:
-        """Queue this job again, to go on.
-
-        Returns:
-            What was done, in words.
+        """Queue this job again, to go on; returns what was done, in words.
 
         Raises:
             UserError: the scheduler refuses.
         """
+
+    def refused(self, what: str) -> UserError:
+        """What to raise where the job cannot be queued again."""
+        fix = "`isles train` again submits it"
+        return UserError(what, where=self.job, fix=fix, id="queue.refused")
 
 
 def address_of(names: list[str], host: str) -> str:
@@ -297,7 +310,6 @@ def address_of(names: list[str], host: str) -> str:
 
     Args:
         names: of the host, or addresses, the best first.
-        host: its name, for the error.
 
     Raises:
         CommunicationError: none of the names has one.

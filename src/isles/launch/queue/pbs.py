@@ -1,4 +1,4 @@
-"""OpenPBS and Torque: their commands, the job of a run, and the nodes of a job."""
+"""OpenPBS and Torque: their commands, and the nodes of a job."""
 
 from __future__ import annotations
 
@@ -9,44 +9,39 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from isles.config.sections.cluster import PbsLauncherConfig
-from isles.errors import CommunicationError, ExitCode, PreflightError, UserError
-from isles.facts.units import format_duration
+from isles.errors import CommunicationError, ExitCode, PreflightError
 from isles.launch.queue.job import (
     Allocation,
     JobNode,
     JobReport,
-    QueueJob,
+    JobState,
     Scheduler,
     address_of,
-    last_line,
+    explain,
+    no_answer,
+    where_running,
 )
-from isles.launch.queue.reasons import PBS_REFUSALS, pbs_ended, pbs_pending
 from isles.launch.ssh.shell import Result
+from isles.run.outcome import AGAIN
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record, write_text_atomic
 
 Dialect = Literal["openpbs", "torque"]
 
-_RUNNING = ("R", "E", "B", "S", "U")
-_WAITING = ("Q", "H", "W", "T", "M")
+_RUNNING, _WAITING = "REBSU", "QHWTM"
 _JOB = re.compile(r"\d+(\[\])?\.?[\w.-]*")
 
-_SUBMIT_S = 60.0
-"""Longest wait for qsub when a job submits itself again."""
 
-
-@dataclass(frozen=True, slots=True)
 class Pbs(Scheduler):
     """The commands of PBS on one machine."""
 
     name = "PBS"
     submit_command = ("qsub",)
-    refusals = PBS_REFUSALS
+    cancel_command = "qdel"
     array_option = r"\s*-[Jt]\s*\d"
     new_words = ("Q",)
 
@@ -55,18 +50,47 @@ class Pbs(Scheduler):
         is_id = done.returncode == 0 and bool(words) and _JOB.fullmatch(words[-1]) is not None
         return words[-1] if is_id else None
 
-    def find(self, attempt: Attempt) -> str | None:
-        """See Scheduler: no other job has this output."""
-        output = str(attempt.path / "pbs.out")
-        done = self.run("qstat", "-f")
-        if done.returncode:
-            where = f"{self.path('qstat')} -f"
-            raise PreflightError(last_line(done), where=where, id="queue.commands")
-        for text in re.split(r"^Job Id: ", done.stdout, flags=re.MULTILINE)[1:]:
-            to = read_attributes(text).get("Output_Path", "")
-            if to == output or to.endswith(f":{output}"):
-                return text.split()[0]
-        return None
+    def look(self, attempt: Attempt, job_id: str) -> JobReport:
+        # Torque knows -x as a wish for XML, and shows ended jobs for a while without it.
+        ended = [] if read_dialect(attempt) == "torque" else ["-x"]
+        done = self.run("qstat", *ended, "-f", job_id)
+        if "unknown job" in done.stderr.lower():
+            reason = "it is over, and PBS knows no more of it"
+            return JobReport("ended", reason, job_id, "UNKNOWN")
+        if done.returncode or "job_state" not in done.stdout:
+            raise no_answer(self, "qstat", done, "is the PBS server up? qstat -B")
+        found = read_attributes(done.stdout)
+        letter = found.get("job_state", "?")
+        status = found.get("Exit_status", found.get("exit_status", ""))
+        if letter in _WAITING:
+            has_run = found.get("run_count", "0") not in ("", "0")
+            has_run = has_run or attempt.rank_record(0).exists()
+            state: JobState = "requeued" if has_run else "pending"
+            reason, fix = pending(letter, found.get("comment", "").strip(), job_id)
+            return JobReport(state, reason, job_id, letter, fix)
+        if letter in _RUNNING:
+            # a1/0*4+a2/0*4
+            parts = found.get("exec_host", "").split("+")
+            nodes = "+".join(dict.fromkeys(part.partition("/")[0] for part in parts if part))
+            limit = _seconds(found.get("Resource_List.walltime", ""))
+            used = _seconds(found.get("resources_used.walltime", "")) or 0.0
+            doing = {"E": "ending", "S": "suspended", "U": "suspended"}.get(letter, "")
+            reason = where_running(nodes, doing, None if limit is None else limit - used)
+            return JobReport("running", reason, job_id, letter)
+        reason, fix = ended_as(status, found.get("comment", ""))
+        return JobReport("ended", reason, job_id, f"{letter} {status}".strip(), fix)
+
+    def exit_code(self, attempt: Attempt, report: JobReport) -> tuple[ExitCode, bool]:
+        request = read_record(attempt.stop_request) or {}
+        # The script's own request, before the time limit, does not mean that the run is to end.
+        is_stop = bool(request and not request.get("requeue")) or report.word.endswith(" 271")
+        if is_stop and read_record(attempt.stopped) is not None:
+            return ExitCode.REQUEUE, True  # its ranks had saved when PBS killed the script
+        return (ExitCode.INTERRUPTED if is_stop else ExitCode.TRAINING), is_stop
+
+    def output(self, attempt: Attempt, job_id: str) -> Path:
+        log = attempt.path / "pbs.log"
+        return log if log.exists() else attempt.path / "pbs.out"
 
     def dialect(self) -> Dialect:
         """Which PBS it is, by what `qstat --version` says.
@@ -76,16 +100,13 @@ class Pbs(Scheduler):
         Raises:
             PreflightError: it is neither.
         """
+        where = f"{self.path('qstat')} on {self.shell.name}"
         try:
             done = self.run("qstat", "--version")
         except PreflightError as error:
-            raise PreflightError(
-                error.what,
-                where=f"{self.path('qstat')} on {self.shell.name}",
-                fix="call isles on the cluster's login node, or name it: launcher.login; or name "
-                "the folder of PBS's commands: launcher.bin_path",
-                id="queue.commands",
-            ) from None
+            fix = "call isles on the cluster's login node, or name it: launcher.login; or name "
+            fix += "the folder of PBS's commands: launcher.bin_path"
+            raise PreflightError(error.what, where=where, fix=fix, id="queue.commands") from None
         text = f"{done.stdout}\n{done.stderr}"
         if re.search(r"pbs_version\s*=|PBSPro", text):
             return "openpbs"
@@ -94,7 +115,7 @@ class Pbs(Scheduler):
         first = next((line.strip() for line in text.splitlines() if line.strip()), "nothing")
         raise PreflightError(
             f"qstat --version says {first[:80]!r}: this is no PBS",
-            where=f"{self.path('qstat')} on {self.shell.name}",
+            where=where,
             fix="use launcher: {kind: slurm, ...} where Slurm has a qstat of its own; or say "
             "which PBS it is: launcher.dialect=openpbs or torque",
             id="queue.commands",
@@ -112,58 +133,6 @@ def read_dialect(attempt: Attempt) -> Dialect:
     return "torque" if noted == "torque" else "openpbs"
 
 
-@dataclass(frozen=True, slots=True)
-class PbsJob(QueueJob):
-    """The PBS job of one start of a run."""
-
-    cancel_command: ClassVar[str] = "qdel"
-
-    def state(self) -> JobReport:
-        # Torque knows -x as a wish for XML, and shows ended jobs for a while without it.
-        is_torque = read_dialect(self.attempt) == "torque"
-        words = ["-f", self.job_id] if is_torque else ["-x", "-f", self.job_id]
-        done = self.queue.run("qstat", *words)
-        if done.returncode == 0 and "job_state" in done.stdout:
-            return self._report_from(read_attributes(done.stdout))
-        if "unknown job" in done.stderr.lower():
-            return self.report("ended", "it is over, and PBS knows no more of it", "UNKNOWN")
-        raise UserError(
-            f"qstat does not say how job {self.job_id} stands: {last_line(done)}",
-            where=f"{self.queue.path('qstat')} {' '.join(words)}",
-            fix="is the PBS server up? qstat -B",
-            id="queue.commands",
-        )
-
-    def judge(self, report: JobReport) -> tuple[ExitCode, bool]:
-        request = read_record(self.attempt.stop_request) or {}
-        # The script's own request, before the time limit, does not mean that the run is to end.
-        is_stop = bool(request and not request.get("requeue")) or report.word.endswith(" 271")
-        if is_stop and read_record(self.attempt.stopped) is not None:
-            return ExitCode.REQUEUE, True  # its ranks had saved when PBS killed the script
-        return (ExitCode.INTERRUPTED if is_stop else ExitCode.TRAINING), is_stop
-
-    def output(self) -> Path:
-        log = self.attempt.path / "pbs.log"
-        return log if log.exists() else self.attempt.path / "pbs.out"
-
-    def _report_from(self, attributes: dict[str, str]) -> JobReport:
-        letter = attributes.get("job_state", "?")
-        # a1/0*4+a2/0*4
-        parts = attributes.get("exec_host", "").split("+")
-        nodes = "+".join(dict.fromkeys(part.partition("/")[0] for part in parts if part))
-        if letter in _WAITING:
-            has_run = attributes.get("run_count", "0") not in ("", "0")
-            has_run = has_run or self.attempt.rank_record(0).exists()
-            reason, fix = pbs_pending(letter, attributes, self.job_id)
-            return self.report("requeued" if has_run else "pending", reason, letter, fix=fix)
-        if letter in _RUNNING:
-            reason = _where_running(letter, attributes, nodes)
-            return self.report("running", reason, letter, nodes=nodes)
-        status = attributes.get("Exit_status", attributes.get("exit_status", ""))
-        reason, fix = pbs_ended(status, attributes)
-        return self.report("ended", reason, f"{letter} {status}".strip(), nodes=nodes, fix=fix)
-
-
 def read_attributes(text: str) -> dict[str, str]:
     """The attributes of one job as `qstat -f` prints them; a long one goes on after a tab."""
     found: dict[str, str] = {}
@@ -177,16 +146,25 @@ def read_attributes(text: str) -> dict[str, str]:
     return found
 
 
-def _where_running(letter: str, attributes: dict[str, str], nodes: str) -> str:
-    if letter == "E":
-        return f"it is ending on {nodes}"
-    if letter in ("S", "U"):
-        return f"it is suspended on {nodes}"
-    limit = _seconds(attributes.get("Resource_List.walltime", ""))
-    used = _seconds(attributes.get("resources_used.walltime", ""))
-    if limit is None:
-        return f"on {nodes}"
-    return f"on {nodes}; its time limit is in {format_duration(max(0.0, limit - (used or 0.0)))}"
+def pending(letter: str, comment: str, job_id: str) -> tuple[str, str]:
+    """Why a job waits, and what can be done, by its job_state and its comment."""
+    known = comment and explain("pbs", "pending", comment, job=job_id)
+    known = known or explain("pbs", "letters", letter, job=job_id)
+    if known:
+        return known[0] + (f" ({comment})" if comment else ""), known[1]
+    return f"it waits: {comment or 'the scheduler has not said why'}", ""
+
+
+def ended_as(status: str, comment: str) -> tuple[str, str]:
+    """How a job ended, and what can be done, by its Exit_status; empty: it never ran."""
+    if not re.fullmatch(r"-?\d+", status):
+        return f"it was deleted before it ran{f' ({comment})' if comment else ''}", ""
+    if known := explain("pbs", "ended", status, go_on=AGAIN):
+        return known
+    code = int(status)
+    if code > 128:
+        return f"its script was killed by signal {code - (256 if code > 256 else 128)}", AGAIN
+    return ("its script ended" if code == 0 else f"its script ended with exit status {code}"), ""
 
 
 def _seconds(walltime: str) -> float | None:
@@ -199,14 +177,10 @@ def _seconds(walltime: str) -> float | None:
 
 
 class PbsAllocation(Allocation):
-    """The nodes of a PBS job.
+    """The nodes of a PBS job; `num_nodes`: how many the run is for."""
 
-    Args:
-        attempt: whose script this job runs.
-        num_nodes: how many nodes the run is for.
-    """
-
-    submit_s = _SUBMIT_S
+    submit_s = 60.0
+    """Longest wait for qsub when a job submits itself again."""
 
     def __init__(
         self,
@@ -215,12 +189,10 @@ class PbsAllocation(Allocation):
         environ: Mapping[str, str],
         num_nodes: int,
     ) -> None:
-        job_id = environ["PBS_JOBID"]
-        super().__init__("PBS", job_id, job_id, attempt)
+        self._pbs = Pbs(launcher.bin_path)
+        super().__init__(self._pbs, environ["PBS_JOBID"], attempt, environ)
         self._began = time.monotonic()
         self._launcher = launcher
-        self._environ = environ
-        self._pbs = Pbs(launcher.bin_path)
         # A node file repeats a host for each of its processes.
         lines = Path(environ["PBS_NODEFILE"]).read_text(encoding="utf-8").split()
         hosts = list(dict.fromkeys(lines))
@@ -262,26 +234,23 @@ class PbsAllocation(Allocation):
 
     def queue_again(self) -> str:
         """See Allocation: the same script once more, from here or from the host that submitted."""
-        script, folder = self._attempt.script, self._environ.get("PBS_O_WORKDIR", ".")
-        submit = f"cd {shlex.quote(folder)} && {shlex.join([self._pbs.path('qsub'), str(script)])}"
-        host = self._environ.get("PBS_O_HOST", "")
-        there = ["ssh", "-n", "-o", "BatchMode=yes", host, submit]
-        for command in ["/bin/bash", "-c", submit], there:
+        folder, host = self._environ.get("PBS_O_WORKDIR", "."), self._environ.get("PBS_O_HOST", "")
+        words = shlex.join([self._pbs.path("qsub"), str(self._attempt.script)])
+        submit = f"cd {shlex.quote(folder)} && {words}"
+        commands = [["/bin/bash", "-c", submit]]
+        commands += [["ssh", "-n", "-o", "BatchMode=yes", host, submit]] if host else []
+        said = ""
+        for command in commands:
             try:
                 done = subprocess.run(
                     command, check=False, capture_output=True, text=True, timeout=self.submit_s
                 )
             except subprocess.TimeoutExpired:
                 # A job that was taken without an answer finds the end on record, and ends.
-                raise self._refused(f"qsub has not answered within {self.submit_s:.0f} s") from None
-            words = done.stdout.split()
-            if done.returncode == 0 and words:
-                write_text_atomic(self._attempt.path / "job-id", f"{words[-1]}\n")
-                return f"it goes on as PBS job {words[-1]}"
-            if not host:
-                break
-        raise self._refused(done.stderr.strip() or f"qsub has ended with {done.returncode}")
-
-    def _refused(self, what: str) -> UserError:
-        fix = "`isles train` again submits it"
-        return UserError(what, where=self.job, fix=fix, id="queue.refused")
+                raise self.refused(f"qsub has not answered within {self.submit_s:.0f} s") from None
+            job_id = done.stdout.split()[-1:]
+            if done.returncode == 0 and job_id:
+                write_text_atomic(self._attempt.path / "job-id", f"{job_id[0]}\n")
+                return f"it goes on as PBS job {job_id[0]}"
+            said = done.stderr.strip() or f"qsub has ended with {done.returncode}"
+        raise self.refused(said)

@@ -6,23 +6,30 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath, PurePosixPath
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from isles import __version__
-from isles.config.sections.cluster import ClusterConfig, PbsLauncherConfig, SlurmLauncherConfig
+from isles.config.sections.cluster import (
+    ClusterConfig,
+    PbsLauncherConfig,
+    QueueSection,
+    SlurmLauncherConfig,
+)
 from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError, ExitCode
+from isles.launch.base import ranks_text
 from isles.launch.ssh.environment import network_variables, python_of, quoted, setting_lines
+from isles.run.paths import Attempt
 
 _MAX_SCRIPT_STARTS = 20
 """How often a rendered job with a script of the user's own goes on after its time limit: its
 progress cannot be seen from outside."""
 
 _END_S = 45
-"""How long a node of a rendered PBS job may take to end its ranks: torchrun gives them 30 s."""
+"""How long torchrun may take to end its ranks: it gives them 30 s."""
 
 _TORQUE_NAME = 15
 """The longest name of a job that every Torque takes."""
@@ -36,12 +43,9 @@ class JobText:
         launcher: the section; where the run file has another launcher, one that fits it. The
             dialect of PBS is known: `auto` is taken for openpbs.
         workdir: the folder in which the ranks run, absolute.
-        command: what follows torchrun's own options, in a script that runs without isles.
         run_dir: the run directory as the nodes see it; None: the script runs without isles.
         attempt: the number of this start; 0 without a run directory.
-        notes: comments at the head.
         only_check_s: the job only checks its nodes, and waits so long for one answer (PBS).
-        path: where a script that runs without isles will be, absolute; None: not known (PBS).
     """
 
     launcher: SlurmLauncherConfig | PbsLauncherConfig
@@ -49,12 +53,19 @@ class JobText:
     nproc: int
     device: str
     workdir: str
-    command: Sequence[str] = ()
     run_dir: str | None = None
     attempt: int = 0
-    notes: Sequence[str] = ()
     only_check_s: float | None = None
-    path: str | None = None
+
+    def of(self, attempt: Attempt) -> JobText:
+        """The same, for a start of a run that isles follows."""
+        run_dir = str(attempt.path.parent.parent)
+        return replace(self, run_dir=run_dir, attempt=attempt.number)
+
+    @property
+    def size(self) -> str:
+        ranks, is_one = ranks_text(self.nproc, self.device), self.nodes == 1
+        return f"1 node with {ranks}" if is_one else f"{self.nodes} nodes with {ranks} each"
 
 
 def fill_template(name: str, /, **values: object) -> str:
@@ -74,11 +85,7 @@ def fill_template(name: str, /, **values: object) -> str:
 
 
 def node_lines(cluster: ClusterConfig, workdir: str, *, nodes: int, device: str) -> list[str]:
-    """Lines of bash after which `torchrun` is that of the run file's Python.
-
-    Args:
-        workdir: the folder in which the ranks run.
-    """
+    """Lines of bash after which `torchrun` is that of the run file's Python."""
     lines = setting_lines(cluster, workdir, is_login=True)
     environment = cluster.environment
     python = PurePath(python_of(environment))
@@ -99,45 +106,48 @@ def job_script(config: RunConfig, job: JobText) -> str:
     """
     cluster, launcher = config.clusters[0], job.launcher
     setting = node_lines(cluster, job.workdir, nodes=job.nodes, device=job.device)
-    values: dict[str, object]
-    if isinstance(launcher, SlurmLauncherConfig):
-        values = {
-            "shebang": _slurm_shebang(cluster),
-            "title": f"{config.name}: {_slurm_size(job)}, written by isles {__version__}",
-            "head": ["`isles train` has submitted this file as it is."],
-            "sign": "#SBATCH",
-            "options": slurm_options(config, job),
-            "log": None,
-            "more": "",
-        }
-    else:
-        # The coordinator starts this script on each node, with the agent's arguments: a task of
-        # pbsdsh begins in $HOME, with a bare environment.
-        if (threads := _pbs_threads(cluster, launcher, job.nproc)) is not None:
-            setting.append(f"export OMP_NUM_THREADS={threads} # of a rank; PBS has set all cores")
-        only_s = job.only_check_s
-        values = {
-            "shebang": "#!/bin/bash",
-            "title": f"{config.name}: {job.nodes} x {job.nproc} ranks",
-            "head": [f"written by isles {__version__} for start {job.attempt} of {job.run_dir}"],
-            "sign": "#PBS",
-            "options": pbs_options(config, job),
-            "log": f"{job.run_dir}/attempts/{job.attempt:03d}/pbs.log",
-            "more": f" --only-check {only_s:.0f}" if only_s is not None else "",
-        }
+    is_pbs = isinstance(launcher, PbsLauncherConfig)
+    if is_pbs and (threads := _pbs_threads(cluster, launcher, job.nproc)) is not None:
+        setting.append(f"export OMP_NUM_THREADS={threads} # of a rank; PBS has set all cores")
     return fill_template(
         "job.sh.jinja",
+        shebang=_shebang(cluster, launcher),
+        head=[
+            f"{config.name}: {job.size}",
+            f"written by isles {__version__} for start {job.attempt} of {job.run_dir}",
+        ],
+        sign="#PBS" if is_pbs else "#SBATCH",
+        options=pbs_options(config, job) if is_pbs else slurm_options(config, job),
         setting=setting,
+        # The coordinator starts a script of PBS on each node, with the agent's arguments: a task
+        # of pbsdsh begins in $HOME, with a bare environment.
+        log=f"{job.run_dir}/attempts/{job.attempt:03d}/pbs.log" if is_pbs else None,
         python=quoted(python_of(cluster.environment)),
         run_dir=job.run_dir,
         attempt=job.attempt,
-        **values,
+        more=f" --only-check {job.only_check_s:.0f}" if job.only_check_s is not None else "",
     )
 
 
-def rendered_script(config: RunConfig, job: JobText) -> str:
-    """A script that runs without isles' control wing: torchrun on each node."""
+def rendered_script(
+    config: RunConfig,
+    job: JobText,
+    command: Sequence[str],
+    *,
+    notes: Sequence[str] = (),
+    path: str | None = None,
+) -> str:
+    """A script that runs without isles' control wing: torchrun on each node.
+
+    Args:
+        command: what follows torchrun's own options.
+        notes: comments at the head.
+        path: where the script will be, absolute; None: not known. One of PBS submits itself.
+    """
     cluster, launcher = config.clusters[0], job.launcher
+    head = [f"{config.name}: {job.size} under torchrun"]
+    head += [f"written by isles {__version__}; it does not need the command isles to run"]
+    head += notes
     shared: dict[str, object] = {
         "setting": node_lines(cluster, job.workdir, nodes=job.nodes, device=job.device),
         "nodes": job.nodes,
@@ -145,43 +155,37 @@ def rendered_script(config: RunConfig, job: JobText) -> str:
         "interface": cluster.network.interface,
         "port": cluster.network.port,
         "start_timeout": math.ceil(cluster.start_timeout),
-        "command": shlex.join(job.command),
+        "command": shlex.join(command),
         "requeue": launcher.requeue,
         "runs": _runs_pattern(config, job.workdir),
         "most_times": _MAX_SCRIPT_STARTS,
+        "head": head,
     }
     if isinstance(launcher, SlurmLauncherConfig):
         cpus = launcher.cpus_per_node
         return fill_template(
             "sbatch.sh.jinja",
-            shebang=_slurm_shebang(cluster),
-            title=f"{config.name}: {_slurm_size(job)}, written by isles {__version__}",
-            head=[
-                "One task a node runs torchrun, which starts the ranks of that node.",
-                *job.notes,
-            ],
+            shebang=_shebang(cluster, launcher),
             options=slurm_options(config, job),
             # Since Slurm 22.05 a step no longer takes this from its job.
             srun_cpus=f" --cpus-per-task={cpus}" if cpus else "",
             **shared,
         )
-    head = [f"written by isles {__version__}; it does not need the command isles to run"]
-    head += job.notes
-    if launcher.time is not None and launcher.requeue and job.path is None:
+    save_after = int(launcher.time - launcher.save_before) if launcher.time is not None else None
+    if save_after is not None and launcher.requeue and path is None:
         head.append("submit it again to go on after its time limit; written by --output it does")
         head.append("that by itself")
     bin_path = launcher.bin_path.rstrip("/") + "/" if launcher.bin_path else ""
-    save_after = int(launcher.time - launcher.save_before) if launcher.time is not None else None
+    has_limit = save_after is not None and config.training.script is not None
     return fill_template(
         "pbs.sh.jinja",
-        title=f"{config.name}: {job.nodes} x {job.nproc} ranks under torchrun",
-        head=head,
-        requests=pbs_options(config, job),
-        end_s=_END_S,
+        options=pbs_options(config, job),
+        # A script of the user's own gets SIGTERM; the trainer is asked to save by a file.
+        limit=f"timeout --kill-after={_END_S} {save_after} " if has_limit else "",
         lost=int(ExitCode.COMMUNICATION),
         threads=_pbs_threads(cluster, launcher, job.nproc),
         name=config.name,
-        path=job.path,
+        path=path,
         pbsdsh=[f"{bin_path}pbsdsh"] + ["-u"] * (launcher.dialect == "torque"),
         qsub=f"{bin_path}qsub",
         save_after=save_after,
@@ -227,7 +231,7 @@ def slurm_options(config: RunConfig, job: JobText) -> list[str]:
         "gres": None if asked == "none" else asked,
         "cpus-per-task": launcher.cpus_per_node,
         "mem": launcher.memory_per_node,
-        "time": slurm_time(launcher.time) if launcher.time is not None else None,
+        "time": clock(launcher.time) if launcher.time is not None else None,
         "account": launcher.account,
         "partition": launcher.partition,
         "qos": launcher.qos,
@@ -248,13 +252,10 @@ def slurm_options(config: RunConfig, job: JobText) -> list[str]:
     return [*options, *launcher.extra]
 
 
-def slurm_time(seconds: float) -> str:
-    """A time limit as Slurm takes it: DAYS-HH:MM:SS or HH:MM:SS, never shorter than asked."""
+def clock(seconds: float) -> str:
+    """A time limit as HH:MM:SS, never shorter than asked."""
     minutes, rest = divmod(math.ceil(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    clock = f"{hours:02d}:{minutes:02d}:{rest:02d}"
-    return f"{days}-{clock}" if days else clock
+    return f"{minutes // 60:02d}:{minutes % 60:02d}:{rest:02d}"
 
 
 def _slurm_value(value: object) -> str:
@@ -265,17 +266,11 @@ def _slurm_value(value: object) -> str:
     return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
-def _slurm_shebang(cluster: ClusterConfig) -> str:
-    # Modules and conda are functions that only a login shell is sure to have.
-    environment = cluster.environment
-    return "#!/bin/bash -l" if environment.modules or environment.conda else "#!/bin/bash"
-
-
-def _slurm_size(job: JobText) -> str:
-    kind = "GPU" if job.device == "cuda" else "CPU process"
-    plural = "" if job.nproc == 1 else "es" if job.device == "cpu" else "s"
-    each = f" with {job.nproc} {kind}{plural}"
-    return f"{job.nodes} node{'s' if job.nodes > 1 else ''}{each}{' each' * (job.nodes > 1)}"
+def _shebang(cluster: ClusterConfig, launcher: QueueSection) -> str:
+    # Modules and conda are functions that only a login shell is sure to have; PBS' is one.
+    environment, is_pbs = cluster.environment, isinstance(launcher, PbsLauncherConfig)
+    is_login = not is_pbs and (environment.modules or environment.conda)
+    return "#!/bin/bash -l" if is_login else "#!/bin/bash"
 
 
 def pbs_options(config: RunConfig, job: JobText) -> list[str]:
@@ -289,16 +284,10 @@ def pbs_options(config: RunConfig, job: JobText) -> list[str]:
     assert isinstance(launcher, PbsLauncherConfig)
     name = config.name[:_TORQUE_NAME] if launcher.dialect == "torque" else config.name
     lines = [f"-N {name}", *(f"-l {request}" for request in _pbs_resources(launcher, job))]
-    if launcher.time is not None:
-        whole = int(launcher.time)
-        clock = f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
-        lines.append(f"-l walltime={clock}")
-    if launcher.queue is not None:
-        lines.append(f"-q {shlex.quote(launcher.queue)}")
-    if launcher.account is not None:
-        lines.append(f"-A {shlex.quote(launcher.account)}")
-    lines.append(f"-r {'y' if launcher.requeue else 'n'}")
-    lines.append("-j oe")
+    lines += [f"-l walltime={clock(launcher.time)}"] if launcher.time is not None else []
+    lines += [f"-q {shlex.quote(launcher.queue)}"] if launcher.queue is not None else []
+    lines += [f"-A {shlex.quote(launcher.account)}"] if launcher.account is not None else []
+    lines += [f"-r {'y' if launcher.requeue else 'n'}", "-j oe"]
     if job.run_dir is not None:
         output = f"{job.run_dir}/attempts/{job.attempt:03d}/pbs.out"
         if ":" in output:
@@ -336,7 +325,7 @@ def _pbs_resources(launcher: PbsLauncherConfig, job: JobText) -> list[str]:
     return [request, f"mem={int(size[1]) * nodes}{size[2]}"]
 
 
-def _pbs_threads(cluster: ClusterConfig, launcher: PbsLauncherConfig, nproc: int) -> int | None:
+def _pbs_threads(cluster: ClusterConfig, launcher: QueueSection, nproc: int) -> int | None:
     # PBS sets OMP_NUM_THREADS to all cores of the node: a rank gets its share.
     if "OMP_NUM_THREADS" in cluster.environment.variables:
         return None

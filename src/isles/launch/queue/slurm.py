@@ -1,4 +1,4 @@
-"""Slurm: its commands, the job of a run, and the nodes of a job."""
+"""Slurm: its commands, and the nodes of a job."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import ClassVar
 
 from isles.config.load import Loaded
 from isles.config.sections.cluster import SlurmLauncherConfig
@@ -25,30 +23,29 @@ from isles.launch.queue.job import (
     QueueJob,
     Scheduler,
     address_of,
-    last_line,
+    explain,
+    no_answer,
+    where_running,
+    words_of,
 )
-from isles.launch.queue.reasons import SLURM_ENDINGS, SLURM_REFUSALS, slurm_pending
 from isles.launch.ssh.shell import Result
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_text_atomic
-
-_PAUSE_S = 125.0
-"""How long Slurm holds a job that was queued again: somewhat more than a credential lives."""
 
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 _BAD_NODES = "drain,down,fail,maint"
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z/:]+)=(.*?)(?=\s+[A-Za-z/:]+=|\s*$)")
 _NAMED_NODES = 8
+_UP = "is slurmctld up? scontrol ping"
 
 
-@dataclass(frozen=True, slots=True)
 class Slurm(Scheduler):
     """Slurm's commands on one machine."""
 
     name = "Slurm"
     submit_command = ("sbatch", "--parsable")
-    refusals = SLURM_REFUSALS
+    cancel_command = "scancel"
     array_option = r"\s*(--array|-a)(=|\s|\d|$)"
     new_words = ("PENDING", "PENDING Priority")
 
@@ -56,22 +53,55 @@ class Slurm(Scheduler):
         job_id = done.stdout.strip().partition(";")[0]
         return job_id if done.returncode == 0 and job_id.isdecimal() else None
 
-    def find(self, attempt: Attempt) -> str | None:
-        """See Scheduler: no other job has this script."""
-        done = self.run("squeue", "-h", "--me", "--states=all", "-o", "%i|%o")
-        if done.returncode:
-            text = done.stderr.strip() or "squeue failed"
-            raise PreflightError(text, where="squeue", id="queue.commands")
-        for line in done.stdout.splitlines():
-            job_id, _, command = line.partition("|")
-            if command.strip() == str(attempt.script) and job_id.isdecimal():
-                return job_id
-        return None
+    def look(self, attempt: Attempt, job_id: str) -> JobReport:
+        done = self.run("scontrol", "show", "job", "-o", job_id)
+        if done.returncode == 0 and done.stdout.strip():
+            fields = {m[1]: m[2].strip() for m in _FIELD.finditer(done.stdout.strip())}
+        elif "invalid job id" in done.stderr.lower():
+            fields = self._from_accounting(job_id)
+        else:
+            raise no_answer(self, "scontrol show job", done, _UP)
+        word, why = fields.get("JobState", "UNKNOWN"), fields.get("Reason", "None")
+        state: JobState = "ended"
+        if word in _WAITING:
+            has_run = fields.get("Restarts", "0") != "0" or attempt.rank_record(0).exists()
+            state = "requeued" if has_run else "pending"
+            reason, fix = self._why_waiting(fields, word, why, job_id)
+        elif word in _RUNNING:
+            end = _time_of(fields.get("EndTime", ""))
+            if fields.get("TimeLimit", "UNLIMITED") == "UNLIMITED":
+                end = None
+            left_s = None if end is None else end - time.time()
+            doing = {"COMPLETING": "ending", "SUSPENDED": "suspended"}.get(word, "")
+            nodes = fields.get("NodeList", "").replace("(null)", "")
+            state, reason, fix = "running", where_running(nodes, doing, left_s), ""
+        else:
+            reason, fix = _how_ended(fields, word, why)
+        return JobReport(state, reason, job_id, word if why == "None" else f"{word} {why}", fix)
 
-    def refusal_fix(self, keys: tuple[str, ...], loaded: Loaded) -> str:
+    def exit_code(self, attempt: Attempt, report: JobReport) -> tuple[ExitCode, bool]:
+        if (stopped := read_record(attempt.stopped)) is not None:
+            return ExitCode(int(stopped["exit_code"])), True
+        known = words_of("slurm")["ended"].get(report.word.split(" ")[0])
+        code = ExitCode[known[1]] if known is not None else ExitCode.TRAINING
+        return code, code in (ExitCode.INTERRUPTED, ExitCode.REQUEUE)
+
+    def output(self, attempt: Attempt, job_id: str) -> Path:
+        return attempt.path / f"slurm-{job_id}.out"
+
+    def ask_to_save(self, job: QueueJob) -> None:
+        # The script looks at the request, on the host that sees the file at once.
+        job.run_cancel("--signal=USR1", "--batch")
+
+    def hasten(self, report: JobReport) -> None:
+        # Slurm holds a job that was queued again for two minutes.
+        if report.state == "requeued" and report.word.partition(" ")[2] in ("", "BeginTime"):
+            self.run("scontrol", "update", f"jobid={report.job_id}", "StartTime=now")
+
+    def refusal_fix(self, key: str, loaded: Loaded) -> str:
         """See Scheduler: which partitions there are."""
         launcher = loaded.config.clusters[0].launcher
-        if keys[:1] != ("partition",) or not isinstance(launcher, SlurmLauncherConfig):
+        if key != "partition" or not isinstance(launcher, SlurmLauncherConfig):
             return ""
         try:
             names = self.run("sinfo", "-h", "-o", "%R").stdout.split()
@@ -82,70 +112,12 @@ class Slurm(Scheduler):
             return f"did you mean {near[0]}? There are: {', '.join(names)}"
         return f"the partitions are: {', '.join(names)}" if names else ""
 
-
-@dataclass(frozen=True, slots=True)
-class SlurmJob(QueueJob):
-    """The Slurm job of one start of a run."""
-
-    cancel_command: ClassVar[str] = "scancel"
-
-    def state(self) -> JobReport:
-        done = self.queue.run("scontrol", "show", "job", "-o", self.job_id)
-        if done.returncode == 0 and done.stdout.strip():
-            fields = {m[1]: m[2].strip() for m in _FIELD.finditer(done.stdout.strip())}
-            return self._report_from(fields)
-        if "invalid job id" not in done.stderr.lower():
-            raise UserError(
-                f"scontrol does not say how job {self.job_id} stands: {last_line(done)}",
-                where=f"{self.queue.path('scontrol')} show job {self.job_id}",
-                fix="is slurmctld up? scontrol ping",
-                id="queue.commands",
-            )
-        return self._forgotten()
-
-    def hasten(self, report: JobReport) -> None:
-        why = report.word.partition(" ")[2]
-        if report.state != "requeued" or why not in ("", "BeginTime"):  # "": Slurm has yet to look
-            return
-        # A job that was queued again is held for two minutes; a later start was chosen by a user.
-        if report.starts_at is not None and report.starts_at - time.time() <= _PAUSE_S:
-            self.queue.run("scontrol", "update", f"jobid={self.job_id}", "StartTime=now")
-
-    def ask_to_save(self) -> None:
-        """See QueueJob: the script looks at the request, on the host that sees the file at once."""
-        self.run_cancel("--signal=USR1", "--batch")
-
-    def judge(self, report: JobReport) -> tuple[ExitCode, bool]:
-        if (stopped := read_record(self.attempt.stopped)) is not None:
-            return ExitCode(int(stopped["exit_code"])), True
-        known = SLURM_ENDINGS.get(report.word.split(" ")[0])
-        code = known[1] if known is not None else ExitCode.TRAINING
-        return code, code in (ExitCode.INTERRUPTED, ExitCode.REQUEUE)
-
-    def output(self) -> Path:
-        return self.attempt.path / f"slurm-{self.job_id}.out"
-
-    def _report_from(self, fields: dict[str, str]) -> JobReport:
-        state = fields.get("JobState", "UNKNOWN")
-        why = fields.get("Reason", "None")
-        word = state if why == "None" else f"{state} {why}"
-        nodes = "" if fields.get("NodeList", "(null)") == "(null)" else fields["NodeList"]
-        starts_at = _time_of(fields.get("StartTime", ""))
-        if state in _WAITING:
-            has_run = fields.get("Restarts", "0") != "0" or self.attempt.rank_record(0).exists()
-            reason, fix = self._why_waiting(fields, state, why)
-            waits: JobState = "requeued" if has_run else "pending"
-            return self.report(waits, reason, word, nodes=nodes, fix=fix, starts_at=starts_at)
-        if state in _RUNNING:
-            reason = _where_running(fields, state, nodes)
-            return self.report("running", reason, word, nodes=nodes, starts_at=starts_at)
-        reason, fix = _how_ended(fields, state, why)
-        return self.report("ended", reason, word, nodes=nodes, fix=fix)
-
-    def _why_waiting(self, fields: dict[str, str], state: str, why: str) -> tuple[str, str]:
-        if state == "CONFIGURING":
+    def _why_waiting(
+        self, fields: dict[str, str], word: str, why: str, job_id: str
+    ) -> tuple[str, str]:
+        if word == "CONFIGURING":
             return "its nodes are being switched on", ""
-        reason, fix = slurm_pending(why, self.job_id)
+        reason, fix = pending(why, job_id)
         named = re.search(r"UnavailableNodes:(\S+)", why)
         if named is not None or why.startswith(("Nodes_required", "NodeDown", "Resources")):
             partition = ("-p", fields.get("Partition", ""), "-t", _BAD_NODES)
@@ -159,7 +131,7 @@ class SlurmJob(QueueJob):
     def _bad_nodes(self, *query: str) -> str:
         # Which nodes are drained or down, with the reason that an administrator gave.
         try:
-            done = self.queue.run("sinfo", "-h", "-N", *query, "-o", "%n|%T|%E")
+            done = self.run("sinfo", "-h", "-N", *query, "-o", "%n|%T|%E")
         except UserError:
             return ""
         texts = []
@@ -170,42 +142,37 @@ class SlurmJob(QueueJob):
         more = f" and {len(texts) - _NAMED_NODES} more" if len(texts) > _NAMED_NODES else ""
         return f": {', '.join(texts[:_NAMED_NODES])}{more}" if texts else ""
 
-    def _forgotten(self) -> JobReport:
+    def _from_accounting(self, job_id: str) -> dict[str, str]:
         # slurmctld forgets a job some minutes after its end; accounting may know it.
-        word, reason, fix = "UNKNOWN", "it is over, and Slurm knows no more of it", ""
         try:
-            what = "State,ExitCode,NodeList"
-            done = self.queue.run("sacct", "-n", "-X", "-P", "-j", self.job_id, "-o", what)
+            done = self.run("sacct", "-n", "-X", "-P", "-j", job_id, "-o", "State,ExitCode")
         except UserError:
-            done = Result(1, "", "")
-        rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") >= 2]
-        if done.returncode == 0 and rows:
-            word = rows[-1][0].split(" ")[0]
-            reason, fix = _how_ended({"ExitCode": rows[-1][1]}, word, "None")
-        return self.report("ended", reason, word, fix=fix)
+            return {}
+        rows = [line.split("|") for line in done.stdout.splitlines() if "|" in line]
+        if done.returncode or not rows:
+            return {}
+        return {"JobState": rows[-1][0].split(" ")[0], "ExitCode": rows[-1][1]}
 
 
-def _where_running(fields: dict[str, str], state: str, nodes: str) -> str:
-    if state == "COMPLETING":
-        return f"it is ending on {nodes}"
-    if state == "SUSPENDED":
-        return f"it is suspended on {nodes}"
-    end = _time_of(fields.get("EndTime", ""))
-    if fields.get("TimeLimit", "UNLIMITED") == "UNLIMITED" or end is None:
-        return f"on {nodes}"
-    return f"on {nodes}; its time limit is in {format_duration(max(0.0, end - time.time()))}"
+def pending(why: str, job_id: str) -> tuple[str, str]:
+    """Why a job waits, and what can be done, by the reason that Slurm gives."""
+    head = why.partition(",")[0]
+    limits = {"QOS": "qos", "Assoc": "account", "Part": "partition"}
+    whose = next((word for sign, word in limits.items() if head.startswith(sign)), "")
+    return explain("slurm", "pending", head, job=job_id, whose=whose) or (why.replace("_", " "), "")
 
 
-def _how_ended(fields: dict[str, str], state: str, why: str) -> tuple[str, str]:
-    known = SLURM_ENDINGS.get(state)
-    if known is not None:
+def _how_ended(fields: dict[str, str], word: str, why: str) -> tuple[str, str]:
+    if word == "UNKNOWN":
+        return "it is over, and Slurm knows no more of it", ""
+    if (known := words_of("slurm")["ended"].get(word)) is not None:
         return known[0], known[2]
-    if state == "FAILED" and why not in ("None", "NonZeroExitCode"):
-        return slurm_pending(why, "")
+    if word == "FAILED" and why not in ("None", "NonZeroExitCode"):
+        return pending(why, "")
     code, _, number = fields.get("ExitCode", "0:0").partition(":")
     if number not in ("", "0"):
         return f"its script was killed by signal {number}", "the end of its output may say more"
-    if state == "COMPLETED" and code == "0":
+    if word == "COMPLETED" and code == "0":
         return "its script has ended", ""
     return f"its script ended with exit code {code}", "the end of its output says why"
 
@@ -219,60 +186,38 @@ def _time_of(text: str) -> float | None:
 
 
 class SlurmAllocation(Allocation):
-    """The nodes of a Slurm job.
-
-    Args:
-        attempt: whose script this job runs.
-    """
+    """The nodes of a Slurm job."""
 
     def __init__(
         self, launcher: SlurmLauncherConfig, attempt: Attempt, environ: Mapping[str, str]
     ) -> None:
-        job_id = environ["SLURM_JOB_ID"]
-        key = f"{job_id}-{environ.get('SLURM_RESTART_COUNT', '0')}"
-        super().__init__("Slurm", job_id, key, attempt)
-        self._launcher = launcher
         self._slurm = Slurm(launcher.bin_path)
+        super().__init__(self._slurm, environ["SLURM_JOB_ID"], attempt, environ)
+        self.key = f"{self._id}-{environ.get('SLURM_RESTART_COUNT', '0')}"
+        self._cpus = launcher.cpus_per_node
         hosts = self._run("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]).split()
-        if len(hosts) == 1:
-            self.nodes = [JobNode(hosts[0], "127.0.0.1")]  # no port is open to the network
-        else:
-            self.nodes = [JobNode(host, self._address(host)) for host in hosts]
+        self.nodes = [JobNode(host, self._address(host, len(hosts))) for host in hosts]
 
-    def _address(self, host: str) -> str:
+    def _address(self, host: str, num_hosts: int) -> str:
+        if num_hosts == 1:
+            return "127.0.0.1"  # no port is open to the network
         # Not every node knows the names of the others: the address that Slurm itself uses.
         found = re.search(r" NodeAddr=(\S+)", self._run("scontrol", "show", "node", "-o", host))
         return address_of([host, found[1] if found else host], host)
 
     def on_all_nodes(self, words: list[str], log: Path) -> list[list[str]]:
         """See Allocation: one task a node, which may use all cores that the job has there."""
-        nodes, cpus = len(self.nodes), self._launcher.cpus_per_node
-        return [
-            [
-                self._slurm.path("srun"),
-                f"--nodes={nodes}",
-                f"--ntasks={nodes}",
-                "--ntasks-per-node=1",
-                # Since Slurm 22.05 a step no longer takes this from its job.
-                *([f"--cpus-per-task={cpus}"] if cpus else []),
-                "--cpu-bind=none",
-                "--export=ALL",
-                # What becomes of the other nodes when one is lost, the coordinator decides.
-                "--no-kill",
-                "--kill-on-bad-exit=0",
-                "--wait=0",
-                "--output",
-                str(log.parent).replace("%", "%%") + f"/{log.name}",
-                "--open-mode=append",
-                sys.executable,
-                "-m",
-                "isles.agent",
-                str(self._attempt.path.parent.parent),
-                "--attempt",
-                str(self._attempt.number),
-                *words,
-            ]
-        ]
+        nodes = len(self.nodes)
+        step = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+        # Since Slurm 22.05 a step no longer takes this from its job.
+        step += [f"--cpus-per-task={self._cpus}"] if self._cpus else []
+        step += ["--cpu-bind=none", "--export=ALL"]
+        # What becomes of the other nodes when one is lost, the coordinator decides.
+        step += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+        step += ["--output", str(log.parent).replace("%", "%%") + f"/{log.name}"]
+        agent = [sys.executable, "-m", "isles.agent", str(self._attempt.path.parent.parent)]
+        agent += ["--attempt", str(self._attempt.number), *words]
+        return [[self._slurm.path("srun"), *step, "--open-mode=append", *agent]]
 
     def is_preempted(self) -> bool:
         """See Allocation: a job with a time of grace gets SIGTERM, and is not queued again."""
@@ -289,12 +234,8 @@ class SlurmAllocation(Allocation):
         again = self._slurm.run(*self._slurm.submit_command, after, str(self._attempt.script))
         new = self._slurm.submitted_id(again)
         if new is None:
-            raise UserError(
-                again.stderr.strip() or done.stderr.strip() or "sbatch says nothing",
-                where=self.job,
-                fix="`isles train` again submits it",
-                id="queue.refused",
-            )
+            said = again.stderr.strip() or done.stderr.strip() or "sbatch says nothing"
+            raise self.refused(said)
         write_text_atomic(self._attempt.path / "job-id", f"{new}\n")
         return f"Slurm does not queue this job again: it goes on as job {new}"
 
@@ -304,7 +245,7 @@ class SlurmAllocation(Allocation):
             raise PreflightError(
                 f"{command} {' '.join(args)} failed: {done.stderr.strip()}",
                 where=self.job,
-                fix="is slurmctld up? scontrol ping",
+                fix=_UP,
                 id="queue.commands",
             )
         return done.stdout

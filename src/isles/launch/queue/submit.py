@@ -7,7 +7,6 @@ run file names a login node, isles there does the same.
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -18,11 +17,11 @@ from typing import Literal
 
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
-from isles.config.sections.cluster import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
+from isles.config.sections.cluster import PbsLauncherConfig, SlurmLauncherConfig
 from isles.config.show import show
 from isles.errors import ConfigError, ExitCode, PreflightError, UserError
 from isles.launch.base import Started, StartOptions, check_packages, next_attempt, resolve_checked
-from isles.launch.queue.job import Scheduler
+from isles.launch.queue.job import Scheduler, words_of
 from isles.launch.queue.pbs import Pbs, write_dialect
 from isles.launch.queue.script import JobText, job_script
 from isles.launch.queue.slurm import Slurm
@@ -41,7 +40,7 @@ _SUBMIT_PATIENCE = 3.0
 
 
 class LostSubmission(PreflightError):
-    """It is not known whether the scheduler has a job or not."""
+    """The scheduler has not answered: it may have the job or not."""
 
 
 def start_in_queue(
@@ -56,35 +55,32 @@ def start_in_queue(
     """
     if launcher.login is not None:
         return start_on_login(loaded, options)
-    queue: Scheduler = Slurm(launcher.bin_path)
-    if isinstance(launcher, PbsLauncherConfig):
-        queue = Pbs(launcher.bin_path)
-    _refuse_extra(loaded, launcher, queue)
+    is_pbs = isinstance(launcher, PbsLauncherConfig)
+    queue = Pbs(launcher.bin_path) if is_pbs else Slurm(launcher.bin_path)
+    _refuse_extra(loaded, launcher.extra, queue)
     if not options.dry_run:
         _refuse_inside_job(options.path, queue)
     with in_workdir(loaded) as workdir:
         resolved = resolve_for_job(loaded)
         if isinstance(launcher, PbsLauncherConfig):
-            if launcher.time is None:
-                options.warn(
-                    "launcher.time is not given: PBS ends the job at the queue's own limit without "
-                    "a word, and nothing is saved before it"
-                )
-            if launcher.dialect == "auto":
-                dialect = Pbs(launcher.bin_path).dialect()
-                launcher = launcher.model_copy(update={"dialect": dialect})
+            launcher = _known(launcher, options)
+        config, nodes = resolved.config, resolved.config.clusters[0].max_nodes
+        text = JobText(launcher, nodes, resolved.world_size // nodes, resolved.device, str(workdir))
         if options.dry_run:
-            return _dry_run_text(resolved, launcher, workdir, options, queue)
+            begun = choose_run(resolved, options.resume)
+            attempt = next_attempt(RunDir(begun.run_dir.path.absolute()))
+            note = begun.note or f"this would be a new run: {begun.run_dir.name}"
+            note += f"\n{queue.path(queue.submit_command[0])} would take this script"
+            return f"{show(resolved).rstrip()}\n\n{note}:\n\n{job_script(config, text.of(attempt))}"
         # Another Python of the nodes has its own packages.
-        if python_of(resolved.config.clusters[0].environment) == sys.executable:
+        if python_of(config.clusters[0].environment) == sys.executable:
             check_packages(resolved)
         _refresh_last(resolved, options.resume)
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         run_dir = RunDir(begun.run_dir.path.absolute())
         attempt = new_attempt(run_dir, loaded.text, typed=options.typed)
         with submission(begun, attempt):
-            script = job_script(resolved.config, _job_text(resolved, launcher, attempt, workdir))
-            write_text_atomic(attempt.script, script)
+            write_text_atomic(attempt.script, job_script(config, text.of(attempt)))
             if isinstance(launcher, PbsLauncherConfig):
                 write_dialect(attempt, launcher.dialect)
             job_id = submit(queue, attempt, loaded)
@@ -103,9 +99,8 @@ def start_in_queue(
     report = refresh(run_dir, attempt, max_age_s=0.0)
     options.print_line(f"submitted {run_dir.name} as {queue.name} job {job_id}, in {run_dir.path}")
     if report is not None and report.state == "pending" and report.word not in queue.new_words:
-        options.print_line(
-            f"it waits: {report.reason}" + (f" ({report.fix})" if report.fix else "")
-        )
+        fix = f" ({report.fix})" if report.fix else ""
+        options.print_line(f"it waits: {report.reason}{fix}")
     return Started(run_dir, attempt, None)
 
 
@@ -144,10 +139,7 @@ def resolve_for_job(loaded: Loaded) -> Resolved:
 
 
 def submit(queue: Scheduler, attempt: Attempt, loaded: Loaded) -> str:
-    """Submit the script of an attempt.
-
-    Returns:
-        The job's id.
+    """Submit the script of an attempt; returns the job's id.
 
     Raises:
         PreflightError: there is no submit command here.
@@ -168,17 +160,24 @@ def submit(queue: Scheduler, attempt: Attempt, loaded: Loaded) -> str:
     try:
         done = patient.run(*queue.submit_command, str(attempt.script))
     except PreflightError as error:
-        return _find_lost(queue, attempt, error)
+        raise LostSubmission(
+            error.what,
+            where=error.where,
+            fix="try again when the scheduler answers; should it have taken the job all the same, "
+            "that one ends as soon as it begins",
+            id="queue.lost",
+        ) from error
     if (job_id := queue.submitted_id(done)) is not None:
         return job_id
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
     lines = [line.removeprefix(f"{name}: ").removeprefix("error: ") for line in lines]
     text = "; ".join(lines) or f"exit status {done.returncode}"
-    keys: tuple[str, ...] = ()
+    keys: list[str] = []
     fix = f"`isles train --dry-run` shows the script that {name} was given"
-    for pattern, found_keys, found_fix in queue.refusals:
+    for pattern, named, found_fix in words_of(queue.name.lower())["refused"]:
         if re.search(pattern, text, re.IGNORECASE):
-            keys, fix = found_keys, queue.refusal_fix(found_keys, loaded) or found_fix
+            keys = named.split()
+            fix = queue.refusal_fix(keys[0] if keys else "", loaded) or found_fix
             break
     raise UserError(
         f"{queue.name} does not take the job: {text}",
@@ -186,24 +185,6 @@ def submit(queue: Scheduler, attempt: Attempt, loaded: Loaded) -> str:
         fix=fix,
         id="queue.refused",
     )
-
-
-def _find_lost(queue: Scheduler, attempt: Attempt, error: PreflightError) -> str:
-    # The submit command has not answered in time; the scheduler may have the job.
-    try:
-        job_id = queue.find(attempt)
-        seen = "no job of it is in the queue"
-    except PreflightError as failure:
-        job_id, seen = None, f"the queue cannot be looked at: {failure.what}"
-    if job_id is not None:
-        return job_id
-    raise LostSubmission(
-        f"{error.what}; {seen}",
-        where=error.where,
-        fix="try again when the scheduler answers; should it have taken the job all the same, that "
-        "one ends as soon as it begins",
-        id="queue.lost",
-    ) from error
 
 
 @contextmanager
@@ -231,32 +212,26 @@ def submission(begun: Begun, attempt: Attempt) -> Iterator[None]:
         raise
 
 
-def _refuse_extra(loaded: Loaded, launcher: QueueSection, queue: Scheduler) -> None:
-    for index, option in enumerate(launcher.extra):
-        where = loaded.where(f"clusters.0.launcher.extra.{index}", "clusters.0.launcher")
+def _known(launcher: PbsLauncherConfig, options: StartOptions) -> PbsLauncherConfig:
+    # The section with the dialect of this PBS.
+    if launcher.time is None:
+        options.warn(
+            "launcher.time is not given: PBS ends the job at the queue's own limit without "
+            "a word, and nothing is saved before it"
+        )
+    if launcher.dialect != "auto":
+        return launcher
+    return launcher.model_copy(update={"dialect": Pbs(launcher.bin_path).dialect()})
+
+
+def _refuse_extra(loaded: Loaded, extra: tuple[str, ...], queue: Scheduler) -> None:
+    for index, option in enumerate(extra):
         if re.match(queue.array_option, option):
             raise ConfigError(
                 f"{option} would start the same run many times, in one run directory",
-                where=where,
+                where=loaded.where(f"clusters.0.launcher.extra.{index}", "clusters.0.launcher"),
                 fix="delete it, and start each run of a series by an `isles train` of its own, "
                 "with a name of its own: name=tiny-lr-1 training.learning_rate=1e-4",
-            )
-        if not isinstance(queue, Slurm):
-            continue
-        # sbatch reads an option as a shell does, up to a comment.
-        try:
-            words, read = shlex.split(option), shlex.split(option, comments=True)
-        except ValueError:
-            what = f"a quotation has no end: {option}"
-            raise ConfigError(
-                what, where=where, fix="close it, or put a backslash before it"
-            ) from None
-        if words != read:
-            key, _, value = option.partition("=")
-            raise ConfigError(
-                f"# begins a comment: sbatch would read only {' '.join(read)}",
-                where=where,
-                fix=f'put the value in quotation marks: {key}="{value}"',
             )
 
 
@@ -284,42 +259,7 @@ def _refresh_last(resolved: Resolved, resume: str) -> None:
     folder = Path(resolved.config.output_dir).expanduser()
     runs = [run for _, run in numbered_runs(folder, resolved.config.name)][-1:]
     if resume != "auto":
-        given = Path(resume).expanduser()
-        runs += [RunDir(path) for path in (given, folder / resume) if path.is_dir()]
+        runs += [RunDir(p) for p in (Path(resume).expanduser(), folder / resume) if p.is_dir()]
     for run in runs:
-        attempt = run.last_attempt()
-        if attempt is not None:
+        if (attempt := run.last_attempt()) is not None:
             refresh(run, attempt, max_age_s=0.0, hasten=True)
-
-
-def _job_text(
-    resolved: Resolved,
-    launcher: SlurmLauncherConfig | PbsLauncherConfig,
-    attempt: Attempt,
-    workdir: Path,
-) -> JobText:
-    nodes = resolved.config.clusters[0].max_nodes
-    return JobText(
-        launcher=launcher,
-        nodes=nodes,
-        nproc=resolved.world_size // nodes,
-        device=resolved.device,
-        workdir=str(workdir),
-        run_dir=str(attempt.path.parent.parent),
-        attempt=attempt.number,
-    )
-
-
-def _dry_run_text(
-    resolved: Resolved,
-    launcher: SlurmLauncherConfig | PbsLauncherConfig,
-    workdir: Path,
-    options: StartOptions,
-    queue: Scheduler,
-) -> str:
-    begun = choose_run(resolved, options.resume)
-    attempt = next_attempt(RunDir(begun.run_dir.path.absolute()))
-    script = job_script(resolved.config, _job_text(resolved, launcher, attempt, workdir))
-    note = begun.note or f"this would be a new run: {begun.run_dir.name}"
-    command = queue.path(queue.submit_command[0])
-    return f"{show(resolved).rstrip()}\n\n{note}\n{command} would take this script:\n\n{script}"

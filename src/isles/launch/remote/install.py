@@ -21,34 +21,10 @@ _LOOK = "import json; from isles.launch.ssh.facts import fingerprint as f; print
 
 def look() -> tuple[dict[str, str] | None, str]:
     """The fingerprint of what is installed; or None, and why there is none."""
-    done = subprocess.run(
-        [sys.executable, "-c", _LOOK], capture_output=True, text=True, check=False
-    )
+    done = _run([sys.executable, "-c", _LOOK])
     if done.returncode:
-        words = done.stderr.strip().splitlines()
-        return None, words[-1] if words else f"exit code {done.returncode}"
+        return None, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     return json.loads(done.stdout), ""
-
-
-def install(asked: dict[str, Any], folder: Path) -> str:
-    """Run pip; returns an error text, or an empty one."""
-    wheel, constraints = folder / asked["wheel_name"], folder / "constraints.txt"
-    wheel.write_bytes(base64.b64decode(asked["wheel"]))
-    constraints.write_text("".join(f"{line}\n" for line in asked["constraints"]))
-    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
-    needs = [f"isles[{','.join(asked['extras'])}] @ file://{wheel}", *asked["requirements"]]
-    calls = [
-        [*pip, "--constraint", str(constraints), *needs],
-        # It puts this very code there, also over the same version of another day.
-        [*pip, "--no-deps", "--no-index", "--force-reinstall", str(wheel)],
-    ]
-    for call in calls:
-        done = subprocess.run(call, capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            errors = [line for line in lines if line.startswith("ERROR")] or lines[-5:]
-            return "\n".join(["pip failed:", *errors, f"(exit code {done.returncode})"])
-    return ""
 
 
 def ensure(asked: dict[str, Any]) -> tuple[str, bool]:
@@ -59,21 +35,46 @@ def ensure(asked: dict[str, Any]) -> tuple[str, bool]:
     with (Path(sys.prefix) / ".isles-setup.json").open("a+") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         stream.seek(0)
-        try:
-            stamp = json.load(stream)
-        except ValueError:
-            stamp = None
+        is_done = stream.read() == json.dumps(wanted)
         found, _ = look()
-        if found is not None and found["code"] == wanted["code"] and stamp == wanted:
+        if is_done and found is not None and found["code"] == wanted["code"]:
             return "", False
         _print_line(f"installing isles and what it needs into {sys.prefix}")
         with tempfile.TemporaryDirectory(prefix="isles-setup-") as folder:
-            error = install(asked, Path(folder))
+            error = _install(asked, Path(folder))
         if not error:
-            stream.seek(0)
-            stream.truncate()
-            json.dump(wanted, stream)
+            stream.truncate(0)
+            stream.write(json.dumps(wanted))
         return error, True
+
+
+def _install(asked: dict[str, Any], folder: Path) -> str:
+    # Run pip; an error text, or an empty one.
+    wheel, constraints = folder / asked["wheel_name"], folder / "constraints.txt"
+    wheel.write_bytes(base64.b64decode(asked["wheel"]))
+    constraints.write_text("".join(f"{line}\n" for line in asked["constraints"]))
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    needs = [f"isles[{','.join(asked['extras'])}] @ file://{wheel}", *asked["requirements"]]
+    for words in (
+        ["--constraint", str(constraints), *needs],
+        # It puts this very code there, also over the same version of another day.
+        ["--no-deps", "--no-index", "--force-reinstall", str(wheel)],
+    ):
+        done = _run([*pip, *words])
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            errors = [line for line in lines if line.startswith("ERROR")] or lines[-5:]
+            return "\n".join(["pip failed:", *errors, f"(exit code {done.returncode})"])
+    return ""
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _print_line(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -89,11 +90,6 @@ def main() -> None:
     if found is None and not error:
         error = f"isles is not installed for {sys.executable}: {why}"
     _print_line("RESULT " + json.dumps({"changed": changed, "error": error, "fingerprint": found}))
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

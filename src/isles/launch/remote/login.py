@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,7 @@ class LoginError(UserError):
 
 
 def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
-    """Start a run by isles on the login node of its launcher; called where `login` is given.
-
-    Returns:
-        The started run, whose directory is there; in a dry run the text to print.
+    """Start a run by isles on the login node of its launcher; in a dry run, the text to print.
 
     Raises:
         UserError: what isles there refuses, with the names of the files here.
@@ -83,40 +80,53 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
     # A submission is not interrupted halfway; a Ctrl+C is for the run, once it is there.
     code, noise = shell.stream(command, take, stdin=text, timeout_s=_START_S, own_group=True)
     errors = noise.replace(there, str(loaded.path))
-    if code is None:
+    if code:
+        raise _refused(shell, code, errors.rstrip("\n"), python)
+    if code is None or not (begun or options.dry_run):
+        late = f"has not started the run within {_START_S:.0f} s"
+        silent = f"has not said which run it started: is it {__version__}, as here?"
         raise PreflightError(
-            f"isles there has not started the run within {_START_S:.0f} s",
+            f"isles there {late if code is None else silent}",
             where=f"host {login}",
             fix=f"try it by hand: ssh {login}",
             id="host.login",
         )
-    if code:
-        raise _refused(shell, code, errors.rstrip("\n"), python)
     sys.stderr.write(errors)
     if options.dry_run:
         return "\n".join(printed)
-    if not begun:
-        raise PreflightError(
-            "isles there ended well, and has not said which run it started",
-            where=f"host {login}",
-            fix=f"install the same isles there as here ({__version__})",
-            id="host.login",
-        )
     if begun["version"] != __version__:
         options.warn(f"isles is {begun['version']} on {login}, and {__version__} here")
+    return started_elsewhere(loaded, options, begun, [login], lines, python)
+
+
+def started_elsewhere(
+    loaded: Loaded,
+    options: StartOptions,
+    begun: Mapping[str, Any],
+    hosts: Sequence[str],
+    lines: Sequence[str],
+    python: str,
+) -> Started:
+    """A run whose directory is on another machine; this one keeps a record of it.
+
+    Args:
+        begun: `path` of the run directory, `attempt`, and perhaps `elsewhere`: the directory on
+            the other hosts.
+        hosts: as ssh takes them; the first one has the run directory.
+    """
     run_dir = RunDir(Path(begun["path"]))
     remote = RemoteRun(
         name=run_dir.name,
-        ssh=login,
+        ssh=hosts[0],
         path=begun["path"],
+        elsewhere=begun.get("elsewhere", ""),
         lines=tuple(lines),
         python=python,
         launcher=loaded.config.clusters[0].launcher.kind,
-        hosts=(login,),
+        hosts=tuple(hosts),
         started_at=time.time(),
     )
-    output_dir = Path(loaded.config.output_dir).expanduser()
-    remote = remember(output_dir, remote, options.warn)
+    remote = remember(Path(loaded.config.output_dir).expanduser(), remote, options.warn)
     return Started(run_dir, run_dir.attempt(int(begun["attempt"])), None, remote=remote)
 
 
@@ -168,14 +178,8 @@ def login_setting(loaded: Loaded) -> tuple[list[str], str]:
 def copied_file_script(
     there: str, lines: list[str], python: str, words: list[str], *, secret: str = ""
 ) -> str:
-    """The bash that takes the run file from stdin and calls isles with it.
-
-    Args:
-        there: of `place_there`.
-        lines, python: of `login_setting`.
-        words: the verb and what follows it.
-        secret: the file that gets the first line of stdin; empty: there is none before the file.
-    """
+    """The bash that takes the run file from stdin and calls isles with it; `secret`: the file that
+    gets the first line of stdin; empty: there is none before the run file."""
     folder, file = there.rpartition("/")[0], shlex.quote(there)
     # read and printf are the shell's own: no process has the line among its arguments.
     first = f'IFS= read -r line && printf "%s\\n" "$line" >{secret} && ' if secret else ""
@@ -197,13 +201,8 @@ def remote_script(run: RemoteRun, words: Sequence[str]) -> str:
 def remote_isles(
     run: RemoteRun, words: Sequence[str], *, host: str = "", connect_timeout_s: float = 10.0
 ) -> list[str]:
-    """The command line, to be run here, that runs an isles command on a host of a run.
-
-    Args:
-        words: the verb and what follows it.
-        host: one of `run.hosts`; empty: the one that has the run directory.
-        connect_timeout_s: see `Shell`.
-    """
+    """The command line, to be run here, that runs an isles command on a host of a run; empty: on
+    the one that has the run directory."""
     shell = Shell(host or run.ssh, connect_timeout_s)
     return shell.argv(["bash", "-c", remote_script(run, words)])
 
@@ -211,11 +210,7 @@ def remote_isles(
 def ask_isles(
     run: RemoteRun, words: Sequence[str], *, host: str = "", timeout_s: float = 15.0
 ) -> Result:
-    """Run an isles command on a host of a run, and take what it prints.
-
-    Args:
-        run, words, host: as for `remote_isles`.
-        timeout_s: longest wait for its end.
+    """Run an isles command on a host of a run, as `remote_isles`, and take what it prints.
 
     Raises:
         PreflightError: the host cannot be reached, or has not answered in time.
@@ -230,15 +225,7 @@ def pass_on(run: RemoteRun, words: Sequence[str]) -> int:
     Raises:
         PreflightError: the host cannot be reached, or has no isles.
     """
-    try:
-        done = subprocess.run(remote_isles(run, words), stdin=subprocess.DEVNULL, check=False)
-    except FileNotFoundError as error:
-        raise PreflightError(
-            "there is no program ssh",
-            where="this machine",
-            fix="apt install openssh-client",
-            id="ssh.connect",
-        ) from error
+    done = subprocess.run(remote_isles(run, words), stdin=subprocess.DEVNULL, check=False)
     if done.returncode == SSH_FAILED:
         raise PreflightError(
             f"{run.ssh}, which has the directory of {run.name}, cannot be reached",
@@ -250,11 +237,7 @@ def pass_on(run: RemoteRun, words: Sequence[str]) -> int:
 
 
 def remember(output_dir: Path, run: RemoteRun, warn: Callable[[str], object]) -> RemoteRun:
-    """Record a run that was started elsewhere; it goes on also where that cannot be done here.
-
-    Returns:
-        The run, as it is found again.
-    """
+    """Record a run that was started elsewhere; it goes on also where that cannot be done here."""
     try:
         return write_remote(output_dir, run)
     except UserError as error:

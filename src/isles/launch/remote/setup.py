@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from isles.launch.ssh.shell import SSH_FAILED, Shell, on_all
 
 PrintLine = Callable[[str], object]
 
-_MAKE_S = 600.0
 _INSTALL_S = 3600.0
 _RESULT = "RESULT "
 
@@ -77,30 +76,22 @@ def setup(loaded: Loaded, *, check: bool, print_line: PrintLine) -> bool:
 def _setup_cluster(
     loaded: Loaded, cluster: ClusterConfig, *, check: bool, print_line: PrintLine
 ) -> bool:
-    hosts = _hosts(cluster)
-    timeout_s = 10.0
-    if isinstance(cluster.launcher, SshLauncherConfig):
-        timeout_s = cluster.launcher.connect_timeout
-    shells = [Shell(host, timeout_s) for host in hosts]
+    launcher, timeout_s = cluster.launcher, 10.0
+    if isinstance(launcher, SshLauncherConfig):
+        timeout_s = launcher.connect_timeout
+    shells = [Shell(host, timeout_s) for host in _hosts(cluster)]
     workdir = cluster.workdir or str(Path.cwd())
     payload = _payload(loaded, cluster, check)
-    if not check:
-        _make_environments(cluster.environment, workdir, shells, print_line)
+    make = [] if check else _make_lines(cluster.environment, workdir)
     lines, python = setting_lines(cluster, workdir), shlex.quote(python_of(cluster.environment))
     program = Path(__file__).with_name("install.py").read_text(encoding="utf-8")
-    script = "\n".join([*lines, f"exec {python} -c {shlex.quote(program)}"])
-    results, failures = on_all(shells, lambda shell: _install(shell, script, payload, print_line))
+    script = "\n".join([*make, *lines, f"exec {python} -c {shlex.quote(program)}"])
+    answers, failures = on_all(shells, lambda shell: _install(shell, script, payload, print_line))
     refuse([failure for _, failure in failures], len(shells))
-    found = {
-        shell.name: dict(result["fingerprint"])
-        for shell, result in zip(shells, results, strict=True)
-        if result is not None
-    }
-    if not check:
-        for shell, result in zip(shells, results, strict=True):
-            did = "installed" if result and result["changed"] else "was ready"
-            print_line(f"{shell.name}: {did}")
-    return _compare(found, print_line)
+    results = {s.name: r for s, r in zip(shells, answers, strict=True) if r is not None}
+    for name, result in results.items() if not check else ():
+        print_line(f"{name}: {'installed' if result['changed'] else 'was ready'}")
+    return _compare({name: dict(r["fingerprint"]) for name, r in results.items()}, print_line)
 
 
 def difference_lines(found: dict[str, dict[str, str]]) -> tuple[list[str], bool]:
@@ -132,15 +123,14 @@ def _compare(found: dict[str, dict[str, str]], print_line: PrintLine) -> bool:
         own = {host: {key: all_[key] for key in ("isles", "code")} for host, all_ in here.items()}
         more, is_bad = difference_lines(own)
         lines += more
-    for line in lines:
-        print_line(line)
     if not is_bad:
         first = next(iter(found.values()))
-        keys = [key for key in ("python", "isles", "torch") if key in first]
-        words = " · ".join(f"{key} {first[key]}" for key in keys)
-        print_line(
+        words = " · ".join(f"{k} {first[k]}" for k in ("python", "isles", "torch") if k in first)
+        lines.append(
             f"{len(found)} hosts are equal: {words}" if len(found) > 1 else f"ready: {words}"
         )
+    for line in lines:
+        print_line(line)
     return not is_bad
 
 
@@ -195,66 +185,40 @@ def _payload(loaded: Loaded, cluster: ClusterConfig, check: bool) -> str:
     )
 
 
-def _make_environments(
-    environment: EnvironmentConfig, workdir: str, shells: Sequence[Shell], print_line: PrintLine
-) -> None:
-    # Where the named environment is missing.
-    script = _make_script(environment, workdir)
-    if script is None:
-        return
-
-    def make(shell: Shell) -> None:
-        done = shell.run(["bash", "-c", script], timeout_s=_MAKE_S)
-        for line in done.stdout.splitlines():
-            if line.startswith("made "):
-                print_line(f"{shell.name}: {line}")
-        if done.returncode:
-            words = (done.stderr.strip() or done.stdout.strip()).splitlines()
-            raise PreflightError(
-                f"the environment cannot be made: {words[-1] if words else done.returncode}",
-                where=f"host {shell.name}",
-                fix="sudo apt install python3-venv; conda must be on PATH; or make it by hand",
-                id="setup.failed",
-            )
-
-    for some in (shells[:1], shells[1:]):  # the hosts may share the environment
-        _, failures = on_all(some, make)
-        refuse([failure for _, failure in failures], len(some))
-
-
-def _make_script(environment: EnvironmentConfig, workdir: str) -> str | None:
-    head = [f"mkdir -p {quoted(workdir)} && cd {quoted(workdir)} || exit 1"]
-    head += tool_lines(environment)
+def _make_lines(environment: EnvironmentConfig, workdir: str) -> list[str]:
+    # Bash that makes the named environment where it is missing.
     minor = "{}.{}".format(*sys.version_info[:2])
     if environment.venv is not None:
         venv = quoted(environment.venv)
-        return "\n".join(
-            [
-                *head,
-                f"[ -x {venv}/bin/python ] && exit 0",
-                f"for p in python{minor} python3; do",
-                "  $p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break",
-                "  p=",
-                "done",
-                f'[ -n "$p" ] || {{ echo "there is no Python 3.11 or newer: sudo apt install '
-                f'python{minor} python{minor}-venv" >&2; exit 1; }}',
-                # Half of one, without pip, must not be taken for one the next time.
-                f"$p -m venv {venv} || {{ rm -f {venv}/bin/python; exit 1; }}",
-                f"echo made {venv} with $($p --version)",
-            ]
-        )
-    if environment.conda is not None:
+        lock = f"{venv}/.isles-lock"
+        make = [
+            f"[ -x {venv}/bin/python ] && exit 0",
+            f"for p in python{minor} python3; do",
+            "  $p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break",
+            "  p=",
+            "done",
+            f'[ -n "$p" ] || {{ echo "there is no Python 3.11 or newer: sudo apt install '
+            f'python{minor} python{minor}-venv" >&2; exit 1; }}',
+            # Half of one, without pip, must not be taken for one the next time.
+            f"$p -m venv {venv} || {{ rm -f {venv}/bin/python; exit 1; }}",
+            f"echo made {venv} with $($p --version)",
+        ]
+    elif environment.conda is not None:
         name = quoted(environment.conda)
         flag = "-p" if "/" in environment.conda else "-n"
-        return "\n".join(
-            [
-                *head,
-                f"conda run {flag} {name} true >/dev/null 2>&1 && exit 0",
-                f"conda create -y -q {flag} {name} python={minor} || exit 1",
-                f"echo made conda environment {name} with Python {minor}",
-            ]
-        )
-    return None
+        lock = "~/.isles/conda-lock"
+        make = [
+            f"conda run {flag} {name} true >/dev/null 2>&1 && exit 0",
+            f"conda create -y -q {flag} {name} python={minor} || exit 1",
+            f"echo made conda environment {name} with Python {minor}",
+        ]
+    else:
+        return []
+    # The hosts may share the environment: one of them makes it.
+    wait = f'mkdir -p "$(dirname {lock})" && exec 9>>{lock} || exit 1'
+    wait += "; command -v flock >/dev/null && flock 9"  # macOS has none
+    folder = f"mkdir -p {quoted(workdir)} && cd {quoted(workdir)} || exit 1"
+    return [folder, "(", *tool_lines(environment), wait, *make, ") </dev/null || exit 1"]
 
 
 def _install(shell: Shell, script: str, payload: str, print_line: PrintLine) -> dict[str, Any]:
@@ -264,31 +228,27 @@ def _install(shell: Shell, script: str, payload: str, print_line: PrintLine) -> 
     def take(line: str) -> None:
         if line.startswith(_RESULT):
             result.update(json.loads(line.removeprefix(_RESULT)))
-        elif not result and line.startswith("installing "):
+        elif line.startswith(("made ", "installing ")):
             print_line(f"{shell.name}: {line}")
 
     command = ["bash", "-c", script]
     code, text = shell.stream(command, take, stdin=payload, timeout_s=_INSTALL_S)
-    if code is None and not result:
-        raise PreflightError(
-            f"it has not been set up within {format_duration(_INSTALL_S)}; pip may be at it still",
-            where=f"host {shell.name}",
-            fix=f"see what it waits for: ssh {shell.name} 'ps -ef | grep pip'; isles setup again "
-            "goes on with what is there",
-            id="setup.failed",
-        )
-    if not result and code == SSH_FAILED and shell.destination is not None:
+    if not result and code == SSH_FAILED:
         raise shell.failure(text)
-    if not result or result["error"]:
-        words = (text.strip().splitlines() or [f"exit code {code}"])[-1]
-        raise PreflightError(
-            result["error"] if result else f"it could not be set up: {words}",
-            where=f"host {shell.name}",
-            fix="mend what it says, then isles setup again; clusters[0].environment names the "
-            "Python and what pip is given",
-            id="setup.failed",
-        )
-    return result
+    if result and not result["error"]:
+        return result
+    fix = "mend what it says, then isles setup again; clusters[0].environment names the Python and "
+    fix += "what pip is given"
+    if result:
+        what = result["error"]
+    elif code is None:
+        limit = format_duration(_INSTALL_S)
+        what = f"it has not been set up within {limit}; pip may be at it still"
+        fix = f"see what it waits for: ssh {shell.name} 'ps -ef | grep pip'; isles setup again "
+        fix += "goes on with what is there"
+    else:
+        what = f"it could not be set up: {(text.strip().splitlines() or [f'exit code {code}'])[-1]}"
+    raise PreflightError(what, where=f"host {shell.name}", fix=fix, id="setup.failed")
 
 
 def wheel_name() -> str:

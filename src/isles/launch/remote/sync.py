@@ -12,7 +12,7 @@ from pathlib import Path
 
 from isles.config.load import Loaded
 from isles.config.sections.cluster import SyncConfig
-from isles.errors import PreflightError, UserError
+from isles.errors import PreflightError
 from isles.launch.base import StartOptions
 from isles.launch.ssh.channel import open_channel
 from isles.launch.ssh.environment import python_of, quoted, setting_lines
@@ -20,7 +20,6 @@ from isles.launch.ssh.facts import machine_id
 from isles.launch.ssh.hosts import refuse
 from isles.launch.ssh.shell import SSH_FAILED, Shell, on_all
 
-_COPY_S = 3600.0
 _LOOK_S = 60.0
 _NO_RSYNC = 127
 
@@ -29,7 +28,6 @@ def sync_hosts(loaded: Loaded, sync: SyncConfig, workdir: str, options: StartOpt
     """Copy what `sync` names to all hosts at once; in a dry run only say so.
 
     Args:
-        sync: what is copied.
         workdir: the folder on the hosts; made where it is missing.
 
     Returns:
@@ -63,19 +61,15 @@ def sync_hosts(loaded: Loaded, sync: SyncConfig, workdir: str, options: StartOpt
         for process in running:
             process.terminate()
     refuse([failure for _, failure in failures], len(lines))
-    for host, line in zip(cluster.hosts, lines, strict=True):
-        options.print_line(f"copied to {host.ssh}:{workdir}: {line}")
+    for shell, line in zip(shells, lines, strict=True):
+        options.print_line(f"copied to {shell.name}:{workdir}: {line}")
     return ""
 
 
 def _dry_run(shells: Sequence[Shell], sync: SyncConfig, workdir: str, options: StartOptions) -> str:
     # More can be said only where the hosts can be asked in the folder itself.
-    look = f"[ -d {quoted(workdir)} ] && echo there || echo missing"
-
-    def is_there(shell: Shell) -> bool:
-        return shell.run(["bash", "-c", look]).stdout.split()[-1:] == ["there"]
-
-    found, failures = on_all(shells, is_there)
+    look = ["bash", "-c", f"[ -d {quoted(workdir)} ] && echo there"]
+    found, failures = on_all(shells, lambda shell: "there" in shell.run(look).stdout.split())
     refuse([failure for _, failure in failures], len(shells))
     text = f"would copy {', '.join(sync.paths)} to {workdir} on every host"
     missing = [shell.name for shell, is_it in zip(shells, found, strict=True) if not is_it]
@@ -95,15 +89,11 @@ def _refuse_second(loaded: Loaded, first: Shell, workdir: str, options: StartOpt
     lines = setting_lines(config.clusters[0], workdir)
     python = python_of(config.clusters[0].environment)
     asked = {"output_dir": config.output_dir, "name": config.name, "resume": options.resume}
-    refusal = None
     with (
-        suppress(UserError),  # no folder yet, no isles: the start itself says what is wrong
+        suppress(PreflightError),  # no folder yet, no isles: the start itself says what is wrong
         open_channel(first, lines=lines, python=python) as channel,
     ):
-        refusal = channel.call("second", timeout_s=_LOOK_S, **asked)["refusal"]
-    if refusal is not None:
-        where = ": ".join(part for part in (f"host {first.name}", refusal["where"]) if part)
-        raise UserError(refusal["what"], where=where, fix=refusal["fix"], id=refusal.get("id", ""))
+        channel.call("second", timeout_s=_LOOK_S, **asked)
 
 
 def rsync_argv(shell: Shell, sync: SyncConfig, workdir: str) -> list[str]:
@@ -113,11 +103,7 @@ def rsync_argv(shell: Shell, sync: SyncConfig, workdir: str) -> list[str]:
     # With --protect-args no shell expands a ~; a relative path is in the home there.
     folder = "." if workdir in ("~", "~/") else workdir.removeprefix("~/")
     return [
-        "rsync",
-        "--archive",
-        "--protect-args",
-        "--compress",
-        "--stats",
+        *("rsync", "--archive", "--protect-args", "--compress", "--stats"),
         *(f"--exclude={pattern}" for pattern in sync.exclude),
         f"--rsh={shlex.join(['ssh', *shell.ssh_options()])}",
         *(os.path.expanduser(path) for path in paths),  # noqa: PTH111  # Path drops the slash
@@ -128,16 +114,13 @@ def rsync_argv(shell: Shell, sync: SyncConfig, workdir: str) -> list[str]:
 def _copy(
     shell: Shell, sync: SyncConfig, workdir: str, running: list[subprocess.Popen[str]]
 ) -> str:
-    folder = quoted(workdir)
-    look = "\n".join(
-        [
-            f"mkdir -p {folder} || exit 1",
-            f"command -v rsync >/dev/null || exit {_NO_RSYNC}",
-            "echo $(cat /proc/sys/kernel/random/boot_id 2>/dev/null).$(hostname)",
-            f"cd {folder} && pwd -P",
-        ]
-    )
-    done = shell.run(["bash", "-c", look])
+    look = [
+        f"mkdir -p {quoted(workdir)} || exit 1",
+        f"command -v rsync >/dev/null || exit {_NO_RSYNC}",
+        "echo $(cat /proc/sys/kernel/random/boot_id 2>/dev/null).$(hostname)",
+        f"cd {quoted(workdir)} && pwd -P",
+    ]
+    done = shell.run(["bash", "-c", "\n".join(look)])
     if done.returncode == _NO_RSYNC:
         raise _no_rsync(f"host {shell.name}")
     if done.returncode:
@@ -147,28 +130,19 @@ def _copy(
             fix="make it there, or name another in clusters[0].workdir",
             id="files.workdir",
         )
-    words = done.stdout.splitlines()
-    if words[-2:] == [machine_id(), str(Path.cwd().resolve())]:
+    if done.stdout.splitlines()[-2:] == [machine_id(), str(Path.cwd().resolve())]:
         return "nothing: it is the folder itself"
+    pipe = subprocess.PIPE
     process = subprocess.Popen(
         rsync_argv(shell, sync, workdir),
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=pipe,
+        stderr=pipe,
         text=True,
         errors="replace",
     )
     running.append(process)
-    try:
-        out, err = process.communicate(timeout=_COPY_S)
-    except subprocess.TimeoutExpired as error:
-        process.terminate()
-        raise PreflightError(
-            f"rsync has not ended within {_COPY_S:.0f} s",
-            where=f"host {shell.name}",
-            fix="copy what is large by hand, or keep it on the hosts",
-            id="sync.rsync",
-        ) from error
+    out, err = process.communicate()
     if process.returncode:
         raise _failure(shell, workdir, process.returncode, err)
     keys = ("Number of regular files transferred", "Total transferred file size")
@@ -179,22 +153,17 @@ def _copy(
 def _failure(shell: Shell, workdir: str, code: int, noise: str) -> PreflightError:
     if code == SSH_FAILED:
         return shell.failure(noise)
-    if "is your shell clean" in noise:
-        return PreflightError(
-            "rsync cannot be used, because the login there prints something also for commands",
-            where=f"host {shell.name}",
-            fix="let ~/.bashrc print only in a terminal, with this as its first line: "
-            "[[ $- == *i* ]] || return",
-            id="sync.rsync",
+    what = "rsync cannot be used, because the login there prints something also for commands"
+    fix = "let ~/.bashrc print only in a terminal, with this as its first line: "
+    fix += "[[ $- == *i* ]] || return"
+    if "is your shell clean" not in noise:
+        own = [line for line in noise.splitlines() if line.startswith("rsync")]
+        lines = own or noise.strip().splitlines() or [f"exit code {code}"]
+        what, fix = (
+            f"rsync failed: {lines[0]}",
+            f"is there room in {workdir}, and may this user write there?",
         )
-    own = [line for line in noise.splitlines() if line.startswith("rsync")]
-    lines = own or noise.strip().splitlines() or [f"exit code {code}"]
-    return PreflightError(
-        f"rsync failed: {lines[0]}",
-        where=f"host {shell.name}:{workdir}",
-        fix="is there room, and may this user write there?",
-        id="sync.rsync",
-    )
+    return PreflightError(what, where=f"host {shell.name}", fix=fix, id="sync.rsync")
 
 
 def _no_rsync(where: str) -> PreflightError:

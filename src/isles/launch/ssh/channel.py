@@ -11,14 +11,13 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import suppress
-from types import TracebackType
 from typing import IO, Any
 
 from isles.errors import PreflightError, UserError
@@ -30,13 +29,11 @@ READY = "ISLES-NODE"
 """Begins the first line of the answers; what a login prints before it is skipped."""
 
 _CLOSE_S = 5.0
-_LAST_OUTPUT_S = 1.0
 
 
 def serve(operations: Mapping[str, Operation]) -> int:
-    """Answer on stdout what is asked on stdin, each question in a thread, until stdin is closed.
-
-    So nothing is left behind when the connection is lost, but what an operation has started.
+    """Answer on stdout what is asked on stdin, each question in a thread, until stdin is closed:
+    nothing is left behind when the connection is lost, but what an operation has started.
 
     Args:
         operations: by name; each takes and returns what JSON can hold.
@@ -62,6 +59,14 @@ def error_words(error: UserError) -> dict[str, Any]:
         "id": error.id,
         "exit_code": int(error.exit_code),
     }
+
+
+def error_from(words: Mapping[str, Any], host: str) -> UserError:
+    """The user error of an answer, with the host that it is from."""
+    where = f"host {host}" + (f": {words['where']}" if words["where"] else "")
+    error = UserError(words["what"], where=where, fix=words["fix"], id=words["id"])
+    error.exit_code = words["exit_code"]
+    return error
 
 
 def _answer(
@@ -117,12 +122,7 @@ class Channel:
     def __enter__(self) -> Channel:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def ask(self, op: str, **args: Any) -> Future[dict[str, Any]]:
@@ -193,11 +193,7 @@ class Channel:
         if "error" not in reply:
             future.set_result(reply["result"])
             return
-        error = reply["error"]
-        where = f"host {self.name}" + (f": {error['where']}" if error["where"] else "")
-        failure = UserError(error["what"], where=where, fix=error["fix"], id=error.get("id", ""))
-        failure.exit_code = error["exit_code"]
-        future.set_exception(failure)
+        future.set_exception(error_from(reply["error"], self.name))
 
 
 def open_channel(
@@ -219,17 +215,16 @@ def open_channel(
         PreflightError: there is no ssh on this machine.
     """
     script = "\n".join([*lines, f"exec {shlex.quote(python)} -m {module}"])
-    process = shell.popen(["bash", "-c", script], own_group=True)
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `lost`
+    process = shell.popen(["bash", "-c", script], stderr=errors, own_group=True)
+    assert process.stdin is not None and process.stdout is not None
     writer, host = process.stdin, name or shell.name
-    last: deque[bytes] = deque(maxlen=31)
-    reading = threading.Thread(target=last.extend, args=(process.stderr,), daemon=True)
-    reading.start()
 
     def lost(was_ready: bool) -> UserError:
         code = process.wait()
-        reading.join(timeout=_LAST_OUTPUT_S)
-        noise = b"".join(list(last)).decode(errors="replace")
+        with errors:
+            errors.seek(0)
+            noise = errors.read().decode(errors="replace")
         if shell.destination is not None and code == SSH_FAILED:
             return shell.failure(noise)
         if was_ready:

@@ -34,7 +34,6 @@ def setting_lines(cluster: ClusterConfig, workdir: str, *, is_login: bool = Fals
     assumed, and every line that can fail says so in words and ends the shell with 1.
 
     Args:
-        workdir: the folder in which the ranks run.
         is_login: whether a login shell reads them, as in the job scripts.
     """
     environment = cluster.environment
@@ -94,15 +93,12 @@ def path_elsewhere(run_dir: Path, config: RunConfig) -> str:
 
 
 def network_variables(network: NetworkConfig, interface: str | None, device: str) -> dict[str, str]:
-    """Variables of gloo and NCCL that the ranks of one node need to reach the others.
+    """Variables of gloo and NCCL that the ranks of one node need to reach the others; those of the
+    user (`environment.variables`) are to win over them.
 
     Args:
         interface: the interface that has the node's address; None: not known. One that the section
             names wins.
-
-    Returns:
-        Variables; none for a network that its libraries are left to find out. Those of the user
-        (`environment.variables`) are to win over them.
     """
     name = network.interface or interface
     # Ranks on GPUs also use gloo: for what is small, and for checkpoints beside training.

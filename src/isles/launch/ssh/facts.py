@@ -9,6 +9,7 @@ import platform
 import socket
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.util import find_spec
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -22,17 +23,7 @@ from isles.errors import PreflightError
 from isles.launch.gpus import find_gpus
 from isles.launch.worker import NEEDED_TO_TRAIN
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "datasets",
-    "peft",
-    "numpy",
-    "deepspeed",
-    "bitsandbytes",
-)
+PACKAGES = (*NEEDED_TO_TRAIN, "datasets", "peft", "deepspeed", "bitsandbytes")
 """Compared between hosts, where a host has them."""
 
 
@@ -48,15 +39,15 @@ def node_facts(args: dict[str, Any]) -> dict[str, Any]:
         of each that is up, without the loopback), reached_at, machine_id, and port where one was
         asked for (None: all are taken).
     """
-    finding = find_gpus()
+    finding, versions = find_gpus(), fingerprint()
     facts: dict[str, Any] = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "executable": sys.executable,
-        "python": platform.python_version(),
-        "isles": __version__,
-        "code": code_digest(),
-        "packages": _package_versions(),
+        "python": versions.pop("python"),
+        "isles": versions.pop("isles"),
+        "code": versions.pop("code"),
+        "packages": versions,
         "missing": [name for name in NEEDED_TO_TRAIN if find_spec(name) is None],
         "gpus": len(finding.gpus),
         "gpu_warning": finding.warning,
@@ -83,7 +74,7 @@ def free_port(first: int, count: int = 100) -> int | None:
 
 
 def port_taken(first: int, host: str) -> PreflightError:
-    """What to raise where `free_port` has found none on a host."""
+    """What to raise where `free_port` has found none."""
     return PreflightError(
         f"all ports from {first} to {first + 99} are taken",
         where=f"host {host}",
@@ -123,17 +114,10 @@ def machine_id() -> str:
 
 def fingerprint() -> dict[str, str]:
     """What is to be equal on all hosts: versions by name, and `code`, a digest of isles' files."""
-    versions = {"python": platform.python_version(), "isles": __version__, "code": code_digest()}
-    return versions | _package_versions()
-
-
-def _package_versions() -> dict[str, str]:
-    found = {}
+    found = {"python": platform.python_version(), "isles": __version__, "code": code_digest()}
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from ipaddress import AddressValueError, IPv4Address, IPv4Network
+from ipaddress import IPv4Network
 from typing import Any, Literal
 
 from isles import __version__
@@ -59,8 +59,7 @@ def connect(
     lines, python = setting_lines(cluster, workdir), python_of(cluster.environment)
 
     def channel(host: HostConfig) -> Channel:
-        shell = Shell(host.ssh, timeout_s)
-        return open_channel(shell, lines=lines, python=python, name=host.ssh)
+        return open_channel(Shell(host.ssh, timeout_s), lines=lines, python=python)
 
     answers, failures = on_all(cluster.hosts, channel)
     channels = [found for found in answers if found is not None]
@@ -101,7 +100,6 @@ def ask_facts(
     """The facts of all hosts, compared.
 
     Args:
-        channels: to its hosts, in their order.
         warn: takes what is not as it should be, and no reason to stop.
         needed: packages without which nothing can run there.
 
@@ -120,91 +118,45 @@ def ask_facts(
 
 
 def compare(hosts: Sequence[Host], needed: Sequence[str], warn: Warn) -> None:
-    """See whether the hosts are several machines, equal in what must be.
-
-    Raises:
-        PreflightError: as `ask_facts`.
-    """
-    for host in hosts:
-        if host.facts["gpu_warning"]:
-            warn(f"host {host.name}: {host.facts['gpu_warning']}")
+    """See whether the hosts are several machines, equal in what must be; errors as `ask_facts`."""
     refuse(list(_unfit(hosts, needed)), len(hosts))
     here = code_digest()
     for host in hosts:
+        if host.facts["gpu_warning"]:
+            warn(f"host {host.name}: {host.facts['gpu_warning']}")
         if host.facts["code"] != here:
             warn(f"host {host.name} has other code of isles {__version__} than this machine")
     for package in _BETTER_SAME:
-        versions = {host.name: _version(host, package) for host in hosts}
+        versions = {host.name: host.facts["packages"].get(package, "none") for host in hosts}
         if len(set(versions.values())) > 1:
             words = ", ".join(f"{version} on {name}" for name, version in versions.items())
             warn(f"the hosts differ in {package}: {words}; isles setup makes them equal")
 
 
-def resolve_ranks(
-    cluster: ClusterConfig, hosts: Sequence[Host]
-) -> tuple[tuple[int, ...], Literal["cuda", "cpu"]]:
-    """Ranks of every host, and what they compute on.
-
-    Raises:
-        PreflightError: hosts with GPUs beside hosts without, or fewer GPUs than ranks.
-    """
-    without = [host for host in hosts if not host.facts["gpus"]]
-    is_cpu = cluster.device == "cpu" or (cluster.device == "auto" and len(without) == len(hosts))
-    if without and not is_cpu:
-        names = ", ".join(host.name for host in without)
-        raise PreflightError(
-            f"there is no GPU on {names}"
-            + (", and device is cuda" if cluster.device == "cuda" else ", and there are elsewhere"),
-            where=f"host {without[0].name}",
-            fix="see nvidia-smi there; leave the host out of the list; or train on the CPUs of "
-            "all: clusters.0.device=cpu",
-            id="gpu.count",
-        )
-    ranks, failures = [], []
-    for host in hosts:
-        asked = host.given.gpus or cluster.gpus_per_node
-        num = asked if isinstance(asked, int) else (1 if is_cpu else int(host.facts["gpus"]))
-        ranks.append(num)
-        if not is_cpu and num > host.facts["gpus"]:
-            failures.append(
-                PreflightError(
-                    f"{num} ranks are asked for, and there are {host.facts['gpus']} GPUs",
-                    where=f"host {host.name}",
-                    fix="give this host a number of its own in clusters[0].launcher.hosts: "
-                    f"{{ssh: {host.name}, gpus: {host.facts['gpus']}}}",
-                    id="gpu.count",
-                )
-            )
-    refuse(failures, len(hosts))
-    return tuple(ranks), "cpu" if is_cpu else "cuda"
-
-
 def _unfit(hosts: Sequence[Host], needed: Sequence[str]) -> Iterator[PreflightError]:
     first: dict[str, Host] = {}
     for host in hosts:
-        other = first.setdefault(host.facts["machine_id"] or host.name, host)
+        facts = host.facts
+        other = first.setdefault(facts["machine_id"] or host.name, host)
         if other is not host:
             yield PreflightError(
-                f"{other.name} and {host.name} are one machine, {host.facts['host']}",
+                f"{other.name} and {host.name} are one machine, {facts['host']}",
                 where=f"host {host.name}",
                 fix="name it once; gpus says how many ranks it has",
                 id="host.duplicate",
             )
-    for host in hosts:
-        missing = [name for name in host.facts["missing"] if name in needed]
-        if missing:
+        if missing := [name for name in facts["missing"] if name in needed]:
             yield PreflightError(
-                f"packages are not installed for {host.facts['executable']}: {', '.join(missing)}",
+                f"packages are not installed for {facts['executable']}: {', '.join(missing)}",
                 where=f"host {host.name}",
                 fix="isles setup run.yaml installs them; or name the right Python in "
                 "clusters[0].environment",
                 id="packages.missing",
             )
-    # Another isles than this machine's, or another Python or torch than most hosts have.
-    for host in hosts:
-        if host.facts["isles"] != __version__:
-            yield _odd(host, "isles", host.facts["isles"], f"{__version__} here")
-    torches = [_version(host, "torch") for host in hosts]
+        if facts["isles"] != __version__:
+            yield _odd(host, "isles", facts["isles"], f"{__version__} here")
+    # Another Python or torch than most hosts have.
+    torches = [host.facts["packages"].get("torch", "none") for host in hosts]
     pythons = [".".join(host.facts["python"].split(".")[:2]) for host in hosts]
     for what, values in (("torch", torches), ("Python", pythons)):
         usual, _ = Counter(values).most_common(1)[0]
@@ -223,8 +175,41 @@ def _odd(host: Host, what: str, value: str, usual: str) -> PreflightError:
     )
 
 
-def _version(host: Host, package: str) -> str:
-    return str(host.facts["packages"].get(package, "none"))
+def resolve_ranks(
+    cluster: ClusterConfig, hosts: Sequence[Host]
+) -> tuple[tuple[int, ...], Literal["cuda", "cpu"]]:
+    """Ranks of every host, and what they compute on.
+
+    Raises:
+        PreflightError: hosts with GPUs beside hosts without, or fewer GPUs than ranks.
+    """
+    without = [host.name for host in hosts if not host.facts["gpus"]]
+    is_cpu = cluster.device == "cpu" or (cluster.device == "auto" and len(without) == len(hosts))
+    if without and not is_cpu:
+        raise PreflightError(
+            f"there is no GPU on {', '.join(without)}"
+            + (", and device is cuda" if cluster.device == "cuda" else ", and there are elsewhere"),
+            where=f"host {without[0]}",
+            fix="see nvidia-smi there; leave the host out of the list; or train on the CPUs of "
+            "all: clusters.0.device=cpu",
+            id="gpu.count",
+        )
+    ranks, failures = [], []
+    for host in hosts:
+        asked, there = host.given.gpus or cluster.gpus_per_node, int(host.facts["gpus"])
+        ranks.append(asked if isinstance(asked, int) else 1 if is_cpu else there)
+        if not is_cpu and ranks[-1] > there:
+            failures.append(
+                PreflightError(
+                    f"{ranks[-1]} ranks are asked for, and there are {there} GPUs",
+                    where=f"host {host.name}",
+                    fix="give this host a number of its own in clusters[0].launcher.hosts: "
+                    f"{{ssh: {host.name}, gpus: {there}}}",
+                    id="gpu.count",
+                )
+            )
+    refuse(failures, len(hosts))
+    return tuple(ranks), "cpu" if is_cpu else "cuda"
 
 
 Facts = dict[str, Any]
@@ -232,13 +217,8 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How one node is reached.
-
-    Args:
-        address: IPv4.
-        interface: the node's interface that has it; None: the node has no such address itself.
-        network: the network that it belongs to there.
-    """
+    """The IPv4 address of one node, the interface that has it and its network; None: the node has
+    no such address itself."""
 
     address: str
     interface: str | None
@@ -254,10 +234,8 @@ def choose_addresses(
     """An address for every node that the others can be expected to reach.
 
     Args:
-        names: of the hosts, for messages.
-        facts: of each, of `isles.launch.ssh.facts.node_facts`.
-        given: what the run file says: an address, a name, or None.
-        network: the run file's section; an interface that it names decides.
+        facts: of each host, of `isles.launch.ssh.facts.node_facts`.
+        given: what the run file says of each: an address, a name, or None.
 
     Returns:
         What the run file says; else the address on the interface that it names; else on the one
@@ -289,36 +267,23 @@ def _reach(
         address = _resolve(given, name)
         return _of(facts, address) or Reach(address, network.interface, None)
     if network.interface is not None:
-        for reach in _all(facts):
-            if reach.interface == network.interface:
-                return reach
-        there = ", ".join(f"{r.interface} {r.address}" for r in _all(facts)) or "none"
-        raise PreflightError(
-            f"there is no interface {network.interface} with an IPv4 address; there are: {there}",
-            where=f"host {name}",
-            fix="correct clusters[0].network.interface, or leave it out",
-            id="net.interface",
-        )
-    for reach in usable:
-        if common is not None and reach.network == common:
-            return reach
-    came = _of(facts, facts["reached_at"] or "")
-    if came is not None or len(usable) == 1:
-        return came or usable[0]
-    there = ", ".join(f"{r.interface} {r.address}" for r in usable) or "none but the loopback"
-    raise PreflightError(
-        f"it is not clear at which address the other hosts reach it; it has: {there}",
-        where=f"host {name}",
-        fix=f"write it into clusters[0].launcher.hosts: {{ssh: {name}, address: 192.168.1.100}}",
-        id="net.interface",
-    )
+        found = [reach for reach in _all(facts) if reach.interface == network.interface]
+        what = f"there is no interface {network.interface} with an IPv4 address; there are: "
+        seen, fix = _all(facts), "correct clusters[0].network.interface, or leave it out"
+    else:
+        found = [reach for reach in usable if common is not None and reach.network == common]
+        came = _of(facts, facts["reached_at"] or "")
+        found += [came] if came is not None else usable if len(usable) == 1 else []
+        what = "it is not clear at which address the other hosts reach it; it has: "
+        seen, fix = usable, "write it into clusters[0].launcher.hosts: "
+        fix += f"{{ssh: {name}, address: 192.168.1.100}}"
+    if found:
+        return found[0]
+    what += ", ".join(f"{r.interface} {r.address}" for r in seen) or "none but the loopback"
+    raise PreflightError(what, where=f"host {name}", fix=fix, id="net.interface")
 
 
 def _resolve(given: str, name: str) -> str:
-    try:
-        return str(IPv4Address(given))
-    except AddressValueError:
-        pass
     try:
         return socket.gethostbyname(given)
     except OSError:

@@ -7,19 +7,17 @@ connection, so that a start is whole or leaves nothing behind. Needs no torch.
 
 from __future__ import annotations
 
+import fcntl
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
-from errno import EEXIST, ENOENT, ENOTEMPTY
 from pathlib import Path
 from typing import Any
 
-from isles.errors import ExitCode, UserError
+from isles.errors import ExitCode, PreflightError, UserError
 from isles.launch.ssh.channel import Operation, error_words, serve
 from isles.launch.ssh.environment import path_elsewhere
 from isles.launch.ssh.facts import node_facts
@@ -43,7 +41,6 @@ FORGOTTEN_AFTER_S = 30.0
 _LOOK_S = 0.05
 _END_S = 10.0
 _TAIL_LINES = 15
-_TRIES = 20
 
 
 class NodeStart:
@@ -51,7 +48,7 @@ class NodeStart:
 
     def __init__(self) -> None:
         self._attempt: Attempt | None = None
-        self._agent: tuple[subprocess.Popen[bytes], ProcessId, Path] | None = None
+        self._agent: tuple[subprocess.Popen[bytes], ProcessId] | None = None
         self._is_first = False
         self._is_kept = False
         self._is_given_up = False
@@ -66,7 +63,7 @@ class NodeStart:
             "second": second,
             "begin": self.begin,
             "start": self.start,
-            "wait": self.wait,
+            "ping": self.ping,
             "keep": self.keep,
             "end": self.end,
         }
@@ -98,11 +95,12 @@ class NodeStart:
             begun = choose_run(resolved, args["resume"])
             attempt = next_attempt(begun.run_dir)
         else:
-            begun = begin_run(resolved, args["text"], args["resume"], join=args.get("join", ""))
-            attempt = new_attempt(begun.run_dir, args["text"], typed=args.get("typed", ""))
+            begun = begin_run(resolved, args["text"], args["resume"], join=args["join"])
+            attempt = new_attempt(begun.run_dir, args["text"], typed=args["typed"])
+        path = begun.run_dir.path.absolute()
         found = {
-            "run_dir": str(begun.run_dir.path.absolute()),
-            "elsewhere": path_elsewhere(begun.run_dir.path.absolute(), resolved.config),
+            "run_dir": str(path),
+            "elsewhere": path_elsewhere(path, resolved.config),
             "attempt": attempt.number,
             "note": begun.note,
             "resumed_from": str(begun.resume_from.absolute()) if begun.resume_from else None,
@@ -120,7 +118,8 @@ class NodeStart:
         return {**found, "fleet": fleet.record()}
 
     def start(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Start this node's agent; the first node's coordinates the run as well.
+        """Start this node's agent, and wait until all its ranks have begun, or start_timeout is
+        over: then the agents themselves say whom they wait for.
 
         Args:
             args: what `begin` has returned; `resolved` and `text` as there; `node`, its number;
@@ -132,9 +131,8 @@ class NodeStart:
         fleet, node = Fleet.of(args["fleet"]), int(args["node"])
         path = args["run_dir"] if self._is_first else args["elsewhere"]
         run_dir = RunDir(Path(path).expanduser())
-        attempt = run_dir.attempt(args["attempt"])
+        self._attempt = attempt = run_dir.attempt(args["attempt"])
         is_shared = self._is_first or make_place(run_dir, attempt, args)
-        self._attempt = attempt
         command = [sys.executable, "-m", "isles.agent", str(run_dir.path)]
         command += ["--attempt", str(attempt.number)]
         command += [] if self._is_first else ["--node", str(node)]
@@ -146,38 +144,30 @@ class NodeStart:
                 environ = {**args["variables"], **os.environ}
                 child = start_detached(command, environ, stream, attempt.path)
             process = ProcessId.of(child.pid)
-            self._agent = (child, process, log)
+            self._agent = (child, process)
             if self._is_first or not is_shared:
-                self._write_launch(attempt, process, fleet, command)
+                _write_launch(attempt, process, fleet, command)
         self._watch()
+        deadline = time.monotonic() + fleet.start_timeout_s
+        while not attempt.outcome.exists() and time.monotonic() < deadline:
+            if _ranks_here(attempt) >= fleet[node].nproc:
+                break
+            if (code := child.poll()) is not None:
+                tail = log.read_text(encoding="utf-8", errors="replace").splitlines()
+                words = [f"    {line}" for line in tail[-_TAIL_LINES:] or ["(not a word)"]]
+                raise PreflightError(
+                    f"the agent ended with exit code {code} before its ranks had begun; its last "
+                    "words:\n" + "\n".join(words),
+                    fix="mend what it says; isles check finds more",
+                    id="start.failed",
+                )
+            time.sleep(_LOOK_S)
         return {"process": process.record()}
 
-    def wait(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Wait for a while until all ranks of this node have begun, or its agent has ended.
-
-        Args:
-            args: `timeout_s`; `nproc`, the ranks of this node.
-
-        Returns:
-            `has_begun`: whether they have, or the run has ended already; `ended`: None, or what
-            has ended here, with `code` and `tail`, its last words.
-        """
-        attempt = self._attempt
-        assert attempt is not None
+    def ping(self, args: dict[str, Any]) -> dict[str, Any]:
+        """The machine that starts the run is still there."""
         self._asked_at = time.monotonic()
-        deadline = self._asked_at + float(args["timeout_s"])
-        while True:
-            if attempt.outcome.exists() or _ranks_here(attempt) >= int(args["nproc"]):
-                return {"has_begun": True, "ended": None}
-            if self._agent is not None and (code := self._agent[0].poll()) is not None:
-                tail: list[str] = []
-                with suppress(OSError):
-                    text = self._agent[2].read_text(encoding="utf-8", errors="replace")
-                    tail = text.splitlines()[-_TAIL_LINES:]
-                return {"has_begun": False, "ended": "agent", "code": code, "tail": tail}
-            if time.monotonic() > deadline:
-                return {"has_begun": False, "ended": None}
-            time.sleep(_LOOK_S)
+        return {}
 
     def keep(self, args: dict[str, Any]) -> dict[str, Any]:
         """All nodes have started: the run goes on without this process.
@@ -227,32 +217,13 @@ class NodeStart:
 
     def _end_if_forgotten(self) -> None:
         # A dead connection may take hours to be noticed. This process ends then in any case.
-        while time.monotonic() - self._asked_at <= FORGOTTEN_AFTER_S:
-            time.sleep(_LOOK_S)
+        while (left := self._asked_at + FORGOTTEN_AFTER_S - time.monotonic()) > 0:
+            time.sleep(left)
         if not self._is_kept and not self._is_given_up:
             what = "the machine that started the run was not heard of any more"
             self.end({"what": f"{what} for {FORGOTTEN_AFTER_S:.0f} s, before all hosts had"})
         with self._lock:  # another thread may be in `end`
             os._exit(ExitCode.PREFLIGHT)
-
-    def _write_launch(
-        self, attempt: Attempt, process: ProcessId, fleet: Fleet, command: list[str]
-    ) -> None:
-        from isles.run.begin import claim_of
-
-        record = {
-            "attempt": attempt.number,
-            **process.record(),
-            "world_size": fleet.world_size,
-            "device": fleet.device,
-            "command": command,
-            **claim_of(attempt),  # its moment names the attempt
-            "resumed_from": fleet.resume_from,
-            "launcher": fleet.launcher,
-            "hosts": [node.ssh for node in fleet.nodes],
-        }
-        with clear_errors(attempt.path):
-            write_record(attempt.launch, record)
 
 
 def issues(args: dict[str, Any]) -> dict[str, Any]:
@@ -287,22 +258,33 @@ def issues(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def second(args: dict[str, Any]) -> dict[str, Any]:
-    """Whether a start would be refused because the run is going on already.
+    """Refuse a start by a UserError where the run is going on already.
 
     Args:
         args: `output_dir`, `name` and `resume`.
-
-    Returns:
-        refusal: its what, where, fix and id; None: it would not.
     """
     from isles.run.begin import refuse_second
 
-    folder = Path(args["output_dir"]).expanduser()
-    try:
-        refuse_second(folder, args["name"], args["resume"])
-    except UserError as error:
-        return {"refusal": error_words(error)}
-    return {"refusal": None}
+    refuse_second(Path(args["output_dir"]).expanduser(), args["name"], args["resume"])
+    return {}
+
+
+def _write_launch(attempt: Attempt, process: ProcessId, fleet: Fleet, command: list[str]) -> None:
+    from isles.run.begin import claim_of
+
+    record = {
+        "attempt": attempt.number,
+        **process.record(),
+        "world_size": fleet.world_size,
+        "device": fleet.device,
+        "command": command,
+        **claim_of(attempt),  # its moment names the attempt
+        "resumed_from": fleet.resume_from,
+        "launcher": fleet.launcher,
+        "hosts": [node.ssh for node in fleet.nodes],
+    }
+    with clear_errors(attempt.path):
+        write_record(attempt.launch, record)
 
 
 def _ranks_here(attempt: Attempt) -> int:
@@ -321,80 +303,47 @@ def make_place(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> bool:
             `token`, the secret of the attempt.
 
     Returns:
-        Whether the first node's own folder is here, on a file system that they share.
+        Whether it was there: the first node's own, on a file system that they share, or one that
+        another node has made on a disk that it shares with this one.
 
     Raises:
         UserError: a run of this node's own is there, or the folder cannot be written.
     """
-    with clear_errors(run_dir.path):
-        for left in reversed(range(_TRIES)):
-            launch = read_record(attempt.launch)
-            if launch is not None and launch.get("begun_at") == args["begun_at"]:
-                return True
-            try:
-                _make(run_dir, attempt, args)
-            except OSError as error:
-                # Another process makes it at this moment: here, or on a host that has this disk.
-                if not left or error.errno not in (ENOENT, EEXIST, ENOTEMPTY):
-                    raise
-            else:
-                return False
-    raise AssertionError("the last try has raised")
-
-
-def _make(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> None:
-    # Each step is whole or not done; the folder of the attempt comes last, with all that it has.
+    path = run_dir.path
     mark = {"first_node": args["fleet"]["nodes"][0]["name"], "born_at": args["born_at"]}
-    _make_way(run_dir, mark)
-    run_dir.path.mkdir(parents=True, exist_ok=True)
-    write_record(run_dir.node_of, mark)
-    attempt.path.parent.mkdir(exist_ok=True)
-    if attempt.path.exists():  # an older attempt of this number
-        place = _aside(attempt.path)
-        attempt.path.rename(place)
-        moved = read_record(Attempt(place, attempt.number).launch) or {}
-        if moved.get("begun_at") == args["begun_at"]:
-            # Another process has just made the one that is wanted, between two looks.
-            place.rename(attempt.path)
-    write_text_atomic(run_dir.resolved, args["resolved"])
-    write_text_atomic(run_dir.run_file, args["text"])
-    folder = tempfile.mkdtemp(prefix=f".{attempt.path.name}-", dir=attempt.path.parent)
-    staged = Attempt(Path(folder), attempt.number)
-    try:
-        staged.path.chmod(0o755)
-        Fleet.of(args["fleet"]).write(staged)
-        write_secret(staged.token, args["token"])
-        write_record(staged.launch, {"attempt": attempt.number, "begun_at": args["begun_at"]})
-        staged.path.rename(attempt.path)
-    except BaseException:
-        shutil.rmtree(staged.path, ignore_errors=True)
-        raise
-
-
-def _make_way(run_dir: RunDir, mark: dict[str, Any]) -> None:
-    # What another run of a first node has left goes aside, never a run of this node's own.
-    if not run_dir.path.exists():
-        return
-    # Hidden: a record of another process that does the same at this moment.
-    if all(entry.name.startswith(".") for entry in run_dir.path.iterdir()):
-        return
-    left = read_record(run_dir.node_of)
-    if left == mark:
-        return
-    if left is None:
-        raise UserError(
-            "this host has a run of its own in this folder, which the run would write into",
-            where=str(run_dir.path),
-            fix="move it away, or give the run file another name or output_dir",
-            id="run.elsewhere",
-        )
-    run_dir.path.rename(_aside(run_dir.path))
-
-
-def _aside(path: Path) -> Path:
-    folder = path.parent / ".old"
-    folder.mkdir(exist_ok=True)
-    return folder / f"{path.name}-{time.time_ns()}"
+    with clear_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (path.parent / f".{path.name}.lock").open("w") as lock:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            # This record comes last: where it is there, the folder is whole.
+            if (read_record(attempt.launch) or {}).get("begun_at") == args["begun_at"]:
+                return True
+            left = read_record(run_dir.node_of)
+            there = path.iterdir() if path.exists() else ()
+            # Hidden: what a process that was killed here has not finished.
+            if left is None and not all(entry.name.startswith(".") for entry in there):
+                raise UserError(
+                    "this host has a run of its own in this folder, which the run would write into",
+                    where=str(path),
+                    fix="move it away, or give the run file another name or output_dir",
+                    id="run.elsewhere",
+                )
+            # What another run of a first node has left, or an older attempt of this number.
+            for old, is_old in ((path, left not in (None, mark)), (attempt.path, True)):
+                if is_old and old.exists():
+                    aside = old.parent / ".old"
+                    aside.mkdir(exist_ok=True)
+                    old.rename(aside / f"{old.name}-{time.time_ns()}")
+            path.mkdir(exist_ok=True)
+            write_record(run_dir.node_of, mark)
+            write_text_atomic(run_dir.resolved, args["resolved"])
+            write_text_atomic(run_dir.run_file, args["text"])
+            attempt.path.mkdir(parents=True)
+            Fleet.of(args["fleet"]).write(attempt)
+            write_secret(attempt.token, args["token"])
+            write_record(attempt.launch, {"attempt": attempt.number, "begun_at": args["begun_at"]})
+    return False
 
 
 def main() -> int:

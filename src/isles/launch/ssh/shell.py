@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import stat
 import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -25,8 +22,6 @@ SSH_FAILED = 255
 """Exit status of ssh itself where it cannot connect."""
 
 _CANNOT_RUN, _NOT_FOUND = 126, 127
-_LAST_OUTPUT_S = 1.0
-_SHORT = 20
 _WORD_CHARS = 1000
 _NO_FOLDER = re.compile(r"cd: (?P<folder>.*): No such file or directory")
 _NO_MODULE = re.compile(r"No module named '?(?P<name>isles[\w.]*)")
@@ -41,18 +36,12 @@ class Result:
     stderr: str
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Shell:
-    """Runs commands in one place.
-
-    Args:
-        destination: as ssh takes it; None: this machine.
-        connect_timeout_s: longest wait for ssh to connect.
-    """
+    """Runs commands in one place: `destination`, as ssh takes it; None: this machine."""
 
     destination: str | None = None
     connect_timeout_s: float = 10.0
-    _options: list[str] | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -66,25 +55,10 @@ class Shell:
 
     def ssh_options(self) -> list[str]:
         """Options for ssh, and for rsync -e, besides those of the user's own files."""
-        if self._options is None:
-            options = {
-                "BatchMode": "yes",
-                "ConnectTimeout": str(max(1, round(self.connect_timeout_s))),
-                "ServerAliveInterval": "5",
-                "ServerAliveCountMax": "3",
-            }
-            assert self.destination is not None
-            own = ssh_config(self.destination).get("controlmaster", "false")
-            # Where the user's configuration shares connections already, nothing is added.
-            folder = _socket_dir() if own in ("false", "no") else None
-            if folder is not None:
-                # The first connection carries the others of this process while it lives, and
-                # leaves nothing. Not those of other commands: it could not end before them, and
-                # they would end with it.
-                path = str(folder / f"{os.getpid():x}-%C")
-                options |= {"ControlMaster": "auto", "ControlPath": path}
-            self._options = [word for k, v in options.items() for word in ("-o", f"{k}={v}")]
-        return self._options
+        connect_s = max(1, round(self.connect_timeout_s))
+        options = ["BatchMode=yes", f"ConnectTimeout={connect_s}"]
+        options += ["ServerAliveInterval=5", "ServerAliveCountMax=3"]
+        return [word for option in options for word in ("-o", option)]
 
     def run(
         self, command: Sequence[str], *, stdin: str | None = None, timeout_s: float = 60.0
@@ -118,8 +92,15 @@ class Shell:
             raise self.failure(done.stderr)
         return Result(done.returncode, done.stdout, done.stderr)
 
-    def popen(self, command: Sequence[str], *, own_group: bool = False) -> subprocess.Popen[bytes]:
-        """Start a command with pipes to its three streams. `failure` explains ssh's 255.
+    def popen(
+        self,
+        command: Sequence[str],
+        *,
+        stderr: IO[bytes],
+        stdin: int | IO[bytes] = subprocess.PIPE,
+        own_group: bool = False,
+    ) -> subprocess.Popen[bytes]:
+        """Start a command whose output is read from a pipe. `failure` explains ssh's 255.
 
         Args:
             own_group: whether a Ctrl+C on this terminal is kept from it.
@@ -127,10 +108,10 @@ class Shell:
         Raises:
             PreflightError: there is no such command here.
         """
-        pipe, group = subprocess.PIPE, 0 if own_group else None
+        argv, group, pipe = self.argv(command), 0 if own_group else None, subprocess.PIPE
         try:
             return subprocess.Popen(
-                self.argv(command), stdin=pipe, stdout=pipe, stderr=pipe, process_group=group
+                argv, stdin=stdin, stdout=pipe, stderr=stderr, process_group=group
             )
         except FileNotFoundError as error:
             raise self._missing(str(error.filename)) from error
@@ -146,36 +127,30 @@ class Shell:
     ) -> tuple[int | None, str]:
         """Run a command to its end, and hand on each line of its output at once.
 
-        Args:
-            command, own_group: as for `popen`.
-            take: gets each line.
-            stdin: all that it reads.
-            timeout_s: it is killed after so long.
-
         Returns:
             Its exit status, None where it was killed for its time; and its error output.
 
         Raises:
             PreflightError: there is no such command here.
         """
-        process = self.popen(command, own_group=own_group)
-        assert process.stdin is not None and process.stdout is not None
-        alarm = threading.Timer(timeout_s, process.kill)
-        alarm.daemon = True
-        alarm.start()
-        errors: list[bytes] = []
-        reader = threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True)
-        reader.start()
-        threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True).start()
-        try:
-            for raw in process.stdout:
-                take(raw.decode(errors="replace").rstrip("\r\n"))
-            code = process.wait()
-            reader.join(timeout=_LAST_OUTPUT_S)
-            is_late = alarm.finished.is_set()
-        finally:
-            alarm.cancel()
-        return None if is_late else code, b"".join(errors).decode(errors="replace")
+        # Files have no reader that must keep up, nor names by which others could open them.
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
+            given.write(stdin.encode())
+            given.seek(0)
+            process = self.popen(command, stdin=given, stderr=errors, own_group=own_group)
+            assert process.stdout is not None
+            alarm = threading.Timer(timeout_s, process.kill)
+            alarm.daemon = True
+            alarm.start()
+            try:
+                for raw in process.stdout:
+                    take(raw.decode(errors="replace").rstrip("\r\n"))
+                code = process.wait()
+                is_late = alarm.finished.is_set()
+            finally:
+                alarm.cancel()
+            errors.seek(0)
+            return None if is_late else code, errors.read().decode(errors="replace")
 
     def failure(self, stderr: str) -> PreflightError:
         """What ssh's own error means, and the line to type against it."""
@@ -221,19 +196,9 @@ _FAILURES = (
 )
 
 
-def _feed(stream: IO[bytes], text: str) -> None:
-    with suppress(OSError):  # it has ended; what it printed says why
-        stream.write(text.encode())
-        stream.close()
-
-
 def python_failure(host: str, python: str, code: int, stderr: str) -> PreflightError | None:
-    """Why a command of isles could not be run on a host; None where isles itself has failed.
-
-    Args:
-        code: exit status of the command.
-        stderr: what it printed.
-    """
+    """Why a command of isles could not be run on a host, by its exit status and its error output;
+    None where isles itself has failed."""
     module, folder = _NO_MODULE.search(stderr), _NO_FOLDER.search(stderr)
     fix = "name the right Python in clusters[0].environment (venv, conda or python)"
     if module and module["name"] == "isles":
@@ -262,7 +227,7 @@ def start_detached(
     """Start a process of this machine in a session of its own, which outlives this one.
 
     Args:
-        command, environ: its words, and all of its environment.
+        environ: all of its environment.
         log: takes what it prints.
 
     Raises:
@@ -308,10 +273,10 @@ def login_line(command: Sequence[str]) -> str:
 def on_all(
     places: Sequence[T], work: Callable[[T], R]
 ) -> tuple[list[R | None], list[tuple[T, UserError]]]:
-    """Do the same at all places at once, in threads; user errors are gathered, not raised.
+    """Do the same at all places at once, in threads.
 
     Returns:
-        The results in the order of the places, None where there was an error; and the errors.
+        The results in the order of the places, None where there was a user error; and the errors.
     """
     futures: list[Future[R]] = [Future() for _ in places]
 
@@ -338,25 +303,7 @@ def on_all(
 def ssh_config(destination: str) -> dict[str, str]:
     """The user's own configuration for a destination, as `ssh -G` prints it; empty: no ssh."""
     try:
-        done = subprocess.run(
-            ["ssh", "-G", destination], capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = Shell().run(["ssh", "-G", destination], timeout_s=10)
+    except PreflightError:
         return {}
     return dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
-
-
-def _socket_dir() -> Path | None:
-    # A folder of this user alone; short, since a socket's path has 100 characters at most. None:
-    # connections are not shared.
-    folder = Path(tempfile.gettempdir())
-    if len(str(folder)) > _SHORT and Path("/tmp").is_dir():
-        folder = Path("/tmp")
-    path = folder / f"isles-ssh-{os.getuid()}"
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        facts = path.lstat()
-    except OSError:
-        return None
-    is_ours = facts.st_uid == os.getuid() and not facts.st_mode & 0o077
-    return path if is_ours and stat.S_ISDIR(facts.st_mode) else None

@@ -8,7 +8,6 @@ their own.
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 import signal
 import time
@@ -22,9 +21,9 @@ from isles.config.load import Loaded
 from isles.config.resolve import dump_resolved, resolve
 from isles.config.sections.cluster import ClusterConfig, SshLauncherConfig
 from isles.config.show import show
-from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
-from isles.launch.base import Started, StartOptions
-from isles.launch.remote.login import remember
+from isles.errors import ConfigError, ConfigErrors, UserError
+from isles.launch.base import Started, StartOptions, make_fleet, ranks_text
+from isles.launch.remote.login import started_elsewhere
 from isles.launch.remote.sync import sync_hosts
 from isles.launch.ssh.channel import error_words
 from isles.launch.ssh.environment import network_line, network_variables, python_of, setting_lines
@@ -37,19 +36,17 @@ from isles.launch.ssh.hosts import (
     gather,
     resolve_ranks,
 )
-from isles.launch.ssh.node import FORGOTTEN_AFTER_S
 from isles.launch.worker import NEEDED_TO_TRAIN
 from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
-from isles.run.remote import RemoteRun
 
 _ASK_S = 60.0
 """Longest wait for a host to do its part: to read the run file's data folder, to write a folder."""
 
 _SIGN_S = 3.0
-"""So often a host is asked while its ranks begin."""
+"""So often the hosts are told that this machine is still there."""
 
 _GIVE_UP_S = 15.0
 
@@ -79,17 +76,15 @@ def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions
         needed = ("torch",) if loaded.config.training.script else NEEDED_TO_TRAIN
         hosts = ask_facts(cluster, channels, options.warn, needed)
         start = _SshStart(loaded, options, cluster, hosts, workdir)
-        answer = channels[0].wait(files, "issues", _ASK_S)
-        if issues := [
-            ConfigError(
-                issue["what"],
-                where=f"{issue['where']} (on host {hosts[0].name})",
-                fix=issue["fix"],
-                id=issue.get("id", ""),
+        found = channels[0].wait(files, "issues", _ASK_S)["issues"]
+        on = f" (on host {hosts[0].name})"
+        if found:
+            raise ConfigErrors(
+                [
+                    ConfigError(i["what"], where=i["where"] + on, fix=i["fix"], id=i["id"])
+                    for i in found
+                ]
             )
-            for issue in answer["issues"]
-        ]:
-            raise ConfigErrors(issues)
         return start.dry_run() if options.dry_run else start.run(hand_back)
 
 
@@ -152,25 +147,18 @@ class _SshStart:
         names = [str(host.facts["host"]) for host in hosts]
         if len(set(names)) < len(names):
             names = [host.name for host in hosts]
-        self.fleet = Fleet(
-            launcher="ssh",
-            nodes=tuple(
-                FleetNode(
-                    node=host.node,
-                    name=name,
-                    ssh=host.name,
-                    address=found.address,
-                    nproc=ranks,
-                    interface=cluster.network.interface or found.interface,
-                )
-                for host, name, found, ranks in zip(hosts, names, reaches, nproc, strict=True)
-            ),
-            port=port,
-            min_nodes=cluster.min_nodes,
-            device=device,
-            start_timeout_s=cluster.start_timeout,
-            digest=hashlib.sha256(self.text.encode()).hexdigest(),
-        )
+        nodes = [
+            FleetNode(
+                node=host.node,
+                name=name,
+                ssh=host.name,
+                address=found.address,
+                nproc=ranks,
+                interface=cluster.network.interface or found.interface,
+            )
+            for host, name, found, ranks in zip(hosts, names, reaches, nproc, strict=True)
+        ]
+        self.fleet = make_fleet(self.resolved, nodes, port=port)
 
     def variables(self, node: FleetNode) -> dict[str, str]:
         """What the launcher adds to the environment of a node's ranks."""
@@ -214,9 +202,9 @@ class _SshStart:
             print_line(begun["note"])
         print_line(f"starting {_fleet_text(fleet, begun['run_dir'])}")
         print_line(network_line(self.cluster.network, fleet.first.interface, fleet.device))
+        self.fleet = Fleet.of(begun["fleet"])
         try:
             started = self._start(begun)
-            self._see_them_begin()
             nodes = [
                 {"node": host.node, "ssh": host.name, **answer["process"]}
                 for host, answer in zip(self.hosts, started, strict=True)
@@ -246,35 +234,27 @@ class _SshStart:
         )
 
     def _start(self, begun: dict[str, Any]) -> list[dict[str, Any]]:
-        self.fleet = Fleet.of(begun["fleet"])
+        # The agents; each host answers once its ranks have begun.
         shared = {**begun, "resolved": self.text, "text": self.loaded.text}
-        asked = []
-        for host, node in zip(self.hosts, self.fleet.nodes, strict=True):
-            own = {**shared, "node": node.node, "variables": self.variables(node)}
-            asked.append((host.channel, host.channel.ask("start", **own)))
-        # No host may take longer than the others wait to be asked again.
-        return gather(asked, "start", FORGOTTEN_AFTER_S - 2 * _SIGN_S)
-
-    def _see_them_begin(self) -> None:
-        # Once start_timeout is over, the agents themselves say whom they wait for.
-        waiting = set(self.hosts)
-        deadline = time.monotonic() + self.cluster.start_timeout
-        while waiting and time.monotonic() < deadline:
-            asked = {
-                host.channel.ask("wait", timeout_s=_SIGN_S, nproc=node.nproc): host
-                for host, node in zip(self.hosts, self.fleet.nodes, strict=True)
-            }
+        asked = {
+            host.channel.ask(
+                "start", **shared, node=node.node, variables=self.variables(node)
+            ): host.channel
+            for host, node in zip(self.hosts, self.fleet.nodes, strict=True)
+        }
+        deadline = time.monotonic() + self.fleet.start_timeout_s + _ASK_S
+        while time.monotonic() < deadline:
+            for channel in asked.values():
+                channel.ask("ping")
             # In the order in which they answer: who ends first is the cause, not a consequence.
             with suppress(TimeoutError):
-                for future in as_completed(asked, timeout=_SIGN_S * 3):
-                    host, answer = asked[future], future.result()
-                    if answer["ended"] is not None:
-                        raise _ended(host, answer)
-                    if answer["has_begun"]:
-                        waiting.discard(host)
+                for future in as_completed(asked, timeout=_SIGN_S):
+                    future.result()
+                break
+        return gather([(channel, future) for future, channel in asked.items()], "start", _SIGN_S)
 
     def _give_up(self, error: UserError) -> None:
-        """End on every host what was started there."""
+        # End on every host what was started there.
         asked = [(host, host.channel.ask("end", **error_words(error))) for host in self.hosts]
         deadline = time.monotonic() + _GIVE_UP_S
         for host, future in asked:
@@ -289,46 +269,21 @@ class _SshStart:
 
     def _started(self, begun: dict[str, Any]) -> Started:
         run_dir = RunDir(Path(begun["run_dir"]))
-        attempt = run_dir.attempt(begun["attempt"])
-        first, output_dir = self.hosts[0], Path(self.loaded.config.output_dir).expanduser()
-        is_here = bool(machine_id()) and first.facts["machine_id"] == machine_id()
+        output_dir = Path(self.loaded.config.output_dir).expanduser()
+        is_here = bool(machine_id()) and self.hosts[0].facts["machine_id"] == machine_id()
         if is_here and run_dir.path.parent == output_dir.absolute():
+            attempt = run_dir.attempt(begun["attempt"])
             coordinator = ProcessId.from_record(read_record(attempt.launch) or {})
             return Started(run_dir, attempt, coordinator)
-        remote = RemoteRun(
-            name=run_dir.name,
-            ssh=first.name,
-            path=begun["run_dir"],
-            elsewhere=begun["elsewhere"],
-            lines=tuple(self.lines),
-            python=self.python,
-            launcher="ssh",
-            hosts=tuple(host.name for host in self.hosts),
-            started_at=time.time(),
-        )
-        remote = remember(output_dir, remote, self.options.warn)
-        return Started(run_dir, attempt, None, remote=remote)
-
-
-def _ended(host: Host, answer: dict[str, Any]) -> PreflightError:
-    words = "\n".join(f"    {line}" for line in answer["tail"]) or "    (not a word)"
-    return PreflightError(
-        f"the {answer['ended']} ended with exit code {answer['code']} before its ranks had "
-        f"begun; its last words:\n{words}",
-        where=f"host {host.name}",
-        fix="mend what it says; isles check finds more",
-        id="start.failed",
-    )
+        begun, hosts = {**begun, "path": begun["run_dir"]}, [host.name for host in self.hosts]
+        return started_elsewhere(self.loaded, self.options, begun, hosts, self.lines, self.python)
 
 
 def _fleet_text(fleet: Fleet, run_dir: str) -> str:
-    is_one = fleet.world_size == 1
-    kind = "GPU" if fleet.device == "cuda" else "CPU process"
-    plural = "" if is_one else "s" if fleet.device == "cuda" else "es"
-    hosts = f"{len(fleet.nodes)} host{'' if len(fleet.nodes) == 1 else 's'}"
-    places = ", ".join(_place(node) for node in fleet.nodes)
+    hosts = f"{len(fleet)} host{'' if len(fleet) == 1 else 's'}"
+    places = ", ".join(_place(node) for node in fleet)
     return (
-        f"{run_dir.rpartition('/')[2]}: {fleet.world_size} {kind}{plural} on {hosts} "
+        f"{run_dir.rpartition('/')[2]}: {ranks_text(fleet.world_size, fleet.device)} on {hosts} "
         f"({places}), in {fleet.first.ssh}:{run_dir}"
     )
 
