@@ -25,7 +25,7 @@ from isles.run.begin import (
     refuse_second,
     write_launch,
 )
-from isles.run.find import find_run, list_runs
+from isles.run.find import find_any, list_runs
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import clear_errors, read_record, write_record
@@ -379,20 +379,20 @@ except UserError as error:
 def test_runs_are_found_by_name_path_or_newest(run_file: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with pytest.raises(UserError, match="there is no run in"):
-        find_run(None, runs)
+        find_any(None, runs)
     for _ in range(2):
         end_attempt(begin(run_file).run_dir, "finished")
     bare_run(runs / "other-1")
     end_attempt(RunDir(runs / "other-1"), "finished")
     end_attempt(RunDir(runs / "tiny-1"), "finished")
-    assert find_run("tiny", runs).name == "tiny-2"
-    assert find_run("tiny-1", runs).name == "tiny-1"
-    assert find_run(str(runs / "other-1"), Path("nowhere")).name == "other-1"
-    assert find_run(None, runs).name == "tiny-1", "the one that was started last"
+    assert find_any("tiny", runs).name == "tiny-2"
+    assert find_any("tiny-1", runs).name == "tiny-1"
+    assert find_any(str(runs / "other-1"), Path("nowhere")).name == "other-1"
+    assert find_any(None, runs).name == "tiny-1", "the one that was started last"
     assert [run.name for run in list_runs(runs)] == ["tiny-2", "other-1", "tiny-1"]
     with pytest.raises(UserError, match="did you mean tiny-1"):
-        find_run("tiny_1", runs)
+        find_any("tiny_1", runs)
     with pytest.raises(UserError, match="is a run file"):
-        find_run("run.yaml", runs)
+        find_any("run.yaml", runs)
     with pytest.raises(UserError, match="tiny-1, other-1, tiny-2"):
-        find_run("zzz", runs)
+        find_any("zzz", runs)

@@ -23,7 +23,7 @@ from isles.launch.queue.script import (
     slurm_time,
 )
 from isles.launch.queue.status import read_job, refresh
-from isles.run.begin import write_job_launch
+from isles.run.begin import write_launch
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from tests.deadline import DEADLINE_S
@@ -164,8 +164,9 @@ class Job:
         self.attempt: Attempt = self.run_dir.attempt(1)
         self.attempt.path.mkdir(parents=True)
         self.run_dir.resolved.write_text(dump_resolved(resolved))
-        write_job_launch(
+        write_launch(
             self.attempt,
+            None,
             launcher="slurm",
             job_id="7",
             world_size=4,

@@ -33,7 +33,6 @@ class Position:
     """Position of a rank.
 
     Args:
-        step: of the training.
         stage: a part of the step, or another phase: evaluating, saving.
         at: the place in its code; empty: unknown.
         waits_in: the collective operation that it waits in; empty: in none, as far as is known.
@@ -66,8 +65,6 @@ def find_hang(
     """Find the ranks that the others wait for.
 
     Args:
-        ranks: position of each.
-        hosts: of all ranks.
         unknown: ranks that have never sent a heartbeat.
     """
     silent = [rank for rank, position in ranks.items() if position.silent_s]

@@ -115,7 +115,6 @@ def ask_hub(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any]:
 
     Args:
         line: its join line. The token is sent only to the server that has its certificate.
-        path: such as `/v1/status`.
         timeout_s: longest wait for the whole answer.
 
     Raises:
