@@ -324,7 +324,7 @@ def test_a_node_that_falls_silent_is_named_after_twenty_seconds(tmp_path: Path) 
         wire.close()
 
 
-@pytest.mark.parametrize(("kind", "code"), [("save", 85), ("interrupt", 130), ("now", 130)])
+@each(("kind", "code"), [("save", 85), ("interrupt", 130), ("now", 130)])
 def test_a_stop_request_is_heard_while_nobody_is_there(
     tmp_path: Path, kind: StopKind, code: int
 ) -> None:
@@ -418,7 +418,7 @@ def test_a_process_that_was_frozen_does_not_take_the_others_for_lost() -> None:
     assert last_seen.look(3632.0) < 2.0
 
 
-@pytest.mark.parametrize("is_full", [False, True])
+@each("is_full", [False, True])
 def test_an_outcome_that_cannot_be_recorded_still_has_its_code_and_cause(
     tmp_path: Path, is_full: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
