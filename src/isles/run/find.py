@@ -85,7 +85,8 @@ def find_any(given: str | None, output_dir: Path) -> Run:
         return exact[0]
     # The newest run of a name in a run file.
     numbered = (_run_at(run.path) for _, run in numbered_runs(output_dir, given))
-    named: list[Run] = [run for run in numbered if run is not None][-1:]
+    named: list[Run] = []
+    named += [run for run in numbered if run is not None][-1:]
     named += [run for run in remotes if given in (_stem(run.name), _stem(run.label))][-1:]
     if named:
         return max(named, key=_started_at)
