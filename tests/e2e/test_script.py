@@ -318,7 +318,7 @@ def test_a_script_that_hangs_is_found_out(tmp_path: Path, own: RunDir) -> None:
         stacks = (attempt.hangs / f"silence-1-rank-{rank}.txt").read_text()
         assert stacks.startswith(f"rank {rank} on {os.uname().nodename}, at ")
         assert f'probe.py", line {line} in <module>' in stacks
-    assert stall["text"] in attempt.rank_log(0).read_text()
+    assert stall["text"] in attempt.agent_log.read_text()
     status = Command("status", "own-1", cwd=tmp_path)
     assert status.end() == ExitCode.OK
     assert "no rank has printed or reported anything" in " ".join(status.out.split())

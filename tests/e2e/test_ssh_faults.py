@@ -129,10 +129,10 @@ def test_a_full_disk_on_the_head_in_mid_run_leaves_nothing_running(lab: Lab) -> 
             command.kill()
             command.wait()
         assert command.returncode == ExitCode.TRAINING, text
-        # First that the disk is full, where so little is left that this is said as well.
-        assert "rank 1 was killed by SIGKILL" in text and "Traceback" not in text, text
-        outcome = read_record(attempt.outcome) or {}
-        assert outcome["state"] == "failed" and "killed by SIGKILL" in outcome["reason"]
+        assert "is full" in text and "Traceback" not in text, text
+        assert not attempt.outcome.exists()
+        log = RunDir(lab.root("a2") / name).attempt(1).node_log(1).read_text()
+        assert "the run has ended with 3" in log and "rank 1 was killed by SIGKILL" in log
         assert_nothing_left(lab)
 
 

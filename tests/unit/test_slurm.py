@@ -17,7 +17,7 @@ from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.launch.queue.script import JobText, clock, job_script, rendered_script
 from isles.launch.queue.slurm import pending
 from isles.launch.queue.status import read_job, refresh
-from isles.run.begin import write_job_launch
+from isles.run.begin import write_launch
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from tests.deadline import DEADLINE_S
@@ -148,8 +148,9 @@ class Job:
         self.attempt: Attempt = self.run_dir.attempt(1)
         self.attempt.path.mkdir(parents=True)
         self.run_dir.resolved.write_text(dump_resolved(resolved))
-        write_job_launch(
+        write_launch(
             self.attempt,
+            None,
             launcher="slurm",
             job_id="7",
             world_size=4,

@@ -15,7 +15,7 @@ from isles.launch.queue.status import refresh, refresh_all
 from isles.launch.queue.submit import LostSubmission, submission, submit
 from isles.run.begin import Begun
 from isles.run.paths import RunDir
-from tests.unit.test_requeue import queued
+from tests.unit.test_agent_requeue import queued
 from tests.unit.test_slurm import OWN, PENDING, Job, make_script
 
 

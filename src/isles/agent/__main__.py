@@ -25,7 +25,6 @@ from typing import Any
 
 from isles.agent.agent import Agent, NodeLog, Signals
 from isles.agent.connection import Connection, ask_token, fetch_run, versions
-from isles.agent.hang import HangReports
 from isles.agent.lead import Lead
 from isles.agent.server import LocalLink
 from isles.agent.workers import RankStore, WorkerGroup, redirect_output
@@ -149,13 +148,13 @@ def _serve(
     is_own = isinstance(connection, LocalLink)
     agent_log = attempt.agent_log if is_own else attempt.node_log(node.node)
     node_log = NodeLog(run_dir, attempt, node.node, signals, agent_log)
-    hangs = HangReports(attempt, is_shared=is_own or nodes.is_shared)
     with node_log, _fork_server(run_dir, attempt) as scratch:
         workers = WorkerGroup(
             run_dir, attempt, node.nproc, scratch, in_job=nodes.in_job, store=store
         )
         try:
-            return Agent(connection, workers, signals, hangs).run()
+            is_shared = is_own or nodes.is_shared
+            return Agent(attempt, connection, workers, signals, is_shared=is_shared).run()
         finally:
             if store is not None:
                 store.close()

@@ -17,8 +17,9 @@ from types import FrameType
 from typing import IO, Any
 
 from isles.agent.connection import Connection
-from isles.agent.hang import HangReports
+from isles.agent.hang import new_hang_files
 from isles.agent.protocol import log_line
+from isles.agent.script.stacks import read_stacks
 from isles.agent.server import LocalLink
 from isles.agent.workers import WorkerGroup
 from isles.errors import ExitCode
@@ -28,31 +29,37 @@ from isles.run.records import read_record
 from isles.run.stop import send_signal
 
 _LOOK_S = 0.05
+_HANGS_EVERY_S = 0.5
 _LOG_EVERY_S = 0.5
+_PRINTED_EVERY_S = 2
 
 
 class Agent:
     """One node of a run.
 
     Args:
-        connection: to the coordinator.
-        workers: the ranks of this node.
         signals: to this process, which it forwards to the ranks on command.
-        hangs: stacks of the ranks here, for the coordinator.
+        is_shared: whether the coordinator is known to see the same folder of the attempt.
     """
 
     def __init__(
         self,
+        attempt: Attempt,
         connection: Connection | LocalLink,
         workers: WorkerGroup,
         signals: Signals,
-        hangs: HangReports,
+        *,
+        is_shared: bool,
     ) -> None:
+        self._attempt = attempt
         self._connection = connection
         self._workers = workers
         self._signals = signals
-        self._hangs = hangs
+        self._is_shared = is_shared
         self._forwarded = 0
+        self._hangs: dict[str, Any] = {}
+        self._hangs_at = 0.0
+        self._stacks: dict[str, Any] = {}
 
     def run(self) -> int:
         """Run until the run is over; returns its exit code."""
@@ -83,9 +90,22 @@ class Agent:
 
     def _report(self) -> None:
         self._workers.look()
-        stop = {"stop": self._signals.received} if self._signals.received else {}
-        hangs = self._hangs.report(self._signals.ranks)
-        self._connection.report({**self._workers.report, **hangs, **stop})
+        now_s = time.monotonic()
+        if not self._is_shared and now_s - self._hangs_at > _HANGS_EVERY_S:
+            self._hangs_at, self._hangs = now_s, new_hang_files(self._attempt)
+        more = {"hangs": self._hangs, "stacks": self._stacks, "stop": self._signals.received}
+        more["printed"] = self._printed() if self._workers.is_script else 0
+        self._connection.report(
+            {**self._workers.report, **{key: value for key, value in more.items() if value}}
+        )
+
+    def _printed(self) -> int:
+        # Grows when one of the ranks here has printed, but not with every line.
+        newest = 0.0
+        for rank in self._signals.ranks:
+            with suppress(OSError):
+                newest = max(newest, self._attempt.rank_log(rank).stat().st_mtime)
+        return int(newest) // _PRINTED_EVERY_S
 
     def _apply(self, command: dict[str, Any]) -> int | None:
         # Returns the exit code where the run is over.
@@ -115,22 +135,34 @@ class Agent:
             ranks = f"ranks {first} to {first + count - 1}" if count > 1 else f"rank {first}"
             restart = f"restart {command['restart']}"
             log_line(f"starting {ranks} of {command['world_size']}, {restart}", "agent")
-            self._hangs.is_script = bool(command["script"])
             self._signals.expect(command["restart"], range(first, first + count))
             workers.begin(command)
-        if command.get("stacks"):
-            self._hangs.ask(command["stacks"])
-        if command["signal"] and command["signal"] != self._forwarded:
-            self._forwarded = command["signal"]
-            name = signal.Signals(self._forwarded).name
-            log_line(f"asked to save and stop ({name})", "agent")
+        if command["stacks"] != self._stacks.get("number", 0):
+            self._answer(command["stacks"])
+        if command["signal"]:
+            if command["signal"] != self._forwarded:
+                self._forwarded = command["signal"]
+                name = signal.Signals(self._forwarded).name
+                log_line(f"asked to save and stop ({name})", "agent")
             self._signals.forward(self._forwarded)
         if command["handover"] and workers.hand_over():
             log_line("other nodes are waiting to join: the ranks save and meet again", "agent")
 
+    def _answer(self, question: int) -> None:
+        # With the stacks of the scripts here; 0: the coordinator has all answers.
+        self._stacks = {}
+        if question:
+            records = {r: read_record(self._attempt.rank_record(r)) for r in self._signals.ranks}
+            scripts = {
+                rank: (int(record["script_pid"]), int(record["stacks"]))
+                for rank, record in records.items()
+                if record is not None and record.get("restart") == self._workers.restart
+            }
+            self._stacks = {"number": question, "ranks": read_stacks(scripts)}
+
 
 class Signals:
-    """The last signal to this agent; and the way to forward one to its ranks."""
+    """The last signal to this process; and the way to forward one to the ranks of this node."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.received = 0
@@ -140,7 +172,6 @@ class Signals:
         self._attempt = attempt
         self._restart = 0
         self._waiting: set[int] = set()
-        self._forwarded = 0
 
     def install(self) -> None:
         """Take over the signals: each is a request, which the coordinator brings to all nodes.
@@ -153,34 +184,25 @@ class Signals:
 
     def expect(self, restart: int, ranks: Iterable[int]) -> None:
         """These ranks are being started; records from before this restart are not theirs."""
-        # The set last: the thread below looks at the records only for what it holds.
         self.ranks = tuple(ranks)
-        self._waiting = set()
         self._restart = restart
         self._waiting = set(self.ranks)
 
     def forward(self, number: int) -> None:
-        """Send this signal to every rank, also to one that is still starting."""
-        is_first = self._forwarded == 0
-        self._forwarded = number
-        if is_first:
-            threading.Thread(target=self._forward, daemon=True).start()
+        """Send this signal to each rank once; called again and again, for ranks that still start.
+
+        A rank writes its record once it can take a signal.
+        """
+        for rank in sorted(self._waiting):
+            record = read_record(self._attempt.rank_record(rank)) or {}
+            process = ProcessId.from_record(record)
+            if process is not None and record.get("restart") == self._restart:
+                send_signal(process, signal.Signals(number))
+                self._waiting.discard(rank)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         again = number == signal.SIGINT and self.received == signal.SIGINT
         self.received = int(signal.SIGKILL) if again else number
-
-    def _forward(self) -> None:
-        # A rank writes its record once it can take a signal; until then the signal waits here.
-        while True:
-            waiting, restart = self._waiting, self._restart
-            for rank in sorted(waiting):
-                record = read_record(self._attempt.rank_record(rank)) or {}
-                process = ProcessId.from_record(record)
-                if process is not None and record.get("restart") == restart:
-                    send_signal(process, signal.Signals(self._forwarded))
-                    waiting.discard(rank)
-            time.sleep(_LOOK_S)
 
 
 class NodeLog:
@@ -190,9 +212,6 @@ class NodeLog:
     to the newest.
 
     Args:
-        run_dir, attempt: the run.
-        node: this node's number.
-        signals: names the ranks of this node.
         agent_log: output of the node's agent.
     """
 
@@ -203,71 +222,56 @@ class NodeLog:
         self._attempt = attempt
         self._node = node
         self._signals = signals
-        self._sources = {"agent": agent_log}
+        self._agent_log = agent_log
         self._offsets: dict[Path, int] = {}
         # What earlier starts have printed is in their own log.
         for path in (agent_log, *attempt.path.glob("rank-*.log")):
             with suppress(OSError):
                 self._offsets[path] = path.stat().st_size
-        self._rest: dict[Path, bytes] = {}
         self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._write, name="node-log", daemon=True)
 
     def __enter__(self) -> None:
-        try:
-            out = self._open().open("ab", buffering=0)
-        except OSError as error:
-            # The same lines are in the logs of the agent and the ranks.
-            sys.stderr.write(f"agent: this node has no log of its own: {error}\n")
-            return
-        self._thread = threading.Thread(
-            target=self._write, args=(out,), name="node-log", daemon=True
-        )
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
+        self._thread.join(timeout=5)
 
-    def _open(self) -> Path:
+    def _open(self) -> IO[bytes]:
         folder, link = self._run_dir.node_logs, self._run_dir.latest_node_log(self._node)
-        folder.parent.mkdir(exist_ok=True)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"cluster_train_{time.strftime('%Y%m%d_%H%M%S')}_node{self._node}.log"
-        path.touch()
+        out = path.open("ab", buffering=0)
         staged = folder / f".{link.stem}.{os.getpid()}"
         staged.unlink(missing_ok=True)
         staged.symlink_to(path.name)
         staged.replace(link)
-        return path
+        return out
 
-    def _write(self, out: IO[bytes]) -> None:
-        is_over = False
-        while not is_over:
-            is_over = self._is_over.wait(_LOG_EVERY_S)
-            for rank in self._signals.ranks:
-                self._sources.setdefault(f"rank {rank}", self._attempt.rank_log(rank))
-            try:
-                for name, path in self._sources.items():
-                    out.write(self._new_lines(name, path, is_last=is_over))
-            except OSError:
-                return  # a full disk: the lines are where they came from
-        out.close()
-
-    def _new_lines(self, name: str, path: Path, *, is_last: bool) -> bytes:
-        offset = self._offsets.get(path, 0)
+    def _write(self) -> None:
+        is_over, ranks = False, dict[int, None]()
         try:
-            with path.open("rb") as stream:
-                stream.seek(offset)
-                data = stream.read()
-        except FileNotFoundError:
-            return b""
-        self._offsets[path] = offset + len(data)
-        *lines, rest = (self._rest.pop(path, b"") + data).split(b"\n")
-        if rest and is_last:
-            lines.append(rest)
-        elif rest:
-            self._rest[path] = rest
-        prefix = f"[{name}] ".encode()
-        return b"".join(prefix + line + b"\n" for line in lines)
+            with self._open() as out:
+                while not is_over:
+                    is_over = self._is_over.wait(_LOG_EVERY_S)
+                    self._copy("agent", self._agent_log, out, is_last=is_over)
+                    ranks |= dict.fromkeys(self._signals.ranks)
+                    for rank in ranks:
+                        path = self._attempt.rank_log(rank)
+                        self._copy(f"rank {rank}", path, out, is_last=is_over)
+        except OSError as error:
+            # The same lines are in the logs of the agent and the ranks.
+            sys.stderr.write(f"agent: this node has no log of its own: {error}\n")
+
+    def _copy(self, name: str, path: Path, out: IO[bytes], *, is_last: bool) -> None:
+        # Lines that have come since the last time; half a line only where no more will come.
+        with suppress(FileNotFoundError), path.open("rb") as stream:
+            stream.seek(self._offsets.get(path, 0))
+            lines = stream.readlines()
+            if lines and not lines[-1].endswith(b"\n") and not is_last:
+                lines.pop()
+            self._offsets[path] = self._offsets.get(path, 0) + sum(map(len, lines))
+            for line in lines:
+                end = b"" if line.endswith(b"\n") else b"\n"
+                out.write(f"[{name}] ".encode() + line + end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import math
 import os
@@ -18,7 +17,6 @@ from isles import __version__
 from isles.agent.protocol import (
     GONE_AFTER_S,
     HEARTBEAT_EVERY_S,
-    HELLO_S,
     LOST_AFTER_S,
     RECONNECT_AFTER_S,
     WAITING_EVERY_S,
@@ -37,17 +35,13 @@ from isles.run.nodes import Fleet
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import clear_errors
 
-_CONNECT_S = 2.0
+_ANSWER_S = 4.0
+"""Longest wait for a connection, and for an answer on a new one; then it is tried again."""
 _LOOK_S = 0.05
 _RETRY_S = 0.2
-_UNKNOWN_S = 4.0
-"""How long another program on the port is tried again."""
 
 _FETCH_S = 600.0
 """Longest wait for the coordinator: people type the commands of the nodes one after another."""
-
-_MUTE = "somebody there takes the connection, and says nothing"
-"""Another program does, and a coordinator that is frozen for a while: no reason to give up."""
 
 State = Literal["seeking", "connected", "cut off", "refused"]
 
@@ -56,10 +50,8 @@ class Connection:
     """Keeps the connection to the coordinator, and opens it again where it breaks.
 
     Args:
-        name: of the coordinator's host.
         address: host and port at which the coordinator listens.
         hello: who this node is; see `RendezvousServer`.
-        token: the secret of the attempt.
         start_timeout_s: longest wait for the coordinator at the start, and, where `may_return`,
             once more after the connection was lost.
         may_return: whether the run goes on without this node, which may then come back.
@@ -91,7 +83,6 @@ class Connection:
         self._start_timeout_s = start_timeout_s
         self._report: dict[str, Any] = {}
         self._logged = ""
-        self._is_mute = False
         self._is_leaving = False
         self._start()
 
@@ -101,7 +92,7 @@ class Connection:
 
     def reconnect(self) -> None:
         """Seek the coordinator again, as another agent; the ranks must have ended."""
-        self._thread.join(_CONNECT_S)  # it has seen the cut; two of them would take turns
+        self._thread.join(_ANSWER_S)  # it has seen the cut; two of them would take turns
         self.command = {}
         self.state = "seeking"
         self._start()
@@ -109,7 +100,7 @@ class Connection:
     def leave(self) -> None:
         """Tell the coordinator that this agent ends in good order."""
         self._is_leaving = True
-        self._thread.join(_CONNECT_S)
+        self._thread.join(_ANSWER_S)
 
     def _start(self) -> None:
         self._agent = uuid.uuid4().hex
@@ -118,82 +109,35 @@ class Connection:
 
     def _run(self) -> None:
         # Until this node leaves, is refused, or is cut off.
+        search = _Search(self._coordinator, self._address, self._start_timeout_s)
+        hello = {"hello": {**self._hello, "agent": self._agent}}
         last_seen = LastSeen(time.monotonic())
-        unknown_since: float | None = None
         refused_s = 0.0
         while not self._is_leaving and self.state in ("seeking", "connected"):
             try:
-                wire = self._connect(last_seen)
+                wire, _ = _connect(self._address, hello, self._token)
                 refused_s = 0.0
+                self.state = "connected"
+                last_seen.reset()
                 self._exchange(wire, last_seen)
             except UserError as error:
                 self._refuse(error)
-            except ProtocolError as error:
-                unknown_since = unknown_since or time.monotonic()
-                is_late = time.monotonic() - unknown_since > _UNKNOWN_S
-                if is_late and self.state == "seeking":
-                    self._refuse(self._unknown(error))
+            except (OSError, ProtocolError) as error:
+                refused_s += _RETRY_S if isinstance(error, ConnectionRefusedError) else 0.0
+                if self.state == "seeking" and (failure := search.failed(error)) is not None:
+                    self._refuse(failure)
                 time.sleep(_RETRY_S)
-            except ConnectionRefusedError:
-                refused_s += _RETRY_S
-                time.sleep(_RETRY_S)
-            except OSError:
-                time.sleep(_LOOK_S)
-            self._look(last_seen.look(time.monotonic()), refused_s)
-
-    def _look(self, silent_s: float, refused_s: float) -> None:
-        waits = int(silent_s // WAITING_EVERY_S)
-        if self.state == "seeking" and waits:
-            mute = f": {_MUTE}" if self._is_mute else ""
-            waited_s = waits * WAITING_EVERY_S
-            self._log(
-                f"waiting for the coordinator at {self._coordinator} ({waited_s:.0f} s){mute}"
-            )
-        if self.state == "connected" and refused_s > GONE_AFTER_S:
-            # For good: the run is over, and there is nothing to return to.
-            self.may_return = False
-            self._cut_off(
-                f"the coordinator on {self._coordinator}, through which the nodes meet, is gone"
-            )
-        elif self.state == "connected" and silent_s > LOST_AFTER_S:
-            self._cut_off(f"{self._coordinator} has not been heard of for {silent_s:.0f} s")
-        elif self.state == "seeking" and silent_s > self._start_timeout_s:
-            self._refuse(self._unanswered())
-
-    def _connect(self, last_seen: LastSeen) -> Wire:
-        wire = Wire(socket.create_connection(self._address, timeout=_CONNECT_S))
-        try:
-            answer = self._greet(wire, last_seen)
-        except OSError as error:
-            wire.close()
-            if self.state == "seeking" and isinstance(error, ConnectionResetError):
-                # A host that has died answers nothing; somebody has hung up.
-                raise ProtocolError("it hangs up") from error
-            raise
-        except BaseException:
-            wire.close()
-            raise
-        self._is_mute = answer is None
-        if answer is None:
-            wire.close()
-            raise TimeoutError(_MUTE)
-        return wire
-
-    def _greet(self, wire: Wire, last_seen: LastSeen) -> Any:
-        # The coordinator's welcome; a time in which this process was frozen does not count.
-        deadline = time.monotonic() + HELLO_S
-        while time.monotonic() < deadline and not wire.has_message(_CONNECT_S / 4):
             silent_s = last_seen.look(time.monotonic())
-            if self._is_leaving or (self.state == "seeking" and silent_s > self._start_timeout_s):
-                return None
-        hello = {"hello": {**self._hello, "agent": self._agent}}
-        left_s = max(_CONNECT_S, deadline - time.monotonic())
-        return authenticate(wire, hello, self._token, left_s)
+            if self.state == "connected" and refused_s > GONE_AFTER_S:
+                # For good: the run is over, and there is nothing to return to.
+                self.may_return = False
+                gone = f"the coordinator on {self._coordinator}, through which the nodes meet"
+                self._cut_off(f"{gone}, is gone")
+            elif self.state == "connected" and silent_s > LOST_AFTER_S:
+                self._cut_off(f"{self._coordinator} has not been heard of for {silent_s:.0f} s")
 
     def _exchange(self, wire: Wire, last_seen: LastSeen) -> None:
         # Receive commands and send reports until the connection ends.
-        self.state = "connected"
-        last_seen.reset()
         sent: dict[str, Any] = {}
         sent_at = -math.inf
         try:
@@ -232,27 +176,55 @@ class Connection:
             self.failure = error
             self.state = "refused"
 
-    def _unanswered(self) -> UserError:
-        address, port = self._address
-        fix = f"is the first node started, and is its port open? try: nc -vz {address} {port}"
-        if self._is_mute:
-            fix = f"is it frozen, or has another program its port? there: ss -ltnp | grep {port}"
+
+class _Search:
+    """Tries to find the coordinator, as lines in a log, and the error at the end of its time."""
+
+    def __init__(self, coordinator: str, address: tuple[str, int], timeout_s: float) -> None:
+        self._coordinator, self._address = coordinator, address
+        self._timeout_s = timeout_s
+        self._began = time.monotonic()
+        self._num_logged = 0
+
+    def failed(self, why: Exception) -> UserError | None:
+        """One try has failed; the error where it was the last."""
+        waited_s = time.monotonic() - self._began
+        if waited_s <= self._timeout_s:
+            if waited_s // WAITING_EVERY_S > self._num_logged:
+                self._num_logged += 1
+                line = f"waiting for the coordinator at {self._coordinator} ({waited_s:.0f} s)"
+                log_line(f"{line}: {why}", "agent")
+            return None
+        host, port = self._address
+        where = f"host {socket.gethostname()}"
+        if isinstance(why, ProtocolError):
+            return CommunicationError(
+                f"what listens at {self._coordinator} is not the coordinator of this run: {why}",
+                where=where,
+                fix=f"another program has this port: see `ss -ltnp | grep {port}` there, and set "
+                "clusters[0].network.port",
+                id="port.unknown",
+            )
         return CommunicationError(
-            f"no coordinator has answered at {self._coordinator} within "
-            f"{self._start_timeout_s:.0f} s" + (f": {_MUTE}" if self._is_mute else ""),
-            where=f"host {socket.gethostname()}",
-            fix=fix,
+            f"no coordinator has answered at {self._coordinator} within {self._timeout_s:.0f} s: "
+            f"{why}",
+            where=where,
+            fix="is the first node started and not frozen, and is its port open? try: "
+            f"nc -vz {host} {port}",
             id="start.timeout",
         )
 
-    def _unknown(self, error: Exception) -> UserError:
-        return CommunicationError(
-            f"what listens at {self._coordinator} is not the coordinator of this run: {error}",
-            where=f"host {socket.gethostname()}",
-            fix="another program has this port: see `ss -ltnp` there, and set "
-            "clusters[0].network.port",
-            id="port.unknown",
-        )
+
+def _connect(
+    address: tuple[str, int], message: dict[str, Any], token: str
+) -> tuple[Wire, dict[str, Any]]:
+    # An authenticated connection, and the coordinator's answer; errors as of `authenticate`.
+    wire = Wire(socket.create_connection(address, timeout=_ANSWER_S))
+    try:
+        return wire, authenticate(wire, message, token, _ANSWER_S)
+    except BaseException:
+        wire.close()
+        raise
 
 
 def versions() -> dict[str, str]:
@@ -282,11 +254,7 @@ def fetch_run(
     """Get the files of a run from its coordinator, and make this node's own folder of it.
 
     Args:
-        target: HOST:PORT of the coordinator.
-        token: the secret of the attempt.
-        node: this node's number.
         output_dir: where the folder of the run is made; None: as the run file says.
-        timeout_s: longest wait for the coordinator.
 
     Raises:
         UserError: the coordinator does not answer in time, has another run, or this host cannot
@@ -301,13 +269,14 @@ def fetch_run(
             fix=f"install the same isles on both; here, in {sys.executable}",
             id="version.isles",
         )
-    nodes = _checked_nodes(files, target)
+    nodes = Fleet.of(files["fleet"])
     if node is None or not 0 < node < len(nodes):
         raise UserError(
             f"there is no node {node} to join",
             where="--node",
             fix=f"the others have the numbers 1 to {len(nodes) - 1}",
         )
+    # The coordinator has proved that it knows the token: what it sends is taken as it is.
     config = load_resolved(files["resolved"]).config
     folder = (output_dir or Path(config.output_dir)).expanduser().absolute()
     run_dir = RunDir(folder / files["run"])
@@ -319,59 +288,21 @@ def fetch_run(
     return run_dir, attempt
 
 
-def _checked_nodes(files: dict[str, Any], target: str) -> Fleet:
-    try:
-        run = files["run"]
-        nodes = Fleet.of(files["fleet"])
-        is_right = nodes.digest == hashlib.sha256(files["resolved"].encode()).hexdigest()
-        # A name that is one folder, and shown by ls: nothing is written outside of output_dir.
-        is_right = is_right and Path(run).name == run and run.isprintable() and run[0] != "."
-        is_right = is_right and int(files["attempt"]) > 0 and isinstance(files["text"], str)
-        is_right = is_right and len(nodes) > 0 and "begun_at" in files and "born_at" in files
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        is_right = False
-    if not is_right:
-        raise PreflightError(
-            f"what {target} has sent is no run of isles",
-            where=f"host {socket.gethostname()}",
-            fix="type the command again as `isles train` has printed it",
-            id="start.refused",
-        )
-    return nodes
-
-
 def _fetch(target: str, token: str, timeout_s: float) -> dict[str, Any]:
-    address, _, port = target.rpartition(":")
-    if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    host, _, port = target.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UserError(
             f"{target} is neither a run directory nor HOST:PORT",
             where="python -m isles.agent",
             fix="type the command as `isles train` has printed it",
         )
-    began = logged_at = time.monotonic()
+    search = _Search(target, (host, int(port)), timeout_s)
     while True:
-        left_s = timeout_s - (time.monotonic() - began)
         try:
-            wire = Wire(socket.create_connection((address, int(port)), timeout=_CONNECT_S))
-            try:
-                answer = authenticate(wire, {"fetch": True}, token, min(HELLO_S, max(1.0, left_s)))
-            finally:
-                wire.close()
-            if answer is not None and isinstance(answer.get("files"), dict):
-                return dict(answer["files"])
-            last = "it does not talk as isles does: has another program this port?"
+            wire, answer = _connect((host, int(port)), {"fetch": True}, token)
+            wire.close()
+            return dict(answer["files"])
         except (OSError, ValueError) as error:  # ValueError: no message of ours, no name of a host
-            last = str(error)
-        now = time.monotonic()
-        if now - began > timeout_s:
-            break
-        if now - logged_at > WAITING_EVERY_S:
-            logged_at = now
-            log_line(f"waiting for the first node at {target}: {last} ({left_s:.0f} s)", "agent")
+            if (failure := search.failed(error)) is not None:
+                raise failure from error
         time.sleep(_RETRY_S)
-    raise CommunicationError(
-        f"the first node has not answered at {target} within {timeout_s:.0f} s: {last}",
-        where=f"host {socket.gethostname()}",
-        fix=f"type its command there, and see that its port is open: nc -vz {address} {port}",
-        id="net.connect",
-    )

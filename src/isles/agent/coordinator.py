@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from isles.agent.failure import decide, keep_errors
-from isles.agent.hang import HangFiles
+from isles.agent.hang import keep_hang_files
 from isles.agent.members import Members
 from isles.agent.protocol import (
     CLOSING_S,
@@ -22,12 +22,13 @@ from isles.agent.protocol import (
     log_line,
 )
 from isles.agent.requeue import QueuedRun
+from isles.agent.script.watch import ScriptWatch
 from isles.agent.server import RendezvousServer
 from isles.errors import ExitCode
 from isles.run.nodes import Fleet
 from isles.run.outcome import ErrorRecord, agent_error, end, end_failed, end_stopped
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import deleted, read_record, write_bytes_atomic, write_record
+from isles.run.records import deleted, read_record, write_record
 from isles.run.restarts import (
     Restart,
     checkpoint_to_load,
@@ -50,20 +51,14 @@ _HALT_S = END_GRACE_S + 45.0
 """A node that has not ended its ranks by then is given up."""
 _DISK_S = 20.0
 """How long the disk of the run directory may fail before the run is given up."""
-_RESERVE_BYTES = 32 * 1024
-"""Space kept free for the last records of a run whose disk is full."""
 
 
 class Coordinator:
     """Decides, from the reports of the nodes, what each of them is to do.
 
     Args:
-        run_dir, attempt: the run, on this host.
-        nodes: all nodes of the attempt.
-        server: the connections to them.
-        max_restarts: of the run file.
         save_timeout_s: longest wait for ranks that save before nodes join.
-        is_script: whether the ranks run a user's own script.
+        script: watches the user's own script; None: the ranks are the built-in trainer's.
         job: the run in the job of a queue; None: it is in none.
     """
 
@@ -76,7 +71,7 @@ class Coordinator:
         *,
         max_restarts: int,
         save_timeout_s: float,
-        is_script: bool = False,
+        script: ScriptWatch | None = None,
         job: QueuedRun | None = None,
     ) -> None:
         self._run_dir = run_dir
@@ -85,27 +80,22 @@ class Coordinator:
         self._server = server
         self._max_restarts = max_restarts
         self._save_timeout_s = save_timeout_s
-        self._is_script = is_script
+        self._script = script
         self._job = job
         self._clock = server.clock
         self._phase: Phase = "wait"
         self._since = self._waits_since = self._logged_at = self._clock()
         self._waiting = ""
         self._members = Members(run_dir, attempt, nodes, server, max_restarts)
-        self._hangs = HangFiles(run_dir, attempt)
         self._common: dict[str, Any] = {}
         self._signal = 0
         self._is_now = False
         self._asked_at: float | None = None
         self._outcome_at: float | None = None
         self._logged_stop = ""
-        self._outcome: dict[str, Any] | None = None
-        """In place of the record: the disk was full, or the run goes on in another job."""
+        self._outcome: dict[str, Any] = {"exit_code": int(ExitCode.TRAINING), "reason": ""}
+        """Where the disk has no record of it, or the run goes on in another job."""
         self._disk_failed_at: float | None = None
-        self._logged_failure = ""
-        self._reserve = attempt.path / ".reserve"
-        with suppress(OSError):  # a disk that is full already
-            write_bytes_atomic(self._reserve, bytes(_RESERVE_BYTES), durable=False)
 
     @property
     def is_over(self) -> bool:
@@ -115,10 +105,9 @@ class Coordinator:
     @property
     def outcome(self) -> dict[str, Any]:
         """The outcome, once the run is over: `exit_code`, `reason`."""
-        record = self._outcome
         with suppress(OSError):
-            record = read_record(self._attempt.outcome) or record
-        return record or {"exit_code": int(ExitCode.TRAINING), "reason": ""}
+            return read_record(self._attempt.outcome) or self._outcome
+        return self._outcome
 
     def ask_to_stop(self, number: int) -> None:
         """Save and stop, as this signal means; SIGKILL: at once."""
@@ -137,10 +126,11 @@ class Coordinator:
             self._decide()
             self._disk_failed_at = None
         except OSError as error:  # of records: every connection takes care of its own
-            self._log_disk(error)
-            self._disk_failed_at = self._disk_failed_at or self._clock()
-            if self._clock() - self._disk_failed_at > _DISK_S:
-                what = f"{error.filename or self._attempt.path} cannot be used: {error.strerror}"
+            what = f"{error.filename or self._attempt.path} cannot be used: {error.strerror}"
+            if self._disk_failed_at is None:
+                log_line(what)
+                self._disk_failed_at = self._clock()
+            elif self._clock() - self._disk_failed_at > _DISK_S:
                 self.fail(agent_error(what, f"look at {self._attempt.path}", id="files.output"))
         for node in self._server.connected():
             self._server.command(node, self._command(node), self._clock())
@@ -153,19 +143,15 @@ class Coordinator:
 
     def fail(self, root_cause: ErrorRecord) -> None:
         """End the run because of this, unless it has its outcome."""
+        if self.is_over:
+            return
+        log_line(str(root_cause["what"]))
         step = read_last_step(self._attempt, self._members.restart)
-        if self._outcome is None and not self._has_outcome():
-            log_line(str(root_cause["what"]))
         self._end(
             lambda: end_failed(self._attempt, root_cause, step=step),
             int(root_cause["exit_code"]),
             str(root_cause["what"]),
         )
-
-    def close(self) -> None:
-        """Called once all nodes have gone."""
-        with suppress(OSError):
-            self._reserve.unlink(missing_ok=True)
 
     def places(self) -> dict[int, tuple[int, int]]:
         """First rank and number of ranks of each node that trains."""
@@ -186,34 +172,15 @@ class Coordinator:
             case "over":
                 pass
 
-    # Records, and a disk that is full.
-
-    def _has_outcome(self) -> bool:
-        with suppress(OSError):
-            return self._attempt.outcome.exists()
-        return False
-
     def _end(self, write: Callable[[], object], code: int, reason: str) -> None:
+        # The run is over; `write` puts that on record, unless the disk is full.
         self._enter("over")
-        if self._outcome is not None or self._try(write) or self._try(write):
-            return  # the second try is with the reserve given back
         self._outcome = {"exit_code": code, "reason": reason}
-        log_line(f"the run has ended with {code}, and this could not be put on record: {reason}")
-
-    def _try(self, write: Callable[[], object]) -> bool:
         try:
             write()
         except OSError as error:
-            self._log_disk(error)
-            return False
-        return True
-
-    def _log_disk(self, error: OSError) -> None:
-        text = f"the run directory {self._attempt.path} cannot be written: {error.strerror}"
-        if text != self._logged_failure:
-            log_line(text)
-        self._logged_failure = text
-        self.close()
+            why = f"{reason}; this could not be put on record: {error.strerror}"
+            log_line(f"the run has ended with {code}: {why}")
 
     # Stops.
 
@@ -253,11 +220,7 @@ class Coordinator:
         self._end(lambda: end_stopped(self._attempt, code, saved), int(code), why)
 
     def _end_job(self, job: QueuedRun) -> None:
-        self._try(job.stopped)
-        if job.is_requeued:
-            reason = "the job is queued again, to go on"
-            self._outcome = {"exit_code": int(ExitCode.REQUEUE), "reason": reason}
-        self._enter("over")
+        self._end(job.stopped, int(ExitCode.REQUEUE), "the job is queued again, to go on")
 
     # Before the ranks.
 
@@ -302,7 +265,8 @@ class Coordinator:
             status = read_record(self._run_dir.status) or {}
             status |= {"phase": "waiting for nodes", "detail": self._waiting}
             status |= {"updated_at": time.time()}
-            self._try(lambda: write_record(self._run_dir.status, status, durable=False))
+            with suppress(OSError):
+                write_record(self._run_dir.status, status, durable=False)
 
     def _has_first_node(self, nodes: list[int]) -> bool:
         # Where the coordinator is on the first node, the run cannot go on without it.
@@ -320,19 +284,22 @@ class Coordinator:
         if restart is not None:
             saved, ranks = newest_step(self._run_dir), members.world_size
             found = replace(restart, saved=saved, world_size=ranks)
-            self._try(lambda: update_restart(self._attempt, found))
+            with suppress(OSError):
+                update_restart(self._attempt, found)
             log_line(found.text)
         asked = Path(nodes.resume_from) if nodes.resume_from else None
         checkpoint = checkpoint_to_load(self._run_dir, self._attempt, asked, members.restart)
         address = nodes[connected[0]].address
         self._common = {
             "world_size": members.world_size,
-            "script": self._is_script,
+            "script": self._script is not None,
             "store": [address, self._server.peers()[connected[0]].store],
             # Free there as well, where the first of the nodes is this machine.
             "master": [address, _free_port(address)],
             "resume_from": str(checkpoint) if checkpoint is not None else None,
         }
+        if self._script is not None:
+            self._script.begin(members.restart, members.hosts(), self._clock())
         self._waiting = ""
         self._enter("run")
 
@@ -342,7 +309,8 @@ class Coordinator:
         # Until a rank is lost, all have ended, or other nodes come.
         members, now = self._members, self._clock()
         reports = members.reports()
-        self._hangs.look(reports, now)
+        keep_hang_files(self._run_dir, self._attempt, reports.values())
+        hang = self._script.look(reports, now) if self._script is not None else None
         states = [report["state"] for report in reports.values()]
         has_all = len(reports) == len(members.nodes)
         if self._attempt.outcome.exists():
@@ -352,6 +320,8 @@ class Coordinator:
                 self._enter("over")
         elif members.lost() or "failed" in states:
             self._enter("resolve")
+        elif hang is not None:
+            self._decide_failure(hang)
         elif has_all and set(states) == {"succeeded"}:
             self._all_ended(reports)
         elif self._asked_at is not None:
@@ -371,6 +341,8 @@ class Coordinator:
         elif codes <= {ExitCode.OK}:
             # A user's script leaves no outcome; one that a stop request has reached ends not so.
             step, word = read_last_step(attempt, None), "finished"
+            if self._script is not None:
+                self._script.finished()
             self._end(
                 lambda: end(attempt, "finished", ExitCode.OK, word, step=step), ExitCode.OK, word
             )
@@ -433,16 +405,12 @@ class Coordinator:
 
     def _decide_failure(self, root_cause: ErrorRecord) -> None:
         attempt, restart = self._attempt, self._members.restart
-        with suppress(OSError):  # the reserve is kept for the decision
-            keep_errors(attempt, restart, self._members.reports().values())
         limit, stop = self._max_restarts, self._stop_code
-        if self._try(
-            lambda: decide(
-                self._run_dir, attempt, restart, root_cause, max_restarts=limit, stop=stop
-            )
-        ):
+        try:
+            keep_errors(attempt, restart, self._members.reports().values())
+            decide(self._run_dir, attempt, restart, root_cause, max_restarts=limit, stop=stop)
             self._enter("halt")
-        else:
+        except OSError:
             # Where nothing can be recorded, nothing could be saved: no reason to go on.
             self.fail(root_cause)
 
@@ -483,7 +451,7 @@ class Coordinator:
             "ranks": list(members.ranks[node]),
             "group": [members.nodes.index(node), len(members.nodes)],
             "signal": self._signal,
-            "stacks": self._hangs.asked,
+            "stacks": self._script.question if self._script is not None else 0,
             "handover": self._asked_at is not None,
         }
 

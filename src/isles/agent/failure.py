@@ -17,10 +17,9 @@ from isles.run.restarts import (
     Decision,
     Restart,
     list_restarts,
-    new_restart,
     newest_step,
     read_last_step,
-    write_restart,
+    record_restart,
 )
 
 _TAIL_BYTES = 16_384
@@ -38,7 +37,6 @@ def find_root_cause(
     Args:
         errors: the error records that these ranks have left.
         failures: exit codes of the ranks that the agent saw end first.
-        ranks: the ranks of this node.
         are_all: whether there are no other ranks: then the cause is among these.
 
     Returns:
@@ -79,9 +77,7 @@ def decide(
     """Decide what follows from the loss of a rank, and record it, with the outcome at an end.
 
     Args:
-        run_dir, attempt: the run.
         restart: how often its ranks were started again before.
-        root_cause: the error that caused it.
         max_restarts: how often ranks may be started again.
         stop: the exit code of a stop that was asked for meanwhile.
     """
@@ -107,7 +103,7 @@ def decide(
     elif decision == "restart" and len(before) >= max_restarts:
         decision = "fail"
         note = f"all {max_restarts} restarts of this start are used up" if max_restarts else ""
-    found = new_restart(
+    recorded = record_restart(
         run_dir,
         attempt,
         restart + 1,
@@ -117,7 +113,6 @@ def decide(
         root_cause={**root_cause, "note": note},
         is_counted=True,
     )
-    recorded = write_restart(attempt, found)
     if recorded.decision == "fail" and recorded.root_cause is not None:
         end_failed(attempt, recorded.root_cause, step=reached)
     elif recorded.decision == "stop" and stop is not None:
@@ -138,9 +133,7 @@ def failure_report(
     """The part of an agent's report that says why ranks have failed.
 
     Args:
-        attempt: this start, as this host sees it.
         restart: how often the ranks were started again before.
-        ranks: those of this node.
         world_size: those of all nodes.
         failures: exit codes of those that were seen to end first.
         has_no_memory: whether the kernel has killed processes here for their memory; see

@@ -26,6 +26,7 @@ from isles.agent.connection import versions
 from isles.agent.coordinator import Coordinator
 from isles.agent.protocol import log_line
 from isles.agent.requeue import QueuedRun
+from isles.agent.script.watch import ScriptWatch
 from isles.agent.server import NodeRecords, RendezvousServer
 from isles.config.resolve import load_resolved
 from isles.config.sections.cluster import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
@@ -52,12 +53,7 @@ _PORTS = 100
 
 
 class Lead:
-    """Coordinates one attempt, in a thread beside the agent of the first node, if that is here.
-
-    Args:
-        run_dir, attempt: the run.
-        signals: to this process.
-    """
+    """Coordinates one attempt, in a thread beside the agent of the first node, if that is here."""
 
     nodes: Fleet
     server: RendezvousServer
@@ -94,16 +90,18 @@ class Lead:
             code = self._open_job(only_check_s)
             if code is not None:
                 return code
-            listener = self._listen()
+            listener = self._open_port()
         except UserError as error:  # nobody is at this process' terminal
             log_line(error.what)
             found = agent_error(error.what, error.fix, error.exit_code, id=error.id)
             end_failed(self._attempt, found)
             return int(error.exit_code)
         run_dir, attempt, config = self._run_dir, self._attempt, self._config
+        script = config.training.script
+        digest = hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest()
         self.server = RendezvousServer(
             listener,
-            replace(self.nodes, digest=_digest(run_dir)),
+            replace(self.nodes, digest=digest),
             run_dir.name,
             attempt.number,
             versions(),
@@ -117,7 +115,7 @@ class Lead:
             self.server,
             max_restarts=config.clusters[0].max_restarts,
             save_timeout_s=config.checkpoint.timeout,
-            is_script=config.training.script is not None,
+            script=ScriptWatch(run_dir, attempt, script, config.watchdog) if script else None,
             job=self._job,
         )
         self._records = NodeRecords(attempt, self.nodes, self.server)
@@ -149,7 +147,6 @@ class Lead:
             except subprocess.TimeoutExpired:
                 log_line(f"{name} ({process.pid}) has not ended; it is killed")
                 process.kill()
-        self._coordinator.close()
         if self._allocation is not None:
             self._nodes_file.unlink(missing_ok=True)
         if self._job is not None and self._job.is_requeued:
@@ -158,22 +155,17 @@ class Lead:
 
     def _claim(self) -> None:
         # Where a person types the command: of two that are typed at once, the second is refused.
-        with self._attempt.agent_log.open("ab") as log:
+        attempt, asked = self._attempt, self.nodes.resume_from
+        with attempt.agent_log.open("ab") as log:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(log, fcntl.LOCK_EX)
-            is_over = self._attempt.outcome.exists()
-            if is_over or attempt_state(self._run_dir, self._attempt).is_alive:
-                name = self._run_dir.name
-                raise UserError(
-                    f"{name} {'has ended' if is_over else 'is on its way already'}",
-                    where=str(self._attempt.path),
-                    fix="`isles train run.yaml` makes it ready once more"
-                    if is_over
-                    else f"isles status {typed_name(self._run_dir)}",
-                )
-            asked = self.nodes.resume_from
+            what, fix = "has ended", "`isles train run.yaml` makes it ready once more"
+            if not attempt.outcome.exists():
+                what, fix = "is on its way already", f"isles status {typed_name(self._run_dir)}"
+            if attempt.outcome.exists() or attempt_state(self._run_dir, attempt).is_alive:
+                raise UserError(f"{self._run_dir.name} {what}", where=str(attempt.path), fix=fix)
             write_launch(
-                self._attempt,
+                attempt,
                 ProcessId.of(os.getpid()),
                 world_size=self.nodes.world_size,
                 device=self.nodes.device,
@@ -199,8 +191,7 @@ class Lead:
         self.nodes = self._nodes_of(allocation)
         names = ", ".join(node.name for node in self.nodes)
         log_line(f"{allocation.job} on {names}: {self.nodes.world_size} ranks")
-        self.nodes.write(self._attempt)
-        self.nodes.write(self._attempt, self._nodes_file)
+        self._write_nodes()
         if only_check_s is not None or launcher.check:
             return self._check(allocation, only_check_s)
         return None
@@ -231,14 +222,15 @@ class Lead:
             min_nodes=cluster.min_nodes,
             device="cpu" if cluster.device == "cpu" else "cuda",
             start_timeout_s=cluster.start_timeout,
-            digest=_digest(self._run_dir),
+            digest="",
             resume_from=launch.get("resumed_from"),
         )
 
     def _check(self, allocation: Allocation, only_check_s: float | None) -> int | None:
         # Before the ranks: are the nodes, and the links between them, fit? The exit code if not.
         first = self.nodes.first
-        at = f"{first.address}:{_free_port(first.address, self.nodes.port)}"
+        with _listen(self.nodes, _PORTS) as probe:
+            at = f"{first.address}:{probe.getsockname()[1]}"
         words = ["--nodes-file", str(self._nodes_file), "--check", at]
         words += ["--only-check", str(only_check_s)] if only_check_s is not None else []
         self._attempt.findings.unlink(missing_ok=True)
@@ -271,23 +263,22 @@ class Lead:
         end_failed(self._attempt, error)
         return int(ExitCode.PREFLIGHT)
 
-    def _listen(self) -> socket.socket | None:
+    def _open_port(self) -> socket.socket | None:
         # The socket at which the agents find this process; None where there are no others.
-        nodes, first = self.nodes, self.nodes.first
+        nodes = self.nodes
         if len(nodes) == 1 and nodes.has_own_node:
             return None
-        port = nodes.port if self._job is None else _free_port(first.address, nodes.port)
-        try:
-            listener = socket.create_server((first.address, port))
-        except OSError as error:
-            raise _cannot_listen(nodes, port, error) from error
+        listener = _listen(nodes, 1 if self._job is None else _PORTS)
         port = int(listener.getsockname()[1])
         if port != nodes.port:
             self.nodes = replace(nodes, port=port)
-            self.nodes.write(self._attempt)
-            if self._allocation is not None:
-                self.nodes.write(self._attempt, self._nodes_file)
+            self._write_nodes()
         return listener
+
+    def _write_nodes(self) -> None:
+        self.nodes.write(self._attempt)
+        if self._allocation is not None:
+            self.nodes.write(self._attempt, self._nodes_file)
 
     # The coordinator's thread.
 
@@ -325,25 +316,21 @@ class Lead:
 
     def _miss_placed(self) -> None:
         # Agents that were placed from here and have ended before they came will not come.
-        peers = self.server.peers()
-        if self._coordinator.is_over:
+        peers, placed = self.server.peers(), self._placed
+        if self._coordinator.is_over or (peers and self._allocation is not None):
             return
-        codes = {name: process.poll() for name, process in self._placed.items()}
-        ended = {name: code for name, code in codes.items() if code is not None}
-        if self._allocation is None:  # one process for each node
-            come = {name for n, name in enumerate(codes) if n in peers}
-            ended = {name: code for name, code in ended.items() if name not in come}
-        elif peers:
+        # One process for each node, but in a job.
+        missing = [name for n, name in enumerate(placed) if self._allocation or n not in peers]
+        codes = {name: placed[name].poll() for name in missing}
+        ended = [f"{name} ended with {code}" for name, code in codes.items() if code is not None]
+        if not ended or (self.nodes.is_elastic and len(ended) < len(placed)):
             return
-        is_enough = len(ended) == len(codes) or not self.nodes.is_elastic
-        if not ended or not is_enough:
-            return
-        words = ", ".join(f"{name} ended with {code}" for name, code in ended.items())
         last = ""
         for log in sorted(self._attempt.path.glob("node-*.log")):
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
             last = next((ln.strip() for ln in reversed(lines) if "error" in ln.lower()), last)
-        what = f"agents have ended before the run began: {words}" + (f": {last}" if last else "")
+        what = f"agents have ended before the run began: {', '.join(ended)}"
+        what += f": {last}" if last else ""
         fix = f"their last words are in {self._attempt.path}/node-*.log"
         error = agent_error(what, fix, ExitCode.TRAINING, id="start.failed", will_recur=True)
         self._coordinator.fail(error)
@@ -365,29 +352,34 @@ class Lead:
         }
 
 
-def _digest(run_dir: RunDir) -> str:
-    return hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest()
-
-
-def _free_port(address: str, first: int) -> int:
-    # Two jobs that share a node begin at different ports.
-    for port in range(first, first + _PORTS):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address, port))
-            except OSError as error:
-                if error.errno == errno.EADDRNOTAVAIL:
-                    break
+def _listen(nodes: Fleet, num_ports: int) -> socket.socket:
+    # Two jobs that share a node begin at different ports, and go on to the next that is free.
+    first = nodes.first
+    for port in range(nodes.port, nodes.port + num_ports):
+        try:
+            return socket.create_server((first.address, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and port < nodes.port + num_ports - 1:
                 continue
-            return port
-    raise PreflightError(
-        f"all ports from {first} to {first + _PORTS - 1} are taken, or {address} is no address of "
-        "this host",
-        where=f"host {os.uname().nodename}",
-        fix="set clusters[0].network.port, or clusters[0].network.interface",
-        id="port.taken",
-    )
+            raise _cannot_listen(first, port, num_ports, error) from error
+    raise AssertionError("the last port has raised")
+
+
+def _cannot_listen(first: FleetNode, port: int, num_ports: int, error: OSError) -> UserError:
+    what = f"cannot listen at {first.address}:{port}: {error.strerror}"
+    fix = "set clusters[0].network.port"
+    if error.errno == errno.EADDRINUSE:
+        more = f", and the {num_ports - 1} before it" if num_ports > 1 else ""
+        what = f"the port {port} of {first.name} ({first.address}) is taken{more}"
+        fix = f"`ss -ltnp | grep {port}` there says by whom; set clusters[0].network.port"
+    elif error.errno == errno.EADDRNOTAVAIL:
+        what = f"{first.name} has no address {first.address}, at which the other nodes should "
+        what += "meet it"
+        fix = "`ip -brief address` there lists those it has; correct the first of launcher.hosts, "
+        fix += "or set clusters[0].network.interface"
+    found = PreflightError(what, where=f"host {first.name}", fix=fix, id="port.taken")
+    found.exit_code = ExitCode.COMMUNICATION
+    return found
 
 
 def _address_on(interface: str) -> str:
@@ -400,21 +392,3 @@ def _address_on(interface: str) -> str:
         fix=f"it has: {', '.join(psutil.net_if_addrs())}",
         id="net.interface",
     )
-
-
-def _cannot_listen(nodes: Fleet, port: int, error: OSError) -> UserError:
-    first = nodes.first
-    if error.errno == errno.EADDRINUSE:
-        what = f"the port {port} of {first.name} ({first.address}) is taken"
-        fix = f"`ss -ltnp | grep {port}` there says by whom; set clusters[0].network.port"
-    elif error.errno == errno.EADDRNOTAVAIL:
-        what = (
-            f"{first.name} has no address {first.address}, at which the other nodes should meet it"
-        )
-        fix = "`ip -brief address` there lists those it has; correct the first of launcher.hosts"
-    else:
-        what = f"cannot listen at {first.address}:{port}: {error.strerror}"
-        fix = "set clusters[0].network.port"
-    found = PreflightError(what, where=f"host {first.name}", fix=fix, id="port.taken")
-    found.exit_code = ExitCode.COMMUNICATION
-    return found

@@ -9,21 +9,14 @@ from isles.agent.server import NodeConnection, RendezvousServer
 from isles.run.nodes import Fleet
 from isles.run.outcome import ErrorRecord, agent_error
 from isles.run.paths import Attempt, RunDir
-from isles.run.restarts import Restart, current_restart, new_restart, write_restart
+from isles.run.restarts import Restart, current_restart, record_restart
 
 _QUIET_S = 2.5
 """A node sends a message every second."""
 
 
 class Members:
-    """The nodes of the present restart.
-
-    Args:
-        run_dir, attempt: the run, on this host.
-        all_nodes: of the attempt.
-        server: their connections.
-        max_restarts: of the run file.
-    """
+    """The nodes of the present restart."""
 
     def __init__(
         self,
@@ -71,6 +64,11 @@ class Members:
             if (peer := peers.get(node)) is not None and not peer.lost and peer.agent == agent
         }
 
+    def hosts(self) -> list[str]:
+        """The host of each rank."""
+        peers = self._server.peers()
+        return [peers[node].process.host for node, (_, n) in self.ranks.items() for _ in range(n)]
+
     def lost(self) -> list[int]:
         connected = self.connections()
         return [node for node in self._agents if node not in connected]
@@ -82,21 +80,9 @@ class Members:
         return [node for node in others if peers[node].report.get("state") == "idle"]
 
     def reports(self) -> dict[int, dict[str, Any]]:
-        """Reports of the members about the ranks of this restart, by node.
-
-        Errors in them have the time of this host's clock.
-        """
-        found = {}
-        for node, peer in self.connections().items():
-            report = peer.report
-            if report.get("restart") != self.restart:
-                continue
-            if report.get("root_cause"):
-                report = {**report, "root_cause": _own_time(report["root_cause"], peer)}
-            if report.get("errors"):
-                report = {**report, "errors": [_own_time(e, peer) for e in report["errors"]]}
-            found[node] = report
-        return found
+        """Reports of the members about the ranks of this restart, by node."""
+        reports = {node: peer.report for node, peer in self.connections().items()}
+        return {n: report for n, report in reports.items() if report.get("restart") == self.restart}
 
     def busy(self) -> list[NodeConnection]:
         """Members that have not ended their ranks."""
@@ -133,12 +119,5 @@ class Members:
         words = [f"{self.labels(gone)} {'is' if len(gone) == 1 else 'are'} gone"] if gone else []
         words += [f"{self.labels(come)} {'has' if len(come) == 1 else 'have'} come"] if come else []
         why = " and ".join(words) or "the nodes have met again"
-        run_dir, attempt, number = self._run_dir, self._attempt, self.restart + 1
-        limit = self._max_restarts
-        return write_restart(
-            attempt, new_restart(run_dir, attempt, number, why, max_restarts=limit)
-        )
-
-
-def _own_time(error: dict[str, Any], peer: NodeConnection) -> dict[str, Any]:
-    return {**error, "at": float(error["at"]) + peer.skew_s}
+        number, limit = self.restart + 1, self._max_restarts
+        return record_restart(self._run_dir, self._attempt, number, why, max_restarts=limit)

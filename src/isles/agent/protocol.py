@@ -20,12 +20,12 @@ import hashlib
 import hmac
 import json
 import secrets
-import select
 import socket
 import sys
 import threading
 import time
 from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import Any
 
 from isles.errors import ExitCode, PreflightError, UserError
@@ -50,6 +50,9 @@ CLOSING_S = 60.0
 GREETING_BYTES = 64 * 2**10
 """The longest first message of an agent, which is not authenticated yet."""
 
+_MUTE = "somebody there takes the connection, and says nothing"
+"""Another program does, and a coordinator that is frozen for a while: no reason to give up."""
+
 _SEND_S = 5.0
 _LONGEST_BYTES = 64 * 2**20
 _LONGEST_WORDS = 600
@@ -66,7 +69,7 @@ class LastSeen:
     for a silence of the other end: a long gap between two looks counts as a short one.
     """
 
-    _LONGEST_GAP_S = 2.5
+    _LONGEST_GAP_S = 5.0
 
     def __init__(self, now_s: float) -> None:
         self._looked_at = now_s
@@ -109,28 +112,27 @@ class Wire:
 
         Args:
             timeout_s: longest wait; what has come by then is kept for the next call.
-            longest_bytes: of a message.
 
         Raises:
             OSError: the other end has closed the connection.
             ProtocolError: what came is no message of isles.
         """
         end = time.monotonic() + timeout_s
-        while b"\n" not in self._read:
-            if len(self._read) > longest_bytes:
+        line, found, rest = self._read.partition(b"\n")
+        while not found:
+            if len(line) > longest_bytes:
                 raise ProtocolError("a line without an end")
-            if not self._poll(end - time.monotonic()):
+            self._read = line
+            left_s = end - time.monotonic()
+            if left_s < 0 or not self._has_more(left_s):
                 return None
             part = self._connection.recv(1 << 16)
             if not part:
                 raise ConnectionResetError("the connection was closed")
-            self._read += part
-            if b"\n" not in part and time.monotonic() > end:
-                return None
-        line, _, rest = self._read.partition(b"\n")
+            line, found, rest = (line + part).partition(b"\n")
+        self._read = rest
         if len(line) > longest_bytes:
             raise ProtocolError("a line that is too long")
-        self._read = rest
         try:
             message = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -139,21 +141,15 @@ class Wire:
             raise ProtocolError(f"not a message: {line[:80]!r}")
         return message
 
-    def has_message(self, timeout_s: float) -> bool:
-        """Whether something can be received within this time; also the end of the connection."""
-        return bool(self._read) or self._poll(timeout_s)
-
     def close(self) -> None:
         """End the connection; a thread that receives from it wakes up."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
-    def _poll(self, timeout_s: float) -> bool:
+    def _has_more(self, timeout_s: float) -> bool:
         try:
-            poll = select.poll()  # unlike select, for any number of connections
-            poll.register(self._connection, select.POLLIN)
-            return bool(poll.poll(max(0.0, timeout_s) * 1000))
+            return bool(wait([self._connection], timeout_s))
         except ValueError:
             raise ConnectionResetError("the connection was closed here") from None
 
@@ -176,22 +172,20 @@ def authenticate(wire: Wire, message: dict[str, Any], token: str, timeout_s: flo
     """Send the first message of an agent, with proof that it knows the token.
 
     Args:
-        wire: a new connection.
         message: `hello` or `fetch`.
-        token: the secret of the attempt.
         timeout_s: longest wait for the coordinator's challenge, and again for its answer.
 
     Returns:
-        The answer, with the coordinator's own proof verified; None where none came in time.
+        The answer, with the coordinator's own proof verified.
 
     Raises:
         UserError: the coordinator refuses this agent.
         ProtocolError: it is not the coordinator of this attempt.
-        OSError: the connection ended.
+        OSError: the connection ended, or nothing came in time.
     """
     challenge = wire.receive(timeout_s, GREETING_BYTES)
     if challenge is None:
-        return None
+        raise TimeoutError(_MUTE)
     if "challenge" not in challenge:
         raise ProtocolError(f"it says {challenge!r:.200}")
     mine = new_challenge()
@@ -199,7 +193,7 @@ def authenticate(wire: Wire, message: dict[str, Any], token: str, timeout_s: flo
     wire.send({**message, "proof": given, "challenge": mine})
     answer = wire.receive(timeout_s)
     if answer is None:
-        return None
+        raise TimeoutError(_MUTE)
     if "refused" in answer:
         raise refusal(answer["refused"])
     if not is_proof(answer.get("proof"), token, mine, "coordinator"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
 
 from isles.config.sections.cluster import QueueSection
 from isles.config.sections.run import RunConfig
@@ -16,10 +15,9 @@ from isles.run.records import read_record, write_record
 from isles.run.restarts import (
     current_restart,
     list_restarts,
-    new_restart,
     newest_step,
     read_last_step,
-    write_restart,
+    record_restart,
 )
 from isles.run.stop import read_stop_request
 
@@ -33,7 +31,6 @@ class QueuedRun:
 
     Args:
         run_dir, attempt: the run, on a disk that all nodes share.
-        config: its run file.
         allocation: the job's nodes and its scheduler.
     """
 
@@ -153,31 +150,29 @@ class QueuedRun:
     def _go_on(self, why: str, most: int) -> bool:
         # Record that the ranks go on later; False, with the outcome, where that is in vain.
         attempt, restart = self._attempt, current_restart(self._attempt)
-        is_limit, most = most == _LIMIT, _SCRIPT if self._is_script else most
-        if (times := self._times_in_vain(restart)) >= most:
+        times = self._times_in_vain(restart)
+        is_in_vain = times >= (_SCRIPT if self._is_script else most)
+        if is_in_vain:
             attempt.outcome.unlink(missing_ok=True)
-            error = self._in_vain(why, times, is_limit=is_limit)
+            what, fix = self._in_vain(why, times, is_limit=most == _LIMIT)
+            error = agent_error(what, fix, ExitCode.TRAINING, id="queue.limit", kind="NoProgress")
             end_failed(attempt, error, step=newest_step(self._run_dir))
-            attempt.stopped.unlink(missing_ok=True)
-            return False
-        launch = read_record(attempt.launch) or {}
-        cluster = self._config.clusters[0]
-        entry = new_restart(
-            self._run_dir,
-            attempt,
-            restart + 1,
-            why,
-            max_restarts=cluster.max_restarts,
-            world_size=int(launch.get("world_size", 1)),
-        )
-        write_restart(attempt, entry)
-        for path in (attempt.outcome, attempt.stopped):
-            path.unlink(missing_ok=True)
-        # A stop that a user has asked for meanwhile stays: `begin` heeds it.
-        if (read_record(attempt.stop_request) or {}).get("requeue"):
-            attempt.stop_request.unlink(missing_ok=True)
-        self.is_requeued = True
-        return True
+        else:
+            record_restart(
+                self._run_dir,
+                attempt,
+                restart + 1,
+                why,
+                max_restarts=self._config.clusters[0].max_restarts,
+                world_size=int((read_record(attempt.launch) or {}).get("world_size", 1)),
+            )
+            attempt.outcome.unlink(missing_ok=True)
+            # A stop that a user has asked for meanwhile stays: `begin` heeds it.
+            if (read_record(attempt.stop_request) or {}).get("requeue"):
+                attempt.stop_request.unlink(missing_ok=True)
+        attempt.stopped.unlink(missing_ok=True)
+        self.is_requeued = not is_in_vain
+        return self.is_requeued
 
     def _times_in_vain(self, restart: int) -> int:
         # How often in a row, until now, the job was queued again and then came no further. A
@@ -193,18 +188,21 @@ class QueuedRun:
             times += not entry.is_counted
         return times
 
-    def _in_vain(self, why: str, times: int, *, is_limit: bool) -> dict[str, Any]:
-        step = newest_step(self._run_dir) or 0
-        if is_limit and not self._is_script:
-            what = f"the time limit leaves no time for a single step: {self._allocation.job} began "
-            what += f"and ended at step {step}"
-            fix = "raise clusters[0].launcher.time, or lower clusters[0].launcher.save_before"
-        elif self._is_script:
-            what = f"{why}, and it has come no further in {times + 1} starts"
-            fix = "let the script tell its steps (isles.report), so that it is seen to come further"
-        else:
-            what = f"{why}, and it has come no further in {times + 1} starts: the last step that "
-            what += f"was saved is {step}"
-            fix = "save more often (checkpoint.every_minutes), or ask for nodes that are not taken "
-            fix += "away"
-        return agent_error(what, fix, ExitCode.TRAINING, id="queue.limit", kind="NoProgress")
+    def _in_vain(self, why: str, times: int, *, is_limit: bool) -> tuple[str, str]:
+        # What is wrong, and how to fix it.
+        step, no_further = newest_step(self._run_dir) or 0, "and it has come no further in"
+        if self._is_script:
+            return (
+                f"{why}, {no_further} {times + 1} starts",
+                "let the script tell its steps (isles.report), so that it is seen to come further",
+            )
+        if is_limit:
+            return (
+                f"the time limit leaves no time for a single step: {self._allocation.job} began "
+                f"and ended at step {step}",
+                "raise clusters[0].launcher.time, or lower clusters[0].launcher.save_before",
+            )
+        return (
+            f"{why}, {no_further} {times + 1} starts: the last step that was saved is {step}",
+            "save more often (checkpoint.every_minutes), or ask for nodes that are not taken away",
+        )

@@ -28,9 +28,9 @@ from isles.agent.protocol import (
     new_challenge,
     proof,
 )
-from isles.errors import ExitCode
+from isles.errors import PreflightError
 from isles.facts.units import printable
-from isles.run.nodes import Fleet
+from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import Attempt
 from isles.run.process import ProcessId
 from isles.run.records import write_record
@@ -38,15 +38,14 @@ from isles.run.records import write_record
 _SHOWN = 8
 """Digits of a digest in messages."""
 
-_LONGEST_WHY = 300
-_LONGEST_LINE = 400
+_LONGEST = 400
 _PAUSE_S = 0.2
 
 _AT_ONCE = 64
 """Limit of unauthenticated connections; an agent proves itself within milliseconds."""
 
-_LINES, _LINE_EVERY_S = 20, 10.0
-"""So many lines about unknown connections are logged at once, and one more after so long."""
+_LINES = 50
+"""Limit of lines about connections that were refused."""
 
 _RECORD_EVERY_S = 5.0
 
@@ -89,13 +88,10 @@ class NodeConnection:
     """An agent that has authenticated itself.
 
     Args:
-        node: its number.
         agent: random id that this agent has chosen: another agent of the same node has another.
-        process: of the agent.
         last_seen: seconds since its last message.
         wire: the connection; None while it is broken.
         store: port of the agent's store, at which ranks can meet; 0: it has none.
-        report: its last report.
     """
 
     node: int
@@ -105,8 +101,6 @@ class NodeConnection:
     wire: Wire | LocalLink | None
     store: int = 0
     report: dict[str, Any] = field(default_factory=dict)
-    skew_s: float = 0.0
-    """How far its clock is behind the coordinator's."""
     lost: str = ""
     """Why it is taken for lost; empty while it is not."""
     is_done: bool = False
@@ -115,16 +109,11 @@ class NodeConnection:
     sent_at: float = 0.0
 
 
-class Refusal(Exception):
+class Refusal(PreflightError):
     """Why an agent cannot be taken in; `ends_run`: the run cannot begin without it."""
 
-    def __init__(
-        self, what: str, fix: str, *, ends_run: bool = False, id: str = "start.refused"
-    ) -> None:
-        self.what = printable(what, keep="", longest=_LONGEST_WHY)
-        super().__init__(self.what)
-        self.fix = fix
-        self.id = id
+    def __init__(self, what: str, fix: str, *, ends_run: bool = False) -> None:
+        super().__init__(printable(what, keep="", longest=_LONGEST), fix=fix, id="start.refused")
         self.ends_run = ends_run
 
 
@@ -136,7 +125,6 @@ class RendezvousServer:
         nodes: all nodes of the attempt; an agent must have the same digest of resolved.yaml.
         run, attempt: name of the run, and number of this start of it.
         versions: of isles and torch here, which must be the same on all nodes.
-        token: the secret of the attempt.
         files: the run's files by name, for a node that does not share the run directory.
         clock: seconds that only ever grow, for the coordinator as well.
     """
@@ -164,7 +152,8 @@ class RendezvousServer:
         self._lock = threading.Lock()
         self._peers: dict[int, NodeConnection] = {}
         self._dropped: set[str] = set()
-        self._unknown = _UnknownConnections()
+        self._unknown: dict[Wire, None] = {}
+        self._num_lines = 0
         self._is_closed = threading.Event()
         if listener is not None:
             threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
@@ -247,13 +236,12 @@ class RendezvousServer:
             threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
 
     def _serve(self, connection: socket.socket, address: str) -> None:
-        wire = Wire(connection)
-        self._unknown.add(wire)
-        challenge = new_challenge()
+        wire, challenge = Wire(connection), new_challenge()
+        self._limit(wire)
         try:
             wire.send({"challenge": challenge})
             first = wire.receive(HELLO_S, GREETING_BYTES)
-            self._unknown.remove(wire)
+            self._forget(wire)
             if first is None:
                 return
             if not is_proof(first.get("proof"), self._token, challenge, "agent"):
@@ -267,21 +255,40 @@ class RendezvousServer:
             else:
                 self._receive(self._take_in(first["hello"], wire, mine), wire)
         except Refusal as refusal:
-            self._unknown.log(f"refused {address}: {refusal.what}")
+            self._log(f"refused {address}: {refusal.what}")
             self.refused = refusal
             self.fatal = refusal if refusal.ends_run else self.fatal
             where = f"{self._nodes.first.name} port {self._nodes.port}"
             record = {"what": refusal.what, "where": where, "fix": refusal.fix, "id": refusal.id}
             with suppress(OSError):
-                wire.send({"refused": {**record, "exit_code": int(ExitCode.PREFLIGHT)}})
+                wire.send({"refused": {**record, "exit_code": int(refusal.exit_code)}})
         except OSError:
             pass  # it has gone, or tries every port
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            found = f"{type(error).__name__}: {error!r:.200}"
-            self._unknown.log(f"{address} has sent what no node sends: {found}")
+            self._log(f"{address} has sent what no node sends: {error!r:.200}")
         finally:
-            self._unknown.remove(wire)
+            self._forget(wire)
             wire.close()
+
+    def _forget(self, wire: Wire) -> None:
+        with self._lock:
+            self._unknown.pop(wire, None)
+
+    def _limit(self, wire: Wire) -> None:
+        # Of connections that have not authenticated themselves the oldest ends above the limit.
+        with self._lock:
+            self._unknown[wire] = None
+            oldest = next(iter(self._unknown)) if len(self._unknown) > _AT_ONCE else None
+            if oldest is not None:
+                del self._unknown[oldest]
+        if oldest is not None:
+            oldest.close()
+
+    def _log(self, line: str) -> None:
+        # A line that may hold text of an unknown connection; so many, and no more.
+        self._num_lines += 1
+        if self._num_lines <= _LINES:
+            log_line(printable(line, keep="", longest=_LONGEST))
 
     def _receive(self, peer: NodeConnection, wire: Wire) -> None:
         try:
@@ -292,11 +299,14 @@ class RendezvousServer:
                 if message is None:
                     continue  # `look` decides how long a silence may last
                 peer.last_seen.reset()
-                report = message.get("report", peer.report)
+                report = message["report"]
                 if not isinstance(report, dict):
                     raise ProtocolError("no report")
+                skew_s = time.time() - float(message.get("clock", time.time()))
+                for error in (report.get("root_cause"), *report.get("errors", ())):
+                    if error:  # by the clock of this host, like those of all nodes
+                        error["at"] = float(error["at"]) + skew_s
                 peer.report = report
-                peer.skew_s = time.time() - float(message.get("clock", time.time()))
                 if message.get("bye"):
                     peer.is_done = True
                     return
@@ -363,47 +373,12 @@ class RendezvousServer:
         for package, version in self._versions.items():
             other = hello["versions"].get(package, "no version")
             if other != version:
-                python = printable(str(hello.get("python", "its Python")), longest=_LONGEST_WHY)
+                python = printable(str(hello.get("python", "its Python")), longest=_LONGEST)
                 raise Refusal(
                     f"{nodes[node].label} has {package} {other}, {nodes.first.name} has {version}",
                     f"install {package} {version} there, in {python}",
                     ends_run=nodes.launcher == "ssh",
                 )
-
-
-class _UnknownConnections:
-    """Connections that have not authenticated themselves: few at once, and few lines about them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: dict[Wire, None] = {}
-        self._lines = float(_LINES)
-        self._logged_at = time.monotonic()
-
-    def add(self, wire: Wire) -> None:
-        """Above the limit the oldest is closed."""
-        with self._lock:
-            self._waiting[wire] = None
-            oldest = next(iter(self._waiting)) if len(self._waiting) > _AT_ONCE else None
-            if oldest is not None:
-                del self._waiting[oldest]
-        if oldest is not None:
-            oldest.close()
-
-    def remove(self, wire: Wire) -> None:
-        with self._lock:
-            self._waiting.pop(wire, None)
-
-    def log(self, line: str) -> None:
-        """Log a line that may hold text of theirs; where lines are many, only some of them."""
-        with self._lock:
-            now = time.monotonic()
-            self._lines = min(_LINES, self._lines + (now - self._logged_at) / _LINE_EVERY_S)
-            self._logged_at = now
-            if self._lines < 1.0:
-                return
-            self._lines -= 1.0
-        log_line(printable(line, keep="", longest=_LONGEST_LINE))
 
 
 class NodeRecords:
@@ -423,23 +398,12 @@ class NodeRecords:
             places: first rank and number of ranks of the nodes that train.
             now: also if nothing has changed.
         """
+        if len(self._nodes) == 1:
+            return
         peers = self._server.peers()
-        nodes: list[dict[str, Any]] = []
-        for place in self._nodes:
-            first, count = places.get(place.node, (None, place.nproc))
-            node: dict[str, Any] = {
-                "node": place.node,
-                "name": place.name,
-                "address": place.address,
-            }
-            node |= {"ssh": place.ssh, "first_rank": first, "ranks": count}
-            node |= {"state": "missing", "why": ""}
-            if (peer := peers.get(place.node)) is not None:
-                state = "lost" if peer.lost else "ended" if peer.is_done else "there"
-                node |= {**peer.process.record(), "state": state, "why": peer.lost}
-            nodes.append(node)
+        nodes = [self._node(each, places, peers.get(each.node)) for each in self._nodes]
         is_late = time.monotonic() - self._written_at > _RECORD_EVERY_S
-        if len(nodes) == 1 or (nodes == self._written and not is_late and not now):
+        if nodes == self._written and not is_late and not now:
             return
         with suppress(OSError):  # a full disk: the run itself finds that out
             for node in nodes:
@@ -450,3 +414,14 @@ class NodeRecords:
             record = {"at": time.time(), "launcher": self._nodes.launcher, "nodes": full}
             write_record(self._attempt.nodes, record, durable=False)
             self._written, self._written_at = nodes, time.monotonic()
+
+    def _node(
+        self, place: FleetNode, places: dict[int, tuple[int, int]], peer: NodeConnection | None
+    ) -> dict[str, Any]:
+        first, count = places.get(place.node, (None, place.nproc))
+        node = {"node": place.node, "name": place.name, "address": place.address, "ssh": place.ssh}
+        node |= {"first_rank": first, "ranks": count, "state": "missing", "why": ""}
+        if peer is not None:
+            state = "lost" if peer.lost else "ended" if peer.is_done else "there"
+            node |= {**peer.process.record(), "state": state, "why": peer.lost}
+        return node

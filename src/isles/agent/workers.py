@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 from isles.agent.failure import failure_report, oom_kills
 from isles.agent.protocol import END_GRACE_S
 from isles.errors import ExitCode, UserError
-from isles.run.env import RankEnv, read_rank_env
+from isles.run.env import RankEnv
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import die_with_parent
 from isles.run.records import read_record
@@ -45,10 +44,8 @@ class WorkerGroup:
     """Ranks of one node. The coordinator decides which they are, and when they start and end.
 
     Args:
-        run_dir, attempt: as this host sees them.
-        nproc: ranks here.
         scratch: a folder for files of this attempt on this host.
-        in_job: see `RankStart`.
+        in_job: whether the job of the run may be queued again after a stop.
         store: where the ranks of several nodes find one another, if this node is the first of them.
     """
 
@@ -81,6 +78,11 @@ class WorkerGroup:
         return bool(self.report["state"] == "running")
 
     @property
+    def is_script(self) -> bool:
+        """Whether the ranks are those of a user's own script."""
+        return bool(self._command.get("script"))
+
+    @property
     def restart(self) -> int:
         """The restart to which the ranks belong, running or not; -1 before the first."""
         return int(self._command.get("restart", -1))
@@ -100,22 +102,24 @@ class WorkerGroup:
         if self._store is not None and command["group"][0] == 0 and not command["script"]:
             self._store.open()
         host, port = command["store"]
-        start = RankStart(
-            restart=restart,
-            store=self._scratch / f"store-{restart}" if is_alone else None,  # no port is opened
-            store_address=None if is_alone else (str(host), int(port)),
-            in_job=self._in_job,
-        )
         asked = Path(command["resume_from"]) if command["resume_from"] else None
-        args = (self._run_dir.path, self._attempt.number, asked, start)
-        environs = {rank: self._environ(rank) for rank in self._numbers}
-        self._ranks = Ranks(_SCRIPT_PROCESS if command["script"] else _RANK_PROCESS, args, environs)
+        first, count = command["ranks"]
+        starts: dict[int, tuple[dict[str, str], tuple[Any, ...]]] = {}
+        for local_rank in range(count):
+            env = RankEnv(
+                rank=first + local_rank,
+                local_rank=local_rank,
+                world_size=int(command["world_size"]),
+                local_world_size=self._nproc,
+                attempt=self._attempt.number,
+                store=self._scratch / f"store-{restart}" if is_alone else None,  # opens no port
+                restart=restart,
+                store_address=None if is_alone else (str(host), int(port)),
+                in_job=self._in_job,
+            )
+            starts[env.rank] = self._environ(env), (self._run_dir.path, env, asked)
+        self._ranks = Ranks(_SCRIPT_PROCESS if command["script"] else _RANK_PROCESS, starts)
         self.report = {"restart": restart, "state": "running"}
-
-    @property
-    def _numbers(self) -> range:
-        first, count = self._command["ranks"]
-        return range(first, first + count)
 
     def look(self) -> None:
         if not self.is_running:
@@ -138,7 +142,7 @@ class WorkerGroup:
         found = failure_report(
             self._attempt,
             self.restart,
-            list(self._numbers),
+            self._ranks.numbers,
             int(self._command["world_size"]),
             self._failed,
             has_no_memory=oom_kills() > self._oom_kills,
@@ -169,27 +173,28 @@ class WorkerGroup:
             self._ranks = None
         self.report = {"restart": self.restart, "state": "idle"}
 
-    def _environ(self, rank: int) -> dict[str, str]:
+    def _environ(self, env: RankEnv) -> dict[str, str]:
         # The variables that torchrun sets for a rank.
-        command, local_rank = self._command, rank - self._numbers.start
-        error = self._scratch / f"error-{self.restart}-{local_rank}.json"
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "GROUP_RANK": str(command["group"][0]),
-            "ROLE_RANK": str(rank),
+        command = self._command
+        error = self._scratch / f"error-{env.restart}-{env.local_rank}.json"
+        found = {
+            "RANK": env.rank,
+            "LOCAL_RANK": env.local_rank,
+            "GROUP_RANK": command["group"][0],
+            "ROLE_RANK": env.rank,
             "ROLE_NAME": "default",
-            "LOCAL_WORLD_SIZE": str(self._nproc),
-            "WORLD_SIZE": str(command["world_size"]),
-            "GROUP_WORLD_SIZE": str(command["group"][1]),
-            "ROLE_WORLD_SIZE": str(command["world_size"]),
-            "MASTER_ADDR": str(command["master"][0]),
-            "MASTER_PORT": str(command["master"][1]),
-            "TORCHELASTIC_RESTART_COUNT": str(self.restart),
-            "TORCHELASTIC_RUN_ID": f"{self._run_dir.name}.{self._attempt.number}",
-            "TORCHELASTIC_USE_AGENT_STORE": "False",
-            "TORCHELASTIC_ERROR_FILE": str(error),
+            "LOCAL_WORLD_SIZE": env.local_world_size,
+            "WORLD_SIZE": env.world_size,
+            "GROUP_WORLD_SIZE": command["group"][1],
+            "ROLE_WORLD_SIZE": env.world_size,
+            "MASTER_ADDR": command["master"][0],
+            "MASTER_PORT": command["master"][1],
+            "TORCHELASTIC_RESTART_COUNT": env.restart,
+            "TORCHELASTIC_RUN_ID": f"{self._run_dir.name}.{env.attempt}",
+            "TORCHELASTIC_USE_AGENT_STORE": False,
+            "TORCHELASTIC_ERROR_FILE": error,
         }
+        return {key: str(value) for key, value in found.items()}
 
 
 class Ranks:
@@ -198,26 +203,26 @@ class Ranks:
     Args:
         what: MODULE:FUNCTION that each of them runs; it returns an exit code, or ends the process
             itself.
-        args: its arguments.
-        environs: for each rank, by its number, the variables of its own.
+        starts: for each rank, by its number, the variables of its own, and the arguments.
     """
 
     def __init__(
-        self,
-        what: str,
-        args: tuple[Any, ...],
-        environs: Mapping[int, Mapping[str, str]],
+        self, what: str, starts: Mapping[int, tuple[dict[str, str], tuple[Any, ...]]]
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         self._processes: dict[int, ForkServerProcess] = {}
         self._pipes: dict[int, Connection] = {}
         self._codes: dict[int, int] = {}
-        for rank, environ in environs.items():
+        for rank, (environ, args) in starts.items():
             self._pipes[rank], end = context.Pipe(duplex=False)
-            process = context.Process(target=_run, args=(what, args, dict(environ), end))
+            process = context.Process(target=_run, args=(what, args, environ, end))
             _start(process)
             end.close()
             self._processes[rank] = process
+
+    @property
+    def numbers(self) -> list[int]:
+        return list(self._processes)
 
     def look(self) -> tuple[dict[int, int], dict[int, int]]:
         """Exit codes of the ranks that have come to their own end, and of those that failed.
@@ -332,36 +337,10 @@ def _call(what: str, args: tuple[Any, ...]) -> int:
     return entry(*args)
 
 
-@dataclass(frozen=True, slots=True)
-class RankStart:
-    """Arguments of one start of the ranks, beside their environment.
-
-    Args:
-        restart: how often all ranks were started again before.
-        store: a fresh file through which the ranks of one node find one another.
-        store_address: host and port of the store through which those of several nodes do.
-        in_job: whether the job of the run may be queued again after a stop: the run goes on then,
-            so that rank 0 leaves no outcome.
-    """
-
-    restart: int
-    store: Path | None
-    store_address: tuple[str, int] | None
-    in_job: bool = False
-
-    def rank_env(self) -> RankEnv:
-        """The place of this process among the ranks."""
-        env = replace(read_rank_env(), restart=self.restart, in_job=self.in_job)
-        return replace(env, store=self.store, store_address=self.store_address)
-
-
-def rank_process(
-    run_path: Path, attempt_number: int, resume_from: Path | None, start: RankStart
-) -> int:
-    """Train as the rank that the environment names, with a log of its own; the exit code."""
-    env = start.rank_env()
+def rank_process(run_path: Path, env: RankEnv, resume_from: Path | None) -> int:
+    """Train as this rank, with a log of its own; the exit code."""
     run_dir = RunDir(run_path)
-    attempt = run_dir.attempt(attempt_number)
+    attempt = run_dir.attempt(env.attempt)
     log_to_file(attempt, env)
     # By its name: the control wing never imports the worker wing, and this process is a rank now.
     worker = importlib.import_module("isles.train.worker")
@@ -395,15 +374,10 @@ def redirect_output(path: Path | str) -> None:
 
 
 def let_cause_end_first(attempt: Attempt, env: RankEnv, code: int) -> None:
-    """Wait a moment in a rank that has only lost another one.
+    """Wait a moment in a rank that ends with `code` because it has only lost another one.
 
     The agent ends all ranks at the first end that it sees, which must be that of the cause, unless
     the cause has left its error on record. One that was killed leaves none.
-
-    Args:
-        attempt: where the ranks leave their errors.
-        env: of this rank.
-        code: with which it ends; it decides where its own error found no room on the disk.
     """
     mine = read_record(attempt.rank_error(env.rank, env.restart))
     has_lost_another = code == ExitCode.COMMUNICATION if mine is None else mine["is_communication"]

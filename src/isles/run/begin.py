@@ -29,7 +29,7 @@ from isles.errors import ConfigError, MissingDependencyError, UserError
 from isles.facts.units import format_duration
 from isles.run.checkpoints import CheckpointInfo, list_checkpoints
 from isles.run.env import has_mlflow_server
-from isles.run.find import find_run, is_run_dir, numbered_runs, typed_command, typed_name
+from isles.run.find import find_any, is_run_dir, numbered_runs, typed_command, typed_name
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import (
@@ -66,9 +66,7 @@ def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun
     """Choose the run directory, and make nothing.
 
     Args:
-        resolved: the run file with its derived values.
         resume: `auto`, `no`, or the path of a run directory or of a checkpoint in one.
-        now: the clock.
 
     Raises:
         UserError: the run is running already, cannot be gone on with, or does not exist.
@@ -82,22 +80,20 @@ def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun
             return _choose_given(resolved, resume, now)
 
 
-def begin_run(
-    resolved: Resolved, run_file_text: str, resume: str, now: Clock = time.time, *, join: str = ""
-) -> Begun:
+def begin_run(resolved: Resolved, run_file_text: str, resume: str, *, join: str = "") -> Begun:
     """Choose the run directory as `choose_run` does, make it, and write resolved.yaml into it.
 
     Only one process of a run calls this: the launcher, or rank 0 where there is none.
 
     Args:
-        resolved, resume, now: as in `choose_run`.
+        resolved, resume: as in `choose_run`.
         run_file_text: the run file, word for word; a new run keeps it as run.yaml.
         join: join line of the hub, a secret; empty: a resumed run keeps what it has.
 
     Raises:
         UserError: as in `choose_run`, or the directory cannot be written.
     """
-    begun = choose_run(resolved, resume, now)
+    begun = choose_run(resolved, resume)
     with clear_errors(begun.run_dir.path):
         run_dir = begun.run_dir if begun.resumed else _make_run_dir(resolved)
         try:
@@ -116,15 +112,10 @@ def begin_run(
     return Begun(run_dir, resumed=False, note=note)
 
 
-def refuse_second(output_dir: Path, name: str, resume: str, now: Clock = time.time) -> None:
-    """Refuse a second start of a run before all its values are known; see `choose_run`.
+def refuse_second(output_dir: Path, name: str, resume: str) -> None:
+    """Refuse a second start of a run that runs or waits, before all its values are known.
 
-    Args:
-        output_dir, name: of the run file.
-        resume, now: as in `choose_run`.
-
-    Raises:
-        UserError: it is running, or its job waits.
+    `resume` as in `choose_run`.
     """
     if resume == "no":
         return
@@ -133,7 +124,7 @@ def refuse_second(output_dir: Path, name: str, resume: str, now: Clock = time.ti
     if resume != "auto":
         runs = [RunDir(path) for path in (given, given.parent.parent) if is_run_dir(path)]
     if runs and _first_node(runs[-1]) is None:
-        _refuse_running(runs[-1], run_state(runs[-1], now), now)
+        _refuse_running(runs[-1], run_state(runs[-1]), time.time)
 
 
 def new_attempt(
@@ -149,9 +140,7 @@ def new_attempt(
     two users who start the same run at once one is refused.
 
     Args:
-        run_dir: the run.
         run_file_text: the run file of this start; kept beside its logs if it is not the first's.
-        now: the clock.
         typed: the command that goes on with this run, as its user would type it.
 
     Raises:
@@ -178,79 +167,43 @@ def new_attempt(
             return attempt
 
 
-def write_job_launch(
-    attempt: Attempt,
-    *,
-    launcher: str,
-    job_id: str,
-    world_size: int,
-    device: str,
-    command: tuple[str, ...],
-    resumed_from: Path | None = None,
-    bin_path: str | None = None,
-    now: Clock = time.time,
-) -> None:
-    """Record the job of a queue that runs an attempt; see `write_launch`.
-
-    Args:
-        launcher: slurm or pbs.
-        job_id: the job, as the queue's commands take it.
-        command: the command line that submitted it.
-        bin_path: the folder of the queue's commands; None: on PATH.
-    """
-    job = {"launcher": launcher, "job_id": job_id, "bin_path": bin_path}
-    _write_launch(attempt, job, world_size, device, command, resumed_from, now)
-
-
 def write_launch(
     attempt: Attempt,
-    process: ProcessId,
+    process: ProcessId | None,
     *,
     world_size: int,
     device: str,
     command: tuple[str, ...],
     resumed_from: Path | None = None,
-    now: Clock = time.time,
+    **more: Any,
 ) -> None:
-    """Record who runs an attempt: the agent, or rank 0 under a torchrun typed by hand.
+    """Record who runs an attempt: the agent, a job, or rank 0 under a torchrun typed by hand.
 
     Args:
-        attempt: the attempt.
-        process: the process that ends when the attempt does.
-        world_size, device: of its ranks.
-        command: the command line that started it.
+        process: the process that ends when the attempt does; None: `more` names a job.
         resumed_from: the checkpoint that was asked for by name.
-        now: the clock, for an attempt that `new_attempt` did not make.
+        more: of a job: `launcher`, `job_id`, and `bin_path`, the folder of the queue's commands, or
+            None where they are on PATH. Of a torchrun typed by hand: `agents`, the processes that
+            start ranks again.
     """
-    _write_launch(attempt, process.record(), world_size, device, command, resumed_from, now)
-
-
-def _write_launch(
-    attempt: Attempt,
-    who: dict[str, Any],
-    world_size: int,
-    device: str,
-    command: tuple[str, ...],
-    resumed_from: Path | None,
-    now: Clock,
-) -> None:
     record = {
         "attempt": attempt.number,
-        **who,
+        **(process.record() if process is not None else {}),
+        **more,
         "world_size": world_size,
         "device": device,
         "command": list(command),
-        **claim_of(attempt, now),
+        **claim_of(attempt),
         "resumed_from": str(resumed_from) if resumed_from else None,
     }
     with clear_errors(attempt.path):
         write_record(attempt.launch, record)
 
 
-def claim_of(attempt: Attempt, now: Clock = time.time) -> dict[str, Any]:
+def claim_of(attempt: Attempt) -> dict[str, Any]:
     """Fields of the launch record that `new_attempt` has written, and later ones keep."""
     claim = read_record(attempt.launch) or {}
-    return {"begun_at": claim.get("begun_at", now()), "typed": claim.get("typed", "")}
+    return {"begun_at": claim.get("begun_at", time.time()), "typed": claim.get("typed", "")}
 
 
 def _fill_attempt(
@@ -333,7 +286,15 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
         if path.parent.name == "checkpoints" and is_run_dir(path.parent.parent):
             run_dir, checkpoint = RunDir(path.parent.parent), path
         else:
-            run_dir = find_run(resume, Path(resolved.config.output_dir).expanduser())
+            found = find_any(resume, Path(resolved.config.output_dir).expanduser())
+            if not isinstance(found, RunDir):
+                raise UserError(
+                    f"there is no run directory of {found.name} on this machine alone",
+                    where="--resume",
+                    fix=f"type the command that has started {found.name} once more",
+                    id="run.elsewhere",
+                )
+            run_dir = found
     if (owner := _first_node(run_dir)) is not None:
         raise UserError(
             f"{run_dir.name} is kept by {owner}, its first host; here are only logs of it",

@@ -22,9 +22,7 @@ class CheckpointInfo:
     """One whole checkpoint.
 
     Args:
-        path: its folder.
         step: inner steps done when it was saved.
-        manifest: the record beside its files.
     """
 
     path: Path

@@ -134,10 +134,7 @@ def rank_defaults(
     """Variables that make a good start of ranks, where the user has set none.
 
     Args:
-        device: cpu or cuda.
-        nproc: ranks on this machine.
         interface: the network interface over which they reach the others; None: not known.
-        environ: what is set already.
     """
     added = {}
     if device == "cpu" or nproc > 1:

@@ -23,10 +23,12 @@ from isles.run.remote import (
     owner_of,
     read_multi_cluster,
 )
-from isles.run.state import QUEUES
+from isles.run.state import QUEUES, number_of
 
 _NUMBERED = re.compile(r"(?P<name>.+)-(?P<number>\d+)")
 _LISTED = 8
+
+Run = RunDir | RemoteRun | MultiClusterRun
 
 
 def is_run_dir(path: Path) -> bool:
@@ -53,59 +55,42 @@ def numbered_runs(output_dir: Path, name: str) -> list[tuple[int, RunDir]]:
     return sorted(found, key=lambda entry: entry[0])
 
 
-def find_run(name_or_path: str | None, output_dir: Path) -> RunDir:
-    """The run that a command means.
-
-    Args:
-        name_or_path: a path, a full name (`quickstart-1`), the name in the run file
-            (`quickstart`: its newest run), or None: the run that was started last.
-        output_dir: where runs are looked for by name.
-
-    Raises:
-        UserError: there is none; the message names those there are.
-    """
-    runs = list_runs(output_dir)
-    if name_or_path is None:
-        if runs:
-            return runs[-1]
-        raise UserError(
-            f"there is no run in {output_dir}/",
-            fix="start one with `isles train run.yaml`, or say where they are: --output-dir",
-            id="run.unknown",
-        )
-    for path in (Path(name_or_path).expanduser(), output_dir / name_or_path):
-        if is_run_dir(path):
-            return RunDir(path)
-    named = [run for _, run in numbered_runs(output_dir, name_or_path) if is_run_dir(run.path)]
-    if named:
-        return named[-1]
-    raise _not_found(name_or_path, output_dir, runs)
-
-
-def find_any(given: str | None, output_dir: Path) -> RunDir | RemoteRun | MultiClusterRun:
+def find_any(given: str | None, output_dir: Path) -> Run:
     """The run that a command means, here or on another machine, or on several clusters.
 
     Args:
-        given: as in `find_run`; also NAME@HOST, a run whose directory is on another machine, or
-            HOST:PATH, its directory there.
+        given: a path, a full name (`quickstart-1`), the name in the run file (`quickstart`: its
+            newest run), or None: the run that was started last; also NAME@HOST, a run whose
+            directory is on another machine, or HOST:PATH, its directory there.
         output_dir: where runs are looked for by name, and remembered.
 
     Raises:
         UserError: there is none, or there are several of this name.
     """
-    if given is not None:
-        return _find_multi_cluster(given, output_dir) or _find_one(given, output_dir)
-    runs = list_multi_cluster(output_dir)
-    try:
-        found = _find_one(None, output_dir)
-    except UserError:
-        if not runs:
-            raise
-        return runs[-1]
-    ssh = found.ssh if isinstance(found, RemoteRun) else ""
-    path = found.path if isinstance(found, RemoteRun) else found.path.absolute()
-    owner = owner_of(runs, path, ssh)
-    return owner[0] if owner is not None else found
+    remotes = remote_runs(output_dir)
+    if given is None:
+        return _newest(output_dir, remotes)
+    if (here := _run_at(Path(given).expanduser())) is not None:
+        return here
+    exact: list[Run] = [here] if (here := _run_at(output_dir / given)) is not None else []
+    for remote in list_remotes(output_dir):
+        names = remote.name, remote.label, f"{remote.name}@{remote.ssh}", remote.place, remote.path
+        if given in names:
+            # A folder that the machine shares with this one is seen here.
+            run = remote if remote in remotes else RunDir(output_dir / remote.name)
+            exact += [run] if run not in exact else []
+    if len(exact) > 1:
+        raise _ambiguous(given, exact)
+    if exact:
+        return exact[0]
+    # The newest run of a name in a run file.
+    numbered = (_run_at(run.path) for _, run in numbered_runs(output_dir, given))
+    named: list[Run] = []
+    named += [run for run in numbered if run is not None][-1:]
+    named += [run for run in remotes if given in (_stem(run.name), _stem(run.label))][-1:]
+    if named:
+        return max(named, key=_started_at)
+    raise _not_found(given, output_dir, remotes)
 
 
 def find_cluster(
@@ -149,42 +134,13 @@ def run_of(run: MultiClusterRun, cluster: ClusterRun) -> RunDir | RemoteRun | No
         return None
     if not cluster.ssh:
         return RunDir(Path(cluster.path)) if is_run_dir(Path(cluster.path)) else None
-    for remote in list_remotes(run.path.parent):
-        if (remote.ssh, remote.path) == (cluster.ssh, cluster.path):
-            return remote
-    return None
+    remotes = list_remotes(run.path.parent)
+    return next((r for r in remotes if (r.ssh, r.path) == (cluster.ssh, cluster.path)), None)
 
 
-def _find_multi_cluster(given: str, output_dir: Path) -> MultiClusterRun | None:
-    # By path, full name, or name in the run file.
-    for path in (Path(given).expanduser(), output_dir / given):
-        if is_multi_cluster(path):
-            return read_multi_cluster(path)
-    named = [run.path for _, run in numbered_runs(output_dir, given)]
-    named = [path for path in named if is_multi_cluster(path) or is_run_dir(path)]
-    return read_multi_cluster(named[-1]) if named and is_multi_cluster(named[-1]) else None
-
-
-def _find_one(given: str | None, output_dir: Path) -> RunDir | RemoteRun:
-    remotes = remote_runs(output_dir)
-    if given is None:
-        started = list_runs(output_dir)
-        if remotes and not (started and _started_at(started[-1]) > remotes[-1].started_at):
-            return remotes[-1]
-        return find_run(None, output_dir)
-    if is_run_dir(Path(given).expanduser()):
-        return RunDir(Path(given).expanduser())
-    exact = [run for run in remotes if given in _names(run)]
-    exact = exact or [run for run in list_remotes(output_dir) if given == run.place]
-    here = [RunDir(output_dir / given)] if is_run_dir(output_dir / given) else []
-    if not exact and not here:  # NAME@HOST of a run whose folder that host shares with this one
-        same = (run for run in list_remotes(output_dir) if given in _names(run))
-        here = [RunDir(output_dir / run.name) for run in same if _is_in(output_dir, run)][-1:]
-    if len(exact) + len(here) > 1:
-        raise _ambiguous(given, here, exact)
-    stems = [run for run in remotes if given in (_stem(run.name), _stem(run.label))]
-    found = exact or here or _by_stem(given, output_dir, stems)
-    return found[-1]
+def remote_runs(output_dir: Path) -> list[RemoteRun]:
+    """Remembered runs whose directory is not in the folder itself, the oldest first."""
+    return [run for run in list_remotes(output_dir) if not _is_in(output_dir, run)]
 
 
 def typed_name(run_dir: RunDir | MultiClusterRun) -> str:
@@ -202,29 +158,30 @@ def typed_command(run_dir: RunDir) -> str:
     return str((read_record(attempt.launch) or {}).get("typed") or "") if attempt else ""
 
 
-def _names(run: RemoteRun) -> tuple[str, ...]:
-    # All but the last two may mean other runs of the same name as well.
-    return run.name, run.label, f"{run.name}@{run.ssh}", run.place, run.path
+def _newest(output_dir: Path, remotes: list[RemoteRun]) -> Run:
+    runs: list[RunDir | RemoteRun] = [*list_runs(output_dir), *remotes]
+    runs.sort(key=_started_at)
+    several = list_multi_cluster(output_dir)
+    if not runs and not several:
+        raise UserError(
+            f"there is no run in {output_dir}/",
+            fix="start one with `isles train run.yaml`, or say where they are: --output-dir",
+            id="run.unknown",
+        )
+    if not runs:
+        return several[-1]
+    found = runs[-1]
+    if isinstance(found, RemoteRun):
+        owner = owner_of(several, found.path, found.ssh)
+    else:
+        owner = owner_of(several, found.path.absolute())
+    return owner[0] if owner is not None else found
 
 
-def _by_stem(given: str, output_dir: Path, stems: list[RemoteRun]) -> list[RunDir | RemoteRun]:
-    # The newest run of a name in a run file, at the end.
-    try:
-        found = find_run(given, output_dir)
-    except UserError as error:
-        if stems:
-            return [stems[-1]]
-        others = ", ".join(run.label for run in reversed(remote_runs(output_dir)[-_LISTED:]))
-        more = f"; on other machines: {others}" if others else ""
-        raise UserError(error.what, where=error.where, fix=error.fix + more, id=error.id) from None
-    if stems and stems[-1].started_at > _started_at(found):
-        return [stems[-1]]
-    return [found]
-
-
-def remote_runs(output_dir: Path) -> list[RemoteRun]:
-    """Remembered runs whose directory is not in the folder itself, the oldest first."""
-    return [run for run in list_remotes(output_dir) if not _is_in(output_dir, run)]
+def _run_at(path: Path) -> RunDir | MultiClusterRun | None:
+    if is_multi_cluster(path):
+        return read_multi_cluster(path)
+    return RunDir(path) if is_run_dir(path) else None
 
 
 def _is_in(output_dir: Path, run: RemoteRun) -> bool:
@@ -246,41 +203,42 @@ def _stem(label: str) -> str:
     return f"{match['name']}{at}{host}" if match else label
 
 
-def _ambiguous(given: str, here: list[RunDir], remotes: list[RemoteRun]) -> UserError:
-    labels = [run.label for run in remotes]
-    ways = [f"{run.path} (here)" for run in here]
-    ways += [run.label if labels.count(run.label) == 1 else run.place for run in remotes]
-    return UserError(
-        f"{given} may mean {len(ways)} runs", fix=f"say which: {', '.join(ways)}", id="run.unknown"
-    )
+def _started_at(run: Run) -> float:
+    if not isinstance(run, RunDir):
+        return run.started_at
+    attempt = run.last_attempt()
+    begun_at = number_of(read_record(attempt.launch), "begun_at") if attempt else None
+    return begun_at if begun_at is not None else run.path.stat().st_mtime
 
 
-def _not_found(given: str, output_dir: Path, runs: list[RunDir]) -> UserError:
+def _ambiguous(given: str, runs: list[Run]) -> UserError:
+    labels = [run.label for run in runs if isinstance(run, RemoteRun)]
+    ways = [
+        (run.label if labels.count(run.label) == 1 else run.place)
+        if isinstance(run, RemoteRun)
+        else f"{run.path} (here)"
+        for run in runs
+    ]
+    fix = f"say which: {', '.join(ways)}"
+    return UserError(f"{given} may mean {len(ways)} runs", fix=fix, id="run.unknown")
+
+
+def _not_found(given: str, output_dir: Path, remotes: list[RemoteRun]) -> UserError:
     if given.endswith((".yaml", ".yml")):
         what = f"{given} is a run file; this command takes the name of a run"
     elif Path(given).is_dir():
         what = f"{given} is not a run directory: it holds no resolved.yaml"
     else:
         what = f"there is no run {given!r} in {output_dir}/"
-    names = [run.name for run in reversed(runs)]
-    stems = {name: name.rpartition("-")[0] for name in names}
+    names = [run.name for run in reversed(list_runs(output_dir))]
+    close = difflib.get_close_matches(given, [*names, *(_stem(name) for name in names)], n=1)
     if not names:
-        return UserError(
-            what,
-            fix="start one with `isles train run.yaml`, or give --output-dir",
-            id="run.unknown",
-        )
-    close = difflib.get_close_matches(given, [*names, *stems.values()], n=1)
-    if close:
-        return UserError(what, fix=f"did you mean {close[0]}?", id="run.unknown")
-    more = f" and {len(names) - _LISTED} older ones" if len(names) > _LISTED else ""
-    return UserError(
-        what, fix=f"the runs there are: {', '.join(names[:_LISTED])}{more}", id="run.unknown"
-    )
-
-
-def _started_at(run: RunDir) -> float:
-    attempt = run.last_attempt()
-    record = read_record(attempt.launch) if attempt else None
-    begun_at = (record or {}).get("begun_at")
-    return float(begun_at) if isinstance(begun_at, int | float) else run.path.stat().st_mtime
+        fix = "start one with `isles train run.yaml`, or give --output-dir"
+    elif close:
+        fix = f"did you mean {close[0]}?"
+    else:
+        older = f" and {len(names) - _LISTED} older ones" if len(names) > _LISTED else ""
+        fix = f"the runs there are: {', '.join(names[:_LISTED])}{older}"
+    others = ", ".join(run.label for run in reversed(remotes[-_LISTED:]))
+    fix += f"; on other machines: {others}" if others else ""
+    return UserError(what, fix=fix, id="run.unknown")

@@ -33,7 +33,6 @@ class Position:
     """Position of a rank.
 
     Args:
-        step: of the training.
         stage: a part of the step, or another phase: evaluating, saving.
         at: the place in its code; empty: unknown.
         waits_in: the collective operation that it waits in; empty: in none, as far as is known.

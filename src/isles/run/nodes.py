@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from isles import __version__
 from isles.errors import UserError
@@ -22,7 +24,6 @@ class FleetNode:
         name: the host's name, for messages.
         ssh: how ssh reaches it from where the run was started; None: not by ssh.
         address: at which the other nodes reach it.
-        nproc: its ranks.
         interface: the network interface that has the address; None: unknown.
     """
 
@@ -48,7 +49,6 @@ class Fleet:
         nodes: in the order of their numbers; the coordinator is on the host of the first.
         port: where the coordinator listens; 0: not known yet, or nowhere.
         min_nodes: the run goes on while so many are connected.
-        device: cpu or cuda.
         start_timeout_s: longest wait of the first node for the others.
         digest: SHA-256 of resolved.yaml, which must be the same on all nodes.
         resume_from: a checkpoint that was asked for by name.
@@ -105,46 +105,16 @@ class Fleet:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Fleet:
-        """From `record`; unknown keys are left out.
-
-        Raises:
-            ValueError: something is missing.
-        """
-
-        def known(kind: type[Fleet] | type[FleetNode], entry: dict[str, Any]) -> dict[str, Any]:
-            names = {field.name for field in fields(kind)}
-            return {name: value for name, value in entry.items() if name in names}
-
-        try:
-            nodes = tuple(FleetNode(**known(FleetNode, node)) for node in record["nodes"])
-            return cls(**{**known(cls, record), "nodes": nodes})
-        except (KeyError, TypeError) as error:
-            raise ValueError(str(error)) from error
+        """From `record`; unknown keys are left out. ValidationError: something is missing."""
+        return TypeAdapter(cls).validate_python(record)
 
     def write(self, attempt: Attempt, path: Path | None = None) -> None:
         """Write the record, to fleet.json or elsewhere."""
         write_record(path or attempt.fleet, {"isles": __version__, **self.record()})
 
 
-def require_nodes(attempt: Attempt, path: Path | None = None) -> Fleet:
-    """As `read_fleet`; also a UserError where there is no record."""
-    nodes = read_fleet(attempt, path)
-    if nodes is None:
-        raise UserError(
-            "the nodes of this start of the run are not on record",
-            where=str(path or attempt.fleet),
-            fix="`isles train` with its run file starts it",
-            id="start.refused",
-        )
-    return nodes
-
-
 def read_fleet(attempt: Attempt, path: Path | None = None) -> Fleet | None:
-    """The recorded nodes of an attempt; None where there is no record.
-
-    Args:
-        attempt: a start of a run.
-        path: the record, if not fleet.json.
+    """The recorded nodes of an attempt, in fleet.json or elsewhere; None where there is no record.
 
     Raises:
         UserError: another version of isles has written it, and this one cannot read it.
@@ -154,11 +124,23 @@ def read_fleet(attempt: Attempt, path: Path | None = None) -> Fleet | None:
         return None
     try:
         return Fleet.of(record)
-    except ValueError as error:
+    except ValidationError as error:
         theirs = f"isles {record.get('isles', 'of another version')}"
         raise UserError(
             f"the record of the run's nodes was written by {theirs}, and isles {__version__} "
-            f"does not understand it: {error}",
+            f"does not understand its {error.errors()[0]['loc'][-1]!r}",
             where=str(attempt.fleet),
             fix=f"use {theirs} for this run, or start it again: `isles train`",
         ) from error
+
+
+def require_nodes(attempt: Attempt, path: Path | None = None) -> Fleet:
+    """As `read_fleet`; also a UserError where there is no record."""
+    if (nodes := read_fleet(attempt, path)) is not None:
+        return nodes
+    raise UserError(
+        "the nodes of this start of the run are not on record",
+        where=str(path or attempt.fleet),
+        fix="`isles train` with its run file starts it",
+        id="start.refused",
+    )

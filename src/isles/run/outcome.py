@@ -35,11 +35,9 @@ def error_record(
     """Describe an error of this host, as `isles status` and `isles logs` show it.
 
     Args:
-        what: one sentence, with the measured value.
         id: for `isles explain`.
         kind: name of the exception, or of what stands for one.
         code: exit code of the run if it ends because of this.
-        fix: what the user can do.
         where: file and line, key, or rank; left out: this host, or the rank on it.
         rank: the rank that has failed; None: an agent, or a launcher.
         more: `traceback`; `is_communication`: only a consequence of what happened to another rank;
@@ -83,9 +81,7 @@ def end(
     """Write the outcome of an attempt, unless it has one.
 
     Args:
-        attempt: that has ended.
         state, code, reason: how, with which exit code, and why.
-        step: the last step that was done.
         error: what ended it.
         may_go_on: the scheduler may start the same job again; the outcome is void then.
 
@@ -122,9 +118,6 @@ def end_stopped(attempt: Attempt, code: ExitCode, saved: int | None, lost: str =
     """Write that the attempt was stopped, where no rank is left that could; see `end`.
 
     Args:
-        attempt: that has ended.
-        code: exit code of the stop.
-        saved: step of the newest checkpoint.
         lost: what happened before it could save.
     """
     kept = "nothing" if saved is None else f"everything up to step {saved}"

@@ -17,8 +17,6 @@ class ProcessId:
     """One process on one host, for as long as it lives.
 
     Args:
-        host: the machine's name.
-        pid: process id there.
         started: seconds since the epoch at which the kernel started it.
     """
 

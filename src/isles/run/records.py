@@ -30,8 +30,6 @@ def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None
     """Replace a file with `data`: a reader sees the old one or the new one, never a part.
 
     Args:
-        path: the file.
-        data: its new content.
         durable: wait until it would survive a power cut.
 
     Raises:
@@ -133,7 +131,6 @@ def how_to_write(why: str, folder: str) -> str:
     """What could be done so that a folder can be written, up to the word before an alternative.
 
     Args:
-        why: a text of `refusal`.
         folder: the folder, or the nearest above it that exists.
     """
     if why == NO_SPACE:

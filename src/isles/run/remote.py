@@ -10,9 +10,11 @@ import hashlib
 import shlex
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from isles.errors import UserError
 from isles.run.records import clear_errors, read_record, write_record
@@ -28,12 +30,9 @@ class RemoteRun:
     """A run that was started from here, and whose run directory is not here.
 
     Args:
-        name: of the run, as on its own machine.
         ssh: the machine that has the run directory, as ssh takes it from here.
         path: the run directory there.
         lines: bash that comes before Python there, of `launch.setting`.
-        python: Python there.
-        launcher: ssh, slurm or pbs.
         hosts: every host of the run, as ssh takes it; the first is `ssh`.
         started_at: seconds since the epoch.
         folder: where it is remembered here; empty where that is not known.
@@ -107,15 +106,10 @@ def write_remote(output_dir: Path, run: RemoteRun) -> RemoteRun:
 def list_remotes(output_dir: Path) -> list[RemoteRun]:
     """Every remembered run, the oldest first."""
     found = []
-    known = {each.name for each in fields(RemoteRun)}
     for path in (output_dir / ".remote").glob("*.json"):
-        record = {key: value for key, value in (read_record(path) or {}).items() if key in known}
-        try:
-            lines, hosts = tuple(record.pop("lines")), tuple(record.pop("hosts"))
-            run = RemoteRun(**{**record, "lines": lines, "hosts": hosts, "folder": str(output_dir)})
-        except (KeyError, TypeError):
-            continue  # of another version of isles, which has fewer fields
-        found.append(run)
+        with suppress(ValidationError):  # of another version of isles, which has fewer fields
+            run = TypeAdapter(RemoteRun).validate_python(read_record(path))
+            found.append(replace(run, folder=str(output_dir)))
     return sorted(found, key=lambda run: run.started_at)
 
 
@@ -145,11 +139,9 @@ class ClusterRun:
     """One cluster of a run of several; it is a run of its own.
 
     Args:
-        name: of the cluster.
         launcher: local, ssh, slurm, pbs or manual.
         path: its run directory, on the machine that has it; empty: it was never started.
         ssh: that machine as ssh takes it from here; empty: this one.
-        attempt: the last start of it.
     """
 
     name: str
@@ -167,7 +159,6 @@ class MultiClusterRun:
         path: its folder, OUTPUT_DIR/NAME-N.
         clusters: in the order of the run file.
         begun_at: its first start, seconds since the epoch.
-        started_at: its last start.
         config: every value of the run file at its last start.
         hub: HOST:PORT of a hub that was started by itself; empty: it belongs to this run, or
             there is none (`meets`).
@@ -234,14 +225,10 @@ def is_multi_cluster(path: Path) -> bool:
 
 def read_multi_cluster(path: Path) -> MultiClusterRun | None:
     """The run of several clusters that a folder holds; None: it holds none."""
-    record = read_record(path / _CLUSTERS)
-    if record is None:
-        return None
-    try:
-        clusters = tuple(ClusterRun(**each) for each in record.pop("clusters"))
-        return MultiClusterRun(path, clusters, **record)
-    except (KeyError, TypeError):
-        return None  # of another version of isles
+    with suppress(ValidationError):  # of another version of isles
+        record = {**(read_record(path / _CLUSTERS) or {}), "path": path}
+        return TypeAdapter(MultiClusterRun).validate_python(record)
+    return None
 
 
 def list_multi_cluster(output_dir: Path) -> list[MultiClusterRun]:

@@ -24,13 +24,11 @@ class Restart:
     Args:
         number: the restart that follows, or would: 1 is the first of this start of the run.
         at: seconds since the epoch.
-        decision: what follows.
         root_cause: the error that caused it; None where only nodes came or went.
         why: in a few words, such as `rank 1 on box was killed by SIGKILL`.
         reached: the last step that was done; None: none since the ranks were started.
         saved: the step of the newest checkpoint; None: there is none.
         count: restarts so far that count against the limit, this one included.
-        max_restarts: the limit.
         is_counted: whether this one counts: a node that came or went does not.
         world_size: ranks that go on; 0 before they have met.
     """
@@ -63,7 +61,7 @@ class Restart:
         return {**asdict(self), "text": self.text}
 
 
-def new_restart(
+def record_restart(
     run_dir: RunDir,
     attempt: Attempt,
     number: int,
@@ -75,8 +73,14 @@ def new_restart(
     is_counted: bool = False,
     world_size: int = 0,
 ) -> Restart:
-    """Describe the end of the ranks before restart `number`, with the steps that they have done."""
-    return Restart(
+    """Record the decision before restart `number`, with the steps that the ranks have done.
+
+    Where there is a record of this number it stays, and is returned.
+    """
+    present = read_restart(attempt, number)
+    if present is not None:
+        return present
+    restart = Restart(
         number=number,
         at=time.time(),
         decision=decision,
@@ -89,6 +93,8 @@ def new_restart(
         is_counted=is_counted,
         world_size=world_size,
     )
+    update_restart(attempt, restart)
+    return restart
 
 
 def read_restart(attempt: Attempt, number: int) -> Restart | None:
@@ -110,14 +116,6 @@ def list_restarts(attempt: Attempt) -> list[Restart]:
 def current_restart(attempt: Attempt) -> int:
     """How often the ranks of an attempt were started again."""
     return sum(restart.decision == "restart" for restart in list_restarts(attempt))
-
-
-def write_restart(attempt: Attempt, restart: Restart) -> Restart:
-    """Record a decision, unless there is one of this number; returns the recorded one."""
-    present = read_restart(attempt, restart.number)
-    if present is None:
-        write_record(attempt.restart(restart.number), restart.record())
-    return present or restart
 
 
 def update_restart(attempt: Attempt, restart: Restart) -> None:

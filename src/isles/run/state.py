@@ -37,12 +37,10 @@ class AttemptState:
     """State of one start of a run.
 
     Args:
-        state: in one word.
         is_alive: whether it runs or will run, as far as this host can tell. True beside an outcome
             while the last process is still closing.
         process: who started the ranks; None where no record names it, and for a job of a queue.
         begun_at: seconds since the epoch; None where it is not recorded.
-        outcome: the outcome record, if there is one.
         launcher: local, ssh, manual, slurm or pbs.
         last_seen_at: its last heartbeat, seconds since the epoch; None: there was none.
         reason: why its job waits, in the queue's words.

@@ -6,9 +6,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+import psutil
 
 from isles.errors import UserError
 from isles.run.paths import Attempt
@@ -45,60 +46,34 @@ def read_stop_request(attempt: Attempt) -> StopRequest | None:
     return StopRequest(record["kind"], str(record.get("by", "")), float(record.get("at", 0.0)))
 
 
-def send_signal(process: ProcessId, signum: signal.Signals) -> bool:
+def send_signal(process: ProcessId, signum: signal.Signals, *, to_group: bool = False) -> bool:
     """Send a signal to one process of this host; False where it has ended.
 
-    Raises:
-        UserError: the process belongs to another user.
-    """
-
-    def send(handle: int) -> None:
-        if handle >= 0:
-            signal.pidfd_send_signal(handle, signum)
-        else:
-            os.kill(process.pid, signum)
-
-    return _signal(process, send)
-
-
-def kill_now(process: ProcessId) -> bool:
-    """End a process, and the group that it leads, at once; False where it has ended.
+    Args:
+        to_group: also to the process group, if it leads one.
 
     Raises:
         UserError: the process belongs to another user.
     """
-
-    def kill(_handle: int) -> None:
+    if not (process.is_here() and process.is_alive()):
+        return False
+    try:
         # A process that leads no group of its own was started by hand: only itself then.
-        if os.getpgid(process.pid) == process.pid:
-            os.killpg(process.pid, signal.SIGKILL)
+        if to_group and os.getpgid(process.pid) == process.pid:
+            os.killpg(process.pid, signum)
         else:
-            os.kill(process.pid, signal.SIGKILL)
-
-    return _signal(process, kill)
-
-
-def _signal(process: ProcessId, send: Callable[[int], None]) -> bool:
-    # A pidfd (Linux) keeps the pid from being reused between the look and the signal; -1: none.
-    handle = -1
-    try:
-        if hasattr(os, "pidfd_open"):
-            handle = os.pidfd_open(process.pid)
-    except OSError:
-        handle = -1  # gone, or a kernel without pidfd: the look below decides
-    try:
-        if not (process.is_here() and process.is_alive()):
-            return False
-        send(handle)
-        return True
-    except ProcessLookupError:
+            psutil.Process(process.pid).send_signal(signum)
+    except (psutil.NoSuchProcess, ProcessLookupError):
         return False  # it ended between the look and the signal
-    except PermissionError as error:
+    except (psutil.AccessDenied, PermissionError) as error:
         raise UserError(
             f"process {process.pid} belongs to another user",
             where=f"host {process.host}",
             fix="ask the user who started the run, or the administrator",
         ) from error
-    finally:
-        if handle >= 0:
-            os.close(handle)
+    return True
+
+
+def kill_now(process: ProcessId) -> bool:
+    """End a process, and the group that it leads, at once; as `send_signal`."""
+    return send_signal(process, signal.SIGKILL, to_group=True)

@@ -1,9 +1,6 @@
 """Runs a user's own script as Python itself would; its stacks can be asked for by a signal.
 
-    python -u main.py FD GATE SCRIPT ARGUMENTS…
-
-Nothing of the script runs before a byte has come through the pipe GATE; where the pipe ends without
-one, the starter of this process is gone, and it ends.
+    python -u main.py FD SCRIPT ARGUMENTS…
 
 On a signal that programs leave alone Python writes the stacks of all its threads to the file that
 is open as FD, also while C code keeps Python's lock. The script finds itself as `__main__`, with
@@ -20,21 +17,15 @@ from importlib.machinery import SourceFileLoader
 from types import TracebackType
 
 
-def _run(fd: int, gate: int, script: str, arguments: list[str]) -> None:
+def _run(fd: int, script: str, arguments: list[str]) -> None:
     """Become the script. Nothing of this module can be used once its namespace is the script's."""
     own, path = __file__, os.path.abspath(script)  # noqa: PTH100  # as Python itself gives it
     number = getattr(signal, "SIGRTMAX", None)
     if number is not None:
         faulthandler.register(number - 5, file=fd, all_threads=True, chain=False)
-    if not os.read(gate, 1):
-        os._exit(1)
-    os.close(gate)
     sys.argv[:] = [script, *arguments]
     if not sys.flags.safe_path:
-        target = path  # Python takes the folder of what a link points to, by one step
-        if os.path.islink(path):  # noqa: PTH114
-            target = os.path.join(os.path.dirname(path), os.readlink(path))  # noqa: PTH115, PTH118, PTH120
-        sys.path[0] = os.path.dirname(os.path.abspath(target))  # noqa: PTH100, PTH120
+        sys.path[0] = os.path.dirname(os.path.realpath(path))  # noqa: PTH120
     show = sys.__excepthook__
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -63,4 +54,4 @@ def _run(fd: int, gate: int, script: str, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    _run(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

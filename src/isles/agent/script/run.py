@@ -16,9 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from isles.agent.script.report import ScriptStatus
-from isles.agent.script.watch import ScriptStacks, ScriptWatch
-from isles.agent.workers import RankStart, let_cause_end_first, log_to_file
+from isles.agent.script.stacks import RUNNER, open_file
+from isles.agent.workers import let_cause_end_first, log_to_file
 from isles.config.resolve import load_resolved
 from isles.errors import ExitCode
 from isles.run.env import ATTEMPT, RUN_DIR, SET_BY_TORCHRUN, RankEnv
@@ -59,12 +58,11 @@ _CHAINED = (
 """What Python writes between two tracebacks of one error."""
 
 
-def script_process(
-    run_path: Path, attempt_number: int, _resume_from: Path | None, start: RankStart
-) -> int:
-    """Run the script as the rank that the environment names; the exit code."""
-    run_dir, env = RunDir(run_path), start.rank_env()
-    attempt = run_dir.attempt(attempt_number)
+def script_process(run_path: Path, env: RankEnv, _resume_from: Path | None) -> int:
+    """Run the script as this rank; the exit code."""
+    run_dir = RunDir(run_path)
+    attempt = run_dir.attempt(env.attempt)
+    log_to_file(attempt, env)
     code = _run_script(run_dir, attempt, env)
     # Where another rank has failed, it was the agent that ended this one, and not a user.
     was_ended = code != ExitCode.OK and attempt.rank_errors(env.restart)
@@ -81,58 +79,54 @@ def _run_script(run_dir: RunDir, attempt: Attempt, env: RankEnv) -> int:
     # To its end; returns OK, REQUEUE or INTERRUPTED after a stop, or the code of an error.
     config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
     script, checkpoint = str(config.training.script), config.checkpoint
-    log_to_file(attempt, env)
     has_timeout = "timeout" in checkpoint.model_fields_set
     stop = _Stop(checkpoint.timeout if has_timeout else _GRACE_S)
-    status = ScriptStatus(run_dir, attempt, env, script)
     if not Path(script).is_file():
         return _failed(attempt, env, _missing(env, script))
     log_start = attempt.rank_log(env.rank).stat().st_size
     began = time.monotonic()
-    stacks = ScriptStacks()
-    arguments = [str(argument) for argument in config.training.script_args]
-    environ = {
-        **os.environ,
-        **SET_BY_TORCHRUN,
-        RUN_DIR: str(run_dir.path.absolute()),
-        ATTEMPT: str(attempt.number),
-        "TORCHELASTIC_RESTART_COUNT": str(env.restart),
-        "TORCHELASTIC_MAX_RESTARTS": str(config.clusters[0].max_restarts),
-    }
-    child = subprocess.Popen(
-        stacks.command(script, arguments),
-        env=environ,
-        pass_fds=[stacks.fd, stacks.gate],
+    # The script ends with this process by `die_with_parent`; what it has started ends by the guard,
+    # which leads their process group: it outlives whoever kills that of the agent.
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", "read line; kill -9 0"],
+        stdin=subprocess.PIPE,  # never written to: it closes with this process
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         process_group=0,
+    )
+    stacks = open_file()
+    arguments = [str(argument) for argument in config.training.script_args]
+    child = subprocess.Popen(
+        [sys.executable, "-u", str(RUNNER), str(stacks), script, *arguments],
+        env={
+            **os.environ,
+            **SET_BY_TORCHRUN,
+            RUN_DIR: str(run_dir.path.absolute()),
+            ATTEMPT: str(attempt.number),
+            "TORCHELASTIC_RESTART_COUNT": str(env.restart),
+            "TORCHELASTIC_MAX_RESTARTS": str(config.clusters[0].max_restarts),
+        },
+        pass_fds=[stacks],
+        process_group=guard.pid,
         preexec_fn=die_with_parent,  # noqa: PLW1509  # it makes one call to the kernel, no more
     )
-    guard = _guard(child.pid)
-    place = {"rank": env.rank, "restart": env.restart, "script_pid": child.pid}
+    place = {"rank": env.rank, "restart": env.restart, "script_pid": child.pid, "stacks": stacks}
     place |= ProcessId.of(os.getpid()).record()
     write_record(attempt.rank_record(env.rank), place)  # its readers send signals: handlers first
-    stacks.open_gate()  # only now the script runs: the guard ends whatever it starts
-    watch = ScriptWatch(run_dir, attempt, env, config.watchdog, child.pid, stacks, status.note)
-    with status.heartbeat():
-        code = stop.wait(child, watch)
-    watch.close()
-    stacks.close()
+    code = stop.wait(child)
+    asked = stop.code or (ExitCode.REQUEUE if code == ExitCode.REQUEUE else None)
+    if asked or code:
+        os.killpg(guard.pid, signal.SIGKILL)  # with what the script has started and left behind
     guard.kill()
     guard.wait()
-    asked = stop.code or (ExitCode.REQUEUE if code == ExitCode.REQUEUE else None)
-    if asked or code or watch.error:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)  # what it has started and left behind
     if asked is not None:
         if asked is not ExitCode.HANDOVER:
             _record_stop(attempt, env, place, stop, asked, code)
         return int(asked)
-    if watch.error is not None:
-        return _failed(attempt, env, watch.error)
     if code:
         took_s = time.monotonic() - began
         error = failed_record(attempt, env, Path(script), code, log_start=log_start, took_s=took_s)
         return _failed(attempt, env, error)
-    status.finished()
     write_record(attempt.rank_record(env.rank), {**place, "exit_code": 0})
     return int(ExitCode.OK)
 
@@ -144,35 +138,29 @@ class _Stop:
         """Take over the signals. Main thread only."""
         self.code: ExitCode | None = None
         self._grace_s = grace_s
-        self._sent_at: float | None = None
-        self._killed = False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        self._is_killed = False
+        # SIGUSR2 comes from the agent: the ranks are to begin again with other nodes.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._handle)
-        # From the agent: the ranks are to begin again with other nodes.
-        signal.signal(signal.SIGUSR2, self._handle)
 
-    def wait(self, child: subprocess.Popen[bytes], watch: ScriptWatch) -> int:
+    def wait(self, child: subprocess.Popen[bytes]) -> int:
         """Until the script has ended; its exit code, negative where a signal has ended it."""
+        sent_at: float | None = None
         while True:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 return child.wait(timeout=_LOOK_S)
-            except subprocess.TimeoutExpired:
-                if watch.error is not None:
-                    child.kill()
-            if self.code is None:
-                continue
             now = time.monotonic()
-            if self._sent_at is None:
-                self._sent_at = now
+            if self.code is not None and sent_at is None:
+                sent_at = now
                 child.terminate()
-            if not self._killed and now - self._sent_at > self._grace_s:
-                self._killed = True
+            elif sent_at is not None and now - sent_at > self._grace_s:
+                self._is_killed = True
                 child.kill()
 
     def reason(self, code: int) -> str:
         if self.code is None:
             return "the script asked to be started again (exit code 85)"
-        if self._killed:
+        if self._is_killed:
             return (
                 f"asked to stop; the script had not ended {self._grace_s:.0f} s after SIGTERM, and "
                 "was killed"
@@ -214,30 +202,14 @@ def _failed(attempt: Attempt, env: RankEnv, error: ErrorRecord) -> int:
     return code
 
 
-def _guard(group: int) -> subprocess.Popen[bytes]:
-    # A process that kills this group when the present process is killed: the script itself ends by
-    # `die_with_parent`, what it has started would not. The guard is in a session of its own, so
-    # that it outlives whoever kills the agent's group.
-    return subprocess.Popen(
-        ["/bin/sh", "-c", 'read line; kill -9 "-$1"', "sh", str(group)],
-        stdin=subprocess.PIPE,  # never written to: it closes with this process
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
 def failed_record(
     attempt: Attempt, env: RankEnv, script: Path, code: int, *, log_start: int, took_s: float
 ) -> ErrorRecord:
     """The error record of a rank whose script has failed, from its exit code and its log.
 
     Args:
-        attempt, env: of the rank.
-        script: its file.
         code: exit code; negative where a signal has ended it.
         log_start: where in the rank's log this process has begun.
-        took_s: how long it ran.
     """
     tail: list[str] = []
     with suppress(OSError), attempt.rank_log(env.rank).open("rb") as stream:

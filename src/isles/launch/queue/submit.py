@@ -28,7 +28,7 @@ from isles.launch.queue.slurm import Slurm
 from isles.launch.queue.status import refresh
 from isles.launch.remote.login import start_on_login
 from isles.launch.ssh.environment import python_of
-from isles.run.begin import Begun, begin_run, choose_run, new_attempt, write_job_launch
+from isles.run.begin import Begun, begin_run, choose_run, new_attempt, write_launch
 from isles.run.env import allocation, pbs_job
 from isles.run.find import numbered_runs
 from isles.run.outcome import end_failed, error_record
@@ -86,8 +86,9 @@ def start_in_queue(
             job_id = submit(queue, attempt, loaded)
         if begun.note:
             options.print_line(begun.note)
-        write_job_launch(
+        write_launch(
             attempt,
+            None,
             launcher=launcher.kind,
             job_id=job_id,
             world_size=resolved.world_size,

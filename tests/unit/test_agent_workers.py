@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 
-import pytest
-
 from isles.agent.workers import Ranks
 from isles.errors import ExitCode
 from tests.deadline import DEADLINE_S
+from tests.each import each
 
 
 def end_as(how: str, mark: Path) -> int:
@@ -45,8 +44,8 @@ def end_as(how: str, mark: Path) -> int:
 @contextmanager
 def started(how: str, mark: Path) -> Iterator[Ranks]:
     forkserver.set_forkserver_preload([])
-    environs = {rank: {"RANK": str(rank)} for rank in range(len(how.split()))}
-    ranks = Ranks("tests.unit.test_forked:end_as", (how, mark), environs)
+    starts = {rank: ({"RANK": str(rank)}, (how, mark)) for rank in range(len(how.split()))}
+    ranks = Ranks("tests.unit.test_agent_workers:end_as", starts)
     try:
         yield ranks
     finally:
@@ -59,7 +58,7 @@ def until(what: Callable[[], bool]) -> None:
         assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize(
+@each(
     ("how", "done", "failed"),
     [
         ("done requeue", {0: 0, 1: 85}, {}),

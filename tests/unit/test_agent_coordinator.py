@@ -99,9 +99,9 @@ class Table:
         return read_record(self.attempt.outcome) or {}
 
 
-def dial(port: int, hello: dict[str, Any]) -> Connection:
+def dial(port: int, hello: dict[str, Any], wait_s: float = DEADLINE_S) -> Connection:
     """The connection of an agent."""
-    address, wait_s = ("127.0.0.1", port), DEADLINE_S
+    address = "127.0.0.1", port
     return Connection("h0", address, hello, TOKEN, start_timeout_s=wait_s, may_return=False)
 
 
@@ -239,7 +239,7 @@ def test_who_does_not_belong_is_refused_on_both_sides(
 def test_another_program_on_the_port_is_found_out(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, table(tmp_path) as made:
         threading.Thread(target=_talk, args=(other,), daemon=True).start()
-        connection = dial(other.getsockname()[1], {})
+        connection = dial(other.getsockname()[1], {}, wait_s=0.5)
         made.look_until(lambda: connection.state == "refused", "it is found out")
         assert "is not the coordinator of this run: not a message: b'SSH-2.0" in str(
             connection.failure
@@ -324,7 +324,7 @@ def test_a_node_that_falls_silent_is_named_after_twenty_seconds(tmp_path: Path) 
         wire.close()
 
 
-@pytest.mark.parametrize(("kind", "code"), [("save", 85), ("interrupt", 130), ("now", 130)])
+@each(("kind", "code"), [("save", 85), ("interrupt", 130), ("now", 130)])
 def test_a_stop_request_is_heard_while_nobody_is_there(
     tmp_path: Path, kind: StopKind, code: int
 ) -> None:
@@ -418,7 +418,7 @@ def test_a_process_that_was_frozen_does_not_take_the_others_for_lost() -> None:
     assert last_seen.look(3632.0) < 2.0
 
 
-@pytest.mark.parametrize("is_full", [False, True])
+@each("is_full", [False, True])
 def test_an_outcome_that_cannot_be_recorded_still_has_its_code_and_cause(
     tmp_path: Path, is_full: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -435,3 +435,21 @@ def test_an_outcome_that_cannot_be_recorded_still_has_its_code_and_cause(
         assert only.command["reason"] == "the switch burns"
         assert made.attempt.outcome.is_file() != is_full
     assert ("could not be put on record" in capfd.readouterr().err) == is_full
+
+
+def test_ranks_that_all_ended_well_have_finished_whatever_was_asked_late(tmp_path: Path) -> None:
+    with table(tmp_path) as made:
+        first, second = made.begin(0, 1)
+        made.coordinator.ask_to_stop(15)
+        for connection in (first, second):
+            connection.report({"restart": 0, "state": "succeeded", "codes": {"0": 0}})
+        assert made.ends("it is over")["state"] == "finished"
+
+
+def test_the_first_rank_of_a_script_has_a_port_before_any_agent_has_said_a_word(
+    tmp_path: Path,
+) -> None:
+    with table(tmp_path, addresses="127.0.1.{}") as made:
+        made.runs(*(made.join(node) for node in (1, 0)))
+        host, port = made.connections[0].command["master"]
+        assert host == "127.0.1.0" and port > 0

@@ -95,3 +95,17 @@ def test_a_death_after_a_stop_was_asked_for_is_that_stop(run: tuple[RunDir, Atte
     outcome = read_record(run[1].outcome) or {}
     assert (outcome["state"], outcome["exit_code"]) == ("stopped", int(ExitCode.INTERRUPTED))
     assert "before it could save" in outcome["reason"]
+
+
+def test_a_script_elsewhere_that_has_reported_steps_is_started_again(
+    run: tuple[RunDir, Attempt],
+) -> None:
+    died_at(run[1], 0, 7)
+    # As a host without the first host's records sees it.
+    root_cause = error(1, 1.0, kind="ScriptFailed", is_script=True, will_recur=True)
+    found = decide(*run, 0, root_cause, max_restarts=3)
+    assert found.decision == "restart" and read_record(run[1].outcome) is None
+    run[1].last_step.unlink()
+    found = decide(*run, 1, root_cause, max_restarts=3)
+    assert found.decision == "fail"
+    assert (read_record(run[1].outcome) or {})["exit_code"] == ExitCode.TRAINING

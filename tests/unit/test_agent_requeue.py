@@ -14,6 +14,7 @@ from isles.errors import ExitCode
 from isles.launch.queue.slurm import SlurmAllocation
 from isles.run.records import read_record, write_record
 from isles.run.restarts import list_restarts
+from tests.each import each
 from tests.unit.test_begin import add_checkpoint
 from tests.unit.test_slurm import OWN, Job
 
@@ -81,8 +82,9 @@ def test_a_job_that_cannot_be_queued_again_is_stopped_and_says_why(job: Job) -> 
     assert "everything is saved" in outcome["reason"] and "QOSMaxSubmit" in outcome["reason"]
 
 
-@pytest.mark.parametrize(("kind", "code"), [("save", 85), ("interrupt", 130), ("now", 130)])
-def test_a_stop_that_a_user_wants_is_the_end(job: Job, kind: str, code: int) -> None:
+@each(("kind", "code"), [("save", 85), ("interrupt", 130), ("now", 130)])
+def test_a_stop_that_a_user_wants_is_the_end(tmp_path: Path, kind: str, code: int) -> None:
+    job = Job(tmp_path)
     write_record(job.attempt.stop_request, {"kind": kind, "by": "me", "at": 0})
     run = queued(job)
     run.stopped()
