@@ -189,7 +189,8 @@ class Meeting:
         self.contributed[fragment] = now
         files = [self.folder / f"{number}.part" for number in range(len(self.replicas))]
         for cluster, path in zip(self.clusters, files, strict=True):
-            cluster.contribution(fragment, path)
+            cluster.snapshot(fragment)
+            cluster.encode(fragment, path)
         goal = self.folder / f"{self.turns}.average"
         parts = [path.read_bytes() for path in files]
         start = 0
@@ -212,6 +213,7 @@ class Meeting:
                 applied = cluster.apply(
                     turn.fragment,
                     turn.average,
+                    len(self.clusters),
                     "on_time" if turn.at == step else "overlap",
                     alpha=self.alpha,
                     is_warmup=turn.is_warmup,

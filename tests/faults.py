@@ -41,14 +41,14 @@ FAULTS = (
     Fault(
         "the pseudo-gradient has the other sign",
         "outer/diloco.py",
-        "self.piece(self.outer_param, index), self.piece(self.snapshot, index), out=update",
-        "self.piece(self.snapshot, index), self.piece(self.outer_param, index), out=update",
+        "self.piece(self.outer_param, index) - self.piece(self.snapshot, index)",
+        "self.piece(self.snapshot, index) - self.piece(self.outer_param, index)",
         "tests/unit/test_outer_diloco.py",
     ),
     Fault(
         "the outer momentum is not Nesterov's",
         "outer/diloco.py",
-        "gradient.add_(torch.mul(velocity, self._settings.momentum, out=spare))",
+        "gradient.add_(velocity * self._settings.momentum)",
         "gradient.copy_(velocity)",
         "tests/unit/test_outer_diloco.py",
     ),

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isles.outer.client.api import HubApi
-from isles.outer.client.http import HubRefusal
+from isles.outer.client.http import HubRefusal, RateLimit
 from isles.outer.hub import __main__ as hub
 from isles.outer.messages import Heartbeat, Join
 from isles.run.env import RankEnv
@@ -69,7 +69,7 @@ async def main(line: JoinLine, name: str, folder: Path, turns: int, elements: in
     state = {"version": 0, "outer_params": ["0" * 64] * FRAGMENTS, "hashes": []}
     if record.exists():
         state = json.loads(record.read_text())
-    async with HubApi(line, member_id(name), up_bytes_per_s=rate) as client:
+    async with HubApi(line, member_id(name), up=RateLimit(rate)) as client:
         await client.join(join(name, elements, state["version"], state["outer_params"]), DEADLINE_S)
         heartbeats = asyncio.create_task(_beat(client, state))
         for outer_step in range(state["version"], turns):

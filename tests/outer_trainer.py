@@ -1,6 +1,6 @@
 """A cluster for tests without a model: random weights, real outer steps, a real link.
 
-To be started by `tests.ranks`.
+To be started by `tests.ranks`; what a test does with several of them is `Clusters`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor
 
 from isles.dist.world import join_world, leave_world
-from isles.outer.client.client import HubClient, join_of
+from isles.outer.client.client import HubClient
 from isles.outer.cluster import Cluster
 from isles.outer.codec import parse_codec
 from isles.outer.diloco import OuterSettings
 from isles.outer.layout import make_layout
-from isles.outer.messages import Adopt, Apply, Lease, Pending, Reset, SendState
+from isles.outer.messages import Adopt, Apply, Join, Lease, Pending, Reset, SendState
 from isles.run.env import RankEnv
+from tests.ranks import Gang
 
 DEADLINE_S = 500.0
 SAMPLES = 8
@@ -84,14 +86,14 @@ class Trainer:
         self.seen: list[str] = []
         self.history: dict[int, list[Any]] = {}
         self.steps = 0
-        rate = {"lr": options.get("identity", "0.7")}
-        member_id = name.encode().hex().rjust(32, "0")
-        join = join_of(
-            layout,
+        join = Join(
+            id=name.encode().hex().rjust(32, "0"),
             name=name,
-            member_id=member_id,
+            identity={"layout": layout.digest, "lr": options.get("identity", "0.7")},
+            codec=layout.codec.text,
+            pieces=[layout.piece_counts(fragment) for fragment in range(self.fragments)],
+            version=0,
             outer_params=self.digests(),
-            identity=rate,
         )
         self.link = HubClient(
             join,
@@ -116,11 +118,10 @@ class Trainer:
                 case Adopt():
                     self.adopt(command)
                 case SendState():
-                    paths = self.link.state_paths()
-                    paths[0].parent.mkdir(exist_ok=True)
-                    for fragment, path in enumerate(paths):
+                    for fragment in range(self.fragments):
+                        path = self.link.state_path(fragment)
                         self.cluster.export_state(fragment, path, version=self.version)
-                    self.link.give_state(self.version, paths, self.digests())
+                    self.link.give_state(self.version, self.digests())
                 case Reset():
                     self.link.reset_done()
         state = self.link.state
@@ -132,11 +133,14 @@ class Trainer:
         self.write()
 
     def adopt(self, event: Adopt) -> None:
-        versions = {
-            self.cluster.import_state(fragment, path, keeps_steps=self.steps > 0)
-            for fragment, path in enumerate(event.paths)
-        }
-        assert versions == {event.version}
+        for fragment, path in enumerate(event.paths):
+            self.cluster.import_state(
+                fragment,
+                path,
+                version=event.version,
+                outer_params=event.outer_params[fragment],
+                keeps_steps=self.steps > 0,
+            )
         assert tuple(self.digests()) == event.outer_params
         self.version, self.contributed = event.version, event.version - 1
         self.samples += [span for spans in self.listed.values() for span in spans]
@@ -150,7 +154,7 @@ class Trainer:
         digest = self.cluster.digest(fragment)
         if event.path is not None:
             mode = "on_time" if is_in else "late"
-            digest = self.cluster.apply(fragment, event.path, mode).digest
+            digest = self.cluster.apply(fragment, event.path, len(event.weights), mode).digest
         elif fragment in self.cluster.pending:
             self.cluster.drop(fragment)
         listed = self.listed.pop(event.outer_step, [])
@@ -177,7 +181,8 @@ class Trainer:
         self.weights.learn(zlib.crc32(f"{self.name} {self.steps}".encode()))
         outer_step = self.version
         path = self.link.contribution_path(outer_step)
-        self.cluster.contribution(outer_step % self.fragments, path)
+        self.cluster.snapshot(outer_step % self.fragments)
+        self.cluster.encode(outer_step % self.fragments, path)
         self.listed[outer_step], self.samples = self.samples, []
         self.contributed = outer_step
         sent = Pending(outer_step, TOKENS[self.name], 1, tuple(self.listed[outer_step]), self.steps)
@@ -224,3 +229,67 @@ class Trainer:
 def train(env: RankEnv, folder: Path, name: str, options: dict[str, Any]) -> int:
     """A cluster, until it has applied so many turns."""
     return Trainer(env, folder, name, options).run()
+
+
+class Clusters:
+    """Several of them, in processes of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.running: dict[str, Gang] = {}
+        self.unknown = ""
+        """Who is not let in, and therefore ends by itself."""
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Look again and again, for as long as a deadline."""
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            self.check()
+            if time.monotonic() > end:
+                words = [f"== {name}\n{self.words(name)}" for name in self.running]
+                raise AssertionError(
+                    "\n\n".join([f"{what}: not within {DEADLINE_S:.0f} s", *words])
+                )
+            time.sleep(0.02)
+
+    def check(self) -> None:
+        for name, gang in self.running.items():
+            if name != self.unknown:
+                assert not gang.wait_or_timeout(0.0), f"{name} has ended\n{self.words(name)}"
+
+    def words(self, name: str) -> str:
+        seen = "\n".join(self.record(name).get("seen", [])[-30:])
+        return f"{seen}\n{self.running[name].log.read_text()[-3000:]}"
+
+    def record(self, name: str) -> dict[str, Any]:
+        path = self.folder / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else {"version": 0, "is_ready": False}
+
+    def hold(self, outer_step: int) -> None:
+        """Let nobody contribute to this turn, nor to any after it."""
+        partial = self.folder / "hold.new"
+        partial.write_text(str(outer_step))
+        partial.replace(self.folder / "hold")
+
+    def reached(self, outer_step: int, names: str) -> None:
+        """Wait until these have applied so many turns."""
+        self.until(
+            lambda: all(self.record(name)["version"] >= outer_step for name in names),
+            f"{outer_step} turns",
+        )
+
+    def end(self, turns: int, names: str) -> dict[str, dict[str, Any]]:
+        """Wait until these have applied all turns; what they have seen."""
+        self.hold(turns)
+        self.reached(turns, names)
+        (self.folder / "end").touch()
+        for name in names:
+            assert self.running.pop(name).wait() == [0]
+        return {name: self.record(name) for name in names}
+
+    def kill(self, name: str) -> None:
+        self.running.pop(name).kill()
+
+    def stop(self) -> None:
+        for gang in self.running.values():
+            gang.kill()

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from isles.outer.hivemind import HivemindSettings
-from tests.outer_trainer import train
-from tests.ranks import Gang, start_ranks
+from tests.outer_trainer import Clusters, train
+from tests.ranks import start_ranks
 
-DEADLINE_S = 240.0
 TURNS = 6
 
 
-class Swarm:
+class Swarm(Clusters):
     """Clusters that know of the first one's address, and of nothing else."""
 
     def __init__(self, folder: Path, **rules: Any) -> None:
-        self.folder, self.rules = folder, rules
+        super().__init__(folder)
+        self.rules = rules
         self.first: tuple[str, ...] = ()
-        self.running: dict[str, Gang] = {}
 
     def start(self, name: str, secret: Path, **options: Any) -> None:
         settings = HivemindSettings(
@@ -47,35 +43,6 @@ class Swarm:
     def place(self, name: str) -> Path:
         return self.folder / f"spool-{name}" / "hivemind"
 
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        end = time.monotonic() + DEADLINE_S
-        while not condition():
-            dead = [name for name, gang in self.running.items() if gang.wait_or_timeout(0.0)]
-            if dead:
-                raise AssertionError(
-                    f"{dead} ended: {self.running[dead[0]].log.read_text()[-4000:]}"
-                )
-            if time.monotonic() > end:
-                logs = ["\n".join([n, *self.record(n).get("seen", [])[-8:]]) for n in self.running]
-                logs += [gang.log.read_text()[-3000:] for gang in self.running.values()]
-                raise AssertionError(f"{what}: not within {DEADLINE_S:.0f} s\n" + "\n".join(logs))
-            time.sleep(0.02)
-
-    def hold(self, outer_step: int) -> None:
-        partial = self.folder / "hold.new"
-        partial.write_text(str(outer_step))
-        partial.replace(self.folder / "hold")
-
-    def record(self, name: str) -> dict[str, Any]:
-        path = self.folder / f"{name}.json"
-        return json.loads(path.read_text()) if path.exists() else {"version": 0, "is_ready": False}
-
-    def reached(self, outer_step: int, names: str) -> None:
-        self.until(
-            lambda: all(self.record(n)["version"] >= outer_step for n in names),
-            f"turn {outer_step}",
-        )
-
     def host(self) -> str:
         """Who hosts the hub: nobody has done so in a later term."""
         found = {
@@ -93,10 +60,6 @@ class Swarm:
                 if f"-id={self.place(name)}".encode() in path.read_bytes():
                     found.append(int(path.parent.name))
         return found
-
-    def stop(self) -> None:
-        for gang in self.running.values():
-            gang.kill()
 
 
 def test_the_host_is_killed_in_mid_average_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -127,27 +90,14 @@ def test_the_host_is_killed_in_mid_average_and_nothing_is_lost(tmp_path: Path) -
         assert swarm.host() in rest
         swarm.start(lost, secret)
         swarm.until(lambda: swarm.record(lost)["version"] >= 3, "the lost one's return")
-        swarm.hold(TURNS)
-        swarm.reached(TURNS, "abc")
+        records = swarm.end(TURNS, "abc")
         assert swarm.record("d")["version"] == 0 and not swarm.record("d")["is_ready"]
-        (tmp_path / "end").touch()
-        assert [swarm.running.pop(name).wait() for name in "abc"] == [[0]] * 3
-        records = {name: swarm.record(name) for name in "abc"}
     finally:
         swarm.stop()
+    histories = [record["history"] for record in records.values()]
     for outer_step in map(str, range(TURNS)):
-        assert (
-            len(
-                {
-                    r["history"][outer_step][0]
-                    for r in records.values()
-                    if outer_step in r["history"]
-                }
-            )
-            == 1
-        )
+        digests = {history[outer_step][0] for history in histories if outer_step in history}
+        assert len(digests) == 1, outer_step
     assert all(records[name]["history"]["2"][1:3] == [True, [*rest]] for name in rest)
-    assert (
-        records["a"]["outer_params"] == records["b"]["outer_params"] == records["c"]["outer_params"]
-    )
-    assert records["a"]["weights"] == records["b"]["weights"] == records["c"]["weights"]
+    for field in ("outer_params", "weights"):
+        assert records["a"][field] == records["b"][field] == records["c"][field]

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from isles.errors import CommunicationError
-from isles.outer.client.api import HubApi, upload
-from isles.outer.client.http import HubRefusal
+from isles.outer.client.api import HubApi
+from isles.outer.client.http import HubRefusal, RateLimit
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.samples import Samples
@@ -341,20 +341,20 @@ async def _straggler(folder: Path) -> None:
         at_six = list(outer_params)
         a.channel.up.bytes_per_s = 4e6
         giving = asyncio.create_task(a.give_state(6, at_six, [state], DEADLINE_S))
-        sent = a.channel.sent_bytes
-        await _cut(giving, lambda: a.channel.sent_bytes > sent)
-        assert sent < a.channel.sent_bytes < sent + len(body)
+        sent = a.channel.up.total
+        await _cut(giving, lambda: a.channel.up.total > sent)
+        assert sent < a.channel.up.total < sent + len(body)
         await one_turn(6)
         a.channel.up.bytes_per_s = 0.0
         c.channel.down.bytes_per_s = 4e6
         await a.give_state(6, at_six, [state], DEADLINE_S)
-        assert a.channel.sent_bytes <= sent + len(body) + 4 * elements + 4 * CHUNK_BYTES // 4
-        await _cut(pulling, lambda: c.channel.received_bytes > 0)
-        assert 0 < c.channel.received_bytes < len(body)
+        assert a.channel.up.total <= sent + len(body) + 4 * elements + 4 * CHUNK_BYTES // 4
+        await _cut(pulling, lambda: c.channel.down.total > 0)
+        assert 0 < c.channel.down.total < len(body)
         c.channel.down.bytes_per_s = 0.0
         pulled = await c.pull_state(folder / "pulled", DEADLINE_S)
         # What was there was not fetched again, but for a chunk that was cut off before it was kept.
-        assert len(body) <= c.channel.received_bytes <= len(body) + CHUNK_BYTES
+        assert len(body) <= c.channel.down.total <= len(body) + CHUNK_BYTES
         assert (pulled.version, pulled.outer_params, pulled.source) == (6, at_six, "a")
         assert (folder / "pulled" / state.name).read_bytes() == body
         assert (await c.join(join("c", elements, 6, at_six), DEADLINE_S)).standing == "late"
@@ -387,7 +387,7 @@ async def _rate(folder: Path) -> None:
     elements = 3 * CHUNK_BYTES // 4
     async with (
         serving(folder / "state") as (server, line),
-        HubApi(line, member_id("a"), up_bytes_per_s=rate, down_bytes_per_s=rate) as client,
+        HubApi(line, member_id("a"), up=RateLimit(rate), down=RateLimit(rate)) as client,
     ):
         await client.join(join("a", elements, 0, ["0" * 64] * 2), DEADLINE_S)
         await server.work.check_codec(join("a", elements, 0, ["0" * 64] * 2))  # torch is there
@@ -395,7 +395,8 @@ async def _rate(folder: Path) -> None:
         file.write_bytes(numbers("a", 0, elements).tobytes())
         hashes = hash_chunks(file)
         start = time.monotonic()
-        await upload(client.channel, f"/v1/rounds/0/parts/{client.id}", file, hashes, DEADLINE_S)
+        place = f"/v1/rounds/0/parts/{client.id}"
+        await client.channel.upload(place, file, hashes, DEADLINE_S)
         seconds = {"up": time.monotonic() - start}
         await part(client, folder, 0, file.read_bytes())
         answer = await client.wait_round(0, DEADLINE_S)

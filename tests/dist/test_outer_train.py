@@ -11,17 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
 import yaml
-from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from isles.config.load import load_run_file
 from isles.config.sections.outer import DiLoCoConfig
-from isles.data.mix import build_datasets
 from isles.dist.world import join_world, leave_world
 from isles.errors import ExitCode
 from isles.outer.cluster import Cluster
@@ -46,7 +42,6 @@ from tests.ranks import Gang, start_ranks, start_training
 DEADLINE_S = 240.0
 LAST_TURN = 5
 PLAIN = "lr: 1.0, momentum: 0.0, codec: none"
-SGD = ("training.optimizer=sgd", "training.momentum=0.0", "training.max_grad_norm=null")
 
 
 @pytest.fixture
@@ -159,49 +154,6 @@ def test_one_cluster_with_rate_one_is_plain_training(made_up: Path) -> None:
     )
 
 
-@pytest.mark.long
-def test_rounds_of_the_warmup_only_average(made_up: Path) -> None:
-    """One cluster is plain training as long as they last, also through a stop."""
-    outer = "outer={kind: diloco, sync_every: 8, fragments: 2, codec: none, warmup_rounds: 12, "
-    outer += "warmup_sync_every: 4}"
-    options = ("training.max_steps=60", "checkpoint.every_steps=12", "checkpoint.keep=9")
-    plain, _, plain_gang = start_training(made_up, 1, "name=plain", *options)
-    warm, _, gang = start_training(made_up, 1, "name=warm", outer, *options)
-    until(lambda: list_checkpoints(warm), "a checkpoint", gang)
-    gang.signal(signal.SIGTERM)
-    assert gang.wait(DEADLINE_S) == [int(ExitCode.REQUEUE)]
-    again, _, gang = start_training(made_up, 1, "name=warm", outer, *options, resume="auto")
-    assert (again.path, gang.wait(DEADLINE_S)) == (warm.path, [0])
-    assert plain_gang.wait(DEADLINE_S) == [0]
-    steps = [row["step"] for row in turns_of(warm).values()]
-    assert steps == [*range(2, 49, 2), 52, 56, 60, 60]
-    apart = [difference(model_of(plain, step), model_of(warm, step)) for step in (48, 60)]
-    assert apart[0] < 1e-6 and apart[1] > 1e-4, apart
-
-
-def reference(env: RankEnv, run_file: Path, steps: list[list[int]]) -> dict[str, Any]:
-    """Plain SGD over these samples, written down once more."""
-    config = load_run_file(run_file).config
-    data, _ = build_datasets(
-        config.data,
-        None,
-        run_file.parent / "reference",
-        seed=config.seed,
-        vocab_size=512,
-        progress=lambda _: None,
-    )
-    model = LlamaForCausalLM.from_pretrained(config.model.name_or_path)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.training.learning_rate)
-    for numbers in steps:
-        rows = data.rows(np.array(numbers))
-        logits = model(input_ids=torch.from_numpy(rows.input_ids_BT)).logits
-        targets = torch.from_numpy(rows.targets_BT).flatten()
-        cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {f"model.{name}": value.detach().numpy() for name, value in model.named_parameters()}
-
-
 @pytest.fixture
 def on_disk(made_up: Path) -> Path:
     """The same, with a model that has weights."""
@@ -213,43 +165,6 @@ def on_disk(made_up: Path) -> Path:
     shape = json.loads((folder / "config.json").read_text())
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(folder)
     return made_up
-
-
-@pytest.mark.long
-def test_two_clusters_that_meet_after_each_step_are_data_parallel(
-    on_disk: Path, tmp_path: Path
-) -> None:
-    """With SGD, rate one and no momentum; the samples are those that the hub has dealt."""
-    options = ("training.lr_scheduler_type=constant", "training.warmup_steps=0", *SGD)
-    options += ("training.weight_decay=0.0", "training.learning_rate=0.5", "training.max_steps=3")
-    outer = f"sync_every: 1, {PLAIN}, deadline: 120s"
-    with hub(tmp_path, min_clusters=2):
-        started = [start_cluster(on_disk, name, 1, outer, *options) for name in "ab"]
-        for _, _, gang in started:
-            assert gang.wait(DEADLINE_S) == [0]
-    rows = [turns_of(run_dir) for run_dir, _, _ in started]
-    steps = []
-    for outer_step in range(3):
-        assert rows[0][outer_step]["weights"].keys() == {"a", "b"}
-        spans = [span for each in rows for span in each[outer_step]["samples"]]
-        steps.append([number for start, stop in spans for number in range(start, stop)])
-    assert sorted(number for numbers in steps for number in numbers) == list(range(2 * 3 * 12))
-    (wanted,) = start_ranks(reference, 1, _with(on_disk, *options), steps).wait()
-    weights = {name: torch.from_numpy(value) for name, value in wanted.items()}
-    for run_dir, _, _ in started:
-        assert difference(model_of(run_dir), weights) < 1e-6
-
-
-def _with(run_file: Path, *overrides: str) -> Path:
-    """A run file that has the overrides in it."""
-    content = yaml.safe_load(run_file.read_text())
-    for override in overrides:
-        key, _, value = override.partition("=")
-        section, name = key.split(".")
-        content[section][name] = yaml.safe_load(value)
-    path = run_file.with_name("with.yaml")
-    path.write_text(yaml.safe_dump(content))
-    return path
 
 
 def test_unequal_clusters_keep_the_same_weights_through_a_kill(

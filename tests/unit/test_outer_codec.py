@@ -16,7 +16,7 @@ from isles.outer.codec import LARGEST, Codec, UnsoundUpdateError, parse_codec
 from tests.each import each
 
 CODECS = ("none", "bf16", "int8", "int4", "topk:0.02", "topk:0.3", "topk:0.5", "topk:1.0")
-EDGES = (1, 2, 3, 31, 32, 33, 64, 65, 127, 128, 129, 4095, 4096, 4097, 8200)
+EDGES = (1, 2, 31, 32, 33, 129, 4096, 4097)
 
 
 def encoded(codec: str, x: Tensor) -> bytes:
@@ -108,7 +108,7 @@ def test_int4_is_finer_than_a_tenth_and_int8_than_a_hundredth() -> None:
     assert ratio["topk:0.3"] < 0.0504 and ratio["topk:0.5"] < 0.0629
 
 
-@pytest.mark.parametrize("n", [2**20, 2**19 + 77])
+@each("n", [2**20, 2**19 + 77])
 def test_pieces_of_several_slabs_are_one_piece(n: int) -> None:
     """A piece is worked on slab by slab; that shows nowhere, and not in the last block."""
     x = normal(n, scale=1.0) * torch.linspace(0.001, 1.0, n)
@@ -127,7 +127,7 @@ def test_pieces_of_several_slabs_are_one_piece(n: int) -> None:
             encoded(codec, x)
 
 
-@pytest.mark.parametrize("density", [0.02, 0.083, 0.084, 0.3])  # places, and bits from 0.084 on
+@each("density", [0.02, 0.083, 0.084, 0.3])  # places, and bits from 0.084 on
 def test_topk_keeps_the_largest(density: float) -> None:
     x = normal(2 * 4096 + 100)
     back = decoded(f"topk:{density}", encoded(f"topk:{density}", x), len(x))
@@ -138,7 +138,7 @@ def test_topk_keeps_the_largest(density: float) -> None:
         assert abs(int(kept.sum()) - density * len(chunk)) < 1
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "topk:0.1"])
+@each("codec", ["int8", "int4", "topk:0.1"])
 def test_error_feedback_sends_everything_in_the_end(codec: str) -> None:
     """The sum of what was sent differs from what was meant by what is still owed, and no more."""
     n, own = 5000, parse_codec(codec)

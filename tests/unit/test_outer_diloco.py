@@ -86,7 +86,7 @@ def mean(codec: Codec, parts: Sequence[tuple[bytes, float]]) -> bytes:
     return found
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@each("momentum", [0.0, 0.9])
 def test_nesterov_is_torchs(momentum: float) -> None:
     one = One("none", OuterSettings(lr=0.7, momentum=momentum))
     parameter = torch.nn.Parameter(one.share.outer_param.clone())
@@ -167,7 +167,7 @@ def test_all_clusters_keep_the_same_bits(codec: str) -> None:
                 cluster.apply(average, "overlap", len(present), alpha=0.5)
             else:
                 cluster.apply(average, "on_time", len(present))
-        assert len({b"".join(cluster.share.hashes()) for cluster in clusters}) == 1
+        assert len({cluster.share.outer_param.numpy().tobytes() for cluster in clusters}) == 1
 
 
 def test_who_learns_nothing_has_the_bits_of_the_others() -> None:
@@ -195,7 +195,7 @@ def test_one_cluster_with_rate_one_is_plain_training() -> None:
         assert bool((error[near] == 0).all()) and int(near.sum()) > TOTAL // 2
 
 
-@pytest.mark.parametrize("codec", ["none", "int8"])
+@each("codec", ["none", "int8"])
 def test_no_inner_step_is_lost_or_counted_twice(codec: str) -> None:
     """Whatever comes late: with rate one, outer parameters, what is owed, and what is not sent
     yet add up to all that was ever learnt."""
@@ -242,38 +242,16 @@ def test_overlap_goes_a_part_of_the_way() -> None:
         assert torch.allclose(one.local, wanted, atol=1e-6)
 
 
-def test_two_clusters_with_rate_one_are_data_parallel() -> None:
-    """SGD inside, a sync after every step: the step of the mean gradient, by tokens."""
-    left, right = One("none", PLAIN), One("none", PLAIN)
-    together = left.local.clone()
-    for turn in range(10):
-        gradients = normal(turn, 0.1), normal(50 + turn, 0.1)
-        for cluster, gradient in zip((left, right), gradients, strict=True):
-            cluster.local.sub_(gradient * 0.1)
-        together.sub_((gradients[0] * 0.25 + gradients[1] * 0.75) * 0.1)
-        parts = [(left.contribute(), 10.0), (right.contribute(), 30.0)]
-        average = mean(left.codec, parts)
-        left.apply(average, "on_time", 2)
-        right.apply(average, "on_time", 2)
-        assert torch.equal(left.local, right.local)
-        assert torch.allclose(left.local, together, atol=1e-6)
-
-
 def test_norms_are_added_in_one_order_on_every_machine() -> None:
     for n in (1, 2, 3, 1000, 65536, 65537, 200_001):
         x = torch.randn(n)
         assert math.isclose(square_sum(x), float(x.double().square().sum()), rel_tol=1e-12)
     assert square_sum(torch.tensor([1.0, torch.nan])) != square_sum(torch.tensor([1.0, torch.nan]))
-    lanes = torch.randn(65536 * 3 + 5)
-    by_hand = torch.zeros(65536, dtype=torch.float64)
-    for part in lanes.split(65536):
-        for index, value in enumerate(part.tolist() if len(part) < 100 else []):
-            by_hand[index] += value * value
-        if len(part) == 65536:
-            by_hand += part.double() * part.double()
+    lanes = torch.nn.functional.pad(torch.randn(65536 * 3 + 5), (0, 65536 - 5))
+    by_hand = sum(part.double().square() for part in lanes.split(65536))
     while len(by_hand) > 1:
         by_hand = by_hand[: len(by_hand) // 2] + by_hand[len(by_hand) // 2 :]
-    assert square_sum(lanes) == float(by_hand)
+    assert square_sum(lanes[: 65536 * 3 + 5]) == float(by_hand)
     assert clip_scale(2.0, 1.0) == 0.5 and clip_scale(0.5, 1.0) == clip_scale(9.0, None) == 1.0
     assert total_norm([9.0, 16.0]) == 5.0
 
@@ -327,7 +305,8 @@ def outcome(folder: Path) -> list[str]:
             norm = total_norm(share.square_sums(data, 2))
             share.step(data, 2, "late", alpha=0.0, scale=clip_scale(norm, norm * 0.7))
         assert share.momentum is not None
-        digest = hashlib.sha256(b"".join(share.hashes()) + share.momentum.numpy().tobytes())
+        whole = share.outer_param.numpy().tobytes() + share.momentum.numpy().tobytes()
+        digest = hashlib.sha256(whole)
         found.append(f"{codec}:{norm.hex()}:{digest.hexdigest()}")
     return found
 

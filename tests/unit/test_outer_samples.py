@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,22 @@ ME = "ab" * 16
 
 def numbers(spans: list[Interval]) -> list[int]:
     return [number for start, stop in spans for number in range(start, stop)]
+
+
+def test_intervals_are_sets_of_numbers() -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        one, other = (
+            [(s, s + chance.randint(1, 5)) for s in chance.choices(range(30), k=4)]
+            for _ in range(2)
+        )
+        numbers = [{n for span in spans for n in range(*span)} for spans in (one, other)]
+        for spans, wanted in (
+            (joined(one), numbers[0]),
+            (without(one, other), numbers[0] - numbers[1]),
+        ):
+            assert [n for span in spans for n in range(*span)] == sorted(wanted)
+            assert joined(spans) == spans, "neither empty intervals nor neighbours"
 
 
 def test_places_are_read_over_gaps() -> None:

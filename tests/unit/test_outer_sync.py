@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +13,61 @@ import pytest
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ConfigError, UserError
 from isles.outer.client.client import Alone
+from isles.outer.client.spool import Spool
 from isles.outer.codec import parse_codec
 from isles.outer.layout import make_layout
 from isles.outer.messages import Adopt, Apply, Command, Contribute, Lease, UseReserve
-from isles.outer.trainer.sync import LEAST, Coordinator, SyncState
+from isles.outer.trainer.sync import LEAST, Coordinator
 from isles.run.paths import RunDir
 from isles.train.record import Recorder
 
 BATCH = 4
 LAYOUT = make_layout({"a": (8,), "b": (8,)}, parse_codec("none"), num_fragments=2)
-NEW = SyncState(
-    version=0, steps=0, contributed_at=0, sent=(), has_learnt=True, step=0, samples_left=10**6
-)
+
+
+@dataclass
+class State:
+    """What a coordinator reads of an `Exchange`."""
+
+    config: DiLoCoConfig = field(default_factory=DiLoCoConfig)
+    num_fragments: int = 2
+    version: int = 0
+    steps: int = 0
+    contributed_at: int = 0
+    sent: tuple[int, ...] = ()
+    has_learnt: bool = True
+    step: int = 0
+    samples_left: int = 10**6
+
+    @property
+    def progress(self) -> State:
+        return self
+
+
+NEW = State()
 
 
 class Told(Alone):
     """A line on which a test speaks."""
 
     def send(self, *commands: Command) -> None:
-        self._commands += commands
+        for command in commands:
+            self.emit(command)
 
 
 def coordinator_of(
     folder: Path, clock: Callable[[], float] = time.monotonic, **settings: Any
 ) -> tuple[Coordinator, Told]:
-    line = Told(LAYOUT, "a", folder / "spool", version=0, next_sample=0)
+    spool = Spool(folder / "spool", version=0, kept=0, since=0, most_bytes=0)
+    spool.folder.mkdir()
+    line = Told(LAYOUT, "a", spool, next_sample=0)
     line.poll()
     recorder = Recorder(RunDir(folder), is_main=False, world_size=1)
     config = DiLoCoConfig(**{"sync_every": 8, "fragments": 2, **settings})
     return (
         Coordinator(
-            config,
+            replace(NEW, config=config),  # what it reads of it
             line,
-            num_fragments=2,
             batch=BATCH,
             total_steps=100,
             recorder=recorder,
@@ -55,8 +77,13 @@ def coordinator_of(
     )
 
 
-def commands(coordinator: Coordinator, sync_state: SyncState) -> list[Command]:
-    coordinator.plan(sync_state)
+def plan(coordinator: Coordinator, state: State) -> None:
+    coordinator.exchange = state  # what it reads of it
+    coordinator.plan()
+
+
+def commands(coordinator: Coordinator, state: State) -> list[Command]:
+    plan(coordinator, state)
     return coordinator.take_commands()
 
 
@@ -68,41 +95,41 @@ def committed(outer_step: int, **fields: Any) -> Apply:
 def test_a_turn_is_due_every_so_many_steps(tmp_path: Path) -> None:
     coordinator, _ = coordinator_of(tmp_path)
     due = []
-    sync_state = NEW
+    state = NEW
     for step in range(1, 21):
-        if commands(coordinator, replace(sync_state, steps=step - 1, step=step - 1)):
+        if commands(coordinator, replace(state, steps=step - 1, step=step - 1)):
             due.append(step)
-            sync_state = replace(sync_state, version=sync_state.version + 1, contributed_at=step)
+            state = replace(state, version=state.version + 1, contributed_at=step)
     assert due == [4, 8, 12, 16, 20]
 
 
 def test_rounds_of_the_warmup_are_shorter(tmp_path: Path) -> None:
     coordinator, _ = coordinator_of(tmp_path, warmup_rounds=2, warmup_sync_every=3)
     due = []
-    sync_state = NEW
+    state = NEW
     for step in range(1, 23):
-        if commands(coordinator, replace(sync_state, steps=step - 1, step=step - 1)):
+        if commands(coordinator, replace(state, steps=step - 1, step=step - 1)):
             due.append(step)
-            assert coordinator.step_of(sync_state.version) == step
-            sync_state = replace(sync_state, version=sync_state.version + 1, contributed_at=step)
+            assert coordinator.step_of(state.version) == step
+            state = replace(state, version=state.version + 1, contributed_at=step)
     assert due == [1, 3, 4, 6, 10, 14, 18, 22]
     assert [coordinator.sync_every_at(outer_step) for outer_step in (0, 3, 4)] == [3, 3, 8]
 
 
 def test_a_fragment_under_way_is_not_contributed_again(tmp_path: Path) -> None:
     coordinator, _ = coordinator_of(tmp_path)
-    sync_state = replace(NEW, sent=(0,), contributed_at=4, steps=7, step=7)
-    assert commands(coordinator, sync_state) == [Contribute(1)]
-    sync_state = replace(sync_state, sent=(0, 1), contributed_at=8, steps=90, step=90)
-    assert commands(coordinator, sync_state) == []
-    assert commands(coordinator, replace(sync_state, version=1, sent=(1,))) == [Contribute(2)]
+    state = replace(NEW, sent=(0,), contributed_at=4, steps=7, step=7)
+    assert commands(coordinator, state) == [Contribute(1)]
+    state = replace(state, sent=(0, 1), contributed_at=8, steps=90, step=90)
+    assert commands(coordinator, state) == []
+    assert commands(coordinator, replace(state, version=1, sent=(1,))) == [Contribute(2)]
 
 
 def test_rounds_that_were_missed_are_not_made_up_for_by_empty_ones(tmp_path: Path) -> None:
     coordinator, _ = coordinator_of(tmp_path)
-    sync_state = replace(NEW, version=1, contributed_at=40, steps=41, step=41)
-    assert commands(coordinator, sync_state) == []
-    assert commands(coordinator, replace(sync_state, steps=43, step=43)) == [Contribute(1)]
+    state = replace(NEW, version=1, contributed_at=40, steps=41, step=41)
+    assert commands(coordinator, state) == []
+    assert commands(coordinator, replace(state, steps=43, step=43)) == [Contribute(1)]
 
 
 def test_a_turn_that_closes_gets_what_there_is(tmp_path: Path) -> None:
@@ -127,18 +154,19 @@ def test_an_average_takes_the_step_to_that_of_the_others(tmp_path: Path) -> None
 
 def test_samples_are_claimed_ahead_and_no_more_than_are_needed(tmp_path: Path) -> None:
     coordinator, line = coordinator_of(tmp_path)
-    coordinator.plan(replace(NEW, samples_left=0))
-    coordinator.plan(replace(NEW, samples_left=0))
-    coordinator.plan(replace(NEW, samples_left=0))
+    plan(coordinator, replace(NEW, samples_left=0))
+    plan(coordinator, replace(NEW, samples_left=0))
+    plan(coordinator, replace(NEW, samples_left=0))
     (leased,) = coordinator.take_commands()
     assert leased == Lease(((0, 8 * BATCH),))
-    coordinator.plan(replace(NEW, samples_left=8 * BATCH - 1))
+    plan(coordinator, replace(NEW, samples_left=8 * BATCH - 1))
     assert coordinator.take_commands() == []  # it is asked for now, and heard of in the next step
-    coordinator.plan(replace(NEW, samples_left=8 * BATCH - 1))
+    plan(coordinator, replace(NEW, samples_left=8 * BATCH - 1))
     assert coordinator.take_commands() == [Lease(((8 * BATCH, 16 * BATCH),))]
-    coordinator.plan(replace(NEW, step=97, steps=97, contributed_at=97, samples_left=3 * BATCH))
+    plan(coordinator, replace(NEW, step=97, steps=97, contributed_at=97, samples_left=3 * BATCH))
     assert line.poll() == []
-    coordinator.restock(replace(NEW, samples_left=0), is_late=True)
+    plan(coordinator, replace(NEW, samples_left=0))
+    coordinator.restock(is_late=True)
     assert isinstance(coordinator.take_commands()[-1], UseReserve)
 
 

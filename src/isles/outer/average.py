@@ -1,18 +1,19 @@
-"""The average of one piece over the contributions, as bytes that every cluster decodes alike."""
+"""The average of one piece over the contributions, as bytes that every cluster decodes alike.
+
+Codecs are named as `Codec.text` does.
+"""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections.abc import Sequence
-from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from isles.outer.codec import (
     Codec,
-    CodecKind,
     UnsoundUpdateError,
     add_topk,
     check_magnitude,
@@ -27,23 +28,21 @@ Part = tuple[Buffer, float]
 
 
 def size(codec: str, n: int) -> int:
-    """Bytes of one contribution's piece of n numbers; a codec is named as `Codec.text` does."""
+    """Bytes of one contribution's piece of n numbers."""
     return parse_codec(codec).size(n)
 
 
 def average_size(codec: str, n: int, num_parts: int) -> int:
     """Bytes of the average of a piece of n numbers over so many contributions."""
     own = parse_codec(codec)
-    if (coded := _average_codec(own.kind)) is not None:
-        return coded.size(n)
-    return num_parts * (4 + own.size(n))
+    coded = _average_codec(own)
+    return num_parts * (4 + own.size(n)) if coded is None else coded.size(n)
 
 
 def combine(codec: str, n: int, parts: Sequence[Part]) -> bytes:
     """The average of one piece, weighted.
 
     Args:
-        n: numbers in the piece.
         parts: the contributions, in the order of the members' names.
 
     Returns:
@@ -55,9 +54,14 @@ def combine(codec: str, n: int, parts: Sequence[Part]) -> bytes:
             weights are no weights.
     """
     own = parse_codec(codec)
-    weights = shares_of([weight for _, weight in parts])
+    total_weight = sum(weight for _, weight in parts)
+    if not (parts and min(weight for _, weight in parts) >= 0 and 0 < total_weight < math.inf):
+        found = [weight for _, weight in parts]
+        raise UnsoundUpdateError(f"nothing can be averaged with the weights {found}")
+    shares = torch.tensor([weight / total_weight for _, weight in parts], dtype=torch.float32)
+    weights = shares.tolist()
     tensors = [_tensor(own, n, data) for data, _ in parts]
-    coded = _average_codec(own.kind)
+    coded = _average_codec(own)
     if coded is None:
         return struct.pack(f"<{len(parts)}f", *weights) + b"".join(
             tensor.numpy().tobytes() for tensor in tensors
@@ -77,13 +81,8 @@ def combine(codec: str, n: int, parts: Sequence[Part]) -> bytes:
 
 
 def decode_average(codec: Codec, data: Tensor, out: Tensor) -> None:
-    """Read an average that `combine` wrote; the same bits on every machine.
-
-    Args:
-        data: the bytes, in uint8, at a multiple of 4.
-        out: [N] in fp32.
-    """
-    coded = _average_codec(codec.kind)
+    """Read an average that `combine` wrote; arguments as of `Codec.decode`."""
+    coded = _average_codec(codec)
     if coded is not None:
         coded.decode(data, out)
         return
@@ -97,10 +96,7 @@ def decode_average(codec: Codec, data: Tensor, out: Tensor) -> None:
 
 
 def inspect(codec: str, n: int, data: Buffer) -> float:
-    """Look at one contribution's piece before it is averaged.
-
-    Returns:
-        The sum of its numbers' squares.
+    """The sum of squares of one contribution's piece, which is checked before it is averaged.
 
     Raises:
         UnsoundUpdateError: it has not the right size, or holds what no encoder writes, or a number
@@ -116,30 +112,16 @@ def inspect(codec: str, n: int, data: Buffer) -> float:
     return float(values.double().square().sum())
 
 
-def shares_of(weights: Sequence[float]) -> list[float]:
-    """Weights that add up to 1, as fp32 holds them.
-
-    Raises:
-        UnsoundUpdateError: there are none, or one is negative or not finite, or all are 0.
-    """
-    total = sum(weights)
-    if not (weights and min(weights) >= 0 and 0 < total < math.inf):
-        raise UnsoundUpdateError(f"nothing can be averaged with the weights {list(weights)}")
-    return torch.tensor([weight / total for weight in weights], dtype=torch.float32).tolist()
-
-
-def _average_codec(kind: CodecKind) -> Codec | None:
+def _average_codec(codec: Codec) -> Codec | None:
     # Nobody feeds back the average's own error, so it is not as coarse as int4. None: the parts
     # as they are.
-    match kind:
-        case "none" | "bf16" | "int8":
-            return Codec(kind)
-        case "int4":
-            return Codec("int8")
+    match codec.kind:
         case "topk":
             return None
+        case "int4":
+            return Codec("int8")
         case _:
-            assert_never(kind)
+            return codec
 
 
 def _tensor(codec: Codec, n: int, data: Buffer) -> Tensor:
@@ -147,4 +129,4 @@ def _tensor(codec: Codec, n: int, data: Buffer) -> Tensor:
         raise UnsoundUpdateError(
             f"a piece of {n} numbers has {len(data)} bytes, and {codec.size(n)} as {codec.text}"
         )
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if n else torch.empty(0)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,4 +1,8 @@
-"""The outer step of one cluster: its weights, whatever holds them, against its outer parameters."""
+"""The outer step of one cluster: its weights, whatever holds them, against its outer parameters.
+
+A fragment is spread over the ranks by pieces. Files of contributions, averages and states are rank
+0's, see `rank_files.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from isles.dist.world import World
-from isles.errors import TrainingError, UserError
-from isles.outer.average import average_size
+from isles.errors import TrainingError
 from isles.outer.codec import UnsoundUpdateError
 from isles.outer.diloco import FragmentShare, Mode, OuterSettings, clip_scale, total_norm
-from isles.outer.layout import Fragment, Layout
+from isles.outer.layout import Layout
 from isles.outer.rank_files import RankFiles
 
 
@@ -38,30 +41,22 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """An outer step of a fragment that has been made; the same on all ranks.
-
-    Args:
-        digest: of the fragment's outer parameters: equal on all clusters.
-        norm: of the averaged pseudo-gradient, before it was clipped.
-    """
+    """An outer step of a fragment that has been made; the same on all ranks."""
 
     digest: str
+    """Of the fragment's outer parameters: equal on all clusters."""
     norm: float
-
-
-_LONGEST_HEAD = 100 * 2**20
-_FIX = "let the cluster take it from another one, or from the hub, once more"
+    """Of the averaged pseudo-gradient, before it was clipped."""
 
 
 class Cluster:
     """Outer parameters, momentum and errors, split over the ranks of a cluster. All must make one.
 
-    No rank ever holds more than one whole parameter beside its own share of the outer state.
+    No rank ever holds more than one whole parameter beside its own share of the outer state. All
+    ranks must call every public method, save `drop`, `pending`, `expect` and `state_dict`.
 
     Args:
-        weights: the engine.
         layout: made of `weights.trained_shapes()`.
-        settings: of the outer optimizer.
     """
 
     def __init__(
@@ -71,20 +66,17 @@ class Cluster:
         self._layout, self._settings = layout, settings
         # Two: one fragment may be encoded in a thread while another one's average is taken in.
         self._files, self._encoding_files = RankFiles(world), RankFiles(world)
-        self._shares = [
-            FragmentShare(
-                [fragment.pieces[i] for i in fragment.share(world.rank, world.world_size)],
-                layout.codec,
-                settings,
-                is_pinned=world.device.type == "cuda",
-            )
-            for fragment in layout.fragments
-        ]
+        self._owners = [fragment.owners(world.world_size) for fragment in layout.fragments]
+        is_pinned = world.device.type == "cuda"
+        self._shares = []
+        for number, fragment in enumerate(layout.fragments):
+            pieces = [fragment.pieces[place] for place in self._places(number)]
+            self._shares.append(FragmentShare(pieces, layout.codec, settings, is_pinned=is_pinned))
         self._moves: dict[int, Tensor | None] = {}
 
     @torch.no_grad()
     def begin(self) -> None:
-        """The weights as they are become the outer parameters. All ranks must call this.
+        """The weights as they are become the outer parameters.
 
         Clusters must begin with the same: compare `digest`. Under bf16 or fp16 DeepSpeed rounds the
         weights that it is given, so a cluster that differs takes the state of the first one.
@@ -97,24 +89,21 @@ class Cluster:
     def snapshot(self, fragment: int) -> None:
         """Copy a fragment's weights, from which `encode` makes the contribution.
 
-        All ranks must call this, between two inner steps. A contribution that was under way and
-        that no average has answered is replaced.
+        To be called between two inner steps. A contribution that was under way is replaced.
         """
         self._read(fragment, self._shares[fragment].begin_snapshot())
 
     @torch.no_grad()
     def encode(self, fragment: int, path: Path) -> float:
-        """Encode what `snapshot` has copied into a file on rank 0. All ranks must call this.
+        """Encode what `snapshot` has copied into a file on rank 0.
 
-        It touches neither the engine nor the GPU: inner steps may go on meanwhile, in another
-        thread.
+        It touches neither the engine nor the GPU: inner steps may go on in another thread.
 
         Returns:
             The norm of the pseudo-gradient, before it was encoded and without the residual.
 
         Raises:
-            TrainingError: an update is not finite, or the file cannot be written; the same error on
-                all ranks.
+            TrainingError: an update is not finite, or the file cannot be written; on all ranks.
         """
         share = self._shares[fragment]
         squares: list[float] = []
@@ -133,22 +122,18 @@ class Cluster:
         self._encoding_files.gather(b"", [share.encoded], path)
         return norm
 
-    def contribution(self, fragment: int, path: Path) -> float:
-        """`snapshot` and `encode` at once. All ranks must call this."""
-        self.snapshot(fragment)
-        return self.encode(fragment, path)
-
     def apply(
         self,
         fragment: int,
         average: Path,
+        num_parts: int,
         mode: Mode,
         *,
         alpha: float = 0.0,
         is_warmup: bool = False,
     ) -> Applied:
-        """`advance` and `give` at once. All ranks must call this, between two inner steps."""
-        applied = self.advance(fragment, average, mode, alpha=alpha, is_warmup=is_warmup)
+        """`advance` and `give` at once, between two inner steps."""
+        applied = self.advance(fragment, average, num_parts, mode, alpha=alpha, is_warmup=is_warmup)
         self.give(fragment)
         return applied
 
@@ -157,6 +142,7 @@ class Cluster:
         self,
         fragment: int,
         average: Path,
+        num_parts: int,
         mode: Mode,
         *,
         alpha: float = 0.0,
@@ -164,27 +150,25 @@ class Cluster:
     ) -> Applied:
         """Make the outer step with an average; the weights follow when they are given it.
 
-        All ranks must call this. It touches neither the engine nor the GPU: under overlap and late
-        inner steps may go on meanwhile, in another thread; until `give` nothing may be saved.
+        It touches neither the engine nor the GPU: under overlap and late inner steps may go on in
+        another thread; until `give` nothing may be saved.
         on_time, idle: the weights become the outer parameters, the same bits on all clusters.
             overlap: they go the way from the contribution's weights to the outer parameters, or 1 -
             alpha of it, and keep what was learnt since. late: they go the way from the old outer
             parameters to the new one, and keep all that they have learnt since the former.
 
         Args:
-            fragment: of the outer step.
             average: the file on rank 0.
-            alpha: for overlap, 0 to 1.
+            num_parts: contributions in it.
             is_warmup: average only, with learning rate 1 and no momentum; the same on all clusters.
 
         Raises:
-            TrainingError: the file cannot be used; nothing has changed. The same on all ranks.
+            TrainingError: the file cannot be used; nothing has changed. On all ranks.
         """
         assert fragment not in self._moves, "the last average was not given to the weights"
         share = self._shares[fragment]
-        num_parts = self._num_parts(fragment, average)
         data = torch.empty(sum(share.average_sizes(num_parts)), dtype=torch.uint8)
-        self._files.scatter(average, 0, [data])
+        self._files.scatter(average, b"", [data])
         squares = self._files.agree(share.square_sums(data, num_parts))
         norm = total_norm([*itertools.chain(*squares)])
         if not math.isfinite(norm):
@@ -202,10 +186,7 @@ class Cluster:
 
     @torch.no_grad()
     def give(self, fragment: int) -> None:
-        """Give the weights what follows from `advance`.
-
-        All ranks must call this, between two inner steps.
-        """
+        """Give the weights what follows from `advance`, between two inner steps."""
         move = self._moves.pop(fragment)
         outer_param = self._shares[fragment].outer_param
         self._write(fragment, outer_param if move is None else move, adds=move is not None)
@@ -215,7 +196,7 @@ class Cluster:
 
     @torch.no_grad()
     def go_back(self) -> None:
-        """Weights become the outer parameters; what was learnt since is dropped. All call this."""
+        """Weights become the outer parameters; what was learnt since is dropped."""
         for number, share in enumerate(self._shares):
             share.drop_snapshot()
             if share.error is not None:
@@ -228,19 +209,12 @@ class Cluster:
         return [i for i, share in enumerate(self._shares) if share.snapshot is not None]
 
     def digest(self, fragment: int) -> str:
-        """SHA-256 over the pieces of a fragment's outer parameters. All ranks must call this.
-
-        Equal on all clusters that have applied the same averages.
-        """
-        hashes = self._files.agree(self._shares[fragment].hashes())
-        return hashlib.sha256(b"".join(itertools.chain(*hashes))).hexdigest()
+        """SHA-256 of a fragment's outer parameters; equal where the same averages were applied."""
+        share = self._shares[fragment]
+        return self._digest(share.split(share.outer_param))
 
     def expect(self, pending: Sequence[int]) -> None:
-        """Make room for the snapshots of a checkpoint that is about to be loaded.
-
-        Args:
-            pending: what `pending` was when it was saved.
-        """
+        """Make room for what was `pending` in a checkpoint that is about to be loaded."""
         for number, share in enumerate(self._shares):
             share.drop_snapshot()
             if number in pending:
@@ -250,7 +224,7 @@ class Cluster:
         """This rank's tensors by name, for a checkpoint: as they are held, not copies.
 
         Each is held by one rank only; names and shapes do not depend on the number of ranks, nor
-        on that of fragments. Filled in place, they are the state.
+        on that of fragments. Filled in place, they are the state; see `expect`.
         """
         assert not self._moves, "an average was not given to the weights"
         state: dict[str, Tensor] = {}
@@ -263,110 +237,91 @@ class Cluster:
             }
             for field, flat in fields.items():
                 if flat is not None:
-                    parts = zip(share.pieces, share.split(flat), strict=True)
-                    state |= {f"outer.{field}.{piece.key}": part for piece, part in parts}
+                    for piece, part in zip(share.pieces, share.split(flat), strict=True):
+                        state[f"outer.{field}.{piece.name}.{piece.start}"] = part
         return state
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave, on any number of ranks; see `expect`.
-
-        This rank needs its own pieces only.
-        """
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
-
     def export_state(self, fragment: int, path: Path, *, version: int) -> None:
-        """Write a fragment's outer state as safetensors on rank 0. All ranks must call this.
-
-        Args:
-            version: outer steps that this cluster has applied.
-        """
+        """Write a fragment's state after `version` outer steps as safetensors on rank 0."""
         share = self._shares[fragment]
-        parts = (
-            [share.outer_param] if share.momentum is None else [share.outer_param, share.momentum]
-        )
-        head = state_head(self._layout, fragment, has_momentum=len(parts) > 1, version=version)
-        self._files.gather(head, parts, path)
+        parts = [share.outer_param, *([] if share.momentum is None else [share.momentum])]
+        self._files.gather(self._head(fragment, version), parts, path)
 
     @torch.no_grad()
-    def import_state(self, fragment: int, path: Path, *, keeps_steps: bool) -> int:
-        """Take over a fragment that `export_state` wrote. All ranks must call this.
+    def import_state(
+        self, fragment: int, path: Path, *, version: int, outer_params: str, keeps_steps: bool
+    ) -> None:
+        """Take over a fragment that `export_state` wrote on another cluster.
 
         Args:
-            path: the file on rank 0.
+            outer_params: the digest of its outer parameters.
             keeps_steps: whether the weights keep what they have learnt since the last outer step;
                 otherwise they become the outer parameters, and nothing is owed.
 
-        Returns:
-            The outer steps that the other cluster had applied.
-
         Raises:
-            TrainingError: the file cannot be used; nothing has changed. The same on all ranks.
+            TrainingError: the file cannot be used; nothing has changed. On all ranks.
         """
         share = self._shares[fragment]
         fresh = [torch.empty_like(share.outer_param)]
         if share.momentum is not None:
             fresh.append(torch.empty_like(share.momentum))
-        found, failure = (0, 0), None
-        if self._world.is_main:
-            try:
-                found = check_state(path, self._layout, fragment, has_momentum=len(fresh) > 1)
-            except UserError as error:
-                failure = error
-        offset, version = self._files.agree(found, failure)[0]
-        self._files.scatter(path, offset, fresh)
+        self._files.scatter(path, self._head(fragment, version), fresh)
+        if self._digest(share.split(fresh[0])) != outer_params:
+            raise TrainingError(
+                f"{path.name} holds other outer parameters than the cluster that gave it has",
+                where=str(path),
+                fix="start this cluster again: it takes the state once more",
+            )
         move = share.adopt(fresh[0], fresh[1] if len(fresh) > 1 else None)
         if not keeps_steps and share.error is not None:
             share.error.zero_()
         self._write(fragment, move if keeps_steps else share.outer_param, adds=keeps_steps)
-        return version
 
-    def _num_parts(self, fragment: int, average: Path) -> int:
-        counts, text = self._layout.piece_counts(fragment), self._layout.codec.text
-        one = sum(average_size(text, count, 1) for count in counts)
-        two = sum(average_size(text, count, 2) for count in counts)
-        if one == two:
-            return 1
-        size, failure = 0, None
-        if self._world.is_main:
-            try:
-                size = average.stat().st_size
-                if size == 0 or size % one:
-                    failure = TrainingError(
-                        f"{average.name} has {size} bytes, which is not a multiple of {one}",
-                        where=str(average),
-                        fix="delete it: it is brought here once more",
-                    )
-            except OSError as error:
-                failure = TrainingError(
-                    f"{average.name}: {error.strerror}", where=str(average), fix="see the log"
-                )
-        return self._files.agree(size, failure)[0] // one
+    def _head(self, fragment: int, version: int) -> bytes:
+        # What a fragment's state begins with: it differs where anything else differs.
+        size = 4 * sum(self._layout.piece_counts(fragment))
+        known = {"layout": self._layout.digest, "fragment": str(fragment), "version": str(version)}
+        fields = ("outer_param", "momentum") if self._settings.momentum else ("outer_param",)
+        tensors = {
+            field: {
+                "dtype": "F32",
+                "shape": [size // 4],
+                "data_offsets": [index * size, (index + 1) * size],
+            }
+            for index, field in enumerate(fields)
+        }
+        text = json.dumps({"__metadata__": known, **tensors}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def _digest(self, pieces: Sequence[Tensor]) -> str:
+        mine = [hashlib.sha256(piece.numpy().data.cast("B")).digest() for piece in pieces]
+        return hashlib.sha256(b"".join(itertools.chain(*self._files.agree(mine)))).hexdigest()
 
     def _read(self, fragment: int, goals: Sequence[Tensor]) -> None:
-        pieces, mine = self._layout.fragments[fragment].pieces, self._mine(fragment)
+        # The weights of this rank's pieces.
+        pieces, mine = self._layout.fragments[fragment].pieces, self._places(fragment)
         for name, places in self._layout.fragments[fragment].by_name():
             whole = self._weights.whole_weight(name).reshape(-1)
             for place in places:
                 if place in mine:
-                    piece = pieces[place]
-                    part = whole[piece.start : piece.stop]
-                    goals[place - mine.start].copy_(part, non_blocking=True)
+                    part = whole[pieces[place].start : pieces[place].stop]
+                    goals[mine[place]].copy_(part, non_blocking=True)
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
 
     def _write(self, fragment: int, flat: Tensor, *, adds: bool) -> None:
-        own = self._layout.fragments[fragment]
-        mine, owners = self._mine(fragment), self._owners(own)
+        # Set the weights to what the ranks hold in pieces, or add that to them.
+        own, owners = self._layout.fragments[fragment], self._owners[fragment]
+        mine = self._places(fragment)
         parts = self._shares[fragment].split(flat)
         for name, places in own.by_name():
             shape = self._layout.shapes[name]
             whole = torch.empty(math.prod(shape), device=self._world.device)
             for place in places:
-                piece = own.pieces[place]
-                part = whole[piece.start : piece.stop]
+                part = whole[own.pieces[place].start : own.pieces[place].stop]
                 if place in mine:
-                    part.copy_(parts[place - mine.start])
+                    part.copy_(parts[mine[place]])
                 if self._world.world_size > 1:
                     dist.broadcast(part, src=owners[place])
             whole = whole.view(shape)
@@ -375,83 +330,7 @@ class Cluster:
             self._weights.set_whole_weight(name, whole)
         self._weights.weights_set()
 
-    def _mine(self, fragment: int) -> range:
-        return self._layout.fragments[fragment].share(self._world.rank, self._world.world_size)
-
-    def _owners(self, fragment: Fragment) -> list[int]:
-        size = self._world.world_size
-        return [rank for rank in range(size) for _ in fragment.share(rank, size)]
-
-
-# A fragment's outer state is a safetensors file that any cluster can read: tensors
-# `outer_param.NAME` and `momentum.NAME`, whole, in fp32, in the order of the layout. It is written
-# and read as a stream: no rank has it whole.
-
-
-def state_head(layout: Layout, fragment: int, *, has_momentum: bool, version: int) -> bytes:
-    """What such a file begins with; after it come the tensors in the order of the layout.
-
-    Args:
-        has_momentum: whether the outer optimizer has any.
-        version: outer steps that have been applied.
-    """
-    entries = _tensors(layout, fragment, has_momentum)
-    known = {"layout": layout.digest, "fragment": str(fragment), "version": str(version)}
-    text = json.dumps({"__metadata__": known, **entries}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def check_state(
-    path: Path, layout: Layout, fragment: int, *, has_momentum: bool
-) -> tuple[int, int]:
-    """Look whether a file holds a fragment of this layout.
-
-    Returns:
-        Where its tensors begin, and the outer steps that have been applied.
-
-    Raises:
-        TrainingError: it does not.
-    """
-    try:
-        with path.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > _LONGEST_HEAD:
-                raise ValueError(f"a head of {length} bytes")
-            found = json.loads(stream.read(length))
-        known: dict[str, Any] = found.pop("__metadata__")
-        version = int(known["version"])
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise TrainingError(
-            f"{path.name} is no outer state: {error}", where=str(path), fix=_FIX
-        ) from error
-    wanted = _tensors(layout, fragment, has_momentum)
-    size = 8 + length + sum(4 * math.prod(entry["shape"]) for entry in wanted.values())
-    what = None
-    if known.get("layout") != layout.digest or known.get("fragment") != str(fragment):
-        what = (
-            f"is of layout {str(known.get('layout'))[:16]}..., fragment {known.get('fragment')}, "
-            f"not of {layout.digest[:16]}..., fragment {fragment}"
-        )
-    elif found != wanted:
-        what = "holds other tensors than this run has"
-    elif path.stat().st_size != size:
-        what = f"has {path.stat().st_size} bytes, not {size}"
-    if what is not None:
-        raise TrainingError(f"{path.name} {what}", where=str(path), fix=_FIX)
-    return 8 + length, version
-
-
-def _tensors(layout: Layout, fragment: int, has_momentum: bool) -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = {}
-    end = 0
-    for field in ("outer_param", "momentum") if has_momentum else ("outer_param",):
-        for name in layout.fragments[fragment].names:
-            shape = layout.shapes[name]
-            start, end = end, end + 4 * math.prod(shape)
-            entries[f"{field}.{name}"] = {
-                "dtype": "F32",
-                "shape": list(shape),
-                "data_offsets": [start, end],
-            }
-    return entries
+    def _places(self, fragment: int) -> dict[int, int]:
+        # Of this rank's pieces: their place in the fragment, and in the rank's share.
+        mine = [i for i, owner in enumerate(self._owners[fragment]) if owner == self._world.rank]
+        return {place: index for index, place in enumerate(mine)}

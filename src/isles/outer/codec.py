@@ -1,24 +1,32 @@
 """Codecs of a pseudo-gradient: one piece to bytes and back, in five kinds.
 
 A piece is encoded by itself and has a size that is known beforehand. All who decode the same bytes
-get the same bits, on any machine: decoding only converts, and multiplies once.
+get the same bits, on any machine: decoding only converts, and multiplies once. Everything is in CPU
+memory, as are outer parameters.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, assert_never, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from isles.errors import UserError
 
 LARGEST = 2.0**126
-"""What a codec takes at most, so that no sum or scale of it overflows in fp32."""
+"""Largest magnitude that a codec takes, so that no sum or scale overflows in fp32."""
 
-_CHECK_SLAB = 1 << 16
+CodecKind = Literal["none", "bf16", "int8", "int4", "topk"]
+
+_DENSITY, _DECAY = 0.4, 0.95
+_SLAB = 1 << 19
+"""Numbers that are worked on together: what a processor's cache holds; a multiple of all blocks."""
 
 
 class UnsoundUpdateError(ValueError):
@@ -26,34 +34,14 @@ class UnsoundUpdateError(ValueError):
 
 
 def check_magnitude(x: Tensor) -> None:
-    """Look at all numbers of a piece.
-
-    Raises:
-        UnsoundUpdateError: one is not finite, or too large.
-    """
-    slab = _CHECK_SLAB if x.device.type == "cpu" else max(1, x.numel())
-    largest = torch.stack([torch.amax(part.abs()) for part in torch.split(x, slab)])
-    check_largest(largest, x)
-
-
-def check_largest(largest: Tensor, x: Tensor) -> None:
-    """Look at the largest magnitudes of parts of `x`.
-
-    Raises:
-        UnsoundUpdateError: one is not finite, or too large; it names the first such number of x.
-    """
-    if bool((largest <= LARGEST).all()):  # false for NaN
+    """UnsoundUpdateError where a number is not finite, or too large; names the first such one."""
+    least, largest = torch.aminmax(x)
+    if bool(least >= -LARGEST) and bool(largest <= LARGEST):  # both false for NaN
         return
     index = int((~(x.abs() <= LARGEST)).nonzero()[0])
     raise UnsoundUpdateError(
         f"number {index} of {x.numel()} is {float(x[index])}, not a finite one up to {LARGEST:.0e}"
     )
-
-
-CodecKind = Literal["none", "bf16", "int8", "int4", "topk"]
-
-_DENSITY, _DECAY = 0.4, 0.95
-_SLAB = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +50,11 @@ class Codec:
 
     none: fp32 as it is. bf16: rounded. int8: a scale for each 128 numbers. int4: one for each 32.
     topk: of each 4096 the largest, two bits each, and where they are.
-
-    Args:
-        kind: see above.
-        density: topk: which part of the numbers travels, 0 to 1.
     """
 
     kind: CodecKind
     density: float = _DENSITY
+    """topk: which part of the numbers travels, 0 to 1."""
 
     @property
     def text(self) -> str:
@@ -83,10 +68,7 @@ class Codec:
 
     @property
     def decay(self) -> float:
-        """Which part of what was left out is added to the next one.
-
-        Source: for topk, SparseLoCo, Sarfi et al. 2025 (arXiv:2508.15706).
-        """
+        """Which part of what was left out is added to the next one; of topk as in SparseLoCo."""
         return _DECAY if self.kind == "topk" else 1.0
 
     def size(self, n: int) -> int:
@@ -95,11 +77,15 @@ class Codec:
             case "none":
                 return 4 * n
             case "bf16":
-                return 4 * ((n + 1) // 2)
-            case "int8" | "int4":
-                return _blocks_size(n, _bits(self.kind))
+                return _filled(2 * n)
+            case "int8":
+                return _scales_size(n, 8) + _filled(n)
+            case "int4":
+                return _scales_size(n, 4) + _filled((n + 1) // 2)
             case "topk":
-                return _topk_size(n, self.density)
+                whole, rest = divmod(n, _CHUNK)
+                last = _Chunk(rest, self.density).size if rest else 0
+                return whole * _Chunk(_CHUNK, self.density).size + last
             case _:
                 assert_never(self.kind)
 
@@ -108,36 +94,33 @@ class Codec:
 
         Args:
             x: [N] in fp32, contiguous.
-            out: [size(N)] in uint8, contiguous, on the same device, at a multiple of 4 bytes.
+            out: [size(N)] in uint8, contiguous, at a multiple of 4 bytes.
 
         Raises:
             UnsoundUpdateError: a number is not finite, or larger than `LARGEST`.
         """
         n = x.numel()
         assert x.dtype == torch.float32 and out.numel() == self.size(n), (x.dtype, out.shape, n)
+        check_magnitude(x)
         match self.kind:
             case "none":
-                check_magnitude(x)
                 out.view(torch.float32).copy_(x)
             case "bf16":
-                check_magnitude(x)
                 narrow = out.view(torch.bfloat16)
                 narrow[:n].copy_(x)
                 narrow[n:].zero_()
-            case "int8" | "int4":
-                _encode_blocks(x, out, _bits(self.kind), _slab(x))
+            case "int8":
+                _encode_blocks(x, out, 8)
+            case "int4":
+                _encode_blocks(x, out, 4)
             case "topk":
-                _encode_topk(x, out, self.density)
+                for chunk, rows, data in _chunks(x, out, self.density):
+                    chunk.encode(rows, data)
             case _:
                 assert_never(self.kind)
 
     def decode(self, data: Tensor, out: Tensor) -> None:
-        """Read a piece from bytes that `encode` wrote.
-
-        Args:
-            data: [size(N)] in uint8, contiguous, at a multiple of 4 bytes.
-            out: [N] in fp32, contiguous, on the same device.
-        """
+        """Read a piece from bytes that `encode` wrote; as there, the other way round."""
         n = out.numel()
         assert out.dtype == torch.float32 and data.numel() == self.size(n), (data.shape, n)
         match self.kind:
@@ -145,8 +128,10 @@ class Codec:
                 out.copy_(data.view(torch.float32))
             case "bf16":
                 out.copy_(data.view(torch.bfloat16)[:n])
-            case "int8" | "int4":
-                _decode_blocks(data, out, _bits(self.kind), _slab(out))
+            case "int8":
+                _decode_blocks(data, out, 8)
+            case "int4":
+                _decode_blocks(data, out, 4)
             case "topk":
                 out.zero_()
                 add_topk(data, out, self.density, weight=1.0)
@@ -155,11 +140,7 @@ class Codec:
 
 
 def parse_codec(text: str) -> Codec:
-    """The codec that a word names: none, bf16, int8, int4, topk or topk:DENSITY.
-
-    Raises:
-        UserError: it names none.
-    """
+    """The codec that a word names: none, bf16, int8, int4, topk or topk:DENSITY."""
     kind, _, density = text.partition(":")
     try:
         if kind == "topk":
@@ -177,116 +158,62 @@ def parse_codec(text: str) -> Codec:
     )
 
 
-def _bits(kind: Literal["int8", "int4"]) -> int:
-    return 8 if kind == "int8" else 4
-
-
-def _slab(x: Tensor) -> int:
-    # Numbers that are worked on together: on a CPU what its cache holds.
-    return _SLAB if x.device.type == "cpu" else max(1, x.numel())
+def _filled(num_bytes: int) -> int:
+    return 4 * -(-num_bytes // 4)
 
 
 # int8 and int4: whole numbers and one scale for each block.
 #
 # Bytes of a piece of N numbers: the blocks' scales in bf16, then the whole numbers; each of the two
 # filled up with zeros to a multiple of 4. int8: one byte each. int4: the first half in the low four
-# bits, the second half in the high ones.
-
+# bits, the second half in the high ones. A block's largest number is met to 1/254 (int8) or 1/14 of
+# it (int4).
 
 _BLOCK = {8: 128, 4: 32}
 _LEVELS = {8: 127, 4: 7}
 
 _SMALLEST = 2.0**-100
-"""A smaller scale is 0: so no product is denormal, which some processes flush to zero."""
-
-
-def _blocks_size(n: int, bits: int) -> int:
-    return _scales_size(n, bits) + 4 * -(-_block_codes_size(n, bits) // 4)
-
-
-def _encode_blocks(x: Tensor, out: Tensor, bits: int, slab: int) -> None:
-    # A block's largest number is met to 1/254 (int8) or 1/14 of it (int4). `slab`: numbers that
-    # are worked on together, a multiple of all blocks.
-    n, block = x.numel(), _BLOCK[bits]
-    count = _block_codes_size(n, bits)
-    scales, codes = _block_parts(out, n, bits)
-    codes[count:].zero_()
-    scales[-(-n // block) :].zero_()
-    whole = codes[:n] if bits == 8 else x.new_empty(n, dtype=torch.int8)
-    work = x.new_empty(min(slab, n))
-    largest = x.new_empty(-(-n // block))
-    for start in range(0, n, slab):
-        part = x[start : start + slab]
-        _quantize(part, whole[start : start + slab], largest[start // block :], bits, work)
-    check_largest(largest, x)
-    scales[: largest.numel()].copy_(_scale(largest, bits))
-    if bits == 4:
-        whole.add_(8)
-        codes[:count].copy_(whole[:count])
-        high = codes[: n - count]
-        high.bitwise_or_(whole[count:].bitwise_left_shift_(4))
-
-
-def _decode_blocks(data: Tensor, out: Tensor, bits: int, slab: int) -> None:
-    n, block = out.numel(), _BLOCK[bits]
-    scales, codes = _block_parts(data, n, bits)
-    wide = scales.float()
-    if bits == 4:
-        count = _block_codes_size(n, bits)
-        packed = codes.view(torch.uint8)[:count]
-        whole = out.new_empty(2 * count, dtype=torch.uint8)
-        torch.bitwise_and(packed, 15, out=whole[:count])
-        torch.bitwise_right_shift(packed, 4, out=whole[count:])
-        codes = whole.view(torch.int8).sub_(8)
-    for start in range(0, n, slab):
-        part = out[start : start + slab]
-        part.copy_(codes[start : start + part.numel()])
-        for rows, scale in _blocks(part, wide[start // block :], block):
-            rows.mul_(scale)
-
-
-def _quantize(x: Tensor, whole: Tensor, largest: Tensor, bits: int, work: Tensor) -> None:
-    work = work[: x.numel()]
-    torch.abs(x, out=work)
-    for rows, top in _blocks(work, largest, _BLOCK[bits]):
-        torch.amax(rows, 1, keepdim=True, out=top)
-    scale = _scale(largest[: -(-x.numel() // _BLOCK[bits])], bits)
-    inverse = scale.reciprocal_().masked_fill_(scale == torch.inf, 0.0)
-    for (rows, factor), (goal, _) in zip(
-        _blocks(x, inverse, _BLOCK[bits]), _blocks(work, inverse, _BLOCK[bits]), strict=True
-    ):
-        torch.mul(rows, factor, out=goal)
-    whole.copy_(work.round_())
-
-
-def _scale(largest: Tensor, bits: int) -> Tensor:
-    # As bf16 holds it, and rounded up, so that the largest number stays within the levels.
-    scale = largest * (1.0 / _LEVELS[bits])
-    scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
-    return torch.threshold_(scale, _SMALLEST, 0.0)
-
-
-def _blocks(x: Tensor, scales: Tensor, block: int) -> list[tuple[Tensor, Tensor]]:
-    count, rest = divmod(x.numel(), block)
-    parts = []
-    if count:
-        parts.append((x[: count * block].view(count, block), scales[:count].view(count, 1)))
-    if rest:
-        parts.append((x[count * block :].view(1, rest), scales[count : count + 1].view(1, 1)))
-    return parts
-
-
-def _block_parts(data: Tensor, n: int, bits: int) -> tuple[Tensor, Tensor]:
-    middle = _scales_size(n, bits)
-    return data[:middle].view(torch.bfloat16), data[middle:].view(torch.int8)
+"""A smaller scale is 0: so no product is denormal, which some processors flush to zero."""
 
 
 def _scales_size(n: int, bits: int) -> int:
-    return 4 * -(-n // (2 * _BLOCK[bits]))
+    return _filled(2 * -(-n // _BLOCK[bits]))
 
 
-def _block_codes_size(n: int, bits: int) -> int:
-    return n if bits == 8 else (n + 1) // 2
+def _encode_blocks(x: Tensor, out: Tensor, bits: int) -> None:
+    n, block = x.numel(), _BLOCK[bits]
+    out.zero_()
+    middle = _scales_size(n, bits)
+    scales, codes = out[:middle].view(torch.bfloat16), out[middle:].view(torch.int8)
+    whole = codes[:n] if bits == 8 else torch.zeros(n + n % 2, dtype=torch.int8)
+    for start in range(0, n, _SLAB):
+        part = x[start : start + _SLAB]
+        missing = -part.numel() % block
+        rows = (pad(part, (0, missing)) if missing else part).view(-1, block)
+        scale = rows.abs().amax(1).mul_(1.0 / _LEVELS[bits])
+        # As bf16 holds it, and rounded up, so that the largest number stays within the levels.
+        scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
+        torch.threshold_(scale, _SMALLEST, 0.0)
+        scales[start // block :][: scale.numel()].copy_(scale)
+        inverse = scale.reciprocal_().masked_fill_(scale == torch.inf, 0.0)
+        levels = torch.mul(rows, inverse.unsqueeze(1)).round_().view(-1)
+        whole[start : start + part.numel()].copy_(levels[: part.numel()])
+    if bits == 4:
+        low, high = whole.add_(8)[: (n + 1) // 2], whole[(n + 1) // 2 :]
+        codes[: low.numel()].copy_(low | high << 4)
+
+
+def _decode_blocks(data: Tensor, out: Tensor, bits: int) -> None:
+    n, block = out.numel(), _BLOCK[bits]
+    middle = _scales_size(n, bits)
+    scales, codes = data[:middle].view(torch.bfloat16).float(), data[middle:].view(torch.int8)
+    if bits == 4:
+        packed = data[middle:][: (n + 1) // 2]
+        codes = torch.cat([packed & 15, packed >> 4]).view(torch.int8).sub_(8)
+    for start in range(0, n, _SLAB):
+        part = out[start : start + _SLAB]
+        part.copy_(codes[start : start + part.numel()])
+        part.mul_(scales[start // block :].repeat_interleave(block)[: part.numel()])
 
 
 # topk: of each chunk of 4096 numbers the largest, two bits each: a sign, and one of two levels.
@@ -294,165 +221,113 @@ def _block_codes_size(n: int, bits: int) -> int:
 # Bytes of a piece: those of its whole chunks as rows, then those of the last one, which is shorter.
 # A chunk: two levels in bf16, the places, the codes in 2 bits each, filled up to a multiple of 4
 # bytes. Places are 12 bits each or, where that is shorter (density above 1/12), one bit for every
-# number of the chunk; the codes are in the order of the places.
+# number of the chunk; they ascend, and the codes are in their order.
 # The idea is SparseLoCo's, Sarfi et al. 2025 (arXiv:2508.15706).
 
-
 _CHUNK = 4096
+_PLACE_BITS = 12
 
 
-def _topk_size(n: int, density: float) -> int:
-    whole, rest = divmod(n, _CHUNK)
-    return whole * _row_size(_CHUNK, density) + (_row_size(rest, density) if rest else 0)
+class _Chunk:
+    """The form of chunks of `count` numbers, of which `kept` are sent.
 
+    Letters: R chunks, C numbers in each, K kept ones.
+    """
 
-def _encode_topk(x: Tensor, out: Tensor, density: float) -> None:
-    check_magnitude(x)
-    for rows, data in _chunks(x, out, density):
-        _encode_rows(rows, data, _kept(rows.shape[1], density))
+    def __init__(self, count: int, density: float) -> None:
+        self.count = count
+        self.kept = min(count, max(1, math.ceil(round(count * density, 6))))
+        self.is_mask = count < _PLACE_BITS * self.kept
+        marks = -(-min(count, _PLACE_BITS * self.kept) // 8)
+        self.codes_at = 4 + marks
+        self.codes_end = self.codes_at + -(-2 * self.kept // 8)
+        self.size = _filled(self.codes_end)
+
+    def encode(self, rows_RC: Tensor, data: Tensor) -> None:
+        largest_RK = rows_RC.abs().topk(self.kept, dim=1, sorted=False).indices
+        mask_RC = torch.zeros_like(rows_RC, dtype=torch.bool).scatter_(1, largest_RK, value=True)
+        places_RK = mask_RC.nonzero()[:, 1].view(-1, self.kept)
+        values_RK = rows_RC.gather(1, places_RK)
+        sizes_RK = values_RK.abs()
+        is_high_RK = sizes_RK > sizes_RK.mean(1, keepdim=True)
+        highs = is_high_RK.sum(1)
+        high = (sizes_RK * is_high_RK).sum(1) / highs.clamp(min=1)
+        low = (sizes_RK * ~is_high_RK).sum(1) / (self.kept - highs).clamp(min=1)
+        levels = torch.stack([low, high], 1).to(torch.bfloat16)
+        levels.masked_fill_(levels < _SMALLEST, 0.0)
+        data.zero_()
+        data[:, :4].copy_(levels.view(torch.uint8))
+        marks = _pack(mask_RC, 1) if self.is_mask else _pack(places_RK, _PLACE_BITS)
+        data[:, 4 : self.codes_at].copy_(marks)
+        codes_RK = is_high_RK.to(torch.uint8) | (values_RK < 0).to(torch.uint8) << 1
+        data[:, self.codes_at : self.codes_end].copy_(_pack(codes_RK, 2))
+
+    def places(self, data: Tensor) -> Tensor:
+        """[R, K]; see `check`."""
+        if self.is_mask:
+            mask_RC = _unpack(data[:, 4 : self.codes_at], 1, self.count)
+            return mask_RC.nonzero()[:, 1].view(-1, self.kept)
+        return _unpack(data[:, 4 : self.codes_at], _PLACE_BITS, self.kept).long()
+
+    def values(self, data: Tensor) -> Tensor:
+        """[R, K], in fp32."""
+        levels = data[:, :4].contiguous().view(torch.bfloat16).float()
+        codes_RK = _unpack(data[:, self.codes_at : self.codes_end], 2, self.kept)
+        values_RK = torch.where((codes_RK & 1).bool(), levels[:, 1:], levels[:, :1])
+        return torch.where(codes_RK >= 2, -values_RK, values_RK)
+
+    def check(self, data: Tensor) -> None:
+        """Raise what is wrong with places that no encoder writes."""
+        if self.is_mask:
+            marks = data[:, 4 : self.codes_at]
+            mask = _unpack(marks, 1, 8 * marks.shape[1])
+            if bool((mask.sum(1) != self.kept).any()) or bool(mask[:, self.count :].any()):
+                raise UnsoundUpdateError(
+                    f"a chunk does not mark {self.kept} places of {self.count}"
+                )
+            return
+        ordered_RK = self.places(data).sort(dim=1).values
+        if bool((ordered_RK[:, -1] >= self.count).any()):
+            raise UnsoundUpdateError("a place lies outside of its chunk")
+        if bool((ordered_RK[:, 1:] == ordered_RK[:, :-1]).any()):
+            raise UnsoundUpdateError("a place occurs twice in a chunk")
 
 
 def add_topk(data: Tensor, out: Tensor, density: float, *, weight: float) -> None:
     """Add a piece, times a weight, to numbers in fp32; in the same order everywhere."""
-    for rows, part in _chunks(out, data, density):
-        kept = _kept(rows.shape[1], density)
-        marks, values = _decode_rows(part, rows.shape[1], kept)
+    for chunk, rows, part in _chunks(out, data, density):
+        values = chunk.values(part)
         if weight != 1.0:
             values.mul_(weight)
-        if _has_bits(rows.shape[1], kept):
-            rows.add_(torch.zeros_like(rows).masked_scatter_(marks, values))
-        else:
-            rows.scatter_add_(1, marks, values)  # each place occurs once in a chunk
+        rows.scatter_add_(1, chunk.places(part), values)  # each place occurs once in a chunk
 
 
 def check_topk(data: Tensor, n: int, density: float) -> None:
-    """Look whether bytes are such as `encode` writes.
-
-    Raises:
-        UnsoundUpdateError: a place lies outside of its chunk, or occurs twice, or the places are
-            too many or too few.
-    """
-    for rows, part in _chunks(data.new_empty(n, dtype=torch.int8), data, density):
-        chunk, kept = rows.shape[1], _kept(rows.shape[1], density)
-        marks = part[:, 4 : 4 + _places_size(chunk, kept)]
-        if _has_bits(chunk, kept):
-            if bool((_unpack_bits(marks).sum(1) != kept).any()) or _has_more(marks, chunk):
-                raise UnsoundUpdateError(f"a chunk does not mark {kept} places of {chunk}")
-            continue
-        places = _unpack_places(marks)[:, :kept]
-        ordered = places.sort(dim=1).values
-        if bool((ordered[:, -1] >= rows.shape[1]).any()):
-            raise UnsoundUpdateError("a place lies outside of its chunk")
-        if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
-            raise UnsoundUpdateError("a place occurs twice in a chunk")
+    """Look whether bytes are such as `encode` writes; UnsoundUpdateError where they are not."""
+    for chunk, _, part in _chunks(torch.empty(n, dtype=torch.int8), data, density):
+        chunk.check(part)
 
 
-def _encode_rows(rows: Tensor, data: Tensor, kept: int) -> None:
-    chunk = rows.shape[1]
-    places = rows.abs().topk(kept, dim=1, sorted=False).indices
-    if _has_bits(chunk, kept):
-        mask = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, places, value=True)
-        values, marks = rows.masked_select(mask).view(len(rows), kept), _pack_bits(mask)
-    else:
-        values, marks = rows.gather(1, places), _pack_places(places.to(torch.int32))
-    sizes = values.abs()
-    is_high = sizes > sizes.mean(1, keepdim=True)
-    highs = is_high.sum(1)
-    high = (sizes * is_high).sum(1) / highs.clamp(min=1)
-    low = (sizes * ~is_high).sum(1) / (kept - highs).clamp(min=1)
-    levels = torch.stack([low, high], 1).to(torch.bfloat16)
-    levels.masked_fill_(levels < _SMALLEST, 0.0)
-    codes = is_high.to(torch.uint8) | (values < 0).to(torch.uint8) << 1
-    data[:, :4].copy_(levels.view(torch.uint8))
-    end = 4 + _places_size(chunk, kept)
-    data[:, 4:end].copy_(marks)
-    data[:, end : end + _topk_codes_size(kept)].copy_(_pack_codes(codes))
-    data[:, end + _topk_codes_size(kept) :].zero_()
-
-
-def _decode_rows(data: Tensor, chunk: int, kept: int) -> tuple[Tensor, Tensor]:
-    end = 4 + _places_size(chunk, kept)
-    levels = data[:, :4].contiguous().view(torch.bfloat16).float()
-    if _has_bits(chunk, kept):
-        marks = _unpack_bits(data[:, 4:end])[:, :chunk].bool()
-    else:
-        marks = _unpack_places(data[:, 4:end])[:, :kept]
-    packed = data[:, end : end + _topk_codes_size(kept)]
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=data.device)
-    codes = (packed.unsqueeze(2) >> shifts & 3).flatten(1)[:, :kept]
-    values = torch.where((codes & 1).bool(), levels[:, 1:], levels[:, :1])
-    return marks, torch.where(codes >= 2, -values, values)
-
-
-def _pack_bits(mask: Tensor) -> Tensor:
-    if missing := -mask.shape[1] % 8:
-        mask = torch.cat([mask, mask.new_zeros(len(mask), missing)], 1)
-    eight = mask.view(torch.uint8).view(len(mask), -1, 8)
-    packed = torch.zeros_like(eight[:, :, 0])
-    for bit in range(8):
-        packed |= eight[:, :, bit] << bit
-    return packed
-
-
-def _unpack_bits(data: Tensor) -> Tensor:
-    shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
-    return (data.unsqueeze(2) >> shifts & 1).flatten(1)
-
-
-def _has_more(marks: Tensor, chunk: int) -> bool:
-    return bool(chunk % 8) and bool((marks[:, -1] >> chunk % 8).any())
-
-
-def _pack_places(places: Tensor) -> Tensor:
-    # Two numbers of 12 bits in three bytes.
-    if places.shape[1] % 2:
-        places = torch.cat([places, places.new_zeros(len(places), 1)], 1)
-    first, second = places[:, 0::2], places[:, 1::2]
-    three = torch.stack([first & 255, first >> 8 | (second & 15) << 4, second >> 4], 2)
-    return three.to(torch.uint8).flatten(1)
-
-
-def _unpack_places(data: Tensor) -> Tensor:
-    one, two, three = data.reshape(len(data), -1, 3).long().unbind(2)
-    return torch.stack([one | (two & 15) << 8, two >> 4 | three << 4], 2).flatten(1)
-
-
-def _pack_codes(codes: Tensor) -> Tensor:
-    if missing := -codes.shape[1] % 4:
-        codes = torch.cat([codes, codes.new_zeros(len(codes), missing)], 1)
-    one, two, three, four = codes.view(len(codes), -1, 4).unbind(2)
-    return one | two << 2 | three << 4 | four << 6
-
-
-def _chunks(x: Tensor, data: Tensor, density: float) -> list[tuple[Tensor, Tensor]]:
+def _chunks(x: Tensor, data: Tensor, density: float) -> Iterator[tuple[_Chunk, Tensor, Tensor]]:
+    # The whole chunks of numbers and bytes as rows, then the last one, which is shorter.
     whole, rest = divmod(x.numel(), _CHUNK)
-    row = _row_size(_CHUNK, density)
-    parts = []
+    chunk = _Chunk(_CHUNK, density)
+    end, data_end = whole * _CHUNK, whole * chunk.size
     if whole:
-        numbers = x[: whole * _CHUNK].view(whole, _CHUNK)
-        parts.append((numbers, data[: whole * row].view(whole, row)))
+        yield chunk, x[:end].view(whole, -1), data[:data_end].view(whole, -1)
     if rest:
-        parts.append((x[whole * _CHUNK :].view(1, rest), data[whole * row :].view(1, -1)))
-    return parts
+        yield _Chunk(rest, density), x[end:].view(1, -1), data[data_end:].view(1, -1)
 
 
-def _kept(n: int, density: float) -> int:
-    return min(n, max(1, math.ceil(round(n * density, 6))))
+def _pack(numbers: Tensor, bits: int) -> Tensor:
+    # Rows of whole numbers as rows of bytes, with so many bits of each, the lowest first.
+    ones = numbers.to(torch.int16).numpy()[:, :, np.newaxis] >> np.arange(bits, dtype=np.int16) & 1
+    packed = np.packbits(ones.reshape(len(ones), -1).astype(bool), axis=1, bitorder="little")
+    return torch.from_numpy(packed)
 
 
-def _has_bits(chunk: int, kept: int) -> bool:
-    # Whether a bit for every number of a chunk is shorter than the places of those kept.
-    return (chunk + 7) // 8 < 3 * ((kept + 1) // 2)
-
-
-def _places_size(chunk: int, kept: int) -> int:
-    return min((chunk + 7) // 8, 3 * ((kept + 1) // 2))
-
-
-def _topk_codes_size(kept: int) -> int:
-    return (kept + 3) // 4
-
-
-def _row_size(chunk: int, density: float) -> int:
-    kept = _kept(chunk, density)
-    return 4 * -(-(4 + _places_size(chunk, kept) + _topk_codes_size(kept)) // 4)
+def _unpack(data: Tensor, bits: int, count: int) -> Tensor:
+    # The first `count` numbers of each row that `_pack` wrote, in int16.
+    ones = np.unpackbits(data.numpy(), axis=1, count=count * bits, bitorder="little")
+    powers = np.left_shift(1, np.arange(bits), dtype=np.int16)
+    return torch.from_numpy(ones.reshape(len(ones), count, bits) @ powers)

@@ -1,14 +1,12 @@
 """The outer optimizer on one rank's pieces of one fragment; knows of no engine and no network.
 
 Whatever all clusters must have in common, outer parameters and momentum, is computed with one
-operation at a
-time: a fused multiply-add rounds once where two operations round twice, and not every processor has
-it. Nor does any such number depend on the order in which a library adds up.
+operation at a time: a fused multiply-add rounds once where two operations round twice, and not
+every processor has it. Nor does any such number depend on the order in which a library adds up.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -35,17 +33,12 @@ idle: so, and nothing was learnt here since the last average: they become the ou
 
 @dataclass(frozen=True, slots=True)
 class OuterSettings:
-    """The outer optimizer: SGD with Nesterov momentum over pseudo-gradients.
-
-    Args:
-        lr: the outer learning rate.
-        momentum: 0 for none.
-        max_norm: longest averaged pseudo-gradient of a fragment; a longer one is shortened to it.
-    """
+    """The outer optimizer: SGD with Nesterov momentum over pseudo-gradients."""
 
     lr: float = 0.7
     momentum: float = 0.9
     max_norm: float | None = None
+    """A longer averaged pseudo-gradient of a fragment is shortened to this."""
 
 
 _LANES = 1 << 16
@@ -56,8 +49,6 @@ class FragmentShare:
 
     Args:
         pieces: those that this rank keeps.
-        codec: of contributions.
-        settings: of the outer optimizer.
         is_pinned: whether a GPU copies from and to this memory.
 
     Source: Douillard et al. 2023 (arXiv:2311.08105).
@@ -70,8 +61,7 @@ class FragmentShare:
         self.counts = [piece.count for piece in pieces]
         self._codec, self._settings, self._is_pinned = codec, settings, is_pinned
         self._ends = [0, *itertools.accumulate(self.counts)]
-        sizes = [codec.size(count) for count in self.counts]
-        self._encoded_ends = [0, *itertools.accumulate(sizes)]
+        self._encoded_sizes = [codec.size(count) for count in self.counts]
         self.outer_param = self._zeros()
         self.momentum = self._zeros() if settings.momentum else None
         self.error = self._zeros() if codec.feeds_back else None
@@ -110,17 +100,18 @@ class FragmentShare:
         Raises:
             UnsoundUpdateError: a number is not finite, or too large; it names the parameter.
         """
-        encoded = torch.empty(self._encoded_ends[-1], dtype=torch.uint8)
+        encoded = torch.empty(sum(self._encoded_sizes), dtype=torch.uint8)
         squares = []
-        rooms = self._rooms()
-        for index in range(len(self.pieces)):
-            update, spare = self._pseudo_gradient(index, rooms)
+        parts = torch.split(encoded, self._encoded_sizes) if self.pieces else ()
+        for index, (piece, data) in enumerate(zip(self.pieces, parts, strict=True)):
+            update = self._pseudo_gradient(index)
             squares.append(square_sum(update))
-            self._add_residual(update, spare, index)
+            self._add_residual(update, index)
             try:
-                self._codec.encode(update, self._encoded_piece(encoded, index))
+                self._codec.encode(update, data)
             except UnsoundUpdateError as error:
-                raise UnsoundUpdateError(f"{_place(self.pieces[index])}: {error}") from None
+                place = f"{piece.name}, numbers {piece.start} to {piece.stop - 1}"
+                raise UnsoundUpdateError(f"{place}: {error}") from None
         self.encoded = encoded
         return squares
 
@@ -132,9 +123,8 @@ class FragmentShare:
     def square_sums(self, average: Tensor, num_parts: int) -> list[float]:
         """For each piece of an average the sum of its squares; not finite where it is not."""
         sums = []
-        room, _ = self._rooms()
         for data, count in zip(self._cut(average, num_parts), self.counts, strict=True):
-            gradient = room[:count]
+            gradient = torch.empty(count)
             decode_average(self._codec, data, gradient)
             sums.append(square_sum(gradient))
         return sums
@@ -153,8 +143,7 @@ class FragmentShare:
 
         Args:
             average: the bytes of this rank's pieces, one after the other.
-            num_parts: over how many contributions it is.
-            mode: how it finds the local weights.
+            num_parts: contributions in it.
             alpha: overlap: which part of the way from the snapshot to the outer parameters is not
                 gone.
             scale: what the averaged pseudo-gradient is multiplied with, see `clip_scale`.
@@ -168,13 +157,12 @@ class FragmentShare:
         if is_in and self.error is not None and self.encoded is None:
             self.encode()  # it was loaded from a checkpoint, which gives the same bytes
         move = self._zeros() if mode == "late" else None
-        rooms = self._rooms()
         for index, data in enumerate(self._cut(average, num_parts)):
             outer_param = self.piece(self.outer_param, index)
             if is_in:
-                self._keep_residual(index, rooms)
+                self._keep_residual(index)
             before = None if move is None else self.piece(move, index).copy_(outer_param)
-            outer_param.sub_(self._direction(index, data, scale, rooms, is_warmup=is_warmup))
+            outer_param.sub_(self._direction(index, data, scale, is_warmup=is_warmup))
             if before is not None:
                 torch.sub(outer_param, before, out=before)
         if mode == "overlap":
@@ -185,14 +173,9 @@ class FragmentShare:
         return move
 
     def adopt(self, outer_param: Tensor, momentum: Tensor | None) -> Tensor:
-        """Take over another cluster's state; a contribution under way is dropped.
+        """Take over another cluster's state; returns what the outer parameters have moved by.
 
-        Args:
-            outer_params, momentum: of this rank's pieces in a row.
-
-        Returns:
-            What the outer parameters have moved by, to be added to weights whose steps must not be
-            lost.
+        A contribution under way is dropped.
         """
         move = outer_param - self.outer_param
         self.outer_param.copy_(outer_param)
@@ -201,55 +184,30 @@ class FragmentShare:
         self.drop_snapshot()
         return move
 
-    def hashes(self) -> list[bytes]:
-        return [
-            hashlib.sha256(outer_param.numpy().data.cast("B")).digest()
-            for outer_param in self.split(self.outer_param)
-        ]
-
-    def _encoded_piece(self, encoded: Tensor, index: int) -> Tensor:
-        return encoded[self._encoded_ends[index] : self._encoded_ends[index + 1]]
-
-    def _rooms(self) -> tuple[Tensor, Tensor]:
-        # Memory that is touched once, rather than for each piece anew.
-        largest = max(self.counts, default=0)
-        return torch.empty(largest), torch.empty(largest)
-
-    def _pseudo_gradient(self, index: int, rooms: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _pseudo_gradient(self, index: int) -> Tensor:
         assert self.snapshot is not None, "nothing to contribute: no snapshot was taken"
-        update, spare = (room[: self.counts[index]] for room in rooms)
-        torch.sub(self.piece(self.outer_param, index), self.piece(self.snapshot, index), out=update)
-        return update, spare
+        return self.piece(self.outer_param, index) - self.piece(self.snapshot, index)
 
-    def _add_residual(self, update: Tensor, spare: Tensor, index: int) -> None:
+    def _add_residual(self, update: Tensor, index: int) -> None:
         if self.error is not None:
             error = self.piece(self.error, index)
-            if self._codec.decay != 1.0:
-                error = torch.mul(error, self._codec.decay, out=spare)
-            update.add_(error)
+            update.add_(error if self._codec.decay == 1.0 else error * self._codec.decay)
 
-    def _keep_residual(self, index: int, rooms: tuple[Tensor, Tensor]) -> None:
+    def _keep_residual(self, index: int) -> None:
         # The contribution was averaged: what its encoding left out is the residual now.
         if self.error is None:
             return
         assert self.encoded is not None
-        update, sent = self._pseudo_gradient(index, rooms)
-        self._add_residual(update, sent, index)
-        self._codec.decode(self._encoded_piece(self.encoded, index), sent)
+        update = self._pseudo_gradient(index)
+        self._add_residual(update, index)
+        sent = torch.empty_like(update)
+        self._codec.decode(torch.split(self.encoded, self._encoded_sizes)[index], sent)
         torch.sub(update, sent, out=self.piece(self.error, index))
 
-    def _direction(
-        self,
-        index: int,
-        data: Tensor,
-        scale: float,
-        rooms: tuple[Tensor, Tensor],
-        *,
-        is_warmup: bool,
-    ) -> Tensor:
+    def _direction(self, index: int, data: Tensor, scale: float, *, is_warmup: bool) -> Tensor:
         # torch.optim.SGD(nesterov=True), in single steps. In the warmup it is the average itself,
         # and the momentum stays as it is.
-        gradient, spare = (room[: self.counts[index]] for room in rooms)
+        gradient = torch.empty(self.counts[index])
         decode_average(self._codec, data, gradient)
         if scale != 1.0:
             gradient.mul_(scale)
@@ -259,7 +217,7 @@ class FragmentShare:
             velocity = self.piece(self.momentum, index)
             velocity.mul_(self._settings.momentum)
             velocity.add_(gradient)
-            gradient.add_(torch.mul(velocity, self._settings.momentum, out=spare))
+            gradient.add_(velocity * self._settings.momentum)
         return gradient.mul_(self._settings.lr)
 
     def _cut(self, average: Tensor, num_parts: int) -> list[Tensor]:
@@ -291,7 +249,3 @@ def total_norm(square_sums: Sequence[float]) -> float:
 def clip_scale(norm: float, max_norm: float | None) -> float:
     """What a vector of this norm is multiplied with to be no longer than wanted."""
     return 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
-
-
-def _place(piece: Piece) -> str:
-    return f"{piece.name}, numbers {piece.start} to {piece.stop - 1}"

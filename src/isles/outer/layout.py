@@ -21,7 +21,7 @@ from isles.outer.codec import Codec
 PIECE_NUMBERS = 2**20
 """Numbers in a piece at most: a multiple of the blocks of all codecs."""
 
-_FORMAT = 1
+_FORMAT = 2
 """Raised when the same names and shapes are cut or encoded in another way."""
 
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
@@ -29,12 +29,7 @@ _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of numbers of one parameter.
-
-    Args:
-        start: its first number, in the parameter as one row.
-        count: how many.
-    """
+    """Numbers `start` to `start + count - 1` of one parameter, as one row."""
 
     name: str
     start: int
@@ -44,26 +39,13 @@ class Piece:
     def stop(self) -> int:
         return self.start + self.count
 
-    @property
-    def key(self) -> str:
-        return f"{self.name}.{self.start}"
-
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """What is averaged in one outer step.
-
-    Args:
-        names: its parameters, in the model's order.
-        pieces: all their numbers, in the same order.
-    """
+    """What is averaged in one outer step: parameters, and the pieces of them in the same order."""
 
     names: tuple[str, ...]
     pieces: tuple[Piece, ...]
-
-    @property
-    def num_numbers(self) -> int:
-        return sum(piece.count for piece in self.pieces)
 
     def by_name(self) -> list[tuple[str, range]]:
         """Its parameters, and the places of their pieces in `pieces`."""
@@ -72,18 +54,11 @@ class Fragment:
         runs = itertools.starmap(range, itertools.pairwise(ends))
         return list(zip(self.names, runs, strict=True))
 
-    def share(self, rank: int, size: int) -> range:
-        """The run of pieces that a rank keeps: about as many numbers on each.
-
-        Args:
-            rank: which rank.
-            size: how many ranks the cluster has.
-        """
+    def owners(self, size: int) -> list[int]:
+        """The rank of so many that keeps each piece: runs of pieces, about as many numbers each."""
         ends = [0, *itertools.accumulate(piece.count for piece in self.pieces)]
         middles = [(start + stop) / 2 for start, stop in itertools.pairwise(ends)]
-        owners = [min(size - 1, int(middle * size / ends[-1])) for middle in middles]
-        mine = [index for index, owner in enumerate(owners) if owner == rank]
-        return range(mine[0], mine[-1] + 1) if mine else range(0)
+        return [min(size - 1, int(middle * size / ends[-1])) for middle in middles]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,25 +77,17 @@ class Layout:
     piece_numbers: int
 
     @property
-    def description(self) -> dict[str, object]:
-        """What must be equal on all clusters, to be told and compared."""
-        return {
+    def digest(self) -> str:
+        """SHA-256 of what must be equal on all clusters."""
+        description = {
             "format": _FORMAT,
             "shapes": [[name, *shape] for name, shape in self.shapes.items()],
             "fragments": len(self.fragments),
             "codec": self.codec.text,
             "piece_numbers": self.piece_numbers,
         }
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of `description`."""
-        text = json.dumps(self.description, separators=(",", ":"))
+        text = json.dumps(description, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
-
-    @property
-    def num_numbers(self) -> int:
-        return sum(fragment.num_numbers for fragment in self.fragments)
 
     def piece_counts(self, fragment: int) -> list[int]:
         """How many numbers each piece of a fragment has, in the order of its bytes."""
@@ -138,11 +105,6 @@ def make_layout(
 
     The blocks of the model go to the fragments in rotation, as strides of Streaming DiLoCo; what
     lies in no block goes, the largest first, to the fragment that has least.
-
-    Args:
-        shapes: whole shapes of the trained parameters, in the model's order.
-        num_fragments: into how many parts.
-        piece_numbers: in a piece at most.
 
     Raises:
         UserError: there is nothing to average, or less than one parameter for each fragment.

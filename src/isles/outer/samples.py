@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -115,8 +115,8 @@ class OwnSamples:
         """Others have these: those from the place `cursor` on are not to be read."""
         self._gone = joined([*self._gone, *spans])
         rest = self.spans(cursor, self._end)
-        self._runs = tuple(_before(self._runs, cursor))
-        self._end = cursor
+        before = [(p, a, min(b, a + cursor - p)) for p, a, b in self._runs if p < cursor]
+        self._runs, self._end = tuple(before), cursor
         for span in rest:  # one after the other: they stay in their order
             self.add(without([span], self._gone))
 
@@ -132,11 +132,7 @@ class OwnSamples:
         self._returned = joined([*self._returned, *spans])
 
     def holding(self, pending: Sequence[Interval]) -> list[Interval]:
-        """All leased ones that the cluster means to read, or has read and no average has.
-
-        Args:
-            pending: in contributions that are under way.
-        """
+        """All leased ones that are not read, or in no average; pending: in contributions."""
         mine = [*self.spans(self._reported, self._end), *self._returned, *pending]
         return without(leased(mine), self._gone)
 
@@ -162,9 +158,3 @@ class OwnSamples:
     def begin_at(self, cursor: int) -> None:
         """A run that had no others so far has read as many samples, in the common order."""
         self._end = self._reported = self.frontier = cursor
-
-
-def _before(runs: Sequence[Run], cursor: int) -> Iterator[Run]:
-    for place, start, stop in runs:
-        if (count := min(stop - start, cursor - place)) > 0:
-            yield place, start, start + count

@@ -1,79 +1,187 @@
-"""Rank 0's end of the hub: a thread in which the `Session` runs; survives whatever happens there.
+"""Rank 0's end of the hub: a thread that joins it, again and again, whatever happens there.
 
-Nothing that is called here waits for the network. What is computed in the thread must leave the
+Nothing that rank 0 calls here waits for the network. What is computed in the thread must leave the
 interpreter to the inner steps: hashes, files and TLS release its lock.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import queue
+import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
+from isles.errors import CommunicationError, ConfigError
 from isles.outer.average import combine
-from isles.outer.client.session import HubState, Session
-from isles.outer.client.transfer import Spool
+from isles.outer.client.api import HubApi
+from isles.outer.client.http import WHO_IS_THERE, HubRefusal
+from isles.outer.client.session import JOIN_AGAIN, Account, HubState, RejoinError, Session
+from isles.outer.client.spool import Spool
 from isles.outer.hivemind import HivemindSettings
 from isles.outer.layout import Layout
 from isles.outer.messages import Apply, Command, End, Join, Lease, Pending
-from isles.outer.samples import Interval
+from isles.run.join_line import JoinLine
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+
 _KEPT_AVERAGES = 8
 """Engine hivemind: so many averages stay for clusters that missed them."""
-
 _PEERS_END_S = 15.0
 """Engine hivemind: until others have left the hub that is hosted here, and the daemon has ended."""
+_PATIENCE_S, _LOOK_S, _CLOSE_S = 90.0, 2.0, 10.0
+_PAUSE_S, _LONGEST_PAUSE_S, _HEALTHY_S = 0.5, 5.0, 20.0
+_WILL_PASS = {"name_taken", "full"}
+"""Refusals that a cluster meets which was started again before its former self was given up."""
 
 
-def join_of(
-    layout: Layout,
-    *,
-    name: str,
-    member_id: str,
-    outer_params: Sequence[str],
-    identity: Mapping[str, str] | None = None,
-    version: int = 0,
-    holding: Sequence[Interval] = (),
-) -> Join:
-    """What a cluster joins with.
+class _Left(Exception):
+    pass
+
+
+class Hub:
+    """What a rank has of other clusters: commands that come, and files; but of rank 0 nothing."""
+
+    def __init__(self, spool: Spool, state: HubState) -> None:
+        self.state, self._spool = state, spool
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._news = threading.Condition()
+
+    def contribution_path(self, outer_step: int) -> Path:
+        """Where a contribution is to be written (`Cluster.encode`) before `contribute`."""
+        return self._spool.contribution(outer_step)
+
+    def state_path(self, fragment: int) -> Path:
+        """Where the state is to be written (`Cluster.export_state`) before `give_state`."""
+        return self._spool.given / f"fragment-{fragment}.safetensors"
+
+    def contribute(self, pending: Pending) -> None:
+        """Upload a contribution; `Apply` tells what became of it.
+
+        Its file lies at `contribution_path`, and is the client's from now on. All outer steps
+        before it are contributed to or missed.
+        """
+
+    def applied(self, outer_step: int, digest: str) -> None:
+        """An average was applied (also an empty one), which has led to these outer parameters."""
+
+    def lease(self, num_samples: int) -> None:
+        """Ask for samples; `Lease` brings them. May be asked several times, ahead."""
+
+    def give_state(self, version: int, outer_params: Sequence[str]) -> None:
+        """What `SendState` asked for lies at the `state_path` of each fragment, and stays so."""
+
+    def adopted(self, version: int, outer_params: Sequence[str]) -> None:
+        """`Adopt` is done; contributions under way are void."""
+
+    def reset_done(self) -> None:
+        """`Reset` is done."""
+
+    def keep_since(self, version: int) -> None:
+        """The cluster may have to go on from a checkpoint with so many outer steps applied.
+
+        Until this is called first it may be the one that it has been started from.
+        """
+        self._spool.since = version
+
+    def report(self, **progress: Any) -> None:
+        """Set fields of the next `Heartbeat`. Costs nothing."""
+
+    def poll(self) -> list[Command]:
+        """The commands since the last call, in order; never waits."""
+        found = []
+        while not self._commands.empty():
+            found.append(self._commands.get())
+        return found
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until `poll` has something, or the time is over."""
+        with self._news:
+            self._news.wait_for(lambda: not self._commands.empty(), timeout_s)
+
+    def emit(self, command: Command) -> None:
+        """Have a command polled."""
+        with self._news:
+            self._commands.put(command)
+            self._news.notify_all()
+
+    def close(self, *, leaves: bool = True, has_finished: bool = False) -> None:
+        """End, within some seconds.
+
+        Args:
+            leaves: tell the hub, so that nobody waits for this cluster; it may join again.
+            has_finished: tell it that the training is over, too.
+        """
+
+
+class Alone(Hub):
+    """Of a run of one cluster: its contribution is the average.
 
     Args:
-        member_id: 32 hexadecimal digits (`secrets.token_hex(16)`), kept for the whole run.
-        outer_params: the digest of each fragment's outer parameters (`Cluster.digest`).
-        identity: what else must be equal on all clusters: outer settings, the model's name …
-        version: outer steps applied to the outer parameters (0, or what the checkpoint says).
-        holding: samples leased before this attempt that the cluster still means to train on, or
-            has trained on since its last contribution that is in an average. What was leased to it
-            and it does not hold is leased to others. From here on the client keeps account.
+        next_sample: the first that was never leased.
     """
-    return Join(
-        id=member_id,
-        name=name,
-        identity={"layout": layout.digest, **(identity or {})},
-        codec=layout.codec.text,
-        pieces=[layout.piece_counts(fragment) for fragment in range(len(layout.fragments))],
-        version=version,
-        outer_params=list(outer_params),
-        holding=list(holding),
-    )
+
+    def __init__(self, layout: Layout, name: str, spool: Spool, *, next_sample: int) -> None:
+        state = HubState(members=(name,), is_connected=True, is_joined=True, decided=spool.version)
+        super().__init__(spool, state)
+        self._layout, self._name, self._next_sample = layout, name, next_sample
+
+    def contribute(self, pending: Pending) -> None:
+        outer_step, codec = pending.outer_step, self._layout.codec
+        path, average = self.contribution_path(outer_step), self._spool.average(outer_step)
+        size = 0
+        with path.open("rb") as source, average.open("wb") as goal:
+            for count in self._layout.piece_counts(outer_step % len(self._layout.fragments)):
+                data = source.read(codec.size(count))
+                size += goal.write(combine(codec.text, count, [(data, 1.0)]))
+        path.unlink()
+        weights = {self._name: pending.tokens}
+        self.emit(
+            Apply(outer_step=outer_step, path=average, weights=weights, refused={}, size_bytes=size)
+        )
+
+    def applied(self, outer_step: int, digest: str) -> None:
+        self._spool.average(outer_step).unlink(missing_ok=True)
+
+    def lease(self, num_samples: int) -> None:
+        start, self._next_sample = self._next_sample, self._next_sample + num_samples
+        self.emit(Lease(((start, self._next_sample),)))
+
+    def report(self, **progress: Any) -> None:
+        if progress.get("ends"):  # nobody has an outer step that is still to come
+            self.emit(End(0))
 
 
-class HubClient:
+def in_loop(
+    method: Callable[Concatenate[HubClient, P], None],
+) -> Callable[Concatenate[HubClient, P], None]:
+    """Run a method in the client's thread; nobody waits for it."""
+
+    @functools.wraps(method)
+    def call(self: HubClient, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        work = functools.partial(method, self, *args, **kwargs)
+        with suppress(RuntimeError):  # the thread has ended: see `HubState.refusal`
+            self.loop.call_soon_threadsafe(work)
+
+    return call
+
+
+class HubClient(Hub):
     """Joins the other clusters at once, in a thread. To be used by one thread of rank 0.
 
     No method waits for the network, save `wait` and `close`, which have deadlines.
 
     Args:
-        join: see `join_of`.
-        join_file: holds the join line (mode 0600).
+        join: what the cluster joins with; from here on the client keeps account of it.
+        join_file: holds the join line (mode 0600); engine hivemind makes its own.
         spool: a folder of this cluster's own, kept over attempts; contributions and averages lie
             in it for a while.
         note: takes lines for the user, in the thread.
@@ -95,209 +203,192 @@ class HubClient:
     ) -> None:
         self._more_s = 0.0 if hivemind is None else _PEERS_END_S
         kept = 0 if hivemind is None else _KEPT_AVERAGES
-        self._spool = Spool.of(spool, join.pieces, join.version, kept)
-        self._num_fragments = len(join.pieces)
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._news = threading.Condition()
-        self._session = Session(
-            join,
-            join_file,
-            self._spool,
-            self._emit,
-            note,
-            max_bytes_per_s=max_bytes_per_s,
-            heartbeat_s=heartbeat_s,
-            hivemind=hivemind,
-        )
-        self.state: HubState = self._session.state
-        self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(self._session.run())
-        self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
+        files = Spool.of(spool, join.pieces, join.version, kept)
+        self._account = Account(join, files, self.emit, note, max_bytes_per_s)
+        super().__init__(files, self._account.state)
+        self._join_file, self._heartbeat_s, self._hivemind = join_file, heartbeat_s, hivemind
+        if hivemind is not None:
+            self._account.they_are = "the other clusters are"
+        self._session: Session | None = None
+        self._left: tuple[bool, bool] | None = None
+        self._leaving, self._begin_anew = asyncio.Event(), asyncio.Event()
+        self.loop = asyncio.new_event_loop()
+        self._task = self.loop.create_task(self._run())
+        self._thread = threading.Thread(target=self._serve, name="hub", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    # What rank 0 has done.
+
+    @in_loop
+    def contribute(self, pending: Pending) -> None:
+        self._account.pending[pending.outer_step] = pending
+        if self._session is not None:
+            self._session.contribute(pending)
+
+    @in_loop
+    def applied(self, outer_step: int, digest: str) -> None:
+        account = self._account
+        account.outer_params[outer_step % len(account.outer_params)] = digest
+        self._spool.note_outer_params(outer_step, digest)
+        self._spool.version = outer_step + 1
+        for late in [other for other in account.pending if other <= outer_step]:
+            del account.pending[late]  # it came after the outer step was decided
+        self._spool.tidy()
+        if self._session is not None:
+            self._session.applied(outer_step, digest)
+
+    @in_loop
+    def lease(self, num_samples: int) -> None:
+        self._account.wanted.append(num_samples)
+        if self._session is not None:
+            self._session.lease(num_samples)
+
+    @in_loop
+    def give_state(self, version: int, outer_params: Sequence[str]) -> None:
+        if self._session is not None:
+            paths = [self.state_path(fragment) for fragment in range(len(outer_params))]
+            self._session.give_state(version, paths, outer_params)
+
+    @in_loop
+    def adopted(self, version: int, outer_params: Sequence[str]) -> None:
+        account, spool = self._account, self._spool
+        account.outer_params = list(outer_params)
+        spool.version = account.delivered = version
+        for outer_step in account.pending:
+            spool.contribution(outer_step).unlink(missing_ok=True)
+        account.pending.clear()
+        shutil.rmtree(spool.pulled, ignore_errors=True)
+        self._begin_anew.set()
+
+    @in_loop
+    def reset_done(self) -> None:
+        self._account.reset_done = self._account.reset_reason
+
+    def report(self, **progress: Any) -> None:
+        self._account.progress = progress
+
+    def close(self, *, leaves: bool = True, has_finished: bool = False) -> None:
+        self._leave(leaves and self.state.is_connected, has_finished)
+        self._thread.join(_CLOSE_S + self._more_s)
+        if self._thread.is_alive():
+            with suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._task.cancel)
+            self._thread.join(_CLOSE_S)
+
+    @in_loop
+    def _leave(self, leaves: bool, has_finished: bool) -> None:
+        self._left = leaves, has_finished
+        self._leaving.set()
+
+    # The thread.
+
+    def _serve(self) -> None:
         try:
-            self._loop.run_until_complete(self._task)
+            self.loop.run_until_complete(self._task)
         except asyncio.CancelledError:
             pass
         except BaseException:  # the edge of a thread
             log.exception("what speaks with the hub has ended")
         finally:
             with suppress(RuntimeError):
-                self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
+                self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
 
-    def _emit(self, command: Command) -> None:
-        with self._news:
-            self._commands.put(command)
-            self._news.notify_all()
+    async def _run(self) -> None:
+        # One session after the other, until `close`, or until the hub says no for good.
+        began, pause_s = time.monotonic(), _PAUSE_S
+        try:
+            while True:
+                started = time.monotonic()
+                error = await self._take_part()
+                if isinstance(error, _Left) or self._is_final(error, started - began):
+                    return
+                is_healthy = time.monotonic() - started > _HEALTHY_S
+                pause_s = _PAUSE_S if is_healthy else min(2 * pause_s, _LONGEST_PAUSE_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._leaving.wait(), pause_s)
+                    return
+        finally:
+            if self._account.node is not None:
+                leaves, has_finished = self._left or (False, False)
+                await self._account.node.close(waits=leaves and has_finished)
 
-    def _call(self, function: Callable[..., object], *args: object) -> None:
-        with suppress(RuntimeError):  # the thread has ended: see `HubState.refusal`
-            self._loop.call_soon_threadsafe(function, *args)
+    def _is_final(self, error: BaseException, after_s: float) -> bool:
+        account, node = self._account, self._account.node
+        match error:
+            case RejoinError():
+                log.info("to join anew: %s", error)
+            case HubRefusal() if error.kind in JOIN_AGAIN:
+                log.info("to join anew: %s", error.what)
+            case HubRefusal() if error.kind == "ahead" and node is not None:
+                node.knows_more()
+            case HubRefusal() if (error.kind in _WILL_PASS and after_s < _PATIENCE_S) or (
+                error.kind in WHO_IS_THERE and account.state.is_joined
+            ):
+                account.is_lost(error.what)
+            case HubRefusal() | ConfigError():
+                what = f"the hub does not let this cluster in: {error.what}; {error.fix}"
+                account.report(what, warns=True)
+                account.state.refusal = error
+                return True
+            case CommunicationError():
+                account.is_lost(error.what)
+            case _:
+                what = "what speaks with the hub has failed"
+                log.error(what, exc_info=error)
+                account.report(f"{what}: {error!r}; it begins anew", warns=True)
+        return False
 
-    # What rank 0 has done.
+    async def _take_part(self) -> BaseException:
+        # For as long as the hub knows this cluster; why no longer.
+        account = self._account
+        self._begin_anew.clear()
+        try:
+            if self._hivemind is not None:
+                await self._begin_node(self._hivemind)
+            line, id = JoinLine.read(self._join_file), account.first_join.id
+            async with (
+                HubApi(line, id, up=account.up, down=account.down) as api,
+                asyncio.TaskGroup() as group,
+            ):
+                group.create_task(self._watch(line))
+                session = Session(account, api, group, self._heartbeat_s)
+                group.create_task(self._end(session))
+                await session.join()
+                self._session = session
+                await self._begin_anew.wait()
+                raise RejoinError("the state of another cluster is taken over")
+        except Exception as group_error:
+            error: BaseException = group_error
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            return error
+        finally:
+            self._session = None
 
-    def contribution_path(self, outer_step: int) -> Path:
-        """Where a contribution is to be written (`Cluster.encode`) before `contribute`."""
-        return self._spool.contribution(outer_step)
+    async def _begin_node(self, settings: HivemindSettings) -> None:
+        account = self._account
+        if account.node is None:
+            from isles.outer.hivemind.host import Node
 
-    def state_paths(self) -> list[Path]:
-        """Where the state is to be written (`Cluster.export_state`) before `give_state`."""
-        folder = self._spool.given
-        return [folder / f"fragment-{i}.safetensors" for i in range(self._num_fragments)]
+            name, folder = account.first_join.name, self._spool.folder / "hivemind"
+            account.node = Node(settings, name, folder, self._spool, account.report)
+            self._join_file = await account.node.listen()
+        account.node.begin()
 
-    def contribute(self, pending: Pending) -> None:
-        """Upload a contribution; `Apply` tells what became of it.
+    async def _watch(self, line: JoinLine) -> None:
+        # Join anew where there is another join line; find out where hivemind's part has failed.
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            with suppress(ConfigError):
+                if JoinLine.read(self._join_file) != line:
+                    raise RejoinError("there is a new join line")
+            if self._account.node is not None:
+                self._account.node.check()
 
-        Its file lies at `contribution_path`, and is the client's from now on. All outer steps
-        before it are contributed to or missed.
-        """
-        self._call(self._session.transfers.contribute, pending)
-
-    def applied(self, outer_step: int, digest: str) -> None:
-        """An average was applied (also an empty one), which has led to these outer parameters."""
-        self._call(self._session.applied, outer_step, digest)
-
-    def lease(self, num_samples: int) -> None:
-        """Ask for samples; `Lease` brings them. May be asked several times, ahead."""
-        self._call(self._session.lease, num_samples)
-
-    def give_state(self, version: int, paths: Sequence[Path], outer_params: Sequence[str]) -> None:
-        """The state that `SendState` asked for lies at `state_paths`; it must not change.
-
-        Args:
-            version: outer steps applied to all fragments.
-            paths: safetensors, one for each fragment.
-            outer_params: digest of each fragment's outer parameters.
-        """
-        self._call(self._session.give_state, version, paths, outer_params)
-
-    def adopted(self, version: int, outer_params: Sequence[str]) -> None:
-        """`Adopt` is done; contributions under way are void."""
-        self._call(self._session.adopted, version, outer_params)
-
-    def reset_done(self) -> None:
-        """`Reset` is done."""
-        self._call(self._session.reset_done)
-
-    def keep_since(self, version: int) -> None:
-        """The cluster may have to go on from a checkpoint with so many outer steps applied.
-
-        Until this is called first it may be the one that it has been started from.
-        """
-        self._spool.since = version
-
-    def report(self, **progress: Any) -> None:
-        """Set fields of the next `Heartbeat`. Costs nothing."""
-        self._session.progress = progress
-
-    # What the hub has for the ranks.
-
-    def poll(self) -> list[Command]:
-        """The commands since the last call, in order; never waits."""
-        found = []
-        while not self._commands.empty():
-            found.append(self._commands.get())
-        return found
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until `poll` has something, or the time is over."""
-        end = time.monotonic() + timeout_s
-        with self._news:
-            while self._commands.empty() and (left_s := end - time.monotonic()) > 0:
-                self._news.wait(left_s)
-
-    def close(
-        self, *, leaves: bool = True, has_finished: bool = False, timeout_s: float = 10.0
-    ) -> None:
-        """End the thread, within a time.
-
-        Args:
-            leaves: tell the hub, so that nobody waits for this cluster; it may join again.
-            has_finished: tell it that the training is over, too.
-            timeout_s: for telling it.
-        """
-        self._call(self._session.leave, leaves and self.state.is_connected, has_finished)
-        self._thread.join(timeout_s + self._more_s)
-        if self._thread.is_alive():
-            self._call(self._task.cancel)
-            self._thread.join(timeout_s)
-
-
-class Alone:
-    """Stands where `HubClient` would in a run of one cluster: its contribution is the average.
-
-    Args:
-        spool: folder for the contributions.
-        version: outer steps that have been applied.
-        next_sample: the first that was never leased.
-    """
-
-    def __init__(
-        self, layout: Layout, name: str, spool: Path, *, version: int, next_sample: int
-    ) -> None:
-        self._layout, self._name, self._spool = layout, name, spool
-        self._next_sample = next_sample
-        self._commands: list[Command] = []
-        self.state = HubState(members=(name,), is_connected=True, is_joined=True, decided=version)
-        spool.mkdir(mode=0o700, exist_ok=True)
-
-    def contribution_path(self, outer_step: int) -> Path:
-        return self._spool / f"contribution-{outer_step:08d}"
-
-    def _average(self, outer_step: int) -> Path:
-        return self._spool / f"average-{outer_step:08d}"
-
-    def contribute(self, pending: Pending) -> None:
-        outer_step, codec = pending.outer_step, self._layout.codec
-        path, average = self.contribution_path(outer_step), self._average(outer_step)
-        size = 0
-        with path.open("rb") as source, average.open("wb") as goal:
-            for count in self._layout.piece_counts(outer_step % len(self._layout.fragments)):
-                data = source.read(codec.size(count))
-                size += goal.write(combine(codec.text, count, [(data, 1.0)]))
-        path.unlink()
-        weights = {self._name: pending.tokens}
-        self._commands.append(
-            Apply(outer_step=outer_step, path=average, weights=weights, refused={}, size_bytes=size)
-        )
-
-    def applied(self, outer_step: int, digest: str) -> None:
-        self._average(outer_step).unlink(missing_ok=True)
-
-    def lease(self, num_samples: int) -> None:
-        start, self._next_sample = self._next_sample, self._next_sample + num_samples
-        self._commands.append(Lease(((start, self._next_sample),)))
-
-    def state_paths(self) -> list[Path]:
-        return []
-
-    def give_state(self, version: int, paths: Sequence[Path], outer_params: Sequence[str]) -> None:
-        raise AssertionError("nobody asks for the state")
-
-    def adopted(self, version: int, outer_params: Sequence[str]) -> None:
-        raise AssertionError("nobody gives a state")
-
-    def reset_done(self) -> None:
-        raise AssertionError("nobody asks for a reset")
-
-    def keep_since(self, version: int) -> None:
-        pass  # an average is this cluster's own contribution: its steps are done again
-
-    def report(self, **progress: Any) -> None:
-        if progress.get("ends"):  # nobody has an outer step that is still to come
-            self._commands.append(End(0))
-
-    def poll(self) -> list[Command]:
-        found, self._commands = self._commands, []
-        return found
-
-    def wait(self, timeout_s: float) -> None:
-        pass
-
-    def close(self, *, leaves: bool = True, has_finished: bool = False) -> None:
-        pass
-
-
-Hub = HubClient | Alone
+    async def _end(self, session: Session) -> None:
+        await self._leaving.wait()
+        leaves, has_finished = self._left or (False, False)
+        if leaves:
+            await session.leave(has_finished=has_finished)
+        raise _Left

@@ -1,47 +1,53 @@
-"""Requests to the hub: tried again until a deadline."""
+"""Requests to the hub, and files in chunks both ways; each is tried again until a deadline."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import random
 import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
 import aiohttp
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 
 from isles.errors import CommunicationError
-from isles.outer.messages import ErrorBody, Message
+from isles.outer.messages import (
+    CHUNK_BYTES,
+    ErrorBody,
+    Message,
+    Received,
+    chunk_size,
+    digest_of,
+    hash_chunks,
+    num_chunks,
+)
 from isles.run.join_line import JoinLine
 
 A = TypeVar("A", bound=BaseModel)
 R = TypeVar("R")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_ATTEMPT_S = 20.0
-_STALL_S = 20.0
-_CONNECT_S = 10.0
+_CONNECT_S, _SILENT_S = 10.0, 20.0
 _BURST_S = 0.05
-_SLICE = 1 << 16
+_SLICE, _BIG_SLICE = 1 << 16, 1 << 18
+_AT_ONCE = 4
+"""Chunks of a file that travel at a time."""
+_WRONG_HASHES = 3
 _SECRET = re.compile(r"[0-9a-f]{32}")
 """A member's id, in an address: who knows it can speak in its name."""
-_BIG_SLICE = 1 << 18
 WHO_IS_THERE = frozenset({"token", "certificate", "http", "protocol"})
 """Refusals by somebody who may only for a while stand where the hub was."""
 _TRY_AGAIN = frozenset({408, 429, 500, 502, 503, 504, 507})
 
 
 class HubRefusal(CommunicationError):
-    """The hub has understood, and says no.
-
-    Args:
-        kind: one word for programs: late, behind, refused, other_run, name_taken …
-        what: what is wrong.
-        where: the hub.
-        fix: what to do.
-    """
+    """The hub has understood, and says no; `kind` is one word for programs."""
 
     id = "hub.refused"
 
@@ -54,16 +60,22 @@ class _TryAgain(Exception):
     pass
 
 
+class _Hashes(RootModel[list[str]]):
+    pass
+
+
 class RateLimit:
     """Limit on bytes per second, shared by all connections that ask it; first come, first served.
 
     Args:
-        bytes_per_s: the rate; 0: no limit. It may be changed at any time.
+        bytes_per_s: 0: no limit. It may be changed at any time.
         clock: seconds that only grow; left out, the event loop's.
     """
 
     def __init__(self, bytes_per_s: float, clock: Callable[[], float] | None = None) -> None:
         self.bytes_per_s = bytes_per_s
+        self.total = 0
+        """Bytes that have passed, in whole chunks."""
         self._clock = clock
         self._free_at = 0.0
 
@@ -81,131 +93,149 @@ class Channel:
 
     A request is tried until it works or its deadline is over. Then, or where the hub is another, it
     raises `CommunicationError`; where the hub says no, `HubRefusal`.
-
-    Args:
-        line: where it is, and how to know it.
-        connections: at most so many at a time.
-        up: limits what is sent.
-        down: limits what is fetched.
     """
 
-    def __init__(self, line: JoinLine, connections: int, up: RateLimit, down: RateLimit) -> None:
-        self.line = line
-        self.connections = connections
-        self.up = up
-        self.down = down
-        self.sent_bytes = 0
-        self.received_bytes = 0
-        self._session: aiohttp.ClientSession | None = None
+    def __init__(self, line: JoinLine, up: RateLimit, down: RateLimit) -> None:
+        self.line, self.up, self.down = line, up, down
 
     async def open(self) -> None:
         connector = aiohttp.TCPConnector(
-            # One more, so that heartbeats pass while files travel on all others.
-            limit=self.connections + 2,
+            limit=0,  # heartbeats pass while files travel
             ssl=aiohttp.Fingerprint(self.line.fingerprint),
             keepalive_timeout=30.0,
             socket_factory=_make_socket,
         )
-        self._session = aiohttp.ClientSession(
-            self.line.url,
-            connector=connector,
-            headers={"Authorization": f"Bearer {self.line.token}"},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-        )
+        headers = {"Authorization": f"Bearer {self.line.token}"}
+        self._session = aiohttp.ClientSession(self.line.url, connector=connector, headers=headers)
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
-    async def get(self, path: str, kind: type[A], deadline_s: float, wait_s: float = 0.0) -> A:
-
-        async def attempt() -> A:
-            query = {"wait": f"{wait_s:g}"} if wait_s else {}
-            async with asyncio.timeout(_ATTEMPT_S + wait_s):
-                return self._parse(await self._request("GET", path, params=query), kind)
-
-        return await self._until(attempt, deadline_s, f"GET {path}")
+    async def get(self, path: str, kind: type[A], deadline_s: float, *, patience_s: float = 0) -> A:
+        """Ask; the hub may take `patience_s` longer than usual to answer."""
+        return await self._until(
+            lambda: self._answer(kind, "GET", path, patience_s), deadline_s, f"GET {path}"
+        )
 
     async def post(
-        self, path: str, body: Message, kind: type[A], deadline_s: float, attempt_s: float = 0.0
+        self, path: str, body: Message, kind: type[A], deadline_s: float, *, patience_s: float = 0
     ) -> A:
+        options = {
+            "data": body.model_dump_json().encode(),
+            "headers": {"Content-Type": "application/json"},
+        }
+        return await self._until(
+            lambda: self._answer(kind, "POST", path, patience_s, **options),
+            deadline_s,
+            f"POST {path}",
+        )
 
-        async def attempt() -> A:
-            async with asyncio.timeout(attempt_s or _ATTEMPT_S):
-                data = body.model_dump_json().encode()
-                headers = {"Content-Type": "application/json"}
-                answer = await self._request("POST", path, data=data, headers=headers)
-                return self._parse(answer, kind)
+    async def upload(
+        self, place: str, path: Path, hashes: Sequence[str], deadline_s: float
+    ) -> None:
+        """Send the chunks of a file, with these hashes, that the hub does not have.
 
-        return await self._until(attempt, deadline_s, f"POST {path}")
+        Args:
+            place: the file's address there: GET says what is there, PUT …/CHUNK adds.
+        """
+        end = _now() + deadline_s
+        size_bytes = path.stat().st_size
+        there = await self.get(place, Received, deadline_s)
+        if there.size_bytes != size_bytes:
+            raise HubRefusal(
+                "malformed",
+                f"{path.name} has {size_bytes} bytes; the hub expects {there.size_bytes}",
+                where=str(self.line),
+                fix="cut the same weights into the same pieces on all clusters",
+            )
+        missing = [i for i, sha256 in enumerate(hashes) if there.chunks.get(str(i)) != sha256]
+        handle = os.open(path, os.O_RDONLY)
 
-    async def put(self, path: str, data: bytes, sha256: str, deadline_s: float) -> None:
+        async def send(index: int) -> None:
+            size, start = chunk_size(size_bytes, index), index * CHUNK_BYTES
+            data = await asyncio.to_thread(os.pread, handle, size, start)
+            address = f"{place}/{index}"
 
-        async def attempt() -> None:
-            async with asyncio.timeout(_STALL_S) as timer:
-                headers = {"X-Sha256": sha256, "Content-Length": str(len(data))}
-                body = self._slices(data, timer)
-                await self._request("PUT", path, data=body, headers=headers)
-            self.sent_bytes += len(data)
+            async def attempt() -> None:
+                headers = {"X-Sha256": hashes[index], "Content-Length": str(size)}
+                async with self._ask("PUT", address, data=self._slices(data), headers=headers):
+                    self.up.total += size
 
-        await self._until(attempt, deadline_s, f"PUT {path}")
+            await self._until(attempt, end - _now(), f"PUT {address}")
 
-    async def _slices(self, data: bytes, timer: asyncio.Timeout) -> AsyncIterator[bytes]:
-        loop = asyncio.get_running_loop()
+        try:
+            await _in_parallel(send, missing)
+        finally:
+            os.close(handle)
+
+    async def _slices(self, data: bytes) -> AsyncIterator[bytes]:
         size = _SLICE if self.up.bytes_per_s else _BIG_SLICE
         for start in range(0, len(data), size):
             part = data[start : start + size]
-            delay_s = self.up.delay(len(part))
-            _put_off(timer, loop.time() + delay_s + _STALL_S)
-            if delay_s:
-                await asyncio.sleep(delay_s)
+            await asyncio.sleep(self.up.delay(len(part)))
             yield part
 
-    async def fetch(self, path: str, start: int, size: int, deadline_s: float) -> bytes:
-        session = self._session
-        assert session is not None
-        loop = asyncio.get_running_loop()
+    async def download(
+        self, place: str, size_bytes: int, digest: str, target: Path, deadline_s: float
+    ) -> None:
+        """Fetch a file; what an earlier attempt has fetched of it is kept.
 
-        async def attempt() -> bytes:
-            data = bytearray()
-            # Whatever is asked for comes as fast as the link can: so ask only when it may come.
-            await asyncio.sleep(self.down.delay(size))
-            headers = {"Range": f"bytes={start}-{start + size - 1}"}
-            async with asyncio.timeout(_STALL_S) as timer:
-                async with session.get(path, headers=headers) as response:
-                    if response.status not in (200, 206):
-                        self._raise(response.status, await response.read())
-                    if response.status != 206 and start:
-                        raise _TryAgain("the hub sends a file from its beginning")
-                    while len(data) < size:
-                        part = await response.content.read(min(_BIG_SLICE, size - len(data)))
-                        if not part:
-                            raise _TryAgain("the connection was cut")
-                        data += part
-                        _put_off(timer, loop.time() + _STALL_S)
-            self.received_bytes += len(data)
-            return bytes(data)
+        Args:
+            digest: of its chunks' hashes.
+            target: it is there only when it is whole.
 
-        return await self._until(attempt, deadline_s, f"GET {path}")
+        Raises:
+            CommunicationError: what comes is not what was announced.
+        """
+        end = _now() + deadline_s
 
-    async def _request(self, method: str, path: str, **options: object) -> bytes:
-        assert self._session is not None
-        async with self._session.request(method, path, **options) as response:  # type: ignore[arg-type]
-            body = await response.read()
-            if response.status not in (200, 204):
-                self._raise(response.status, body)
-            return body
+        def wrong(what: str) -> CommunicationError:
+            fix = "check the disk of the hub"
+            return CommunicationError(f"{place}: {what}", where=str(self.line), fix=fix)
 
-    def _raise(self, status: int, body: bytes) -> None:
+        hashes = (await self.get(f"{place}/hashes", _Hashes, deadline_s)).root
+        if len(hashes) != num_chunks(size_bytes) or digest_of(hashes) != digest:
+            raise wrong("the hashes of its chunks do not make up its digest")
+        partial = target.with_name(f"{target.name}.partial")
+        have = await asyncio.to_thread(hash_chunks, partial) if partial.exists() else []
+        missing = [i for i, sha256 in enumerate(hashes) if have[i : i + 1] != [sha256]]
+        handle = os.open(partial, os.O_RDWR | os.O_CREAT, 0o600)
+
+        async def receive(index: int) -> None:
+            start, size = index * CHUNK_BYTES, chunk_size(size_bytes, index)
+            for _ in range(_WRONG_HASHES):
+                data = await self._until(
+                    lambda: self._fetch(place, start, size), end - _now(), f"GET {place}"
+                )
+                if hashlib.sha256(data).hexdigest() == hashes[index]:
+                    await asyncio.to_thread(os.pwrite, handle, data, start)
+                    return
+            raise wrong(f"chunk {index} came wrong {_WRONG_HASHES} times")
+
         try:
-            error = ErrorBody.model_validate_json(body)
-        except ValidationError:
-            error = ErrorBody(kind="http", what=f"HTTP status {status}: {body[:200]!r}")
-        if status in _TRY_AGAIN:
-            raise _TryAgain(error.what)
-        raise HubRefusal(error.kind, error.what, where=str(self.line), fix=error.fix)
+            os.ftruncate(handle, size_bytes)
+            await _in_parallel(receive, missing)
+            await asyncio.to_thread(os.fsync, handle)
+        finally:
+            os.close(handle)
+        partial.replace(target)
 
-    def _parse(self, body: bytes, kind: type[A]) -> A:
+    async def _fetch(self, path: str, start: int, size: int) -> bytes:
+        # Whatever is asked for comes as fast as the link can: so ask only when it may come.
+        await asyncio.sleep(self.down.delay(size))
+        headers = {"Range": f"bytes={start}-{start + size - 1}"}
+        async with self._ask("GET", path, headers=headers) as response:
+            if response.status != 206 and start:
+                raise _TryAgain("the hub sends a file from its beginning")
+            data = await response.content.readexactly(size)
+        self.down.total += size
+        return data
+
+    async def _answer(
+        self, kind: type[A], method: str, path: str, patience_s: float, **options: Any
+    ) -> A:
+        async with self._ask(method, path, patience_s, **options) as response:
+            body = await response.read()
         try:
             return kind.model_validate_json(body)
         except ValidationError as error:
@@ -216,9 +246,26 @@ class Channel:
                 fix="install the same version of isles there and here",
             ) from error
 
+    @asynccontextmanager
+    async def _ask(
+        self, method: str, path: str, patience_s: float = 0.0, **options: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_S, sock_read=_SILENT_S + patience_s)
+        async with self._session.request(method, path, timeout=timeout, **options) as response:
+            if response.status not in (200, 204, 206):
+                body = await response.read()
+                try:
+                    error = ErrorBody.model_validate_json(body)
+                except ValidationError:
+                    what = f"HTTP status {response.status}: {body[:200]!r}"
+                    error = ErrorBody(kind="http", what=what)
+                if response.status in _TRY_AGAIN:
+                    raise _TryAgain(error.what)
+                raise HubRefusal(error.kind, error.what, where=str(self.line), fix=error.fix)
+            yield response
+
     async def _until(self, attempt: Callable[[], Awaitable[R]], deadline_s: float, what: str) -> R:
-        loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s
+        end = _now() + deadline_s
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
@@ -233,11 +280,11 @@ class Channel:
                     fix="use the present join line of the hub; if it is, somebody stands "
                     "between it and this machine",
                 ) from None
-            except (aiohttp.ClientError, OSError, TimeoutError, _TryAgain) as error:
+            except (aiohttp.ClientError, OSError, EOFError, TimeoutError, _TryAgain) as error:
                 last = str(error) or type(error).__name__
             pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
             delay_s = pause_s * random.uniform(0.5, 1.0)
-            if loop.time() + delay_s >= end:
+            if _now() + delay_s >= end:
                 asked = _SECRET.sub("…", what)
                 raise CommunicationError(
                     f"{asked} has not worked for {deadline_s:.0f} s; at last: {last}",
@@ -249,23 +296,28 @@ class Channel:
             await asyncio.sleep(delay_s)
 
 
-def _put_off(timer: asyncio.Timeout, when: float) -> None:
-    # There is progress: the attempt has more time, unless it is over already.
-    if not timer.expired() and timer.when() is not None:
-        timer.reschedule(when)
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _in_parallel(work: Callable[[int], Awaitable[None]], indices: Sequence[int]) -> None:
+    left = iter(indices)
+
+    async def worker() -> None:
+        for index in left:
+            await work(index)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(_AT_ONCE, len(indices))):
+                group.create_task(worker())
+    except ExceptionGroup as errors:  # the first failure ends all
+        raise errors.exceptions[0] from None
 
 
 def _make_socket(info: tuple[int, int, int, str, tuple[object, ...]]) -> socket.socket:
-    # Notices within half a minute when the other end is gone without a word.
-    family, kind, protocol, _, _ = info
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        ("TCP_KEEPIDLE", 10),
-        ("TCP_KEEPINTVL", 5),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", 30_000),
-    ):
-        if hasattr(socket, option):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    # What is sent fails within half a minute where the other end is gone without a word.
+    made = socket.socket(*info[:3])
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
     return made

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,23 +35,16 @@ _LEAST_SECRET = 16
 
 
 class Keys:
-    """What every cluster of a run makes for itself, the same as all others.
-
-    Args:
-        secret: that the clusters share; empty: whoever reaches a cluster may take part.
-    """
+    """What every cluster makes of the secret that all share; empty: whoever comes may take part."""
 
     def __init__(self, run: str, secret: bytes) -> None:
         self._run = run
         self._key = hashlib.sha256(b"isles hivemind\0" + run.encode() + b"\0" + secret).digest()
+        self._hub_key = Ed25519PrivateKey.from_private_bytes(self._derive("certificate"))
 
     @classmethod
     def read(cls, run: str, secret_file: Path | None) -> Keys:
-        """With the secret that stands in a file.
-
-        Raises:
-            ConfigError: it cannot be read, or is no secret.
-        """
+        """With the secret that stands in a file."""
         if secret_file is None:
             return cls(run, b"")
         where = f"outer.hivemind.secret_file {secret_file}"
@@ -86,40 +79,31 @@ class Keys:
     def write_identity(self, folder: Path) -> None:
         """Token and certificate of a hub: whoever hosts it shows the same ones."""
         folder.mkdir(mode=0o700, exist_ok=True)
-        key, certificate = self._certificate()
         write_secret(folder / "token", encode(self._derive("token")))
-        write_secret(
-            folder / "key.pem",
-            key.private_bytes(
-                serialization.Encoding.PEM,
-                serialization.PrivateFormat.PKCS8,
-                serialization.NoEncryption(),
-            ).decode(),
-        )
-        pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
-        write_secret(folder / "certificate.pem", pem)
+        pem, encryption = serialization.Encoding.PEM, serialization.NoEncryption()
+        key = self._hub_key.private_bytes(pem, serialization.PrivateFormat.PKCS8, encryption)
+        write_secret(folder / "key.pem", key.decode())
+        write_secret(folder / "certificate.pem", self._certificate().public_bytes(pem).decode())
 
     def line(self, port: int) -> JoinLine:
         """The join line of this machine's own door."""
-        _, certificate = self._certificate()
-        shown = hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).digest()
+        certificate = self._certificate().public_bytes(serialization.Encoding.DER)
+        shown = hashlib.sha256(certificate).digest()
         return JoinLine("127.0.0.1", port, self._run, encode(self._derive("token")), shown)
 
-    def _certificate(self) -> tuple[Ed25519PrivateKey, x509.Certificate]:
+    def _certificate(self) -> x509.Certificate:
         # Ed25519 signs the same bytes in the same way, so that the certificate is the same, too.
-        key = Ed25519PrivateKey.from_private_bytes(self._derive("certificate"))
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "isles hub")])
-        certificate = (
+        return (
             x509.CertificateBuilder()
             .subject_name(name)
             .issuer_name(name)
-            .public_key(key.public_key())
+            .public_key(self._hub_key.public_key())
             .serial_number(1)
             .not_valid_before(datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC))
             .not_valid_after(datetime.datetime(2124, 1, 1, tzinfo=datetime.UTC))
-            .sign(key, None)
+            .sign(self._hub_key, None)
         )
-        return key, certificate
 
 
 Body = dict[str, Any]
@@ -130,7 +114,6 @@ Streams = tuple[Reader, Writer]
 
 _SLICE = 1 << 16
 _PROTOCOL = "isles/outer/1"
-_HEAD_BYTES = 2**20
 _HEAD_S = 10.0
 _RECORD_S = 600.0
 """A record in the DHT is valid for so long: clocks may differ by as much."""
@@ -146,31 +129,28 @@ class Peers:
     """This cluster's place in the network of peers.
 
     Args:
-        settings: addresses, and what is allowed.
         folder: for the identity and the sockets.
         known: addresses of peers that were met before.
+        handlers: answer streams by their kind: with the peer, what it says, and the stream.
     """
 
     def __init__(
-        self, settings: HivemindSettings, keys: Keys, folder: Path, known: Sequence[str]
+        self,
+        settings: HivemindSettings,
+        keys: Keys,
+        folder: Path,
+        known: Sequence[str],
+        handlers: Mapping[str, Handler],
     ) -> None:
         self._settings, self._keys, self._folder, self._known = settings, keys, folder, known
-        self._handlers: dict[str, Handler] = {}
+        self._handlers = handlers
         self.id = ""
         """This peer, as the others know it."""
         self.addresses: list[str] = []
         """For `initial_peers` of others."""
 
-    def serve(self, kind: str, handler: Handler) -> None:
-        """Have streams of a kind answered: with the peer, what it says, and the stream."""
-        self._handlers[kind] = handler
-
     async def start(self) -> None:
-        """Start the daemon, and enter the DHT.
-
-        Raises:
-            CommunicationError: none of the initial peers answers.
-        """
+        """Start the daemon, and enter the DHT; CommunicationError where no initial peer answers."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         key = Path(self._settings.identity_path or self._folder / "identity.key").expanduser()
         if not key.exists():
@@ -232,11 +212,7 @@ class Peers:
         }
 
     async def open(self, peer: str, kind: str, body: Body) -> tuple[Body, Reader, Writer]:
-        """A stream to a peer, and the first that it says.
-
-        Raises:
-            PeerError: it does not answer, or says no.
-        """
+        """A stream to a peer, and the first that it says; PeerError where it says no."""
         try:
             _, reader, writer = await self._p2p.call_binary_stream_handler(
                 PeerID.from_base58(peer), _PROTOCOL
@@ -245,8 +221,8 @@ class Peers:
             raise PeerError(f"{peer[-8:]} is not reached: {error}") from error
         try:
             head = {**body, "kind": kind, "proof": self._keys.proof(self.id, peer)}
-            await send(writer, head)
-            answer = await receive(reader)
+            await _send(writer, head)
+            answer = await _receive(reader)
             if not self._keys.is_proof(answer.get("proof"), peer, self.id):
                 why = answer.get("refused", "it does not know the secret of this run")
                 raise PeerError(f"{peer[-8:]}: {why}")
@@ -255,39 +231,32 @@ class Peers:
             writer.close()
             raise
 
-    async def ask(self, peer: str, kind: str, body: Body, timeout_s: float) -> tuple[Body, bytes]:
-        """One answer, and what bytes come with it.
-
-        Raises:
-            PeerError: it does not come in time.
-        """
-        writer = None
+    async def ask(self, peer: str, kind: str, body: Body, timeout_s: float) -> Body:
+        """One answer; PeerError where it does not come in time."""
         try:
             async with asyncio.timeout(timeout_s):
-                answer, reader, writer = await self.open(peer, kind, body)
-                return answer, await reader.readexactly(int(answer.get("bytes", 0)))
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
-            raise PeerError(str(error) or f"{peer[-8:]} is silent") from error
-        finally:
-            if writer is not None:
+                answer, _, writer = await self.open(peer, kind, body)
                 writer.close()
+                return answer
+        except (OSError, TimeoutError, ValueError) as error:
+            raise PeerError(str(error) or f"{peer[-8:]} is silent") from error
 
     async def accept(self, writer: Writer, peer: str, body: Body | None = None) -> None:
         """Say yes, and something more, to a peer that has opened a stream."""
-        await send(writer, {**(body or {}), "proof": self._keys.proof(self.id, peer)})
+        await _send(writer, {**(body or {}), "proof": self._keys.proof(self.id, peer)})
 
     async def _answer(self, info: Any, reader: Reader, writer: Writer) -> None:
         peer = str(info.peer_id)
         try:
             async with asyncio.timeout(_HEAD_S):
-                head = await receive(reader)
+                head = await _receive(reader)
             handler = self._handlers.get(str(head.get("kind")))
             if not self._keys.is_proof(head.get("proof"), peer, self.id):
                 log.warning("refused: %s does not know the secret of this run", peer)
-                await send(writer, {"refused": "another secret or run than there"})
+                await _send(writer, {"refused": "another secret or run than there"})
             elif handler is not None:
                 await handler(peer, head, reader, writer)
-        except (OSError, asyncio.IncompleteReadError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             log.debug("a stream from %s has ended: %s", peer, error)
         finally:
             writer.close()
@@ -312,33 +281,20 @@ def _explained(error: Exception, initial: Sequence[str]) -> CommunicationError:
     )
 
 
-async def send(writer: Writer, body: Body) -> None:
-    data = json.dumps(body).encode()
-    writer.write(len(data).to_bytes(4, "big") + data)
+async def _send(writer: Writer, body: Body) -> None:
+    writer.write(json.dumps(body).encode() + b"\n")
     await writer.drain()
 
 
-async def receive(reader: Reader) -> Body:
-    """Receive a head.
-
-    Raises:
-        ValueError: it is none.
-    """
-    size = int.from_bytes(await reader.readexactly(4), "big")
-    if size > _HEAD_BYTES:
-        raise ValueError(f"a head of {size} bytes")
-    body = json.loads(await reader.readexactly(size))
+async def _receive(reader: Reader) -> Body:
+    body = json.loads(await reader.readline())  # ValueError where it is too long, or nothing
     if not isinstance(body, dict):
         raise ValueError("a head that is no mapping")
     return body
 
 
 class Tunnel:
-    """Listens on the loopback only, and passes on what comes.
-
-    Args:
-        connect: a way to the hub, or None where nobody hosts it.
-    """
+    """Listens on the loopback only, and passes on what comes to where `connect` leads."""
 
     def __init__(self, connect: Callable[[], Awaitable[Streams | None]]) -> None:
         self._connect = connect
@@ -353,7 +309,7 @@ class Tunnel:
             far = await self._connect()
             if far is not None:
                 await self.join(reader, writer, *far)
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
+        except (OSError, TimeoutError, ValueError) as error:
             log.debug("no way to the hub: %s", error)
         finally:
             writer.close()

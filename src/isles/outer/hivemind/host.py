@@ -6,14 +6,13 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from isles.errors import CommunicationError
-from isles.outer.client.transfer import Report, Spool, Transfers
+from isles.outer.client.spool import Spool
 from isles.outer.hivemind import HivemindSettings
 from isles.outer.hivemind.dht import Body, Keys, PeerError, Peers, Reader, Tunnel, Writer
 from isles.outer.hub.files import chunk_list
@@ -28,7 +27,6 @@ _ASK_S, _LOOK_S = 2.0, 0.2
 _FIND_EVERY_S, _FIND_OFTEN_S = 20.0, 2.0
 _LISTEN_S = 3.0
 _RETRY_S = 5.0
-_BYE_S = 1.0
 _EMPTY_S = 5.0
 
 
@@ -47,11 +45,6 @@ class Hello:
     host: str = ""
     has: int = 0
 
-    @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> Hello:
-        term, has = int(body["term"]), int(body["has"])
-        return cls(name=str(body["name"]), term=term, host=str(body["host"]), has=has)
-
 
 def choose(
     me: str, own: Hello, others: Mapping[str, Hello], *, at_least: int, has_listened: bool
@@ -63,8 +56,6 @@ def choose(
     far steps down.
 
     Args:
-        me: this peer.
-        own: what it says.
         others: what was heard not long ago, by peer.
         at_least: so many clusters, this one too, must be heard before one begins to host.
         has_listened: this cluster has listened long enough to have heard of a host.
@@ -88,7 +79,6 @@ class Host:
 
     Args:
         folder: for its state; what was there is removed.
-        rules: of the run; see `Settings`.
     """
 
     def __init__(
@@ -134,14 +124,7 @@ def _copy_average(source: Path, target: Path) -> None:
 
 
 class Node:
-    """Keeps a way to the hub open, wherever it is: a port on this machine's loopback.
-
-    Args:
-        settings: addresses, and the rules of the run.
-        folder: for what it keeps.
-        spool, transfers: how far this cluster is.
-        report: takes lines for the log.
-    """
+    """Keeps a way to the hub open, wherever it is: a port on this machine's loopback."""
 
     def __init__(
         self,
@@ -149,11 +132,10 @@ class Node:
         name: str,
         folder: Path,
         spool: Spool,
-        transfers: Transfers,
-        report: Report,
+        report: Callable[..., None],
     ) -> None:
         self._settings, self._name, self._folder = settings, name, folder
-        self._spool, self._transfers, self._report = spool, transfers, report
+        self._spool, self._report = spool, report
         secret = settings.secret_file
         self._keys = Keys.read(settings.run, None if secret is None else Path(secret))
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -168,11 +150,7 @@ class Node:
         self._reported = ""
         self._tunnel = Tunnel(self._connect)
         self._task: asyncio.Task[None] | None = None
-        self.peers = Peers(settings, self._keys, folder, [])
-
-    @property
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        self.peers = Peers(settings, self._keys, folder, [], {})
 
     async def listen(self) -> Path:
         """Begin to listen on the loopback; the join line that leads there."""
@@ -193,18 +171,12 @@ class Node:
             self._host.check()
 
     async def close(self, *, waits: bool) -> None:
-        """Say good-bye, so that others need not find out.
-
-        Args:
-            waits: where it hosts, until the others have left the hub as well.
-        """
+        """End; with `waits` a hub that is hosted here stays until the others have left it."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             if self._host is not None:
                 await self._host.stop(_EMPTY_S if waits else 0.0)
-            byes = [self.peers.ask(peer, "bye", {}, _BYE_S) for peer in self._others()]
-            await asyncio.gather(*byes, return_exceptions=True)
         await self.peers.close()
 
     # The way to the hub.
@@ -237,11 +209,7 @@ class Node:
         self._must_host = True
 
     def explain(self, why: str) -> str:
-        """Why the hub does not answer: whom this cluster waits for, rather than what failed.
-
-        Args:
-            why: as the tunnel's other side sees it.
-        """
+        """Why the hub does not answer: whom this cluster waits for, rather than what failed."""
         return why if self._host is not None or self._following else self._reported or why
 
     # Finding the others.
@@ -252,11 +220,11 @@ class Node:
             name=self._name,
             term=self._term,
             host=self.peers.id if is_host else self._following,
-            has=self._spool.has(self._transfers.version),
+            has=self._spool.has,
         )
 
     def _others(self) -> dict[str, Hello]:
-        since = self._now - self._dead_after_s
+        since = time.monotonic() - self._dead_after_s
         return {peer: hello for peer, (at, hello) in self._last_seen.items() if at >= since}
 
     async def _run(self) -> None:
@@ -269,10 +237,8 @@ class Node:
         while True:
             known = [address for found in self._known.values() for address in found]
             await self.peers.close()
-            self.peers = Peers(self._settings, self._keys, self._folder, known)
-            self.peers.serve("hello", self._greet)
-            self.peers.serve("bye", self._let_go)
-            self.peers.serve("tunnel", self._let_in)
+            handlers = {"hello": self._greet, "tunnel": self._let_in}
+            self.peers = Peers(self._settings, self._keys, self._folder, known, handlers)
             try:
                 await self.peers.start()
                 break
@@ -280,7 +246,7 @@ class Node:
                 self._inform(f"{error.what}; tried again every {_RETRY_S:g} s; {error.fix}", True)
                 await asyncio.sleep(_RETRY_S)
         is_first = not self._settings.initial_peers and not self._known
-        self._listened_at = self._now + (0.0 if is_first else _LISTEN_S)
+        self._listened_at = time.monotonic() + (0.0 if is_first else _LISTEN_S)
         lines = " ".join(self.peers.addresses)
         (self._folder / "initial_peers").write_text(f"{lines}\n")
         self._inform(f"hivemind: other clusters reach this one by --initial_peers {lines}")
@@ -303,10 +269,12 @@ class Node:
             await asyncio.sleep(_FIND_OFTEN_S if is_alone else _FIND_EVERY_S)
 
     async def _ask(self, peer: str) -> None:
-        asked_at = self._now
+        asked_at = time.monotonic()
         with suppress(PeerError, KeyError):
-            answer, _ = await self.peers.ask(peer, "hello", self._introduction(), _ASK_S)
-            self._last_seen[peer] = (asked_at, Hello.parse(answer))
+            answer = await self.peers.ask(peer, "hello", self._introduction(), _ASK_S)
+            term, has = int(answer["term"]), int(answer["has"])
+            hello = Hello(name=str(answer["name"]), term=term, host=str(answer["host"]), has=has)
+            self._last_seen[peer] = (asked_at, hello)
             self._meet(peer, answer)
 
     def _introduction(self) -> Body:
@@ -323,28 +291,22 @@ class Node:
         self._meet(peer, body)
         await self.peers.accept(writer, peer, self._introduction())
 
-    async def _let_go(self, peer: str, body: Body, _: Reader, writer: Writer) -> None:
-        # It has ended: nobody waits until it counts as dead.
-        self._last_seen.pop(peer, None)
-        self._known.pop(peer, None)
-        await self.peers.accept(writer, peer)
-
     # Who hosts.
 
     async def _decide(self) -> None:
         tick_s = min(1.0, self._dead_after_s / 8)
         while True:
-            started = self._now
+            started = time.monotonic()
             await asyncio.gather(*(self._ask(peer) for peer in [*self._known]))
             await self._follow()
-            await asyncio.sleep(max(0.05, tick_s - (self._now - started)))
+            await asyncio.sleep(max(0.05, tick_s - (time.monotonic() - started)))
 
     async def _follow(self) -> None:
         others, me = self._others(), self.peers.id
         own = self._hello()
         if self._host is not None:
             own = replace(own, host=me)
-        has_listened = self._now >= self._listened_at
+        has_listened = time.monotonic() >= self._listened_at
         chosen = choose(me, own, others, at_least=self._at_least, has_listened=has_listened)
         if chosen == me or (self._must_host and self._host is None):
             if self._host is None:
@@ -379,7 +341,7 @@ class Node:
         term = 1 + max([self._term, *(hello.term for hello in others.values())])
         folder = self._folder / f"hub-{term}"
         host = Host(folder, self._keys, self._settings.rules, self._settings.run)
-        await host.start(self._spool.kept_rounds(self._transfers.version))
+        await host.start(self._spool.kept_rounds())
         self._switch("", term)
         self._host, self._must_host = host, False
         self._inform("hivemind: this cluster hosts the hub")

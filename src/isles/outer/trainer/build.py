@@ -12,17 +12,19 @@ from collections.abc import Callable
 
 from isles.config.sections.outer import DiLoCoConfig, HivemindConfig
 from isles.config.sections.run import RunConfig
-from isles.dist.world import World, raise_first
-from isles.errors import ConfigError, MissingDependencyError, TrainingError, UserError
-from isles.outer.client.client import Alone, Hub, HubClient, join_of
+from isles.dist.world import World
+from isles.errors import ConfigError, MissingDependencyError, TrainingError
+from isles.outer.client.client import Alone, Hub, HubClient
+from isles.outer.client.spool import Spool
 from isles.outer.cluster import Cluster, Weights
 from isles.outer.codec import parse_codec
 from isles.outer.diloco import OuterSettings
 from isles.outer.hivemind import HivemindSettings
 from isles.outer.layout import make_layout
+from isles.outer.messages import Join
 from isles.outer.trainer.outer import Meter, Outer
-from isles.outer.trainer.step import Exchange
-from isles.outer.trainer.sync import Coordinator, Recorder
+from isles.outer.trainer.step import Exchange, Recorder
+from isles.outer.trainer.sync import Coordinator
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
@@ -37,20 +39,20 @@ def make_exchange(
     run_dir: RunDir,
     recorder: Recorder,
     resume_from: CheckpointInfo | None,
-) -> Exchange | None:
-    """Room for the outer state; None where there are no outer steps. All ranks must call this.
+) -> Exchange:
+    """Room for the outer state. All ranks must call this.
 
     Raises:
-        UserError: the strategy, or the checkpoint, does not go together with them.
+        UserError: the strategy, or the checkpoint, does not go together with outer steps.
     """
     outer = config.diloco
-    if outer is None:
-        return None
+    assert outer is not None
     layout = make_layout(
         engine.trained_shapes(), parse_codec(outer.codec_text), num_fragments=outer.fragments
     )
-    settings = OuterSettings(outer.lr, outer.momentum, outer.max_norm)
-    cluster = Cluster(engine, world, layout, settings)
+    cluster = Cluster(
+        engine, world, layout, OuterSettings(outer.lr, outer.momentum, outer.max_norm)
+    )
     manifest = None if resume_from is None else resume_from.manifest.get("outer")
     if manifest is not None:
         if manifest["layout"] != layout.digest:
@@ -93,9 +95,7 @@ def join_clusters(
 
     Args:
         exchange: after `begin`.
-        config: the run file.
-        forget_ahead: drops samples that were read in advance.
-        requested: what this rank wants at the end of a step: an exit code, or 0.
+        forget_ahead, requested: see `Outer`.
         data_content: digest of the samples.
         base: fingerprint of frozen weights, if there are any.
 
@@ -105,22 +105,16 @@ def join_clusters(
     outer_params = exchange.outer_params()
     batch = config.training.global_batch_size
     coordinator = None
-    failure: UserError | None = None
-    if world.is_main:
-        try:
-            identity = _identity(config, exchange.config, total_steps, data_content, base)
-            exchange.hub = _open_hub(exchange, config, run_dir, outer_params, identity, recorder)
-            coordinator = Coordinator(
-                exchange.config,
-                exchange.hub,
-                num_fragments=exchange.num_fragments,
-                batch=batch,
-                total_steps=total_steps,
-                recorder=recorder,
-            )
-        except UserError as error:
-            failure = error
-    raise_first(world.gather(failure))
+
+    def coordinate() -> None:
+        nonlocal coordinator
+        identity = _identity(config, exchange.config, total_steps, data_content, base)
+        exchange.hub = _open_hub(exchange, config, run_dir, outer_params, identity, recorder)
+        coordinator = Coordinator(
+            exchange, exchange.hub, batch=batch, total_steps=total_steps, recorder=recorder
+        )
+
+    world.main_first(coordinate)
     outer = Outer(
         exchange,
         coordinator,
@@ -144,7 +138,8 @@ def _open_hub(
     identity: dict[str, str],
     recorder: Recorder,
 ) -> Hub:
-    outer, spool = exchange.config, run_dir.outer / "spool"
+    outer, layout, spool = exchange.config, exchange.layout, run_dir.outer / "spool"
+    pieces = [layout.piece_counts(fragment) for fragment in range(exchange.num_fragments)]
     hivemind = None
     if outer.engine == "hivemind":
         if importlib.util.find_spec("hivemind") is None:
@@ -164,15 +159,16 @@ def _open_hub(
                 fix="`isles hub` writes the line, and `isles join` puts it here",
             )
         log.warning("outer: there is no %s: this cluster averages alone", run_dir.join_line)
-        version, frontier = exchange.version, exchange.samples.frontier
-        return Alone(exchange.layout, exchange.name, spool, version=version, next_sample=frontier)
-    join = join_of(
-        exchange.layout,
+        files = Spool.of(spool, pieces, exchange.version, kept=0)
+        return Alone(layout, exchange.name, files, next_sample=exchange.samples.frontier)
+    join = Join(
+        id=exchange.member_id,
         name=exchange.name,
-        member_id=exchange.member_id,
-        outer_params=outer_params,
-        identity=identity,
+        identity={"layout": layout.digest, **identity},
+        codec=layout.codec.text,
+        pieces=pieces,
         version=exchange.version,
+        outer_params=outer_params,
         holding=exchange.holding,
     )
     return HubClient(
@@ -194,6 +190,9 @@ def _identity(
 ) -> dict[str, str]:
     # What must be equal on all clusters, by the names that users know.
     training, seq_length = config.training, config.data.seq_length
+    of_outer = ["sync_every", "fragments", "lr", "momentum", "max_norm", "delay", "alpha", "engine"]
+    if outer.warmup_rounds:
+        of_outer += ["warmup_rounds", "warmup_sync_every"]
     found = {
         "adapter.type": config.adapter.type,
         "data": data_content[:16],
@@ -201,18 +200,8 @@ def _identity(
         "seed": str(config.seed),
         "steps of the run": str(total_steps),
         "training.method": training.method,
-        "outer.sync_every": str(outer.sync_every),
-        "outer.fragments": str(outer.fragments),
-        "outer.lr": repr(outer.lr),
-        "outer.momentum": repr(outer.momentum),
-        "outer.max_norm": repr(outer.max_norm),
-        "outer.delay": str(outer.delay),
-        "outer.alpha": repr(outer.alpha),
-        "outer.engine": outer.engine,
     }
-    if outer.warmup_rounds:
-        found["outer.warmup_rounds"] = str(outer.warmup_rounds)
-        found["outer.warmup_sync_every"] = str(outer.warmup_sync_every)
+    found |= {f"outer.{name}": str(getattr(outer, name)) for name in of_outer}
     if base is not None:
         text = json.dumps(base, sort_keys=True)
         found["the frozen weights"] = hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,11 +1,12 @@
 """What the training loop calls after each inner step; here the ranks wait for other clusters.
 
-Rank 0's commands come with the agreement that each inner step has already; while the ranks wait
-they are broadcast.
+Rank 0 decides (`sync.py`). Its commands come with the agreement that each inner step has already;
+while the ranks wait they are broadcast. All ranks do them by `step.py`.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Protocol, assert_never
@@ -24,13 +25,14 @@ from isles.outer.messages import (
     SendState,
     UseReserve,
 )
-from isles.outer.trainer.step import Exchange
-from isles.outer.trainer.sync import Coordinator, Recorder
+from isles.outer.trainer.step import Exchange, Recorder
+from isles.outer.trainer.sync import Coordinator, next_outer_step
 
 _LOOK_S = 1.0
 _AWAY_S = 2.0
 _LAST_WAIT_S = 600.0
 _STATE_S = 3600.0
+_STATUS_EVERY_S = 2.0
 
 
 class Meter(Protocol):
@@ -47,7 +49,6 @@ class Outer:
     All ranks must call every method but `plan`, after the same step.
 
     Args:
-        exchange: contributions and averages.
         coordinator: on rank 0; None elsewhere.
         batch: samples in an inner step.
         forget_ahead: drops samples that were read in advance.
@@ -74,6 +75,7 @@ class Outer:
         self._total_steps, self._requested = total_steps, requested
         self._waited: set[int] = set()
         self._paused_s = 0.0
+        self._recorded_at = -math.inf
         self._is_ending = False
         self._stop = 0
         self._last: int | None = None
@@ -98,7 +100,7 @@ class Outer:
                 hub = coordinator.hub.state
                 late_s = _STATE_S if hub.is_behind else self._config.deadline
                 is_late = time.monotonic() - began > late_s
-                coordinator.restock(exchange.sync_state(), is_late=is_late and not is_new)
+                coordinator.restock(is_late=is_late and not is_new)
                 commands = coordinator.take_commands()
                 failure = coordinator.failure(is_new=is_new)
                 is_in = hub.is_joined and not hub.is_behind and not self._lacks(hub.decided)
@@ -116,12 +118,12 @@ class Outer:
         self.exchange.hand_in()
         self._coordinator.speed.step_done(self._paused_s)
         self._paused_s = 0.0
-        return self._coordinator.plan(self.exchange.sync_state())
+        return self._coordinator.plan()
 
     def after_inner_step(self, *, has_commands: bool) -> None:
         """Do what was decided, and wait for an average whose time it is."""
-        began = time.perf_counter()
-        exchange = self.exchange
+        began, exchange = time.perf_counter(), self.exchange
+        exchange.clock.pause()
         exchange.steps += 1
         if has_commands:
             paused = self._meter.pause("outer step")
@@ -138,7 +140,8 @@ class Outer:
                 break
         if not self._has_samples:
             self._restock()
-        exchange.record.state(exchange.sync_state(), self._coordinator)
+        exchange.clock.resume()
+        self._record_status()
         self._paused_s += time.perf_counter() - began
 
     def finish(self) -> int:
@@ -148,12 +151,15 @@ class Outer:
             What a rank wanted while the others were waited for, an exit code or NOW: this cluster
             has not ended, and is to go on from a checkpoint; 0: it has ended.
         """
-        exchange = self.exchange
         self._is_ending, self._stop = True, 0
+        self.exchange.clock.pause()
         if self._end_together():
             self._stop = 0
+        self.exchange.clock.resume()
         self._is_ending = not self._stop
-        exchange.record.state(exchange.sync_state(), self._coordinator, is_last=self._is_ending)
+        if self._is_ending:
+            self._recorded_at = -math.inf
+        self._record_status()
         return self._stop
 
     def close(self, *, leaves: bool) -> None:
@@ -168,6 +174,8 @@ class Outer:
             is_over = self._is_ending or self._progress.step == self._total_steps
             self._coordinator.hub.close(leaves=leaves, has_finished=is_over and not self._stop)
 
+    # The end.
+
     def _end_together(self) -> bool:
         # Average until nothing is left that others lack; False: an outer step was not decided.
         exchange, coordinator = self.exchange, self._coordinator
@@ -176,17 +184,15 @@ class Outer:
             self._wait(lambda: not self._lacks(decided), _LAST_WAIT_S, f"outer step {decided - 1}")
             if self._lacks(decided):
                 return False
-        for _ in range(
-            4 * exchange.num_fragments + len(exchange.sent)
-        ):  # some are refused, or late
+        # Some are refused, or late.
+        for _ in range(4 * exchange.num_fragments + len(exchange.sent)):
             if coordinator is not None:
                 coordinator.poll()
             self._do_commands()
             exchange.finish_move()
+            otherwise = "this cluster ends with its own weights"
             for outer_step in sorted(exchange.sent):
-                if not self._await(
-                    outer_step, _LAST_WAIT_S, "this cluster ends with its own weights"
-                ):
+                if not self._await(outer_step, _LAST_WAIT_S, otherwise):
                     return False
             if not exchange.has_learnt:
                 return self._end_with_all()
@@ -201,7 +207,7 @@ class Outer:
         # they are decided. Where others are not reached it waits no longer than for an average.
         coordinator, began = self._coordinator, time.monotonic()
         if coordinator is not None:
-            coordinator.report(self.exchange.sync_state(), ends=True)
+            coordinator.report(ends=True)
         paused = self._meter.pause("waiting for other clusters")
         limit_s = min(self._config.deadline, _LAST_WAIT_S)
         is_late = goes_on = True
@@ -225,7 +231,9 @@ class Outer:
 
     def _lacks(self, decided: int) -> bool:
         # Whether averages that were made before this cluster came are still to be applied.
-        return max(self.exchange.version, max(self.exchange.sent, default=-1) + 1) < decided
+        return next_outer_step(self.exchange.version, self.exchange.sent) < decided
+
+    # Commands.
 
     def _do_commands(self) -> None:
         taken = [] if self._coordinator is None else self._coordinator.take_commands()
@@ -242,6 +250,7 @@ class Outer:
                 if self._is_ending:
                     exchange.finish_move()
                 self._waited.discard(command.outer_step)
+                self._recorded_at = -math.inf
             case Adopt():
                 exchange.adopt(command)
                 self._waited.clear()
@@ -269,14 +278,12 @@ class Outer:
         exchange = self.exchange
         paused = self._meter.pause("waiting for other clusters")
         self._waited.add(outer_step)
-        exchange.record.waits(outer_step)
         exchange.encoded(outer_step)
         if self._wait(lambda: exchange.is_done(outer_step), limit_s, f"outer step {outer_step}"):
             self._recorder.note(
                 f"outer step {outer_step} is not decided after {format_duration(limit_s)} "
                 f"({self._others()}); {otherwise}"
             )
-        exchange.record.waits_no_more(outer_step)
         self._meter.resume(paused)
         return exchange.is_done(outer_step)
 
@@ -290,25 +297,25 @@ class Outer:
         self._wait(lambda: self._has_samples, limit_s, "samples")
         while not self._has_samples:
             if coordinator is not None:
-                coordinator.restock(self.exchange.sync_state(), is_late=True)
+                coordinator.restock(is_late=True)
             self._do_commands()
         self._meter.resume(paused)
 
     def _wait(self, is_done: Callable[[], bool], limit_s: float, what: str) -> bool:
         # Do commands until something is so; True: the limit is over, by rank 0's clock.
-        coordinator, exchange = self._coordinator, self.exchange
+        coordinator = self._coordinator
         end = time.monotonic() + limit_s
         looks, is_over = 0, False
         while not is_done():
             if looks == 1:
                 self._recorder.phase("waiting for clusters", what)
                 if coordinator is not None:
-                    coordinator.report(exchange.sync_state())
+                    coordinator.report()
             looks += 1
             commands, is_late = list[Command](), False
             if coordinator is not None:
                 coordinator.poll(max(0.01, min(_LOOK_S, end - time.monotonic())))
-                coordinator.restock(exchange.sync_state(), is_late=False)
+                coordinator.restock(is_late=False)
                 commands = coordinator.take_commands()
                 is_vain = coordinator.hub.state.refusal is not None  # nothing will come
                 is_late = not commands and (is_vain or time.monotonic() >= end)
@@ -333,4 +340,38 @@ class Outer:
         # For the next step, if there is one.
         if self._total_steps is not None and self._progress.step >= self._total_steps:
             return True
-        return self.exchange.samples.left(self._progress.samples) >= self._batch
+        return self.exchange.samples_left >= self._batch
+
+    # Records.
+
+    def _record_status(self) -> None:
+        # The part of status.json; seldom, save after an average and at the end.
+        now, coordinator = time.monotonic(), self._coordinator
+        if coordinator is None or now - self._recorded_at < _STATUS_EVERY_S:
+            return
+        self._recorded_at = now
+        exchange, hub = self.exchange, coordinator.hub.state
+        clock, row = exchange.clock, exchange.last_row
+        total_s = clock.exposed_s + clock.hidden_s
+        kept = ("outer_step", "step", "mode", "weights", "refused", "norm", "digest", "at")
+        self._recorder.update(
+            outer={
+                "outer_step": exchange.version,
+                "round": exchange.version // exchange.num_fragments,
+                "fragments": exchange.num_fragments,
+                "sync_every": coordinator.sync_every_at(exchange.version),
+                "steps_since": exchange.steps - exchange.contributed_at,
+                "waits_for_outer_steps": sorted(exchange.sent),
+                "is_averaged": not exchange.sent and not exchange.has_learnt,
+                "clusters": list(hub.members),
+                "is_connected": hub.is_connected,
+                "is_behind": hub.is_behind,
+                "sent_bytes": hub.sent_bytes,
+                "received_bytes": hub.received_bytes,
+                "bytes_per_s": coordinator.speed.bytes_per_s,
+                "exposed_s": clock.exposed_s,
+                "hidden_s": clock.hidden_s,
+                "hidden_share": clock.hidden_s / total_s if total_s else None,
+                "last_outer_step": None if row is None else {name: row[name] for name in kept},
+            }
+        )

@@ -8,25 +8,48 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from isles.config.sections.outer import DiLoCoConfig
-from isles.errors import TrainingError
 from isles.outer.client.client import Hub
+from isles.outer.client.session import HubState
+from isles.outer.client.spool import Spool
 from isles.outer.cluster import Applied, Cluster
 from isles.outer.diloco import Mode
 from isles.outer.layout import Layout
 from isles.outer.messages import Adopt, Apply, Pending
 from isles.outer.samples import Interval, OwnSamples
-from isles.outer.trainer.record import OuterRecord, Progress
-from isles.outer.trainer.sync import Recorder, SyncState
 
 log = logging.getLogger(__name__)
 
 _NOWHERE = Path("nowhere")
-"""Stands on other ranks than 0 for a file that rank 0 has."""
+"""Stands for rank 0's folder of files on all others."""
+
+
+class Recorder(Protocol):
+    """The records of the run, on rank 0; see `isles.train.record`."""
+
+    status: dict[str, Any]
+
+    def note(self, text: str) -> None: ...
+
+    def phase(self, phase: str, detail: str = "") -> None: ...
+
+    def update(self, **fields: Any) -> None: ...
+
+    def row(self, row: dict[str, Any]) -> None: ...
+
+
+class Progress(Protocol):
+    """How far the run has come; see `isles.train.progress`."""
+
+    step: int
+    samples: int
+    target_tokens: int
+
+    def skip_to(self, step: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +60,54 @@ class _Move:
     applied: Future[Applied]
 
 
+class Clock:
+    """Seconds in which no inner step is made because of outer ones (exposed), or some are (hidden).
+
+    What is exposed counts for the outer step that is applied next.
+    """
+
+    def __init__(self) -> None:
+        self.exposed_s = self.hidden_s = 0.0
+        self._began: dict[int, float] = {}
+        self._paused_at: float | None = None
+        self._unrecorded_s = 0.0
+
+    def pause(self) -> None:
+        self._paused_at = time.perf_counter()
+
+    def resume(self) -> None:
+        self._count()
+        self._paused_at = None
+
+    def _count(self) -> float:
+        now = time.perf_counter()
+        if self._paused_at is not None:
+            self._unrecorded_s += now - self._paused_at
+            self._paused_at = now
+        return now
+
+    def begin(self, outer_step: int) -> None:
+        """The contribution to an outer step is made now."""
+        self._began[outer_step] = time.perf_counter()
+
+    def applied(self, outer_step: int) -> tuple[float, float]:
+        """The exposed and hidden seconds of an outer step that is over now."""
+        now = self._count()
+        exposed_s, self._unrecorded_s = self._unrecorded_s, 0.0
+        hidden_s = max(0.0, now - self._began.pop(outer_step, now) - exposed_s)
+        self.exposed_s += exposed_s
+        self.hidden_s += hidden_s
+        return exposed_s, hidden_s
+
+
 class Exchange:
     """Contributions and averages, the same on all ranks of the cluster; rank 0 has the hub.
 
-    All ranks must call every method but `hand_in` and `sync_state`, between the same two inner
-    steps; first of all `begin`.
+    All ranks must call every method but `hand_in`, between the same two inner steps; first of all
+    `begin`.
 
     Args:
-        config: the section of the run file.
         member_id: of the cluster, for the whole run.
-        cluster: outer parameters and outer optimizer.
         manifest: what the checkpoint says of outer steps; None: nothing, or there is none.
     """
 
@@ -63,8 +124,8 @@ class Exchange:
         self.config, self.name, self.member_id = config, name, member_id
         self.layout, self.num_fragments = layout, len(layout.fragments)
         self.loaded = manifest
-        self.hub: Hub | None = None
-        """Rank 0 only; none before the cluster joins."""
+        self.hub = Hub(Spool(_NOWHERE, 0, kept=0, since=0, most_bytes=0), HubState())
+        """On rank 0 another one, once the cluster joins."""
         self.version = 0
         """Outer steps that have been applied."""
         self.steps = 0
@@ -72,33 +133,30 @@ class Exchange:
         self.sent: dict[int, Pending] = {}
         """By outer step: contributions that no average has answered yet."""
         self.samples = OwnSamples(member_id)
+        self.clock = Clock()
+        self.last_row: dict[str, Any] | None = None
         self._cluster, self._recorder = cluster, recorder
-        self._saved = self._contributed_at = 0
-        # Of each fragment: trained tokens and inner steps at its last contribution, and those of
-        # contributions since that are in no average.
+        self.contributed_at = 0
+        """`steps` at the last contribution."""
+        self._saved = 0
+        # Of each fragment the trained tokens and inner steps that are in averages, or on their way.
         self._tokens_at = [0] * self.num_fragments
         self._steps_at = [0] * self.num_fragments
-        self._returned = [(0, 0)] * self.num_fragments
         self._encodings: dict[int, Future[float]] = {}
         self._move: _Move | None = None
         self._is_own_past = True
         """Whether a contribution in this cluster's name may be of an attempt before this one."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="outer")
 
-    # State.
+    # Checkpoints.
 
     def loaded_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint that has outer state is loaded into, in place."""
         return {} if self.loaded is None else self._cluster.state_dict()
 
     def begin(self, progress: Progress) -> OwnSamples:
-        """Go on as the checkpoint says, or begin before the first outer step.
-
-        Returns:
-            Which samples this cluster reads.
-        """
+        """Go on as the checkpoint says, or begin; returns which samples this cluster reads."""
         self.progress = progress
-        self.record = OuterRecord(self._recorder, progress, self.num_fragments)
         if self.loaded is None:
             self._tokens_at = [progress.target_tokens] * self.num_fragments
             self.samples.begin_at(progress.samples)
@@ -107,10 +165,9 @@ class Exchange:
         manifest = self.loaded
         self.version = self._saved = int(manifest["version"])
         self.steps = int(manifest["steps"])
-        self._contributed_at = int(manifest["contributed_at"])
+        self.contributed_at = int(manifest["contributed_at"])
         self._tokens_at = [int(number) for number in manifest["tokens_at"]]
         self._steps_at = [int(number) for number in manifest["steps_at"]]
-        self._returned = [(int(tokens), int(steps)) for tokens, steps in manifest["returned"]]
         sent = [Pending.from_record(record) for record in manifest["sent"]]
         self.sent = {each.outer_step: each for each in sent}
         self.samples.restore(manifest["samples"])
@@ -122,11 +179,10 @@ class Exchange:
             "layout": self.layout.digest,
             "version": self.version,
             "steps": self.steps,
-            "contributed_at": self._contributed_at,
+            "contributed_at": self.contributed_at,
             # Copies: a checkpoint is written while steps go on.
             "tokens_at": list(self._tokens_at),
             "steps_at": list(self._steps_at),
-            "returned": [list(each) for each in self._returned],
             "sent": [asdict(self.sent[outer_step]) for outer_step in sorted(self.sent)],
             "samples": self.samples.record(),
         }
@@ -137,54 +193,51 @@ class Exchange:
 
     def saved(self) -> None:
         """A checkpoint of now is under way, and the one before it is whole."""
-        if self.hub is not None:
-            self.hub.keep_since(self._saved)
+        self.hub.keep_since(self._saved)
         self._saved = self.version
-
-    @property
-    def holding(self) -> list[Interval]:
-        """Samples of this cluster that no average has."""
-        return self.samples.holding([span for sent in self.sent.values() for span in sent.samples])
 
     # Contributing.
 
     def contribute(self, outer_step: int) -> None:
         """Make a contribution; the steps that it holds end here."""
-        began = time.perf_counter()
         self.finish_move()
         fragment = outer_step % self.num_fragments
         samples = self.samples.take_read(self.progress.samples)
-        self.sent[outer_step] = self._pending(outer_step, samples)
-        self._mark(fragment)
-        self._contributed_at = self.steps
+        self.sent[outer_step] = self._take_learnt(outer_step, samples)
+        self.contributed_at = self.steps
         self._is_own_past = False
-        self.record.begin(outer_step)
+        self.clock.begin(outer_step)
         self._cluster.snapshot(fragment)
         self._encode(outer_step)
         if self.config.delay == 0:
             self.encoded(outer_step)
-        self._exposed(outer_step, began)
 
-    def _pending(self, outer_step: int, samples: Sequence[Interval]) -> Pending:
+    def _take_learnt(self, outer_step: int, samples: Sequence[Interval]) -> Pending:
         fragment = outer_step % self.num_fragments
-        _, returned_steps = self._returned[fragment]
-        return Pending(
+        pending = Pending(
             outer_step=outer_step,
             tokens=max(1, self._learnt_tokens(fragment)),
-            inner_steps=self.steps - self._steps_at[fragment] + returned_steps,
+            inner_steps=self.steps - self._steps_at[fragment],
             samples=tuple(samples),
             steps=self.steps,
         )
+        self._mark(fragment)
+        return pending
 
     def _mark(self, fragment: int) -> None:
         self._tokens_at[fragment] = self.progress.target_tokens
         self._steps_at[fragment] = self.steps
-        self._returned[fragment] = (0, 0)
+
+    def _give_back(self, pending: Pending) -> None:
+        # A contribution is in no average: what it brought belongs into the next one.
+        fragment = pending.outer_step % self.num_fragments
+        self._tokens_at[fragment] -= pending.tokens
+        self._steps_at[fragment] -= pending.inner_steps
+        self.samples.give_back(pending.samples)
 
     def _encode(self, outer_step: int) -> None:
         # In a thread; its own group of ranks lets it run beside inner steps.
-        path = _NOWHERE if self.hub is None else self.hub.contribution_path(outer_step)
-        fragment = outer_step % self.num_fragments
+        fragment, path = outer_step % self.num_fragments, self.hub.contribution_path(outer_step)
         self._encodings[outer_step] = self._worker.submit(self._cluster.encode, fragment, path)
 
     def encoded(self, outer_step: int) -> None:
@@ -201,9 +254,7 @@ class Exchange:
             self.encoded(outer_step)
 
     def hand_in(self) -> None:
-        """Send what is encoded; rank 0 only."""
-        if self.hub is None:
-            return
+        """Send what is encoded."""
         for outer_step, encoding in list(self._encodings.items()):
             if not encoding.done() or encoding.exception() is not None:
                 continue  # an exception is raised on all ranks, when they need it
@@ -214,7 +265,6 @@ class Exchange:
 
     def apply(self, apply: Apply) -> None:
         """Apply an average; under overlap later, while inner steps go on."""
-        began = time.perf_counter()
         self.finish_move()
         outer_step = apply.outer_step
         assert outer_step == self.version, f"{outer_step} after {self.version} outer steps"
@@ -230,8 +280,7 @@ class Exchange:
             # Made by an earlier attempt, after the checkpoint that this one goes on from: what has
             # been learnt since is in the average.
             self._cluster.snapshot(fragment)
-            pending = self._pending(outer_step, ())
-            self._mark(fragment)
+            pending = self._take_learnt(outer_step, ())
             mode = "on_time"
         elif not self._learnt_tokens(fragment) and fragment not in self._cluster.pending:
             mode = "idle"
@@ -239,98 +288,101 @@ class Exchange:
             self._cluster.drop(fragment)
             self._applied(apply, pending, Applied(self._cluster.digest(fragment), 0.0), mode)
             return
+        arguments = (fragment, apply.path, len(apply.weights), mode)
         alpha = self.config.alpha if self.config.delay else 0.0
         is_warmup = self.config.is_warmup(outer_step, self.num_fragments)
         if mode == "overlap" and pending is not None and self._is_early(pending):
             going = self._worker.submit(
-                self._cluster.advance, fragment, apply.path, mode, alpha=alpha, is_warmup=is_warmup
+                self._cluster.advance, *arguments, alpha=alpha, is_warmup=is_warmup
             )
             self._move = _Move(apply, pending, going)
             return
-        applied = self._cluster.apply(fragment, apply.path, mode, alpha=alpha, is_warmup=is_warmup)
-        self._exposed(outer_step, began)
+        applied = self._cluster.apply(*arguments, alpha=alpha, is_warmup=is_warmup)
         self._applied(apply, pending, applied, mode)
 
     def _end_pending(self, outer_step: int) -> Pending | None:
         encoding = self._encodings.pop(outer_step, None)
         if encoding is not None:
             encoding.result()
-            if self.hub is not None:
-                self.hub.contribution_path(outer_step).unlink(missing_ok=True)
+            self.hub.contribution_path(outer_step).unlink(missing_ok=True)
         return self.sent.pop(outer_step, None)
+
+    def _end_all(self) -> list[Pending]:
+        ended = [self._end_pending(outer_step) for outer_step in sorted(self.sent)]
+        return [pending for pending in ended if pending is not None]
 
     def _is_early(self, pending: Pending) -> bool:
         return self.steps - pending.steps < self.config.delay
 
     def finish_move(self, *, only_overdue: bool = False) -> None:
-        """Give the weights what an average has led to meanwhile.
-
-        Args:
-            only_overdue: not before so many inner steps as the run file says.
-        """
+        """Give the weights what an average has led to; only_overdue: not before `delay` steps."""
         move = self._move
         if move is None or (only_overdue and self._is_early(move.pending)):
             return
         self._move = None
-        began, outer_step = time.perf_counter(), move.apply.outer_step
         applied = move.applied.result()
-        self._cluster.give(outer_step % self.num_fragments)
-        self._exposed(outer_step, began)
+        self._cluster.give(move.apply.outer_step % self.num_fragments)
         self._applied(move.apply, move.pending, applied, "overlap")
 
     def _applied(self, apply: Apply, pending: Pending | None, applied: Applied, mode: Mode) -> None:
-        self.version = apply.outer_step + 1
-        if self.hub is not None:
-            self.hub.applied(apply.outer_step, applied.digest)
+        outer_step = apply.outer_step
+        self.version = outer_step + 1
+        self.hub.applied(outer_step, applied.digest)
         self.progress.skip_to(apply.step)
-        self.record.applied(apply, pending, applied, mode)
-
-    def _give_back(self, pending: Pending) -> None:
-        # A contribution is in no average: what it brought belongs into the next one.
-        fragment = pending.outer_step % self.num_fragments
-        tokens, steps = self._returned[fragment]
-        self._returned[fragment] = (tokens + pending.tokens, steps + pending.inner_steps)
-        self.samples.give_back(pending.samples)
+        exposed_s, hidden_s = self.clock.applied(outer_step)
+        self.last_row = {
+            "kind": "outer",
+            "step": self.progress.step,
+            "outer_step": outer_step,
+            "fragment": outer_step % self.num_fragments,
+            "round": outer_step // self.num_fragments,
+            "mode": mode,
+            "num_clusters": len(apply.weights),
+            "weights": apply.weights,
+            "refused": apply.refused,
+            "tokens": 0 if pending is None else pending.tokens,
+            "inner_steps": 0 if pending is None else pending.inner_steps,
+            "samples": [] if pending is None else [list(span) for span in pending.samples],
+            "norm": applied.norm,
+            "digest": applied.digest,
+            "average_bytes": apply.size_bytes,
+            "sent_bytes": apply.sent_bytes,
+            "received_bytes": apply.received_bytes,
+            "send_s": apply.send_s,
+            "receive_s": apply.receive_s,
+            "exposed_s": exposed_s,
+            "hidden_s": hidden_s,
+            "at": time.time(),
+        }
+        self._recorder.row(self.last_row)
 
     # State of another cluster.
 
     def send_state(self) -> None:
         """Give the outer state to a cluster that needs it."""
         self.finish_move()
-        paths = self.hub.state_paths() if self.hub is not None else []
         for fragment in range(self.num_fragments):
-            path = paths[fragment] if paths else _NOWHERE
+            path = self.hub.state_path(fragment)
             self._cluster.export_state(fragment, path, version=self.version)
-        outer_params = self.outer_params()
-        if self.hub is not None:
-            self.hub.give_state(self.version, paths, outer_params)
+        self.hub.give_state(self.version, self.outer_params())
         log.info("outer state given version=%d", self.version)
 
     def adopt(self, adopt: Adopt) -> None:
-        """Take over another cluster's outer state, and keep what was learnt since.
-
-        Raises:
-            TrainingError: it is not what it should be.
-        """
+        """Take over another cluster's outer state, and keep what was learnt since."""
         self.finish_move()
-        for outer_step in sorted(self.sent):
-            pending = self._end_pending(outer_step)
-            assert pending is not None
+        for pending in self._end_all():
             self._give_back(pending)
         keeps_steps = self.has_learnt
-        for fragment in range(self.num_fragments):
-            path = adopt.paths[fragment]
-            self._cluster.import_state(fragment, path, keeps_steps=keeps_steps)
-        self.version, self._is_own_past = adopt.version, False
-        outer_params = self.outer_params()
-        if outer_params != list(adopt.outer_params):
-            raise TrainingError(
-                f"the state that {adopt.source} gave has other outer parameters than it said",
-                where=str(adopt.paths[0].parent),
-                fix="start this cluster again: it takes the state once more",
+        for fragment, path in enumerate(adopt.paths):
+            self._cluster.import_state(
+                fragment,
+                path,
+                version=adopt.version,
+                outer_params=adopt.outer_params[fragment],
+                keeps_steps=keeps_steps,
             )
-        if self.hub is not None:
-            self.hub.adopted(adopt.version, outer_params)
+        self.version, self._is_own_past = adopt.version, False
+        self.hub.adopted(adopt.version, adopt.outer_params)
         self.progress.skip_to(adopt.step)
         self._recorder.note(
             f"the weights of {adopt.source} after {adopt.version} outer steps are taken over"
@@ -339,25 +391,24 @@ class Exchange:
     def go_back(self) -> None:
         """Drop what was learnt since the last average; its samples are read again."""
         self.finish_move()
-        for outer_step in sorted(self.sent):
-            pending = self._end_pending(outer_step)
-            assert pending is not None
+        for pending in self._end_all():
             self.samples.give_back(pending.samples)
         self._cluster.go_back()
         for fragment in range(self.num_fragments):
             self._mark(fragment)
         self.samples.add(self.samples.take_read(self.progress.samples))
-        if self.hub is not None:
-            self.hub.reset_done()
+        self.hub.reset_done()
+
+    # How it stands.
 
     def outer_params(self) -> list[str]:
         """The digest of each fragment's outer parameters."""
         return [self._cluster.digest(fragment) for fragment in range(self.num_fragments)]
 
-    # How it stands.
-
-    def _exposed(self, outer_step: int, began: float) -> None:
-        self.record.exposed(outer_step, time.perf_counter() - began)
+    @property
+    def holding(self) -> list[Interval]:
+        """Samples of this cluster that no average has."""
+        return self.samples.holding([span for sent in self.sent.values() for span in sent.samples])
 
     def is_overdue(self, outer_step: int) -> bool:
         """Whether so many steps were made since the contribution as the average may take."""
@@ -374,20 +425,12 @@ class Exchange:
         return any(self._learnt_tokens(fragment) for fragment in range(self.num_fragments))
 
     def _learnt_tokens(self, fragment: int) -> int:
-        returned_tokens, _ = self._returned[fragment]
-        return self.progress.target_tokens - self._tokens_at[fragment] + returned_tokens
+        return self.progress.target_tokens - self._tokens_at[fragment]
 
-    def sync_state(self) -> SyncState:
-        """What rank 0's decisions rest on."""
-        return SyncState(
-            version=self.version,
-            steps=self.steps,
-            contributed_at=self._contributed_at,
-            sent=tuple(sorted(self.sent)),
-            has_learnt=self.has_learnt,
-            step=self.progress.step,
-            samples_left=self.samples.left(self.progress.samples),
-        )
+    @property
+    def samples_left(self) -> int:
+        """Leased, and not read."""
+        return self.samples.left(self.progress.samples)
 
     def close(self) -> None:
         """End the thread."""

@@ -1,19 +1,22 @@
-"""What only rank 0 does for the outer steps: it decides when the ranks contribute."""
+"""What only rank 0 does for the outer steps: it decides when the ranks contribute.
+
+`Coordinator` takes the hub's commands and adds its own; `outer.py` broadcasts them.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import CommunicationError, ConfigError, UserError
 from isles.facts.units import format_duration
 from isles.outer.client.client import Hub
 from isles.outer.messages import Adopt, Apply, Command, Contribute, Lease, Reset, UseReserve
+from isles.outer.trainer.step import Exchange, Recorder
 
 log = logging.getLogger(__name__)
 
@@ -25,32 +28,12 @@ _OPEN_STEPS = 8
 """A contribution is sent for so many outer steps from the next one that is decided, at most."""
 _LEAST_STEPS_AHEAD, _MOST_STEPS_AHEAD = 8, 1000
 _USUAL, _LONG = 0.9, 3.0
-
-
-class Recorder(Protocol):
-    """The records of the run, on rank 0; see `isles.train.record`."""
-
-    status: dict[str, Any]
-
-    def note(self, text: str) -> None: ...
-
-    def phase(self, phase: str, detail: str = "") -> None: ...
-
-    def update(self, **fields: Any) -> None: ...
-
-    def row(self, row: dict[str, Any]) -> None: ...
+"""Smoothing of the measured seconds of an inner step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """After which inner step each outer step is due.
-
-    Args:
-        sync_every: inner steps in which every weight is averaged once.
-        fragments: outer steps in that time.
-        warmup_rounds: so many such times come first, of other length.
-        warmup_sync_every: inner steps of each of them.
-    """
+    """After which inner step each outer step is due; fields as in the run file."""
 
     sync_every: int
     fragments: int
@@ -58,12 +41,10 @@ class Schedule:
     warmup_sync_every: int = 0
 
     def sync_every_at(self, outer_step: int) -> int:
-        """Inner steps in which every weight is averaged once, around an outer step."""
         is_warmup = outer_step // self.fragments < self.warmup_rounds
         return self.warmup_sync_every if is_warmup else self.sync_every
 
     def step_of(self, outer_step: int) -> int:
-        """The inner step after which an outer step is due."""
         rounds = outer_step // self.fragments
         short = min(rounds, self.warmup_rounds)
         before = short * self.warmup_sync_every + (rounds - short) * self.sync_every
@@ -82,42 +63,14 @@ def schedule_of(config: DiLoCoConfig, num_fragments: int) -> Schedule | None:
 def auto_sync_every(
     *, size_bytes: int, link_bytes_per_s: float, step_s: float, max_overhead: float
 ) -> int:
-    """Inner steps such that waiting for the link costs no more than a part of the time.
+    """Inner steps, LEAST to MOST, such that the link takes at most a part of their time.
 
     Args:
         size_bytes: what a cluster sends and fetches until every weight is averaged once.
-        link_bytes_per_s: of the slowest cluster's link, as measured.
         step_s: of an inner step.
-        max_overhead: which part of the inner steps' time the link may take.
-
-    Returns:
-        Between LEAST and MOST.
     """
     wait_s = size_bytes / link_bytes_per_s
     return max(LEAST, min(MOST, math.ceil(wait_s / (max_overhead * step_s))))
-
-
-@dataclass(slots=True)
-class SyncState:
-    """State of the outer steps, the same on all ranks; what rank 0's decisions rest on.
-
-    Args:
-        version: outer steps that have been applied.
-        steps: inner steps that this cluster has made, in all its attempts.
-        contributed_at: `steps` at the last contribution.
-        sent: outer steps whose contribution no average has answered yet.
-        has_learnt: whether there is anything to contribute.
-        step: the number of the last inner step.
-        samples_left: that are leased, and not read.
-    """
-
-    version: int
-    steps: int
-    contributed_at: int
-    sent: tuple[int, ...]
-    has_learnt: bool
-    step: int
-    samples_left: int
 
 
 @dataclass(slots=True)
@@ -150,32 +103,24 @@ class Speed:
 
 
 class Coordinator:
-    """Rank 0's half of the outer steps.
-
-    Args:
-        config: the section of the run file.
-        hub: rank 0's end of it.
-        batch: samples in an inner step.
-        clock: seconds since some time or other.
-    """
+    """Rank 0's half of the outer steps; batch: samples in an inner step."""
 
     def __init__(
         self,
-        config: DiLoCoConfig,
+        exchange: Exchange,
         hub: Hub,
         *,
-        num_fragments: int,
         batch: int,
         total_steps: int | None,
         recorder: Recorder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.hub = hub
+        self.exchange, self.hub = exchange, hub
         self.speed = Speed()
         self.uses_reserve = False
         """Whether the samples that are read now were leased by nobody."""
-        self._config, self._num_fragments = config, num_fragments
-        self._schedule = schedule_of(config, num_fragments)
+        self._config, self._num_fragments = exchange.config, exchange.num_fragments
+        self._schedule = schedule_of(exchange.config, exchange.num_fragments)
         self._batch, self._total_steps = batch, total_steps
         self._recorder, self._clock = recorder, clock
         self._began = clock()
@@ -183,9 +128,7 @@ class Coordinator:
         self._asked = self._wanted_sync_every = 0
         self._ends = False
 
-    def interval(self, outer_step: int) -> int:
-        """Inner steps from the outer step before to this one."""
-        return max(1, self.sync_every_at(outer_step) // self._num_fragments)
+    # When outer steps are due.
 
     def sync_every_at(self, outer_step: int) -> int:
         """Inner steps in which all fragments are averaged once, around an outer step."""
@@ -193,29 +136,44 @@ class Coordinator:
             return self._schedule.sync_every_at(outer_step)
         return max(self.hub.state.sync_every, self._wanted_sync_every, LEAST)
 
+    def interval(self, outer_step: int) -> int:
+        """Inner steps from the outer step before to this one."""
+        return max(1, self.sync_every_at(outer_step) // self._num_fragments)
+
     def step_of(self, outer_step: int) -> int:
         """The inner step after which an outer step is due at the latest; 0 with `auto`."""
         return 0 if self._schedule is None else self._schedule.step_of(outer_step)
 
-    def next_outer_step(self, sync_state: SyncState) -> int:
-        """The outer step to which this cluster contributes next."""
-        return max(sync_state.version, max(sync_state.sent, default=-1) + 1)
+    def _is_due(self) -> bool:
+        # Whether this cluster contributes after the step that begins now.
+        exchange, state, outer_step = self.exchange, self.hub.state, self._next_outer_step
+        fragment = outer_step % self._num_fragments
+        if state.is_behind or not state.decided <= outer_step < exchange.version + _OPEN_STEPS:
+            return False
+        if any(other % self._num_fragments == fragment for other in exchange.sent):
+            return False
+        closing = state.closing
+        if closing is not None and closing[0] == outer_step and exchange.has_learnt:
+            log.info("outer step=%d closes in seconds=%.1f: contributing what there is", *closing)
+            return True
+        since = exchange.steps + 1 - exchange.contributed_at
+        is_time = exchange.progress.step + 1 >= self.step_of(outer_step)
+        return is_time and since >= self.interval(outer_step)
 
-    def poll(self, timeout_s: float = 0.0) -> None:
-        """Take the hub's commands, or wait for some."""
-        if timeout_s:
-            self.hub.wait(timeout_s)
-        for command in self.hub.poll():
-            self._receive(command)
+    @property
+    def _next_outer_step(self) -> int:
+        return next_outer_step(self.exchange.version, self.exchange.sent)
 
-    def plan(self, sync_state: SyncState) -> bool:
+    # Commands.
+
+    def plan(self) -> bool:
         """Decide what is to be done after the step that begins now; whether there is anything."""
         self.poll()
-        self._lease(sync_state)
+        self._lease()
         changes = any(isinstance(command, Apply | Adopt | Reset) for command in self._commands)
-        if not changes and self._is_due(sync_state):
-            self._commands.append(Contribute(self.next_outer_step(sync_state)))
-        self.report(sync_state)
+        if not changes and self._is_due():
+            self._commands.append(Contribute(self._next_outer_step))
+        self.report()
         return bool(self._commands)
 
     def take_commands(self) -> list[Command]:
@@ -225,33 +183,48 @@ class Coordinator:
         self._asked -= sum(stop - start for lease in leases for start, stop in lease.samples)
         return found
 
-    def report(self, sync_state: SyncState, *, ends: bool = False) -> None:
-        """Set what the next heartbeat says of this cluster.
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Take the hub's commands, or wait for some."""
+        if timeout_s:
+            self.hub.wait(timeout_s)
+        for command in self.hub.poll():
+            match command:
+                case Apply():
+                    self._note_average(command)
+                    step = self._capped(self.step_of(command.outer_step))
+                    self._commands.append(replace(command, step=step))
+                case Adopt():
+                    self._commands = [c for c in self._commands if not isinstance(c, Apply)]
+                    step = self._capped(self.step_of(command.version - 1))
+                    self._commands.append(replace(command, step=step))
+                case _:
+                    self.uses_reserve = self.uses_reserve and not isinstance(command, Lease)
+                    self._commands.append(command)
 
-        Args:
-            ends: nothing of it is left that is in no average, nor will be.
-        """
-        self._ends = self._ends or ends
-        status = self._recorder.status
-        outer = status.get("outer") or {}
-        self.hub.report(
-            step=sync_state.step,
-            since=sync_state.steps - sync_state.contributed_at,
-            tokens_per_s=_finite(status.get("tokens_per_second")) or 0.0,
-            phase=str(status["phase"]),
-            sync_every=self._wanted_sync_every,
-            loss=_finite(status.get("loss")),
-            exposed_s=outer.get("exposed_s", 0.0),
-            hidden_s=outer.get("hidden_s", 0.0),
-            ends=self._ends,
-        )
+    def _note_average(self, apply: Apply) -> None:
+        speed = self.speed
+        speed.outer_step_done(apply, self._num_fragments)
+        if self._config.sync_every == "auto" and speed.bytes_per_s and speed.step_s:
+            self._wanted_sync_every = auto_sync_every(
+                size_bytes=speed.moved_bytes,
+                link_bytes_per_s=speed.bytes_per_s,
+                step_s=speed.step_s,
+                max_overhead=self._config.max_sync_overhead,
+            )
+        for name, why in apply.refused.items():
+            self._recorder.note(f"outer step {apply.outer_step}: {name} was refused: {why}")
 
-    def restock(self, sync_state: SyncState, *, is_late: bool) -> None:
+    def _capped(self, step: int) -> int:
+        return step if self._total_steps is None else min(step, self._total_steps)
+
+    # Samples.
+
+    def restock(self, *, is_late: bool) -> None:
         """The samples are used up: ask for more; with `is_late` go on without."""
-        self._lease(sync_state)
+        self._lease()
         has_news = any(isinstance(command, Lease) for command in self._commands)
-        if is_late and not has_news and sync_state.samples_left < self._batch:
-            self._commands.append(UseReserve(self._wanted(sync_state)))
+        if is_late and not has_news and self.exchange.samples_left < self._batch:
+            self._commands.append(UseReserve(self._samples_ahead()))
             if not self.uses_reserve:
                 is_hivemind = self._config.engine == "hivemind"
                 they_are = "the other clusters are" if is_hivemind else "the hub is"
@@ -261,12 +234,41 @@ class Coordinator:
                 )
             self.uses_reserve = True
 
-    def failure(self, *, is_new: bool) -> UserError | None:
-        """Why this cluster cannot take part in the run, if so.
+    def _lease(self) -> None:
+        # Ahead, for as long as all fragments take at least: requests travel while steps go on.
+        wanted = self._samples_ahead()
+        if self.exchange.samples_left + self._asked < wanted:
+            self._asked += wanted
+            self.hub.lease(wanted)
 
-        Args:
-            is_new: it has never taken part: without the others it must not begin.
-        """
+    def _samples_ahead(self) -> int:
+        steps = self.sync_every_at(self._next_outer_step)
+        steps = min(max(steps, _LEAST_STEPS_AHEAD), _MOST_STEPS_AHEAD)
+        if self._total_steps is not None:
+            steps = min(steps, self._total_steps - self.exchange.progress.step)
+        return steps * self._batch
+
+    # The hub.
+
+    def report(self, *, ends: bool = False) -> None:
+        """Set what the next heartbeat says; ends: nothing is left here that is in no average."""
+        self._ends = self._ends or ends
+        status = self._recorder.status
+        outer = status.get("outer") or {}
+        self.hub.report(
+            step=self.exchange.progress.step,
+            since=self.exchange.steps - self.exchange.contributed_at,
+            tokens_per_s=_finite(status.get("tokens_per_second")) or 0.0,
+            phase=str(status["phase"]),
+            sync_every=self._wanted_sync_every,
+            loss=_finite(status.get("loss")),
+            exposed_s=outer.get("exposed_s", 0.0),
+            hidden_s=outer.get("hidden_s", 0.0),
+            ends=self._ends,
+        )
+
+    def failure(self, *, is_new: bool) -> UserError | None:
+        """Why this cluster cannot take part; a new one must not begin without the others."""
         state = self.hub.state
         if (given := state.refusal) is not None:
             id = "hub.refused"
@@ -291,67 +293,10 @@ class Coordinator:
             id="hub.silent",
         )
 
-    def _lease(self, sync_state: SyncState) -> None:
-        # Ahead, for as long as all fragments take at least: requests travel while steps go on.
-        wanted = self._wanted(sync_state)
-        if sync_state.samples_left + self._asked < wanted:
-            self._asked += wanted
-            self.hub.lease(wanted)
 
-    def _wanted(self, sync_state: SyncState) -> int:
-        steps = self.sync_every_at(self.next_outer_step(sync_state))
-        steps = min(max(steps, _LEAST_STEPS_AHEAD), _MOST_STEPS_AHEAD)
-        if self._total_steps is not None:
-            steps = min(steps, self._total_steps - sync_state.step)
-        return steps * self._batch
-
-    def _is_due(self, sync_state: SyncState) -> bool:
-        # Whether this cluster contributes after the step that begins now.
-        state, outer_step = self.hub.state, self.next_outer_step(sync_state)
-        fragment = outer_step % self._num_fragments
-        if state.is_behind or not state.decided <= outer_step < sync_state.version + _OPEN_STEPS:
-            return False
-        if any(other % self._num_fragments == fragment for other in sync_state.sent):
-            return False
-        closing = state.closing
-        if closing is not None and closing[0] == outer_step and sync_state.has_learnt:
-            log.info("outer step=%d closes in seconds=%.1f: contributing what there is", *closing)
-            return True
-        since = sync_state.steps + 1 - sync_state.contributed_at
-        is_time = sync_state.step + 1 >= self.step_of(outer_step)
-        return is_time and since >= self.interval(outer_step)
-
-    def _receive(self, command: Command) -> None:
-        match command:
-            case Apply():
-                self.speed.outer_step_done(command, self._num_fragments)
-                self._choose_sync_every()
-                for name, why in command.refused.items():
-                    self._recorder.note(
-                        f"outer step {command.outer_step}: {name} was refused: {why}"
-                    )
-                command = replace(command, step=self._capped(self.step_of(command.outer_step)))
-            case Adopt():
-                self._commands = [c for c in self._commands if not isinstance(c, Apply)]
-                command = replace(command, step=self._capped(self.step_of(command.version - 1)))
-            case Lease():
-                self.uses_reserve = False
-            case _:
-                pass
-        self._commands.append(command)
-
-    def _choose_sync_every(self) -> None:
-        speed = self.speed
-        if self._config.sync_every == "auto" and speed.bytes_per_s and speed.step_s:
-            self._wanted_sync_every = auto_sync_every(
-                size_bytes=speed.moved_bytes,
-                link_bytes_per_s=speed.bytes_per_s,
-                step_s=speed.step_s,
-                max_overhead=self._config.max_sync_overhead,
-            )
-
-    def _capped(self, step: int) -> int:
-        return step if self._total_steps is None else min(step, self._total_steps)
+def next_outer_step(version: int, sent: Iterable[int]) -> int:
+    """The outer step to which a cluster contributes next, after those that it has sent."""
+    return max(version, max(sent, default=-1) + 1)
 
 
 def _finite(value: object) -> float | None:
