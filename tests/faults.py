@@ -251,8 +251,8 @@ FAULTS = (
     Fault(
         "an unknown key of a run file is let through",
         "config/load.py",
-        "return _typed(_without_unknown(self.data, ())), issues",
-        "return _typed(_without_unknown(self.data, ())), []",
+        "config = _typed(_without_unknown(data, ()))",
+        "config, issues = _typed(_without_unknown(data, ())), []",
         "tests/unit/test_config_load.py",
     ),
     Fault(

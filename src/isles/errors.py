@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
@@ -85,6 +86,22 @@ class MissingDependencyError(UserError):
     """A package that this command needs is not installed."""
 
     id = "packages.missing"
+
+
+def not_installed(package: str, user: str, key: str, extra: str) -> MissingDependencyError | None:
+    """The error to raise where a package that is needed is not installed; imports nothing.
+
+    Args:
+        user: what needs it, such as `strategy deepspeed`, by this key of the run file.
+        extra: of isles, that brings it.
+    """
+    if importlib.util.find_spec(package) is not None:
+        return None
+    return MissingDependencyError(
+        f"{user} needs the package {package}, which is not installed",
+        where=key,
+        fix=f"pip install 'isles[{extra}]'",
+    )
 
 
 class PreflightError(UserError):

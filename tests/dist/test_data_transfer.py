@@ -72,7 +72,7 @@ def build_on_node(
         return str(error)
     finally:
         leave_world()
-    inputs = training.batch(np.arange(64))[0]
+    inputs = training.rows(np.arange(64))[0]
     held = sorted(path.name for path in Path("cache").iterdir())
     sent = [line for line in lines if line.startswith("data=")]
     return training.content, inputs.tolist(), sent, held
@@ -125,7 +125,7 @@ def test_different_data_under_one_name_and_data_that_is_nowhere(tmp_path: Path, 
     (node_of(tmp_path, 1) / "text.jsonl").write_text(TEXT.replace("w0", "w00"))
     errors = run_ranks(build_on_node, 2, tmp_path, 1, tokenizer)
     assert errors[0] == errors[1]
-    assert "hold different data" in errors[0] and "text.jsonl has" in errors[0]
+    assert "hold different data" in errors[0] and "text.jsonl: " in errors[0]
     (node_of(tmp_path, 1) / "text.jsonl").write_text(TEXT + "{broken\n")
     errors = run_ranks(build_on_node, 2, tmp_path, 1, tokenizer)
     assert errors[0] == errors[1]

@@ -73,7 +73,7 @@ def test_the_sample_and_the_rank_that_bring_nan_are_named(poisoned: tuple[Path, 
         seed=0,
         progress=lambda _: None,
     )
-    inputs, _ = dataset.batch(np.array([sample]))
+    inputs, _, _ = dataset.rows(np.array([sample]))
     assert word in tokenizer.decode(inputs[0])
     assert sample // 12 == step - 1 and (sample % 12) // 6 == rank
     assert list_checkpoints(run_dir)[-1].step == step - 1

@@ -346,7 +346,7 @@ adapter:
         (["adapter.bnb_4bit_quant_type=fp4"], "quant_type=fp4", "means nothing", "type: qlora"),
         (["adapter.type=qlora", "strategy={kind: fsdp}"], "fsdp", "4 bits", "kind: ddp"),
         (["adapter.type=qlora", "strategy={kind: deepspeed}"], "deepspeed", "4 bits", "ddp"),
-        (["adapter.type=qlora", "strategy={kind: ddp, tp_size: 2}"], "tp", "4 bits", "tp_size: 1"),
+        (["adapter.type=qlora", "strategy={kind: ddp, tp_size: 2}"], "tp", "4 bits", "lora"),
         (["strategy={kind: ddp, pp_size: 2}"], "pp_size", "stage may hold nothing", "pp_size: 1"),
         (
             ["strategy={kind: ddp, tp_size: 2}", "adapter.dropout=0.1"],

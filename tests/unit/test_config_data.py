@@ -31,9 +31,6 @@ def load(tmp_path: Path, source: str, *overrides: str) -> Loaded:
 @each(
     ("source", "overrides", "what", "fix"),
     [
-        ("columns: {mesages: a}", [], "data of type chat has no mesages", "did you mean messages?"),
-        ("columns: {output: a}", [], "no output", "it goes with type: instruct"),
-        ("columns: {conversation: messages}", [], "no conversation", "messages: conversation"),
         ("columns: {xyz: a}", [], "no xyz", "use one of: messages, role"),
         (
             "columns: {text: a}",
@@ -111,7 +108,7 @@ def test_missing_files_are_reported_before_the_start(tmp_path: Path):
     issues = data_issues(load(tmp_path, source, *overrides))
     assert issues[0].what.startswith("there is no such file")
     assert "did you mean a.jsonl?" in issues[0].fix and issues[0].where.split(":")[1][0] == "8"
-    assert "there is no chat template" in issues[1].what and "chatml?" in issues[1].fix
+    assert "there is no chat template" in issues[1].what and "use chatml" in issues[1].fix
     assert data_issues(load(tmp_path, "", f"data.sources.0.path={tmp_path}/a.jsonl")) == []
 
 

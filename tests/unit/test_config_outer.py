@@ -46,13 +46,11 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
             "not a section",
             "{kind: diloco, codec: {kind: topk, density: 0.02}, lr: 1.0, momentum: 0.0}",
         ),
-        (["outer={sync_every: 5}"], "does not say its kind", "none, diloco"),
         (["outer={kind: none, lr: 1}"], "unknown key lr", "kind: diloco"),
-        (["outer={kind: diloco, codec: uniform8bit}"], "uniform8bit", "int8"),
         (["outer={kind: diloco, engine: torchft}"], "does not have yet", "hub, hivemind"),
         (["outer={kind: diloco, engine: gloo}"], "not one of its values", "mean hub?"),
         (["outer={kind: diloco, hivemind: {relay: true}}"], "nothing to engine hub", "hivemind"),
-        (["outer={kind: diloco, engine: hivemind, public: 'h:1'}"], "public h:1", "initial_peers"),
+        (["outer={kind: diloco, engine: hivemind, public: 'h:1'}"], "public h:1", "engine: hub"),
         (
             [
                 "outer={kind: diloco, engine: hivemind, "
@@ -61,16 +59,13 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
             "/ip4/192.0.2.1/tcp/30001",
             "",
         ),
-        (["outer={kind: diloco, engine: hubb}"], "hubb", "did you mean hub?"),
-        (["outer={kind: diloco, sync_every: never}"], "never", "auto"),
         (["outer={kind: diloco, sync_every: 2000}"], "2000 is more than max_steps 1000", "500"),
         (["outer={kind: diloco, fragments: 501}"], "501 fragments", "at most 500"),
         (["outer={kind: diloco, fragments: 5, delay: 100}"], "100 steps later", "less than 100"),
-        (["outer={kind: diloco, wait: some}"], '"some"', "all"),
         (
             ["outer={kind: diloco, warmup_sync_every: 50}"],
             "means nothing to warmup_rounds 0",
-            "add",
+            "1 or more",
         ),
         (
             ["outer={kind: diloco, warmup_rounds: 2, warmup_sync_every: 501, sync_every: 400}"],
@@ -83,34 +78,22 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
             "at most 2",
         ),
         (
-            ["outer={kind: diloco, warmup_rounds: 2, warmup_sync_every: 50, delay: 50}"],
-            "50 steps later",
-            "a longer warmup_sync_every",
-        ),
-        (
             ["outer={kind: diloco, warmup_rounds: 2}"],
             "last until step 1000, and max_steps is 1000",
             "use fewer",
-        ),
-        (
-            ["outer={kind: diloco, warmup_rounds: 1, lr: 1, momentum: 0}"],
-            "nothing to lr 1 and momentum 0",
-            "delete",
         ),
         (
             [
                 "outer={kind: diloco, sync_every: auto, warmup_rounds: 1, warmup_sync_every: 50, "
                 "lr: 1}"
             ],
-            "auto, which measures",
-            "give sync_every a number",
+            "nothing to sync_every auto",
+            "use sync_every with a number",
         ),
-        (["outer={kind: diloco, wait: {time_boxed: 60}}"], "without a unit", "60s"),
         (["outer={kind: diloco, wait: {grace: 5s}}"], "neither", "{time_boxed: 60s}"),
         (["outer={kind: diloco, wait: {time_boxed: 5s, quorum: 2}}"], "both", "{quorum: 2"),
-        (["outer={kind: diloco, wait: {time_boxed: 5s, grace: 5s}}"], "grace", "quorum"),
         (["outer={kind: diloco, min_clusters: 3, wait: {quorum: 2}}"], "min_clusters 3", "lower"),
-        (["outer={kind: diloco, codec: {density: 0.1}}"], "nothing to codec int8", "topk"),
+        (["outer={kind: diloco, codec: {density: 0.1}}"], "nothing to kind int8", "topk"),
         (
             ["outer={kind: diloco, codec: topk}"],
             "momentum 0.9 goes badly",

@@ -54,7 +54,7 @@ def load(tmp_path: Path, *overrides: str) -> Loaded:
             "min_lr_ratio 0.1 means nothing",
             "cosine",
         ),
-        (["training.micro_batch_size=128"], "128 is larger than global_batch_size 64", "auto"),
+        (["training.micro_batch_size=128"], "64 is not a multiple of micro_batch_size 128", "auto"),
         (
             ["training.global_batch_size=500", "training.micro_batch_size=192"],
             "global_batch_size 500 is not a multiple of micro_batch_size 192",
@@ -63,13 +63,11 @@ def load(tmp_path: Path, *overrides: str) -> Loaded:
         (["model.name_or_path=llama-2m", BPE, FAKE], "no weights", "init: scratch"),
         (["model.name_or_path=llama-7b", "model.init=scratch"], "no shape", "./llama-7b"),
         ([*SHAPE], "llama-2m comes without a tokenizer", "train_vocab_size"),
-        (["model.name_or_path=my/config.json"], "comes without a tokenizer", "name_or_path"),
         ([*SHAPE, BPE, "tokenizer.name_or_path=gpt2"], "two tokenizers", "keep one"),
         ([BPE], "the embeddings of gpt2 belong to another tokenizer", "init: scratch"),
         ([*SHAPE, FAKE, BPE], "no text to train a tokenizer on", "delete"),
         (["data.sources.1.type=fake"], "fake source stands among real", "alone"),
         (["data.sources=[{type: fake, path: a}]"], "a fake source has no path", "delete"),
-        (["data.sources=[{type: fake, weight: 1}]"], "a fake source has no weight", "delete"),
         (["data.sources=[{split: x}]"], "this source has no path", "a glob"),
         (
             ["data.sources=[{path: a, weight: 1}, {path: b}]"],
@@ -134,4 +132,4 @@ def test_a_rule_names_the_line_of_a_key_that_was_given(tmp_path: Path) -> None:
         load_run_file(file)
     (issue,) = raised.value.issues
     assert issue.where == f"{file}:5 training.micro_batch_size"
-    assert issue.fix == "use 63 or 70"
+    assert issue.fix.startswith("use 63 or 70")

@@ -103,14 +103,12 @@ BROKEN: dict[str, Broken] = {
         "text", gzip.compress(os.urandom(999))[:-20], "damaged", "gzip -t", "", "a.txt.gz"
     ),
     "gzip-junk": Broken("chat", b"no gzip", "damaged", "fetch it again", "", "a.jsonl.gz"),
-    "not-utf8-text": Broken("text", b"a\nb\xe9", "not UTF-8: byte 0xe9", "iconv", ":2", "a.txt"),
+    "not-utf8-text": Broken("text", b"a\nb\xe9c", "not UTF-8: byte 0xe9", "iconv", ":2", "a.txt"),
     "not-utf8-line": Broken("chat", b'{}\n{"a": "\xff"}', "offset 10", "iconv"),
-    "jsonl-cut": Broken("chat", b'{"messages": [{"role": "us', "cut off", "or delete this", ":1"),
-    "jsonl-cut-in-a-character": Broken("text", b'{"text": "\xe2\x82', "cut off", "fetch", ":1"),
-    "jsonl-cut-after-an-object": Broken("chat", b'{"messages": [{}', "cut off", "again", ":1"),
+    "jsonl-cut": Broken("chat", b'{"messages": [{"role": "us', "not JSON", "cut off", ":1"),
+    "jsonl-cut-in-a-character": Broken("text", b'{"text": "\xe2\x82', "0xe2", "cut off", ":1"),
     "jsonl-not-cut": Broken("chat", b'{"a": 1},', "not JSON: Extra data", "one JSON object", ":1"),
     "utf16": Broken("chat", "[{}]".encode("utf-16"), "not UTF-8", "UTF-16", ":1", "a.json"),
-    "parquet-junk": Broken("chat", b"junk" * 99, "damaged", "fetch it again", "", "a.parquet"),
     "parquet-cut": Broken(
         "text",
         damaged(parquet({"text": ["abc"] * 99}), 40),
@@ -157,14 +155,13 @@ BROKEN: dict[str, Broken] = {
         ":3",
         "a.json",
     ),
-    "array-comma": Broken("chat", b"[{}\n{}]", "a comma or ]", "json.tool", ":2", "a.json"),
-    "array-more": Broken("text", b'[{"text": "a"}]\n]', "more after", "repair", ":2", "a.json"),
+    "array-more": Broken("text", b'[{"text": "a"}]\n]', "Extra data", "repair", ":2", "a.json"),
     "array-items": Broken(
         "text",
         b'[{"text": "a"},\n"b"]',
         "not a JSON object but str",
         "objects",
-        ":2 row 2",
+        " row 2",
         "a.json",
     ),
     "object-over-lines": Broken(
@@ -173,10 +170,8 @@ BROKEN: dict[str, Broken] = {
     "text-as-chat": Broken(
         "chat", b"Hello", "plain text, without a column 'messages'", "type: text", "", "a.txt"
     ),
-    "text-as-tokens": Broken("tokens", b"5 6", "plain text", "JSON lines", "", "a.txt"),
     "empty-text": Broken("text", b" \n", "is empty", "take it out", "", "a.txt"),
     "empty-rows": Broken("chat", b"\n\n", "is empty: no row", "take it out", ""),
-    "empty-array": Broken("chat", b"[]", "is empty: no row", "take it out", "", "a.json"),
     # Rows of any type
     "not-json": Broken("chat", b'{"messages": []\n', "not JSON", "a line", ":1"),
     "no-object": Broken("instruct", [1], "not a JSON object but list", "jq"),
@@ -185,14 +180,11 @@ BROKEN: dict[str, Broken] = {
         "chat", content("a\udc00"), "messages[1].content holds half", "repair"
     ),
     "text-null": Broken("text", {"text": None}, "holds null, not text", "text_column"),
-    "text-number": Broken("text", {"text": 3}, "int '3'", "column of strings"),
     "text-column": Broken("text", {"txt": "a"}, "no column 'text'", "text_column to txt"),
     # Chat
     "chat-column": Broken("chat", {"message": []}, "no column 'messages'", "{messages: message}"),
     "chat-null": Broken("chat", {"messages": None}, "holds null, not a list of messages", "remove"),
-    "chat-text": Broken("chat", {"messages": "Hi"}, "which is text and not JSON", "repair"),
     "chat-empty": Broken("chat", {"messages": []}, "holds no message", "remove"),
-    "chat-item": Broken("chat", messages("Hi"), "messages[0] holds str 'Hi'", "repair"),
     "chat-no-role": Broken(
         "chat", messages({"rol": "user", "content": "a"}), "messages[0] has no role", "{role: rol}"
     ),
@@ -200,12 +192,8 @@ BROKEN: dict[str, Broken] = {
         "chat", messages({"role": "user", "text": "a"}), "has no content; it has: role", "content"
     ),
     "chat-role": Broken("chat", role("asistant"), "'asistant', which is no role", "assistant"),
-    "chat-role-number": Broken("chat", role(1), "messages[0].role holds int '1'", "repair"),
-    "chat-role-null": Broken("chat", role(None), "messages[0].role holds null", "repair"),
     "chat-content-null": Broken("chat", content(None), "messages[1].content holds null", "repair"),
-    "chat-content-number": Broken("chat", content(4), "holds int '4', not text", "repair"),
     "chat-image": Broken("chat", content([{"type": "image"}]), "part of type 'image'", "repair"),
-    "chat-part-text": Broken("chat", content([{"type": "text"}]), "[0].text holds null", "repair"),
     "chat-no-answer": Broken(
         "chat", messages(USER), "no message of the assistant to train on (roles: user)", "remove"
     ),
@@ -214,9 +202,6 @@ BROKEN: dict[str, Broken] = {
         "chat", messages(USER, USER, SAID), "user and assistant must take turns", "another template"
     ),
     "chat-tools": Broken("chat", {**GOOD["chat"], "tools": "[1]"}, "not a list of tools", "repair"),
-    "chat-tools-json": Broken(
-        "chat", {**GOOD["chat"], "tools": "f"}, "text and not JSON", "repair"
-    ),
     "chat-tool-calls": Broken(
         "chat", messages(USER, {**SAID, "tool_calls": 3}), "tool_calls holds int '3'", "repair"
     ),
@@ -226,8 +211,6 @@ BROKEN: dict[str, Broken] = {
         "instruct", {"instruktion": "a", "output": "b"}, "no column 'instruction'", "instruktion"
     ),
     "instruct-output": Broken("instruct", {"instruction": "a"}, "no column 'output'", "columns"),
-    "instruct-completion": Broken("instruct", {"prompt": "a"}, "no column 'completion'", "columns"),
-    "instruct-null": Broken("instruct", {"instruction": "a", "output": None}, "null", "repair"),
     "instruct-empty": Broken("instruct", {"instruction": "a", "output": " "}, "is empty", "remove"),
     "instruct-input": Broken(
         "instruct", {**GOOD["instruct"], "input": 5}, "column 'input' holds int '5'", "repair"
@@ -242,15 +225,12 @@ BROKEN: dict[str, Broken] = {
     "tokens-range": Broken(
         "tokens", {"input_ids": [5, 999]}, "999, and the tokenizer knows", "name"
     ),
-    "tokens-negative": Broken("tokens", {"input_ids": [5, -1]}, "holds -1", "tokenizer"),
     "tokens-huge": Broken("tokens", {"input_ids": [5, 2**70]}, "no token id", ""),
     "tokens-float": Broken("tokens", {"input_ids": [5.0, 6]}, "input_ids[0] holds float", "repair"),
-    "tokens-bool": Broken("tokens", {"input_ids": [True, 6]}, "input_ids[0] holds bool", "repair"),
-    "tokens-text": Broken("tokens", {"input_ids": "a b"}, "text and not JSON", "repair"),
     "tokens-empty": Broken("tokens", {"input_ids": []}, "is empty", "remove"),
     "tokens-one": Broken("tokens", {"input_ids": [5]}, "none is trained", "remove"),
     "tokens-labels": Broken(
-        "tokens", {**TOKENS, "labels": [-100, 6]}, "labels has 2 numbers, and input_ids has 3", "re"
+        "tokens", {**TOKENS, "labels": [-100, 6]}, "labels has 2 numbers, and there are 3", "re"
     ),
     "tokens-shifted": Broken(
         "tokens",
@@ -258,17 +238,12 @@ BROKEN: dict[str, Broken] = {
         "labels[0] is 6, and input_ids[0] is 5",
         "shift",
     ),
-    "tokens-untrained": Broken(
-        "tokens", {**TOKENS, "labels": [5, -100, -100]}, "none is trained", "remove"
-    ),
     "tokens-mask": Broken(
         "tokens", {**TOKENS, "attention_mask": [1, 0, 1]}, "not a run of 1", "padding"
     ),
     # Preferences
     "preference-column": Broken("preference", {"chosen": "a"}, "no column 'rejected'", "columns"),
     "preference-same": Broken("preference", {**PREF, "rejected": "yes"}, "are the same", "remove"),
-    "preference-null": Broken("preference", {**PREF, "chosen": None}, "holds null", "repair"),
-    "preference-empty": Broken("preference", {**PREF, "rejected": ""}, "is empty", "remove"),
     "preference-prompt": Broken(
         "preference", {**PREF, "prompt": 7}, "'prompt' holds int", "repair"
     ),
@@ -392,7 +367,7 @@ def test_many_bad_rows_are_counted_and_the_first_are_listed(tokenizer: Any, tmp_
         return caught.value
 
     few = error_of(0.0)  # nobody waits for the rest of a large file to learn of its first bad rows
-    assert "11 of the first 31 rows" in few.what and f"{file}:28: " in few.what
+    assert "342 of the first 1024 rows" in few.what and f"{file}:28: " in few.what
     error = error_of(0.1)
     assert "1000 of 3000 rows" in error.what and "and 990 more" in error.what
     assert error.what.count("holds no message") == 10 and "it takes 0.34 here" in error.fix

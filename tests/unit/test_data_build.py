@@ -50,14 +50,14 @@ def test_training_and_validation_set(tokenizer, corpus: Path, tmp_path: Path, pa
     assert validation is not None
     assert training.num_samples > 5 * validation.num_samples > 0
     assert 0 < training.vocab_size_needed <= 260
-    inputs, targets = training.batch(np.arange(training.num_samples))
+    inputs, targets, _ = training.rows(np.arange(training.num_samples))
     assert inputs.shape == (training.num_samples, 16)
     assert training.num_targets(np.arange(training.num_samples)) == (targets != -100).sum()
     # All ranks and all restarts see the same; another seed holds out other documents.
     again, _ = build(data, tokenizer, tmp_path / "cache")
-    assert np.array_equal(again.batch(np.arange(9))[0], training.batch(np.arange(9))[0])
+    assert np.array_equal(again.rows(np.arange(9))[0], training.rows(np.arange(9))[0])
     other, _ = build(data, tokenizer, tmp_path / "cache", seed=1)
-    assert not np.array_equal(other.batch(np.arange(9))[0], training.batch(np.arange(9))[0])
+    assert not np.array_equal(other.rows(np.arange(9))[0], training.rows(np.arange(9))[0])
 
 
 def test_documents_do_not_leak(tokenizer, corpus: Path, tmp_path: Path):
@@ -65,7 +65,7 @@ def test_documents_do_not_leak(tokenizer, corpus: Path, tmp_path: Path):
     training, validation = build(data, tokenizer, tmp_path / "cache")
     texts = []
     for part in (training, validation):
-        inputs, targets = part.batch(np.arange(part.num_samples))
+        inputs, targets, _ = part.rows(np.arange(part.num_samples))
         texts.append(
             {
                 tokenizer.decode(row[: (goal != IGNORE_INDEX).sum()].tolist()).split(":")[0]
@@ -87,7 +87,7 @@ def test_weights(tokenizer, corpus: Path, tmp_path: Path):
     training, validation = build(data, tokenizer, tmp_path / "cache")
     z = tokenizer("Z")["input_ids"][0]
     for dataset in (training, validation):
-        inputs, _ = dataset.batch(np.arange(4000))
+        inputs, _, _ = dataset.rows(np.arange(4000))
         assert abs((inputs == z).any(axis=1).mean() - 0.25) < 0.04
 
 

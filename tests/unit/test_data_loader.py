@@ -70,7 +70,7 @@ def test_ranks_share_the_same_global_batch(ranks: int, extra: int, micro: int, s
         tokens = step.global_tokens
     expected = np.arange(seen, seen + size)
     assert ids == expected.tolist() and num_targets == tokens
-    assert np.array_equal(torch.cat(rows).numpy(), dataset.batch(expected)[0])
+    assert np.array_equal(torch.cat(rows).numpy(), dataset.rows(expected)[0])
 
 
 def test_resume_on_other_ranks_sees_each_sample_once():

@@ -16,7 +16,7 @@ from isles.config.sections.data import DataConfig
 from isles.data.order import SampleOrder
 from isles.data.sources.find import HubStream, open_source
 from isles.data.sources.parse import TextParser
-from isles.data.sources.read import file_pieces
+from isles.data.sources.read import file_chunks
 from isles.data.sources.rows import Row
 from isles.data.stream import segments as stream_segments
 from isles.data.stream.segments import HoldOut, SegmentRecord, Stream, make_segment, segment_table
@@ -74,14 +74,13 @@ def texts_of(rows: list[Any]) -> list[str]:
 def test_a_file_is_read_on_from_any_place(tmp_path: Path, name: str):
     path = MAKERS[name](tmp_path / name)
     parser = TextParser("text")
-    pieces = list(file_pieces(path, parser))
-    assert len(pieces) >= 3
-    assert [text for piece in pieces for text in texts_of(piece[2])] == TEXTS
-    for number, (begin, _, _) in enumerate(pieces):
-        assert list(file_pieces(path, parser, begin)) == pieces[number:]
-    assert list(file_pieces(path, parser, pieces[-1][1])) == []
-    ends = [piece[1] for piece in pieces[:-1]]
-    assert ends == [piece[0] for piece in pieces[1:]]
+    chunks = list(file_chunks(path, parser, {}))
+    assert len(chunks) >= 3
+    assert [text for chunk in chunks for text in texts_of(chunk.rows)] == TEXTS
+    for number, chunk in enumerate(chunks):
+        assert list(file_chunks(path, parser, chunk.begin)) == chunks[number:]
+    assert list(file_chunks(path, parser, chunks[-1].end)) == []
+    assert [chunk.end for chunk in chunks[:-1]] == [chunk.begin for chunk in chunks[1:]]
 
 
 def test_a_long_text_file_is_read_on_from_any_piece(tmp_path: Path, monkeypatch):
@@ -92,11 +91,11 @@ def test_a_long_text_file_is_read_on_from_any_piece(tmp_path: Path, monkeypatch)
     path = tmp_path / "a.txt"
     path.write_text("\n".join(TEXTS[:100]) + "ä" * 900)
     parser = TextParser("text")
-    pieces = list(file_pieces(path, parser))
-    assert len(pieces) > 10
-    assert "".join(text for piece in pieces for text in texts_of(piece[2])) == path.read_text()
-    for number, (begin, _, _) in enumerate(pieces):
-        assert list(file_pieces(path, parser, begin)) == pieces[number:]
+    chunks = list(file_chunks(path, parser, {}))
+    assert len(chunks) > 10
+    assert "".join(text for chunk in chunks for text in texts_of(chunk.rows)) == path.read_text()
+    for number, chunk in enumerate(chunks):
+        assert list(file_chunks(path, parser, chunk.begin)) == chunks[number:]
 
 
 @pytest.fixture

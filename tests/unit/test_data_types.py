@@ -489,7 +489,7 @@ def test_a_store_keeps_the_mask(tmp_path: Path):
     assert all(hash_file(folder / name) == facts["sha256"] for name, facts in files.items())
     documents = [
         document
-        for batch in encode_rows(open_source(source).rows(encoder.columns), encoder, Tally("", 0))
+        for batch in encode_rows(open_source(source).rows(encoder.parser), encoder, Tally("", 0))
         for document in batch
     ]
     assert store.kind == "chat" and store.trained is not None and store.trained.dtype == np.bool_

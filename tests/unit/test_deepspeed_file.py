@@ -156,7 +156,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         {"micro_batch_size": 2},
         ["train_micro_batch_size_per_gpu is 4", "training.micro_batch_size is 2"],
     ),
-    ({"train_micro_batch_size_per_gpu": 4}, {}, ["is 4", "micro_batch_size is auto"]),
     (
         {"gradient_accumulation_steps": 5},
         {"global_batch_size": 32, "micro_batch_size": 2},
@@ -165,8 +164,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"gradient_accumulation_steps": 5}, {}, ["gradient_accumulation_steps is 5", "no number"]),
     ({"gradient_clipping": 0.3}, {}, ["gradient_clipping is 0.3", "max_grad_norm is 1"]),
     ({"bf16": {"enabled": True}}, {"precision": "32-true"}, ["bf16.enabled is true", "32-true"]),
-    ({"bf16": {"enabled": False}}, {}, ["bf16.enabled is false", "bf16-mixed"]),
-    ({"fp16": {"enabled": True}}, {}, ["fp16.enabled is true", "bf16-mixed"]),
     (
         {"fp16": {"enabled": True, "loss_scale": 128}},
         {"precision": "fp16-mixed"},
@@ -189,26 +186,22 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         ["scheduler.type is WarmupLR", "cosine"],
     ),
     (
-        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 7}}},
-        {"lr_scheduler_type": "linear"},
-        ["total_num_steps is 7", "max_steps is 100"],
-    ),
-    (
         {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_type": "log"}}},
         {"lr_scheduler_type": "linear"},
         ["warmup_type is log", "straight line"],
     ),
     ({"zero_optimization": {"stage": 0}}, {}, ["stage is 0"]),
-    ({"zero_optimization": {"stage": 4}}, {}, ["stage is 4"]),
-    ({"zero_optimization": {"stage": 2, "offload_param": CPU}}, {}, ["only ZeRO stage 3"]),
+    (
+        {"zero_optimization": {"stage": 2, "offload_param": CPU}},
+        {},
+        ["works with ZeRO stage 3 only"],
+    ),
     (
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
         {},
-        ["offload_param names no nvme_path"],
+        ["offload_param nvme needs a folder"],
     ),
-    ({"zero_optimization": {"reduce_bucket_size": "big"}}, {}, ["is big, not a number"]),
-    ({"zero_optimization": {"overlap_comm": 1}}, {}, ["overlap_comm is 1"]),
-    ({"zero_optimization": {"cpu_offload": True}}, {}, ["cpu_offload does not work here"]),
+    ({"zero_optimization": {"cpu_offload": True}}, {}, ["cpu_offload is not DeepSpeed's to say"]),
     ({"zero_optimization": {"stag": 2}}, {}, ["stag is no key of DeepSpeed"]),
     ({"zero_optimization": True}, {}, ["zero_optimization is true, not an object"]),
     ({"zero_optimisation": {}}, {}, ["zero_optimisation is no key of DeepSpeed"]),
@@ -244,17 +237,17 @@ def test_every_contradiction_is_named_at_once_with_its_line(tmp_path: Path) -> N
     assert found == [
         "zero_optimisation",
         "gradient_clipping",
-        "gradient_accumulation_steps",
-        "bf16.enabled",
         "zero_optimization.stage",
         "zero_optimization.offload_optimizer.device",
+        "gradient_accumulation_steps",
+        "bf16.enabled",
     ]
 
 
 def test_offloading_of_the_run_file_needs_the_stage_of_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, {"zero_optimization": {"stage": 2}})
     (issue,) = deepspeed_file_issues(path, run_config(path, {"offload_param": "cpu"}))
-    assert "only ZeRO stage 3" in issue.what and "the stage is 2" in issue.what
+    assert "works with ZeRO stage 3 only" in issue.what and "zero_stage is 2" in issue.what
     assert issue.keys[0] == "strategy.offload_param"
 
 
@@ -282,9 +275,8 @@ def test_accumulation_is_checked_against_the_ranks(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{", "no JSON"),
-        ("[]", "no object"),
-        ('{"a": 1,}', "no JSON"),
-        ('{"fp16": {"a": 1, "a": 2}}', "a stands in one object 2 times"),
+        ("[]", "no JSON object"),
+        ('{"fp16": {"a": 1, "a": 2}}', "a stands here and on line 1"),
     ],
 )
 def test_what_is_no_deepspeed_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
@@ -302,7 +294,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_lines_are_known_between_tabs_too(tmp_path: Path) -> None:
     path = write(tmp_path, '{\n\t"fp16":\t{\n\t\t"enabled":\ttrue\n\t}\n}\n')
     file = read_deepspeed_file(path)
-    assert file.where("fp16", "enabled") == f"{path}:3 fp16.enabled"
+    assert file.where("fp16.enabled") == f"{path}:3 fp16.enabled"
 
 
 def test_settings_without_a_file_come_from_the_strategy() -> None:
@@ -345,11 +337,16 @@ print(json.dumps([zero, [*Optimizer.model_fields, *Param.model_fields]]))
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )
     zero, offload = json.loads(result.stdout.splitlines()[-1])
-    keys = deepspeed_keys()
-    passed = {
-        name for part in ("numbers", "switches", "others") for name in keys["zero"][part].split()
-    }
-    refused = {name for names in keys["zero"]["elsewhere"].values() for name in names.split()}
+    table = deepspeed_keys()
+    named = [*table["same"], *table["fixed"]]
+
+    def known(section: str) -> set[str]:
+        inside = {key.rpartition(".")[2] for key in named if key.rpartition(".")[0] == section}
+        return inside | set(table["known"][section].split())
+
+    passed = known("zero_optimization")
+    refused = set(" ".join(table["elsewhere"]["zero_optimization"].values()).split())
     assert set(zero) <= passed | refused
     assert set(zero) >= passed
-    assert set(offload) == set(keys["offload"].split())
+    for name in ("offload_optimizer", "offload_param"):
+        assert set(offload) == known(f"zero_optimization.{name}")

@@ -208,7 +208,7 @@ def test_the_trainer_takes_the_fsdp_json(
         ("deepspeed-json", "{kind: fsdp}", "the strategy is fsdp"),
         ("deepspeed-json", "{kind: auto}", "the strategy is auto"),
         ("fsdp-json", "{kind: ddp}", "the strategy is ddp"),
-        ("fsdp-json", "{kind: fsdp, tp_size: 2}", "tp_size 2 has no place"),
+        ("fsdp-json", "{kind: fsdp, tp_size: 2}", "tp_size 2 has no word"),
         ("fsdp-json", "{kind: fsdp, sharding_strategy: HYBRID_SHARD}", "has no word"),
     ],
 )

@@ -52,12 +52,6 @@ FAULTS = [
     ("hub_model_id: a/b", "hub_model_id", "a name from", "checkpoint.push_to_hub"),
     ("checkpoint: {push_to_hub: me}", "checkpoint.push_to_hub", '"me", not the name', "owner/name"),
     (
-        "checkpoint: {push_to_hub: 'https://huggingface.co/a/b'}",
-        "checkpoint.push_to_hub",
-        "not the name of a repository",
-        "such as a/b",
-    ),
-    (
         "checkpoint: {push_to_hub: a/b, export_on_finish: false}",
         "checkpoint.push_to_hub",
         "export_on_finish is false",

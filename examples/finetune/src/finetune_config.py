@@ -13,8 +13,8 @@ from finetune_fsdp import read_fsdp_file
 
 from isles.config.files import deepspeed_issues
 from isles.config.interop.deepspeed import DeepSpeedFile, read_deepspeed_file
-from isles.config.load import load_run_file, read_text
-from isles.config.yaml import KeyPath, dotted, dump_yaml, parse_yaml
+from isles.config.load import load_run_file
+from isles.config.yaml import KeyPath, dotted, dump_yaml, parse_yaml, read_text
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
 
@@ -82,7 +82,6 @@ class _Mapping:
 
     def __init__(self, path: Path, deepspeed: Path | None, world_size: int | None) -> None:
         document = parse_yaml(read_text(path), str(path))
-        assert isinstance(document.value, dict)
         self.path = path
         self.lines = document.lines
         self.data: dict[str, Any] = deepcopy(document.value)
@@ -265,7 +264,7 @@ class _Mapping:
         for name in ("bf16", "fp16"):
             if file.section(name).get("enabled") is True and "precision" not in self.training:
                 self.training["precision"] = f"{name}-mixed"
-                self.mapped.origins["training.precision"] = file.where(name, "enabled")
+                self.mapped.origins["training.precision"] = file.where(f"{name}.enabled")
 
     def _fsdp(self, has_deepspeed: bool) -> None:
         named = self.distributed.get("fsdp_config")

@@ -27,11 +27,8 @@ SLOW_LINK = 10e9
 class Machine:
     """What the machines of a run have.
 
-    Args:
-        world_size: ranks.
-        local_world_size: ranks of one node.
-        memory_bytes: of the rank that has least.
-        link_bytes_per_s: measured between all ranks; None where it was not needed.
+    `memory_bytes` is of the rank that has least; the link, between all ranks, is None where it was
+    not needed.
     """
 
     world_size: int
@@ -68,11 +65,7 @@ def choose_strategy(
 ) -> tuple[DDPStrategyConfig | FSDPStrategyConfig, str]:
     """The strategy with the least communication that fits, and the reason in one line.
 
-    Args:
-        size: of the model.
-        training: the run file's section.
-        seq_length: tokens of a sequence.
-        machine: the ranks; its link must have been measured unless ddp fits.
+    The machine's link must have been measured unless ddp fits.
     """
     usable = machine.usable_bytes
     whole = ddp_bytes(size, training, seq_length)
@@ -84,35 +77,33 @@ def choose_strategy(
             DDPStrategyConfig(),
             f"the whole model fits: {format_bytes(whole)} {has}, and gradients travel once a step",
         )
-    does_not = f"the whole model needs {format_bytes(whole)} {has}"
-    link = machine.link_bytes_per_s or 0.0
-    speed = f"links carry {format_bytes(int(link))}/s"
-    nodes = machine.world_size // machine.local_world_size
-    inside = machine.local_world_size
-    if nodes > 1 and link < SLOW_LINK and inside > 1:
-        needs = _sharded(size, training, seq_length, inside, gathers=False)
-        if needs <= usable:
-            return (
-                FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD"),
-                f"{does_not}; {speed}, and cut over the {inside} ranks of a node it needs "
-                f"{format_bytes(needs)}",
-            )
-    needs = _sharded(size, training, seq_length, machine.world_size, gathers=True)
-    if needs <= usable and link < SLOW_LINK:
+    link, inside = machine.link_bytes_per_s or 0.0, machine.local_world_size
+    is_slow = link < SLOW_LINK
+    why = f"the whole model needs {format_bytes(whole)} {has}; links carry "
+    why += f"{format_bytes(int(link))}/s"
+
+    def needs(ranks: int, *, gathers: bool) -> int:
+        return _sharded(size, training, seq_length, ranks, gathers=gathers)
+
+    over_node = needs(inside, gathers=False)
+    if machine.world_size > inside > 1 and is_slow and over_node <= usable:
+        return (
+            FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD"),
+            f"{why}; cut over the {inside} ranks of a node it needs {format_bytes(over_node)}",
+        )
+    gathered = needs(machine.world_size, gathers=True)
+    if is_slow and gathered <= usable:
         return (
             FSDPStrategyConfig(sharding_strategy="SHARD_GRAD_OP"),
-            f"{does_not}; {speed}, so parameters stay gathered from forward to backward, with "
-            f"{format_bytes(needs)}",
+            f"{why}; parameters stay gathered from forward to backward, with "
+            f"{format_bytes(gathered)}",
         )
-    needs = _sharded(size, training, seq_length, machine.world_size, gathers=False)
-    end = "" if needs <= usable else "; even that may not fit: lower data.seq_length, set "
-    if end:
-        end += "training.gradient_checkpointing: full, or strategy: {kind: fsdp, cpu_offload: true}"
-    return (
-        FSDPStrategyConfig(),
-        f"{does_not}; cut over {machine.world_size} ranks it needs {format_bytes(needs)}; "
-        f"{speed}{end}",
-    )
+    cut = needs(machine.world_size, gathers=False)
+    why += f"; cut over {machine.world_size} ranks it needs {format_bytes(cut)}"
+    if cut > usable:
+        why += "; even that may not fit: lower data.seq_length, set "
+        why += "training.gradient_checkpointing: full, or strategy: {kind: fsdp, cpu_offload: true}"
+    return FSDPStrategyConfig(), why
 
 
 def _sharded(

@@ -77,8 +77,7 @@ def keys_of_cluster(text: str, index: int) -> str:
 def named_cluster(loaded: Loaded, name: str) -> Loaded:
     """The run of one of several clusters, RUN-CLUSTER, whose text loads again to the same values.
 
-    Raises:
-        ConfigError: there is no such cluster, or both names together are too long.
+    ConfigError: there is no such cluster, or both names together are too long.
     """
     names = [cluster.name for cluster in loaded.config.clusters]
     if name not in names:

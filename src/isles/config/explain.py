@@ -20,12 +20,7 @@ _NO = frozenset(("no", "off", "false", "0", "n"))
 
 
 def explain(errors: Iterable[Mapping[str, Any]], data: object) -> list[Issue]:
-    """Every issue that pydantic found, one a key, in plain words.
-
-    Args:
-        errors: `ValidationError.errors()`.
-        data: what was validated.
-    """
+    """Every issue in `ValidationError.errors()` of this data, one a key, in plain words."""
     types_by_path: dict[KeyPath, set[str]] = {}
     for error in errors:
         path = _path_in_file(error["loc"], error["type"], data)
@@ -55,9 +50,8 @@ def _missing(path: KeyPath) -> Issue:
         return Issue((dotted(path),), f"the key {dotted(path)} is missing", fix)
     required = [key for key, child in keys.children(node).items() if "default" not in child]
     below = f", and below it {', '.join(required)}" if required else ""
-    return Issue(
-        (dotted(path),), f"the section {dotted(path)} is missing", f"add {path[-1]}:{below}"
-    )
+    what = f"the section {dotted(path)} is missing"
+    return Issue((dotted(path),), what, f"add {path[-1]}:{below}")
 
 
 class _WrongValue:
@@ -65,7 +59,6 @@ class _WrongValue:
 
     def __init__(self, path: KeyPath, value: object, errors: set[str]) -> None:
         self.path = path
-        self.keys = (dotted(path),)
         self.value = value
         self.errors = errors  # pydantic's names of them
         self.node = keys.schema_at(path) or {}
@@ -77,61 +70,48 @@ class _WrongValue:
         self.alias_key = "track" if path[:1] == ("track",) else dotted(indexed)
 
     def issue(self) -> Issue:
-        value, node = self.value, self.node
+        value, node, allowed = self.value, self.node, keys.allowed(self.node)
         if keys.is_section(node):
             return self._section()
-        if value in (None, ""):
+        if value in (None, "", [], {}):
             default = ", or delete the line to have the default" if "default" in node else ""
-            what = f"{self.name} is empty ({scalar_text(value)})"
-            return Issue(self.keys, what, f"write {keys.allowed(node)}{default}")
-        if self.errors & _SIZES:
-            return self._size()
+            what = "an empty list" if value == [] else f"empty ({scalar_text(value or None)})"
+            return self._issue(f" is {what}", f"write {allowed}{default}")
+        if self.errors & _SIZES and not isinstance(value, list):
+            is_large = bool(self.errors & {"less_than", "less_than_equal"})
+            fix = f"use {keys.allowed(node, with_caps=is_large)}"
+            return self._is(": too large" if is_large else ": too small", fix)
         if "duration" in self.types:
-            return self._time()
+            what, fix = ", not a time that can be used", f"write {allowed}"
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                what, fix = ", without a unit", f"write {value}s, {value}m or {value}h"
+            return self._is(what, fix)
         if isinstance(value, str) and keys.literals(node) and _as_number(value) is None:
             return self._word()
         return self._type()
 
+    def _issue(self, what: str, fix: str) -> Issue:
+        return Issue((dotted(self.path),), f"{self.name}{what}", fix)
+
     def _is(self, what: str, fix: str) -> Issue:
-        return Issue(self.keys, f"{self.name} is {quote(self.value)}{what}", fix)
+        return self._issue(f" is {quote(self.value)}{what}", fix)
 
     def _not_yet(self, fix: str) -> Issue:
         return self._is(f", which isles {__version__} does not have yet", fix)
 
-    def _time(self) -> Issue:
-        value = self.value
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return self._is(", without a unit", f"write {value}s, {value}m or {value}h")
-        return self._is(", not a time that can be used", f"write {keys.allowed(self.node)}")
-
-    def _size(self) -> Issue:
-        value, allowed = self.value, keys.allowed(self.node)
-        if isinstance(value, Mapping):
-            return Issue(self.keys, f"{self.name} is empty", f"write {allowed}")
-        if isinstance(value, list):
-            if not value:
-                return Issue(self.keys, f"{self.name} is an empty list", "write one item")
-            what = f"{self.name} has {len(value)} items, which is too many"
-            return Issue(self.keys, what, "keep fewer")
-        if self.errors & {"less_than", "less_than_equal"}:
-            return self._is(": too large", f"use {keys.allowed(self.node, with_caps=True)}")
-        return self._is(": too small", f"use {allowed}")
-
     def _section(self) -> Issue:
-        """A section that is none, or of no kind that there is."""
+        # A section that is none, or of no kind that there is.
         value, node, kinds = self.value, self.node, tuple(keys.by_kind(self.node))
         if isinstance(value, Mapping):
             if "kind" in value:
                 return _WrongValue((*self.path, "kind"), value["kind"], self.errors)._word()
-            what = f"{self.name} does not say its kind"
-            return Issue(self.keys, what, f"add kind: one of {', '.join(kinds)}")
+            return self._issue(" does not say its kind", f"add kind: one of {', '.join(kinds)}")
         if value not in (None, "") and keys.literals(node):
             return self._word()  # a word stands for a section with its defaults
         inside = keys.children(node)
-        below = f"write its keys below it, indented, such as {next(iter(inside))}: ..."
+        fix = f"write its keys below it, indented, such as {next(iter(inside))}: ..."
         if value is None:
-            return Issue(self.keys, f"{self.name} is empty", f"{below}, or delete the line")
-        fix = below
+            return self._issue(" is empty", f"{fix}, or delete the line")
         if isinstance(value, str):
             word = value.lower()
             key = next((k for k in ("name_or_path", "path") if k in inside), "")
@@ -145,15 +125,14 @@ class _WrongValue:
             elif is_not_yet(f"{self.alias_key}.kind", value):
                 return self._not_yet(f"write {self.name}: {{kind: {kinds[0]}}}")
             elif key:
-                label = self.label and f"{self.name}: "
-                fix = f"write {label}{{{key}: {scalar_text(value)}}}"
+                fix = f"write {self.label}{{{key}: {scalar_text(value)}}}"
         return self._is(", not a section with keys of its own", fix)
 
     def _word(self) -> Issue:
-        """A word that is none of those that the key may hold."""
+        # A word that is none of those that the key may hold.
         value, words = self.value, keys.literals(self.node)
         choices = f"use {keys.allowed(self.node)}"
-        word = scalar_text(value) if is_leaf(value) else ""
+        word = scalar_text(value).lower() if is_leaf(value) else ""
         word = value.lower() if isinstance(value, str) else word
         if is_not_yet(self.alias_key, word):
             return self._not_yet(choices)
@@ -165,20 +144,18 @@ class _WrongValue:
 
     def _type(self) -> Issue:
         value, node, has_numbers = self.value, self.node, keys.has_numbers(self.node)
-        use, own_types = f"use {keys.allowed(node)}", keys.own_types(node)
+        allowed, own_types = keys.allowed(node), keys.own_types(node)
         if isinstance(value, str) and "one-line" in own_types:
             return self._is(", not one line", "write it on one line")
         if "string_pattern_mismatch" in self.errors and not keys.is_own_text(node):
-            what = ", no name for a folder"
-            better = "-".join(re.findall(r"[A-Za-z0-9._]+", str(value))).lstrip("._")[:63]
-            if "hub-id" in own_types:
-                what = ", not the name of a repository"
-                found = re.search(r"([\w.-]+/[\w.-]+)/?$", str(value))
-                better = found[1] if found else ""
-            return self._is(what, f"{use}, such as {better}" if better else use)
+            what, fix = ", not the name of a repository", f"use {allowed}"
+            if "hub-id" not in own_types:
+                better = "-".join(re.findall(r"[A-Za-z0-9._]+", str(value))).lstrip("._")[:63]
+                what, fix = ", no name for a folder", f"{fix}, such as {better or 'run'}"
+            return self._is(what, fix)
         if isinstance(value, bool | int | float) and keys.literals(node) and not has_numbers:
             return self._word()
-        fix = self._written_otherwise() or f"write {keys.allowed(node)}"
+        fix = self._written_otherwise() or f"write {allowed}"
         if isinstance(value, str) and is_not_yet(self.alias_key, value):
             return self._not_yet(fix)
         if has_numbers and isinstance(value, float) and not _is_finite(value):
@@ -187,42 +164,34 @@ class _WrongValue:
         return self._is(f"{text}, not {keys.noun(node)}", fix)
 
     def _written_otherwise(self) -> str:
-        """How this value is written so that it has the key's type; empty: no idea."""
+        # How this value is written so that it has the key's type; empty: no idea.
         value, types, key = self.value, self.types, self.label
         if keys.is_own_text(self.node):
             return ""
-        if isinstance(value, str):
-            return self._text_as_meant(value)
-        if isinstance(value, float) and "integer" in types and value == value // 1:
-            return f"write {key}{int(value)}"
-        is_one_line = "one-line" in keys.own_types(self.node)
-        is_text = types <= {"string", "null"} or (isinstance(value, bool) and is_one_line)
-        if isinstance(value, bool | int | float) and is_text:
-            return f'put it in quotes: {key}"{scalar_text(value)}"'
-        return ""
-
-    def _text_as_meant(self, text: str) -> str:
-        """How text is written where a number, a boolean or a list belongs; empty: no idea."""
-        fix, types, item, key = "", self.types, keys.items(self.node), self.label
-        number, word = _as_number(text), text.lower()
+        if not isinstance(value, str):
+            if isinstance(value, float) and "integer" in types and value == value // 1:
+                return f"write {key}{int(value)}"
+            is_word = isinstance(value, bool) and "one-line" in keys.own_types(self.node)
+            if is_word or (isinstance(value, int | float) and types <= {"string", "null"}):
+                return f'put it in quotes: {key}"{scalar_text(value)}"'
+            return ""
+        fix, number, item, word = "", _as_number(value), keys.items(self.node), value.lower()
         if number is not None and keys.has_numbers(self.node):
             whole = int(number) if "integer" in types and number == int(number) else number
-            is_quoted = isinstance(resolve_plain(text), int | float)
-            fix = f"remove the quotes: {key}{text}" if is_quoted else f"write {key}{whole}"
+            is_quoted = isinstance(resolve_plain(value), int | float)
+            fix = f"remove the quotes: {key}{value}" if is_quoted else f"write {key}{whole}"
         elif "boolean" in types and word in _YES | _NO:
             boolean = scalar_text(word in _YES)
             fix = f"write {key}{boolean} (in YAML 1.2 only true and false are booleans)"
-        elif types == {"integer"} and (digits := re.fullmatch(r"[A-Za-z_ -]+(\d{1,4})", text)):
-            fix = f"write {key}{digits[1]}"  # stage2, zero-3
-        elif item is not None and text in keys.literals(item):
-            fix = f"write {key}[{text}]"
+        elif item is not None and value in keys.literals(item):
+            fix = f"write {key}[{value}]"
         elif item is not None and keys.is_section(item) and not keys.literals(item):
-            fix = f"write {key}[{{path: {scalar_text(text)}}}]"
+            fix = f"write {key}[{{path: {scalar_text(value)}}}]"
         return fix
 
 
 def _as_number(text: str) -> int | float | None:
-    """The number that was meant by `8` in quotes, `1_000` or `1,000`; None for other text."""
+    # The number that was meant by `8` in quotes, `1_000` or `1,000`; None for other text.
     try:
         number = resolve_plain(text.strip().replace("_", "").replace(",", ""))
     except ValueError:

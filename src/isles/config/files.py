@@ -25,6 +25,8 @@ BUILT_IN = ("python-docs", "python-stdlib")
 CHATML = "chatml"
 """The chat template that is built in."""
 
+GLOB_FIX = "try it with ls; ** stands for folders of any depth, and * skips hidden files"
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TEXTS = (".txt", ".text", ".md", ".rst", ".py")
 _TABLES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq", ".csv", ".tsv", ".gz")
@@ -39,12 +41,7 @@ def shape_issues(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
 def find_shape(model: ModelConfig, hub_cache: Path) -> dict[str, Any] | None:
     """The model's Hugging Face config, where it is here: shipped, in a folder, or downloaded.
 
-    Args:
-        model: the run file's section.
-        hub_cache: where huggingface_hub keeps what it has downloaded.
-
-    Returns:
-        None where it is not here, or cannot be read: the ranks look again, and say why.
+    None where it is not here, or cannot be read: the ranks look again, and say why.
     """
     name = model.name_or_path
     if name in shape_names():
@@ -75,39 +72,36 @@ def deepspeed_issues(loaded: Loaded) -> list[ConfigError]:
 
 def data_issues(loaded: Loaded) -> list[ConfigError]:
     """Every script, model, source or chat template that is not here, nor can be on the hub."""
-    return [
-        ConfigError(what, where=loaded.where(key), fix=fix, id=id)
-        for id, key, what, fix in _missing(loaded)
-    ]
+    return list(_missing(loaded))
 
 
-def _missing(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
-    # Id, key, what and fix of each.
+def _missing(loaded: Loaded) -> Iterator[ConfigError]:
     config = loaded.config
+
+    def missing(id: str, key: str, what: str, fix: str) -> ConfigError:
+        return ConfigError(what, where=loaded.where(key), fix=fix, id=id)
+
     if config.training.script is not None:
-        path, key = Path(config.training.script), "training.script"
-        if path.is_dir():
-            yield "files.script", key, f"{path.absolute()} is a folder", "name a file in it"
-        elif not path.exists():
+        path = Path(config.training.script)
+        if not path.is_file():
             what = f"there is no such script: {path.absolute()}"
-            yield "files.script", key, what, how_to_find(path)
+            what += " is a folder" if path.is_dir() else ""
+            yield missing("files.script", "training.script", what, how_to_find(path))
     for key in ("model.name_or_path", "tokenizer.name_or_path"):
         name = config.at(key)
         # A name of two parts may be on the hub, whatever folders are here.
         if name is not None and not _HUB_ID.fullmatch(name):
             path = Path(name).expanduser()
             if not _exists(path):
-                what = f"there is no such folder: {path.absolute()}"
-                yield "files.model", key, what, how_to_find(path)
+                what, fix = f"there is no such folder: {path.absolute()}", how_to_find(path)
+                yield missing("files.model", key, what, fix)
     for index, source in enumerate(config.data.sources):
         if found := _missing_source(source):
-            yield "files.data", f"data.sources.{index}.path", *found
+            yield missing("files.data", f"data.sources.{index}.path", *found)
     template = config.tokenizer.chat_template
     if template not in (None, CHATML) and not (path := Path(template).expanduser()).is_file():
-        is_near = difflib.get_close_matches(template, [CHATML], n=1, cutoff=0.5)
-        fix = "did you mean chatml?" if is_near else f"{how_to_find(path)}; or use chatml"
-        what = f"there is no chat template {path.absolute()}"
-        yield "data.template", "tokenizer.chat_template", what, fix
+        what, fix = f"there is no chat template {path.absolute()}", f"{how_to_find(path)}; or use "
+        yield missing("data.template", "tokenizer.chat_template", what, f"{fix}{CHATML}")
 
 
 def _missing_source(source: SourceConfig) -> tuple[str, str] | None:
@@ -115,19 +109,25 @@ def _missing_source(source: SourceConfig) -> tuple[str, str] | None:
     if source.type == "fake" or name is None or name in BUILT_IN:
         return None
     path = Path(name).expanduser()
-    if _exists(path):
+    if _exists(path) or named_files(name):
         return None
     if glob.has_magic(name):
-        # Path.glob takes no absolute patterns.
-        if any(Path(f).is_file() for f in glob.iglob(str(path), recursive=True)):  # noqa: PTH207
-            return None
-        return (
-            f"the glob {name} matches no file from {Path.cwd()}",
-            "try it with ls; ** stands for folders of any depth, and * skips hidden files",
-        )
+        return f"the glob {name} matches no file from {Path.cwd()}", GLOB_FIX
     if may_be_hub_id(name):
         return None
     return f"there is no such file: {path.absolute()}", how_to_find(path)
+
+
+def named_files(name: str) -> list[Path]:
+    """The files of this machine that a source names: one, all in a folder, or those of a glob."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.is_file())
+    if path.exists():
+        return [path]
+    # Path.glob takes no absolute patterns.
+    found = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(name) else []  # noqa: PTH207
+    return [Path(file) for file in found if Path(file).is_file()]
 
 
 def _exists(path: Path) -> bool:

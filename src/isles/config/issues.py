@@ -14,7 +14,6 @@ from typing import Any
 
 from isles import __version__
 from isles.config import keys
-from isles.config.sections.base import Section
 from isles.config.yaml import KeyPath, dotted, is_leaf, parse_yaml, scalar_text, shorten
 
 _OUTER = "outer"
@@ -33,8 +32,6 @@ class Issue:
 
     Args:
         keys: the dotted keys that it is about; it is reported at the first that was given.
-        what: what is wrong, with the values.
-        fix: what to do about it.
         meant: keys that an unknown one may have meant; rules about them would only confuse.
     """
 
@@ -48,32 +45,11 @@ _Guess = tuple[str, tuple[str, ...], tuple[str, ...]]
 """A fix for an unknown key, the keys that may have been meant, and the tools that have its name."""
 
 
-def no_effect(
-    section: Section, key: str, to: str, instead: str = "", *other_keys: str
-) -> Iterator[Issue]:
-    """The issue of a key that has no effect beside others; none where it has its default.
-
-    A default is no value given: a file that `isles config show` wrote names every key.
-
-    Args:
-        section: the section that has it.
-        key: dotted; `name` is its last part.
-        to: what makes it meaningless, with the value: `pp_size 1`.
-        instead: what to write to give it a meaning; empty: it can only be deleted.
-        other_keys: where else to report it.
-    """
-    name = key.rpartition(".")[2]
-    value = getattr(section, name)
-    if value != type(section).model_fields[name].default:
-        what = f"{name} {show_value(value)} means nothing to {to}"
-        yield Issue(
-            (key, *other_keys), what, f"delete it, or {instead}" if instead else "delete it"
-        )
-
-
 def show_value(value: object) -> str:
     """A value as rules write it: `true`, `0.3`, `q_proj, v_proj`."""
     match value:
+        case None:
+            return "null"
         case bool():
             return str(value).lower()
         case float():
@@ -109,7 +85,6 @@ class Alias:
 
     Args:
         name: as that tool writes it, with underscores: `training.seq_len`.
-        tools: who calls it so.
         target: the key of isles, dotted; None where there is none.
         note: why there is none, or what to mind.
     """
@@ -125,9 +100,7 @@ def aliases() -> Mapping[str, Any]:
     """aliases.yaml as it is: `keys`, `values`, `not_yet`, `sections`."""
     entry = resources.files("isles.config") / "aliases.yaml"
     text = entry.read_text(encoding="utf-8").replace("{version}", __version__)
-    value = parse_yaml(text, entry.name).value
-    assert isinstance(value, dict)
-    return value
+    return parse_yaml(text, entry.name).value
 
 
 @cache
@@ -148,11 +121,9 @@ def alias_keys() -> dict[str, Alias]:
 
 @cache
 def alias_words(kind: str, key: str) -> dict[str, str]:
-    """Words of other tools and what they are here.
+    """Words of other tools for `values` of a key, or for whole `sections`, and what they are here.
 
-    Args:
-        kind: `values` of a key, or `sections`: what stands in a section's place.
-        key: dotted, items of lists as item 0.
+    The items of lists are item 0 in a key.
     """
     meanings: Mapping[str, str] = aliases()[kind].get(key, {})
     return {word: here for here, words in meanings.items() for word in words.split()}

@@ -30,20 +30,13 @@ def children(node: Schema) -> dict[str, Schema]:
 
 def items(node: Schema) -> Schema | None:
     """What an item of a list is; None where the key holds no list."""
-    for option in _options(node):
-        if "items" in option:
-            item: Schema = option["items"]
-            return item
-    return None
+    return next((option["items"] for option in _options(node) if "items" in option), None)
 
 
 def named(node: Schema) -> Schema | None:
     """What stands under each name of a key that takes names of the user's own; else None."""
-    for option in _options(node):
-        if isinstance(option.get("additionalProperties"), Mapping):
-            named_value: Schema = option["additionalProperties"]
-            return named_value
-    return None
+    inner = (option.get("additionalProperties") for option in _options(node))
+    return next((value for value in inner if isinstance(value, Mapping)), None)
 
 
 def by_kind(node: Schema) -> dict[str, Schema]:
@@ -101,9 +94,7 @@ def is_section(node: Schema) -> bool:
 def allowed(node: Schema, *, with_caps: bool = False) -> str:
     """What a key may hold, such as `a whole number, at least 1, or auto`.
 
-    Args:
-        node: the key's schema.
-        with_caps: name the upper limits that nobody meets but by a slip, too.
+    Upper limits that nobody meets but by a slip are named only `with_caps`.
     """
     words: list[str] = []
     for option in _options(node):

@@ -66,15 +66,9 @@ class Layout:
 
 
 def make_layout(strategy: Strategy, world_size: int, *, local_world_size: int) -> Layout:
-    """The grid of a strategy on so many ranks.
+    """The grid of a strategy on so many ranks. ConfigError: the sizes do not divide them.
 
-    Args:
-        strategy: the run file's section.
-        world_size: ranks.
-        local_world_size: ranks on one node; what HYBRID_SHARD shares a copy among by default.
-
-    Raises:
-        ConfigError: the sizes do not divide the ranks.
+    `local_world_size`: ranks on one node; what HYBRID_SHARD shares a copy among by default.
     """
     match strategy:
         case AutoStrategy() | DeepSpeedStrategyConfig():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from isles.config.explain import explain
 from isles.config.issues import Issue
 from isles.config.rules import check_rules
 from isles.config.sections.run import RunConfig
-from isles.config.yaml import KeyPath, dotted, parse_value, scan_yaml, shorten
+from isles.config.yaml import KeyPath, dotted, parse_value, read_text, scan_yaml, shorten
 from isles.errors import ConfigError, ConfigErrors
 
 COMMAND_LINE = "command line"
-_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,8 @@ class Loaded:
     """A run file without an issue, as far as the file alone can tell.
 
     Args:
-        config: every value, defaults filled in.
         origins: dotted path of every key, section and item that was given -> `run.yaml:9` or
             `command line`. What is absent has its default.
-        text: the file as it is.
         path: the file, as it was named.
     """
 
@@ -56,12 +54,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Values that a run file need not give: another cluster of the run has given them.
-
-    Args:
-        values: by section, as a run file has them.
-        name: where they are from, for messages.
-    """
+    """Values, by section, that another cluster of the run has given; `name` says which."""
 
     values: Mapping[str, object]
     name: str
@@ -77,7 +70,6 @@ def load_run_file(
     """Read a run file.
 
     Args:
-        path: the file.
         overrides: `training.max_steps=100`, as on the command line; they win over the file.
         text: what stands in it, where it is no file of this machine.
         base: what holds where the file says nothing.
@@ -87,88 +79,62 @@ def load_run_file(
         ConfigErrors: every issue of it, each with file, line and key, or with the override.
     """
     text = read_text(path) if text is None else text
-    document, syntax_issues = scan_yaml(text, str(path))
-    data = document.value
-    assert isinstance(data, dict)
-    data = data if base is None else _over(base.values, data)
-    return _Loading(text, path, base, data, dict(document.lines)).finish(overrides, syntax_issues)
-
-
-@dataclass(slots=True)
-class _Loading:
-    """One run file on its way: the data, and where each part of it was given."""
-
-    text: str
-    path: Path
-    base: Base | None
-    data: dict[str, object]
-    lines: dict[KeyPath, int]
-    given: dict[KeyPath, str] = field(default_factory=dict)
-    """Path -> the override that set it."""
-
-    def finish(self, overrides: Sequence[str], syntax_issues: Sequence[ConfigError]) -> Loaded:
-        # Overrides, types and rules, in this order; or every issue at once.
-        errors = list(syntax_issues)
-        for override in overrides:
-            trial = deepcopy(self.data)
-            try:
-                changed = _apply_override(trial, override)
-            except ConfigError as error:
-                errors.append(error)
-                continue
-            self.data = trial
-            first = changed[0]
-            self.lines = {p: n for p, n in self.lines.items() if p[: len(first)] != first}
-            self.given = {p: o for p, o in self.given.items() if p[: len(first)] != first}
-            self.given.update(dict.fromkeys(changed, override))
-        config, issues = self._validate()
-        if config is not None:
-            meant = {key for issue in issues for key in issue.meant}
-            # A rule about a key whose name is misspelt would only confuse.
-            issues += [rule for rule in check_rules(config) if meant.isdisjoint(rule.keys)]
-        lost = {error.where.rpartition(" ")[2] for error in syntax_issues}
-        places = {dotted(path): f"{self.path}:{line}" for path, line in self.lines.items()}
-        places |= {dotted(p): f"{COMMAND_LINE} {shorten(o)}" for p, o in self.given.items()}
-        for issue in issues:
-            key = next((key for key in issue.keys if key in places), issue.keys[0])
-            if key not in lost:
-                where = self._where(key, places)
-                errors.append(ConfigError(issue.what, where=where, fix=issue.fix))
-        if errors or config is None:
-            raise ConfigErrors(sorted(errors, key=self._order))
-        origins = {} if self.base is None else dict.fromkeys(_below((), self.data), self.base.name)
-        origins |= {path: f"{self.path}:{line}" for path, line in self.lines.items()}
-        origins |= dict.fromkeys(self.given, COMMAND_LINE)
-        by_key = {dotted(path): origin for path, origin in origins.items()}
-        return Loaded(config, by_key, self.text, self.path)
-
-    def _validate(self) -> tuple[RunConfig | None, list[Issue]]:
-        # The typed config and the issues; a config beside issues where keys were only unknown.
+    document, errors = scan_yaml(text, str(path))
+    refused = {error.where.rpartition(" ")[2] for error in errors}
+    data = document.value if base is None else _over(base.values, document.value)
+    given = {at: f"{path}:{line}" for at, line in document.lines.items()}
+    for override in overrides:
+        trial = deepcopy(data)
         try:
-            return _typed(self.data), []
-        except ValidationError as error:
-            details = error.errors(include_url=False, include_input=False)
-            issues = explain(details, self.data)
-        if any(detail["type"] != "extra_forbidden" for detail in details):
-            return None, issues
-        try:
-            return _typed(_without_unknown(self.data, ())), issues
-        except ValidationError:
-            return None, issues
+            changed = _apply_override(trial, override)
+        except ConfigError as error:
+            errors.append(error)
+            continue
+        data, first = trial, changed[0]
+        given = {at: place for at, place in given.items() if at[: len(first)] != first}
+        given |= dict.fromkeys(changed, f"{COMMAND_LINE} {shorten(override)}")
+    config, issues = _check(data)
+    places = {dotted(at): place for at, place in given.items()}
+    for issue in issues:
+        key = next((key for key in issue.keys if key in places), issue.keys[0])
+        if key not in refused:
+            section = key
+            while section and section not in places:
+                section = section.rpartition(".")[0]
+            place = places.get(section, base.name if base else f"{path}:1")
+            where = place if place.startswith(COMMAND_LINE) else f"{place} {key}"
+            errors.append(ConfigError(issue.what, where=where, fix=issue.fix))
+    if errors or config is None:
+        raise ConfigErrors(sorted(errors, key=lambda error: _line_of(error, path)))
+    origins = {} if base is None else {dotted(at): base.name for at in _below((), data)}
+    for key, place in places.items():
+        origins[key] = COMMAND_LINE if place.startswith(COMMAND_LINE) else place
+    return Loaded(config, origins, text, path)
 
-    def _where(self, key: str, places: Mapping[str, str]) -> str:
-        # The place of a key that was given, or of the section that lacks it.
-        given = key
-        while given and given not in places:
-            given = given.rpartition(".")[0]
-        place = places.get(given, self.base.name if self.base else f"{self.path}:1")
-        return place if place.startswith(COMMAND_LINE) else f"{place} {key}"
 
-    def _order(self, error: ConfigError) -> tuple[int, int]:
-        # By line in the file; the command line last.
-        head, _, rest = error.where.partition(f"{self.path}:")
-        digits = rest.partition(" ")[0].partition(":")[0]
-        return (0, int(digits)) if not head and digits.isdigit() else (1, 0)
+def _check(data: dict[str, Any]) -> tuple[RunConfig | None, list[Issue]]:
+    # The typed config and all issues; a config beside issues where keys were only unknown.
+    config, issues = None, list[Issue]()
+    try:
+        config = _typed(data)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)
+        issues = explain(details, data)
+        if all(detail["type"] == "extra_forbidden" for detail in details):
+            with suppress(ValidationError):
+                config = _typed(_without_unknown(data, ()))
+    if config is not None:
+        # A rule about a key whose name is misspelt would only confuse.
+        meant = {key for issue in issues for key in issue.meant}
+        issues += [rule for rule in check_rules(config) if meant.isdisjoint(rule.keys)]
+    return config, issues
+
+
+def _line_of(error: ConfigError, path: Path) -> tuple[int, int]:
+    # By line in the file; the command line last.
+    head, _, rest = error.where.partition(f"{path}:")
+    digits = rest.partition(" ")[0].partition(":")[0]
+    return (0, int(digits)) if not head and digits.isdigit() else (1, 0)
 
 
 def _over(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,38 +180,37 @@ def _below(path: KeyPath, value: object) -> list[KeyPath]:
 
 
 def _apply_override(data: dict[str, object], override: str) -> list[KeyPath]:
-    """Set one key; sections on the way, and the first item of a list, are made where absent.
-
-    Returns:
-        The paths that the override set: the outermost first, then all below it.
-
-    Raises:
-        ConfigError: it is not of the form `key.path=value`, or leads through something without
-            keys.
-    """
+    # Set one key; sections on the way, and the first item of a list, are made where absent. Gives
+    # the paths that the override set: the outermost first, then all below it.
     where = f"{COMMAND_LINE} {shorten(override)}"
     key, equals, text = override.partition("=")
     path = _override_path(key.strip().lstrip("-"))
     if not equals or "" in path:
-        raise ConfigError(
-            f'"{shorten(override)}" is not of the form key=value',
-            where=COMMAND_LINE,
-            fix="write it as training.max_steps=100",
-        )
+        what = f'"{shorten(override)}" is not of the form key=value'
+        raise ConfigError(what, where=COMMAND_LINE, fix="write it as training.max_steps=100")
     try:
         value = parse_value(text, where)
     except ConfigErrors as errors:
         raise errors.issues[0] from None
-    parent: object = data
+    parent: Any = data
     first = len(path)
-    for length, part in enumerate(path[:-1], start=1):
-        child = _child(parent, part, path[:length], where)
-        if child is None:
+    for length, part in enumerate(path, start=1):
+        if isinstance(parent, dict) and isinstance(part, str):
+            child = parent.get(part)
+        elif isinstance(parent, list) and isinstance(part, int) and part <= len(parent):
+            child = parent[part] if part < len(parent) else None
+        else:
+            raise _no_way(parent, path[:length], where)
+        if length == len(path):
+            child = value
+        elif child is None:
             child = [] if isinstance(path[length], int) else {}
-            _set(parent, part, child, path[:length], where)
             first = min(first, length)
+        if isinstance(part, int):
+            parent[part : part + 1] = [child]  # perhaps a new one at the end
+        else:
+            parent[part] = child
         parent = child
-    _set(parent, path[-1], value, path, where)
     return [path[:length] for length in range(first, len(path) + 1)] + _below(path, value)
 
 
@@ -262,71 +227,14 @@ def _override_path(key: str) -> KeyPath:
     return tuple(path)
 
 
-def _child(parent: object, part: str | int, path: KeyPath, where: str) -> object:
-    if isinstance(parent, list) and isinstance(part, int):
-        return parent[part] if part < len(parent) else None
-    if isinstance(parent, dict) and isinstance(part, str):
-        return parent.get(part)
-    raise _no_way(parent, path, where)
-
-
-def _set(parent: object, part: str | int, value: object, path: KeyPath, where: str) -> None:
-    if isinstance(parent, list) and isinstance(part, int):
-        if part > len(parent):
-            what = f"{dotted(path[:-1])} has no item {part - 1}, so it cannot have item {part}"
-            raise ConfigError(what, where=where, fix=f"items count from 0; use {len(parent)}")
-        parent[part : part + 1] = [value]
-    elif isinstance(parent, dict) and isinstance(part, str):
-        parent[part] = value
-    else:
-        raise _no_way(parent, path, where)
-
-
 def _no_way(parent: object, path: KeyPath, where: str) -> ConfigError:
-    above = dotted(path[:-1]) or "the run file"
+    above, part = dotted(path[:-1]) or "the run file", path[-1]
+    if isinstance(parent, list) and isinstance(part, int):
+        what = f"{above} has no item {part - 1}, so it cannot have item {part}"
+        return ConfigError(what, where=where, fix=f"items count from 0; use {len(parent)}")
     if isinstance(parent, list):
         fix = f"write {above}.0 for its first item"
         return ConfigError(f"{above} is a list", where=where, fix=fix)
     kind = "a section" if isinstance(parent, dict) else "a single value"
-    what = f"{above} is {kind}: there is no {path[-1]} in it"
+    what = f"{above} is {kind}: there is no {part} in it"
     return ConfigError(what, where=where, fix="isles config schema lists the keys")
-
-
-def read_text(
-    path: Path,
-    kind: str = "run file",
-    hint: str = "check the path; isles init writes a run file to start from",
-) -> str:
-    """The text of a file that a person has written.
-
-    Args:
-        path: the file.
-        kind: what it should be, for messages.
-        hint: how to mend it where there is no such file.
-
-    Raises:
-        ConfigError: it cannot be read, or is no text.
-    """
-
-    def refused(what: str, fix: str, place: str = "") -> ConfigError:
-        return ConfigError(what, where=f"{path}{place}", fix=fix, id="config.file")
-
-    try:
-        with path.open("rb") as stream:
-            content = stream.read(_MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise refused("there is no such file", hint) from None
-    except IsADirectoryError:
-        fix = f"name the {kind} inside it"
-        raise refused("this is a folder, not a file", fix) from None
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise refused(f"cannot be read: {reason}", "check the path and the permissions") from None
-    if len(content) > _MAX_BYTES:
-        raise refused(f"larger than 1 MiB: this is no {kind}", "check the path", ":1")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        what = f"the byte 0x{content[error.start]:02x} is not UTF-8"
-        raise refused(what, "save the file as UTF-8 text", f":{line}") from None

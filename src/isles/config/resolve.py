@@ -26,9 +26,6 @@ class Resolved:
     """A run, resolved for this machine.
 
     Args:
-        config: the run file's values and the defaults, unchanged.
-        world_size: ranks.
-        device: what a rank computes on.
         rows_per_rank: sequences that a data-parallel rank takes in one inner step, at most, where
             all take equally many.
         origins: dotted path of every leaf of the config -> `run.yaml:9`, `command line` or
@@ -56,7 +53,6 @@ def resolve(
     """Resolve what a run file leaves open.
 
     Args:
-        loaded: the run file.
         num_gpus: GPUs visible on this machine; 0: the ranks compute on the CPU.
         world_size: ranks that exist already, where torchrun was typed by hand; it wins over the
             run file's gpus_per_node.
@@ -126,14 +122,8 @@ def dump_resolved(resolved: Resolved) -> str:
 
 
 def load_resolved(text: str) -> Resolved:
-    """What `dump_resolved` wrote.
-
-    Raises:
-        ConfigError, ConfigErrors: the text is not such a file, or one of an isles whose run files
-            differ.
-    """
+    """What `dump_resolved` wrote. ConfigError: the text is not such a file, or of another isles."""
     data = parse_yaml(text, "resolved.yaml").value
-    assert isinstance(data, dict)
     try:
         config = RunConfig.model_validate(data["config"])
         derived: Derived = dict(data["derived"])

@@ -164,11 +164,7 @@ def has_more_to_do(config: RunConfig, done: Mapping[str, Any]) -> bool:
 def changed_error(path: Path, resume: str, typed: str, changes: Sequence[Change]) -> UserError:
     """The refusal to go on with values that have changed.
 
-    Args:
-        path: of the run, or of a run on several clusters.
-        resume: the run, as it is typed after `--resume`.
-        typed: the command of its last start; empty: not known.
-        changes: all of them.
+    `resume` is what stands after `--resume`, `typed` the command of the last start, if known.
     """
     started = f" (it was started by `{typed}`)" if typed else ""
     return UserError(

@@ -28,11 +28,9 @@ TEMPLATES: dict[str, str] = {
 
 
 def show(resolved: Resolved, *, origins: bool = True) -> str:
-    """Every value as a run file that loads again, with where it came from.
+    """Every value as a run file that loads again.
 
-    Args:
-        resolved: the run.
-        origins: add `# run.yaml:9`, `# command line` or `# default` to each line.
+    `origins`: with `# run.yaml:9`, `# command line` or `# default` behind each line.
     """
     rows = [
         (text, resolved.origins[dotted(path)] if path else "")
@@ -50,11 +48,7 @@ def show(resolved: Resolved, *, origins: bool = True) -> str:
 
 
 def template(kind: str) -> str:
-    """A commented run file that loads as it is.
-
-    Raises:
-        ConfigError: there is no template of this name.
-    """
+    """A commented run file that loads as it is. ConfigError: there is no template of this name."""
     if kind not in TEMPLATES:
         near = difflib.get_close_matches(kind, TEMPLATES, n=1)
         raise ConfigError(

@@ -1,6 +1,6 @@
 """YAML 1.2: read with the line of every key and item, and written so that it reads back the same.
 
-PyYAML composes the nodes; what a scalar means, which tags count, doubled keys and limits are here.
+PyYAML composes the nodes; what a scalar means, doubled keys and limits are here.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.events import AliasEvent
 from yaml.reader import ReaderError
 
 from isles.errors import ConfigError, ConfigErrors
@@ -25,6 +24,7 @@ KeyPath = tuple[str | int, ...]
 MAX_DEPTH = 32
 MAX_NODES = 20_000
 _MAX_DIGITS = 40
+_MAX_BYTES = 1 << 20
 
 _NULL = frozenset(("", "~", "null", "Null", "NULL"))
 _BOOL = frozenset(("true", "True", "TRUE", "false", "False", "FALSE"))
@@ -33,8 +33,7 @@ _INT_OTHER_BASE = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _INFINITE = re.compile(r"([-+]?)\.(?:inf|Inf|INF)")
 _NAN = frozenset((".nan", ".NaN", ".NAN"))
-_CORE = "tag:yaml.org,2002:"
-_TYPES = {"str": str, "int": int, "float": float, "bool": bool, "null": type(None)}
+_PLAIN_TAG, _NO_TAG = "plain", "none"
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]")
 
 _QUOTE = "put the text in quotes"
@@ -67,6 +66,8 @@ _PROBLEMS = {
     "expected the node content": ("a value is missing here", "write the value, or null"),
     "undefined tag handle": ("a value cannot begin with '!'", _QUOTE),
     "expected alphabetic or numeric character": ("a value cannot begin with '*' or '&'", _QUOTE),
+    "found undefined alias": ("an alias (*name) is not defined above", _QUOTE),
+    "second occurrence": ("an anchor (&name) stands twice", "give each a name of its own"),
     "but found another document": (
         "a second document begins here",
         "one run a file: delete the line ---, or split the file",
@@ -76,14 +77,9 @@ _PROBLEMS = {
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a YAML text says, and where.
+    """A YAML text as plain data, and the line, from 1, of every key and of every list item."""
 
-    Args:
-        value: plain data: dict with text keys, list, str, int, float, bool, None.
-        lines: the line, from 1, of every key and of every list item.
-    """
-
-    value: object
+    value: dict[str, Any]
     lines: Mapping[KeyPath, int]
 
 
@@ -91,12 +87,8 @@ def parse_yaml(text: str, name: str) -> Document:
     """A run file's text as plain data.
 
     YAML 1.2 core schema: `4e-4` and `0o17` are numbers, only `true` and `false` are booleans, `on`
-    and dates are text. Anchors and aliases work; merge keys (`<<`) and tags outside the core
-    schema are refused, for the file then says what it does not show.
-
-    Args:
-        text: the whole text.
-        name: the file's name, for messages.
+    and dates are text. Anchors and aliases work; merge keys (`<<`) and tags are refused, for the
+    file then says what it does not show.
 
     Raises:
         ConfigErrors: it is not YAML, or not a mapping, or has a doubled key; file and line in each.
@@ -110,14 +102,14 @@ def parse_yaml(text: str, name: str) -> Document:
 def scan_yaml(text: str, name: str) -> tuple[Document, list[ConfigError]]:
     """As `parse_yaml`, but doubled keys and the like are returned beside what could be read.
 
-    Raises:
-        ConfigError: the text is not YAML at all, or its top is not a mapping.
+    ConfigError: the text is not YAML at all, or its top is not a mapping.
     """
     root = _compose(text, name)
     if isinstance(root, yaml.MappingNode):
         builder = _Builder(name)
-        return Document(builder.build(root, ()), builder.lines), builder.issues
-    if root is None or (not root.value and not root.tag and isinstance(root, yaml.ScalarNode)):
+        value = builder.build(root, ())
+        return Document(value if isinstance(value, dict) else {}, builder.lines), builder.issues
+    if root is None or (root.tag == _PLAIN_TAG and not root.value):
         what, line = "the file is empty", 1
     else:
         kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
@@ -130,8 +122,7 @@ def scan_yaml(text: str, name: str) -> tuple[Document, list[ConfigError]]:
 def parse_value(text: str, where: str) -> object:
     """One value as it stands after `key=` on the command line: `4e-4`, `[a, b]`, `{kind: ddp}`.
 
-    Raises:
-        ConfigErrors: it is not YAML; `where` is in each.
+    ConfigErrors: it is not YAML; `where` is in each.
     """
     builder = _Builder("")
     try:
@@ -147,8 +138,7 @@ def parse_value(text: str, where: str) -> object:
 def resolve_plain(text: str) -> str | int | float | bool | None:
     """What an unquoted scalar means in the YAML 1.2 core schema.
 
-    Raises:
-        ValueError: a number that no key can hold.
+    ValueError: a number that no key can hold.
     """
     if text in _NULL:
         return None
@@ -178,88 +168,78 @@ def dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's composer with limits, and with the lines of aliases.
+def read_text(
+    path: Path,
+    kind: str = "run file",
+    hint: str = "check the path; isles init writes a run file to start from",
+) -> str:
+    """The text of a file that a person has written: a `kind`, named in messages.
 
-    A node's tag is the one that is written, empty where there is none.
+    ConfigError: it cannot be read, or is no text; where there is none, with this hint.
     """
 
-    def __init__(self, text: str, name: str) -> None:
-        super().__init__(text)
-        self.file = name
-        self.depth = 0
-        self.num_nodes = 0
+    def refused(what: str, fix: str, place: str = "") -> ConfigError:
+        return ConfigError(what, where=f"{path}{place}", fix=fix, id="config.file")
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        self.num_nodes += 1
-        if self.depth >= MAX_DEPTH or self.num_nodes > MAX_NODES:
-            raise _too_large(self.file, event.start_mark.line + 1)
-        if isinstance(event, AliasEvent):
-            return self._alias(event)
-        self.anchors.pop(event.anchor, None)  # YAML lets a later anchor take the name
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        assert node is not None
-        self.depth -= 1
-        node.tag = event.tag or ""
-        return node
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise refused("there is no such file", hint) from None
+    except IsADirectoryError:
+        fix = f"name the {kind} inside it"
+        raise refused("this is a folder, not a file", fix) from None
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise refused(f"cannot be read: {reason}", "check the path and the permissions") from None
+    if len(content) > _MAX_BYTES:
+        raise refused(f"larger than 1 MiB: this is no {kind}", "check the path", ":1")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        what = f"the byte 0x{content[error.start]:02x} is not UTF-8"
+        raise refused(what, "save the file as UTF-8 text", f":{line}") from None
 
-    def _alias(self, event: Any) -> yaml.Node:
-        known = self.anchors.get(event.anchor)
-        if known is None or known.end_mark is None:
-            problem = "stands inside itself" if known else "is not defined above"
-            raise ConfigError(
-                f"the alias *{shorten(event.anchor)} {problem}",
-                where=_at(self.file, event.start_mark),
-                fix="write the value out, or put text that begins with * in quotes",
-                id="config.syntax",
-            )
-        self.get_event()  # type: ignore[no-untyped-call]
-        node = copy(known)
-        node.start_mark = event.start_mark
-        return node
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's composer; a node's tag says whether it is plain text, or the tag that is written."""
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        return _PLAIN_TAG if kind is yaml.ScalarNode and implicit[0] else _NO_TAG
 
 
 def _compose(text: str, name: str) -> yaml.Node | None:
+    def refused(what: str, fix: str, line: int, column: int) -> ConfigError:
+        where = f"{name}:{line + 1}:{column + 1}"
+        return ConfigError(what, where=where, fix=fix, id="config.syntax")
+
     try:
-        loader = _Loader(text, name)
+        loader = _Loader(text)
     except ReaderError as error:
         before = text[: error.position]
-        raise ConfigError(
-            f"the character U+{ord(text[error.position]):04X} does not belong in YAML",
-            where=f"{name}:{before.count(chr(10)) + 1}:{error.position - before.rfind(chr(10))}",
-            fix="delete it, and save the file as UTF-8 text",
-            id="config.syntax",
-        ) from None
+        what = f"the character U+{ord(text[error.position]):04X} does not belong in YAML"
+        column = error.position - before.rfind("\n") - 1
+        fix = "delete it, and save the file as UTF-8 text"
+        raise refused(what, fix, before.count("\n"), column) from None
     try:
         return loader.get_single_node()
     except yaml.MarkedYAMLError as error:
-        what, fix, mark = _explain(error)
-        where = _at(name, mark or loader.get_mark())
-        raise ConfigError(what, where=where, fix=fix, id="config.syntax") from None
+        problem = error.problem or error.context or "it cannot be read"
+        what, fix = f"not valid YAML: {problem}", "compare the line with the lines around it"
+        found = (texts for words, texts in _PROBLEMS.items() if words in problem)
+        what, fix = next(found, (what, fix))
+        mark: Any = error.problem_mark or error.context_mark or loader.get_mark()
+        if "quoted scalar" in (error.context or "") and "unexpected" in problem:
+            mark = error.context_mark  # the end of the file says nothing; the open quote does
+        raise refused(what, fix, mark.line, mark.column) from None
+    except RecursionError:
+        raise _too_large(name, loader.get_mark().line + 1) from None
     except (ValueError, OverflowError, IndexError):
         # PyYAML leaves "\UFFFFFFFF" and "%YAML 1.<5000 digits>" to chr() and int().
-        raise ConfigError(
-            "a backslash escape or a %YAML line names something that does not exist",
-            where=_at(name, loader.get_mark()),
-            fix="write the character itself, or the text in single quotes",
-            id="config.syntax",
-        ) from None
-    finally:
-        loader.dispose()
-
-
-def _explain(error: yaml.MarkedYAMLError) -> tuple[str, str, yaml.Mark | None]:
-    # What is wrong, how to mend it, and where it begins (None: PyYAML does not say).
-    problem = error.problem or error.context or "it cannot be read"
-    mark = error.problem_mark or error.context_mark
-    if "quoted scalar" in (error.context or "") and "unexpected" in problem:
-        mark = error.context_mark  # the end of the file says nothing; the open quote does
-    for words, (what, fix) in _PROBLEMS.items():
-        if words in problem:
-            return what, fix, mark
-    return f"not valid YAML: {problem}", "compare the line with the lines around it", mark
+        what = "a backslash escape or a %YAML line names something that does not exist"
+        fix = "write the character itself, or the text in single quotes"
+        raise refused(what, fix, loader.get_mark().line, loader.get_mark().column) from None
 
 
 class _Builder:
@@ -275,76 +255,58 @@ class _Builder:
         self._num_nodes += 1  # aliases count each time: ten nested ones could stand for millions
         if self._num_nodes > MAX_NODES or depth > MAX_DEPTH:
             raise _too_large(self.name, _line(node))
-        if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, path)
-        if node.tag not in ("", "!", f"{_CORE}map", f"{_CORE}seq"):
-            self._refuse_tag(node, path)
+        if node.tag not in (_PLAIN_TAG, _NO_TAG):
+            tag = shorten(node.tag.replace("tag:yaml.org,2002:", "!!"))
+            self._refuse(node, path, f"the tag {tag} is not supported", "delete the tag")
+            return None
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path, depth)
-        items = []
-        for index, child in enumerate(node.value):
-            self.lines[*path, index] = _line(child)
-            items.append(self.build(child, (*path, index), depth + 1))
-        return items
+        if isinstance(node, yaml.SequenceNode):
+            items = []
+            for index, child in enumerate(node.value):
+                self.lines[*path, index] = _line(child)
+                items.append(self.build(child, (*path, index), depth + 1))
+            return items
+        if odd := _UNPRINTABLE.search(node.value):
+            what = f"the text holds the control character U+{ord(odd[0]):04X}"
+            self._refuse(node, path, what, "delete it")
+            return None
+        try:
+            return resolve_plain(node.value) if node.tag == _PLAIN_TAG else node.value
+        except ValueError as error:
+            self._refuse(node, path, str(error), "write a number that fits")
+            return None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath, depth: int) -> dict[str, object]:
         data: dict[str, object] = {}
         for key_node, child in node.value:
-            key = self._key(key_node, path)
-            if key is None:
+            if not isinstance(key_node, yaml.ScalarNode):
+                what = "a key must be a name, not a list or a mapping"
+                self._refuse(key_node, path, what, "name the key")
                 continue
-            here = (*path, key)
-            if key in data:
+            if key_node.value == "<<" and key_node.tag == _PLAIN_TAG:
+                self._refuse(
+                    key_node, path, "merge keys (<<) are not supported", "write the keys out"
+                )
+                continue
+            num_issues = len(self.issues)
+            key = self.build(key_node, path, depth)
+            if not isinstance(key, str):
+                if len(self.issues) == num_issues:
+                    what = f"the key {shorten(key_node.value) or 'null'} is not a name"
+                    self._refuse(key_node, path, what, "name the key")
+            elif key in data:
+                here = (*path, key)
                 what = f"{key} stands here and on line {self.lines[here]} as well"
-                self._add(key_node, here, what, "keep one of them")
-                continue
-            self.lines[here] = _line(key_node)
-            data[key] = self.build(child, here, depth + 1)
+                self._refuse(key_node, here, what, "keep one of them")
+            else:
+                self.lines[*path, key] = _line(key_node)
+                data[key] = self.build(child, (*path, key), depth + 1)
         return data
 
-    def _key(self, node: yaml.Node, path: KeyPath) -> str | None:
-        what, fix = "a key must be a name, not a list or a mapping", "name the key"
-        if isinstance(node, yaml.ScalarNode):
-            if _is_plain(node) and node.value == "<<":
-                what, fix = "merge keys (<<) are not supported", "write the keys out"
-            else:
-                key = self._scalar(node, path)
-                if isinstance(key, str):
-                    return key
-                what = f"the key {shorten(node.value) or 'null'} is not a name"
-        self._add(node, path, what, fix)
-        return None
-
-    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> object:
-        if odd := _UNPRINTABLE.search(node.value):
-            what = f"the text holds the control character U+{ord(odd[0]):04X}"
-            self._add(node, path, what, "delete it")
-            return None
-        if node.tag in ("!", f"{_CORE}str") or (not node.tag and not _is_plain(node)):
-            return node.value
-        value: object = node.value
-        try:
-            value = resolve_plain(node.value)
-        except ValueError as error:
-            if not node.tag:
-                self._add(node, path, str(error), "write a number that fits")
-                return None
-        if node.tag and type(value) is not _TYPES.get(node.tag.removeprefix(_CORE)):
-            self._refuse_tag(node, path)
-            return None
-        return value
-
-    def _refuse_tag(self, node: yaml.Node, path: KeyPath) -> None:
-        tag = shorten(node.tag.replace(_CORE, "!!"))
-        self._add(node, path, f"the tag {tag} is not supported", "delete the tag")
-
-    def _add(self, node: yaml.Node, path: KeyPath, what: str, fix: str) -> None:
+    def _refuse(self, node: yaml.Node, path: KeyPath, what: str, fix: str) -> None:
         where = f"{self.name}:{_line(node)} {dotted(path)}".rstrip()
         self.issues.append(ConfigError(what, where=where, fix=fix, id="config.syntax"))
-
-
-def _is_plain(node: yaml.ScalarNode) -> bool:
-    return node.style is None and not node.tag
 
 
 def _line(node: yaml.Node) -> int:
@@ -357,10 +319,6 @@ def _too_large(name: str, line: int) -> ConfigError:
         where=f"{name}:{line}",
         fix="check the path, and the brackets of this line",
     )
-
-
-def _at(name: str, mark: Any) -> str:  # the stubs know two classes of marks, and None
-    return f"{name}:{mark.line + 1}:{mark.column + 1}"
 
 
 # Written by hand, as PyYAML quotes, folds and indents otherwise, and cannot say which line holds

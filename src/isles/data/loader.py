@@ -46,10 +46,7 @@ class StepData:
 
 
 class Numbering(Protocol):
-    """Which samples a cluster reads that shares them with others: its first, second, …
-
-    Any thread may ask.
-    """
+    """Which samples a cluster reads that shares them with others. Any thread may ask."""
 
     def covers(self, first: int, count: int) -> bool:
         """Whether it is known yet."""
@@ -92,11 +89,7 @@ class Loader:
         self._ahead: tuple[int, Future[StepData]] | None = None
 
     def step(self, samples_seen: int) -> StepData:
-        """The step whose global batch begins at this sample.
-
-        Raises:
-            Exception: whatever reading the samples raised, in the background or now.
-        """
+        """The step whose global batch begins at this sample; or the error of reading it."""
         if self._ahead is not None and self._ahead[0] == samples_seen:
             future = self._ahead[1]
         else:
@@ -175,15 +168,10 @@ def evaluation_batches(
     dp_size: int,
     device: torch.device,
 ) -> Iterator[Batch]:
-    """This rank's part of the samples 0 to num_samples-1, each of which one rank has.
+    """This rank's part of the samples 0 to num_samples-1 (or of all there are).
 
     All ranks get equally many batches; where one has fewer samples, some of its rows train on
     nothing.
-
-    Args:
-        num_samples: how many over all ranks; more than there are means all.
-        micro_batch_size: rows of a batch; the last one may be smaller.
-        dp_rank, dp_size: which part, and how many there are.
     """
     total = min(num_samples, dataset.samples_per_epoch)
     split = even_split(total, dp_size, micro_batch_size, in_step=True)

@@ -17,12 +17,11 @@ import numpy as np
 
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.builders import Ranges, make_table, split_store
-from isles.data.chat.messages import texts_of
 from isles.data.order import Float32Array, Int64Array, SampleOrder
 from isles.data.samples import FAKE_SAMPLES, FakeSamples, Samples, SampleTable
 from isles.data.sources.find import open_source
-from isles.data.sources.parse import columns_of
-from isles.data.sources.rows import Source, Tally
+from isles.data.sources.parse import make_parser
+from isles.data.sources.rows import Source, Tally, texts_of
 from isles.data.stream.samples import open_streams
 from isles.data.stream.segments import HeldOut, Stream
 from isles.data.tokens.encode import Encoder, read_items
@@ -143,10 +142,6 @@ class Dataset:
             return np.full_like(longest, self.seq_length)
         return np.minimum(-(-longest // _ROUND_TO) * _ROUND_TO, self.seq_length)
 
-    def batch(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Token ids and targets of the samples at these global indices; see `Rows`."""
-        return self.rows(sample_ids)[:2]
-
     def rows(self, sample_ids: Int64Array) -> Rows:
         """The samples at these global indices, sample after sample."""
         return self._read(*self._locate(sample_ids))
@@ -158,7 +153,7 @@ class Dataset:
         return numbers
 
     def numbered(self, numbers: Int64Array) -> Rows:
-        """The samples of these numbers; as `rows`."""
+        """The samples of these numbers."""
         sources = np.searchsorted(self._ends, numbers, side="right").astype(np.int64)
         return self._read(sources, numbers - self._starts[sources])
 
@@ -210,26 +205,31 @@ def build_datasets(
     fixed_length: bool = False,
     stream_state: list[dict[str, Any] | None] | None = None,
 ) -> tuple[Dataset, Dataset | None]:
-    """The training set and the validation set of a run. All ranks must call this.
+    """The training set, and the validation set if any, of a run. All ranks must call this.
+
+    DataError: a source cannot be read, or is too short. CommunicationError: a rank that prepares
+    gives no sign of life.
 
     Args:
         tokenizer: may be None where every source is fake.
         vocab_size: the model's, for fake sources and streams.
         world: the ranks, of which one on each node prepares; None: this process is the only one.
         pairs: whether fake samples are pairs, for training.method: dpo.
-        fixed_length: whether every batch must have rows of data.seq_length; else they are as long
-            as the longest of them needs.
+        fixed_length: whether every batch must have rows of data.seq_length.
         stream_state: where a run that streams goes on, as `Dataset.state` gave it; None: it begins.
-
-    Returns:
-        Training set, and validation set or None where nothing is held out.
-
-    Raises:
-        DataError: a source cannot be read, or is too short.
-        CommunicationError: a rank that prepares gives no sign of life.
     """
 
-    prepared = partial(_prepared, data, tokenizer, cache_dir, world, progress)
+    def prepared(source: SourceConfig, open_rows: Callable[[], Source]) -> TokenStore:
+        assert tokenizer is not None, "text needs a tokenizer"
+
+        def make(report: Callable[[str], None]) -> Path:
+            encoder = Encoder(source, tokenizer)
+            limit = data.max_bad_fraction
+            return prepare(open_rows(), encoder, cache_dir, progress=report, max_bad_fraction=limit)
+
+        if world is None:
+            return TokenStore.open(make(progress))
+        return TokenStore.open(prepare_everywhere(source, make, world, cache_dir, progress))
 
     def parts_of(number: int, source: SourceConfig) -> tuple[Samples | None, Samples | None]:
         # Samples for training, which a stream has elsewhere, and for validation.
@@ -274,46 +274,18 @@ def build_datasets(
     return training, _mixed(data, [held_out for _, held_out in parts], seed + 1, trims=trims)
 
 
-def _prepared(
-    data: DataConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    cache_dir: Path,
-    world: World | None,
-    progress: Callable[[str], None],
-    source: SourceConfig,
-    open_rows: Callable[[], Source],
-) -> TokenStore:
-    # The prepared tokens of some rows. All ranks must call this.
-    assert tokenizer is not None, "text needs a tokenizer"
-
-    def make(report: Callable[[str], None]) -> Path:
-        encoder = Encoder(source, tokenizer)
-        limit = data.max_bad_fraction
-        return prepare(open_rows(), encoder, cache_dir, progress=report, max_bad_fraction=limit)
-
-    if world is None:
-        return TokenStore.open(make(progress))
-    return TokenStore.open(prepare_everywhere(source, make, world, cache_dir, progress))
-
-
 def _mixed(data: DataConfig, parts: Sequence[Samples | None], seed: int, *, trims: bool) -> Dataset:
-    # The samples of those sources that have some.
+    # The samples of those sources that have some; either all sources have a weight, or none.
     some = [(s, part) for s, part in zip(data.sources, parts, strict=True) if part is not None]
-    kept = [part for _, part in some]
-    weights = [1.0 if source.weight is None else source.weight for source, _ in some]
-    weighted = any(source.weight is not None for source, _ in some)
-    order = SampleOrder([part.num_samples for part in kept], weights if weighted else None, seed)
-    return Dataset(kept, order, data.seq_length, trims=trims)
+    weights = [source.weight for source, _ in some if source.weight is not None]
+    order = SampleOrder([part.num_samples for _, part in some], weights or None, seed)
+    return Dataset([part for _, part in some], order, data.seq_length, trims=trims)
 
 
 def split_samples(
     data: DataConfig, source: SourceConfig, store: TokenStore, seed: int
 ) -> tuple[SampleTable, SampleTable | None]:
-    """The samples of a source for training, and for validation.
-
-    Raises:
-        DataError: there is nothing to train on.
-    """
+    """The samples of a source for training (DataError: none), and for validation."""
     train_ranges, held_out_ranges = split_store(store, data.validation_fraction, seed)
     train = make_table(data, source, store, train_ranges)
     num_tokens = train_ranges.num_tokens
@@ -361,39 +333,31 @@ def _too_little(
 ) -> DataError:
     # Why nothing of a source can be trained on.
     length, counts = data.seq_length, train.counts
+    where, id = "data.seq_length", "data.untrained"
     if store.kind == "text":
-        shorter = f"set data.seq_length to {num_tokens - 1} or less, or give it more text"
-        return DataError(
+        id, fix = "data.short", "give it more text"
+        what = (
             f"{store.name}: {num_tokens} training tokens of {len(store.document_ends)} documents "
-            f"do not make one sample of {length} and the token after it",
-            where="data.seq_length",
-            fix=shorter if num_tokens > 2 else "give it more text",
-            id="data.short",
+            f"do not make one sample of {length} and the token after it"
         )
-    noun = "pairs" if store.kind == "preference" else "documents"
-    what = f"{store.name}: none of {counts.documents} {noun} can be trained on"
-    if counts.too_long:
-        return DataError(
-            f"{what}: {counts.too_long} are longer than {length} tokens and a next one, "
-            f"and {counts.untrained} others hold nothing to train",
-            where="data.seq_length, data.too_long: drop",
-            fix="raise data.seq_length, or use data.too_long: truncate",
-            id="data.untrained",
-        )
-    return DataError(
-        f"{what}: no token that is trained lies in the first {length} tokens",
-        where="data.seq_length",
-        fix="raise data.seq_length, or look at the data with `isles data show`",
-        id="data.untrained",
-    )
+        if num_tokens > 2:
+            fix = f"set data.seq_length to {num_tokens - 1} or less, or {fix}"
+    else:
+        noun = "pairs" if store.kind == "preference" else "documents"
+        what = f"{store.name}: none of {counts.documents} {noun} can be trained on: "
+        if counts.too_long:
+            where += ", data.too_long: drop"
+            what += f"{counts.too_long} are longer than {length} tokens and a next one, "
+            what += f"and {counts.untrained} others hold nothing to train"
+            fix = "raise data.seq_length, or use data.too_long: truncate"
+        else:
+            what += f"no token that is trained lies in the first {length} tokens"
+            fix = "raise data.seq_length, or look at the data with `isles data show`"
+    return DataError(what, where=where, fix=fix, id=id)
 
 
 def documents_for_tokenizer(data: DataConfig) -> Iterator[str]:
-    """All text of the sources, in turn, so that the first of it stands for all.
-
-    Raises:
-        DataError: a source cannot be read, or there is no text.
-    """
+    """All text of the sources, in turn, so that the first of it stands for all."""
     sources = [source for source in data.sources if source.type not in ("fake", "tokens")]
     if not sources:
         raise DataError(
@@ -413,7 +377,7 @@ def _texts(source: SourceConfig, data: DataConfig) -> Iterator[str]:
     opened = open_source(source, streams=data.streaming)
     tally = Tally(opened.name, data.max_bad_fraction)
     is_empty = True
-    for item in read_items(opened.rows(columns_of(source)), source, tally):
+    for item in read_items(opened.rows(make_parser(source)), source, tally):
         is_empty = False
         yield from texts_of(item)
     tally.judge()

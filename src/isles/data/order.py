@@ -30,10 +30,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def scramble(values: UInt64Array) -> UInt64Array:
-    """A fixed bijection of the 64-bit numbers after which neighbours look unrelated.
-
-    Args:
-        values: uint64, at least one dimension.
+    """A fixed bijection of uint64 after which neighbours look unrelated.
 
     Source: splitmix64, Steele, Lea and Flood 2014 (doi:10.1145/2660193.2660195).
     """
@@ -45,10 +42,9 @@ def scramble(values: UInt64Array) -> UInt64Array:
 
 
 def key_from(seed: int, *parts: int | Int64Array) -> UInt64Array:
-    """Keys of independent streams of random numbers: one for each seed and each of the parts.
+    """Keys (uint64) of independent streams of random numbers: for the seed and each of the parts.
 
-    Returns:
-        uint64, of the shape to which the parts broadcast (at least one element).
+    The shape is that to which the parts broadcast (at least one element).
     """
     key = scramble(np.array([seed & _MASK], dtype=np.uint64))
     for part in parts:
@@ -63,14 +59,11 @@ def draw(key: UInt64Array, counter: Int64Array) -> UInt64Array:
 
 
 def permute(index: Int64Array, n: int, key: UInt64Array) -> Int64Array:
-    """The place of each index in a random order of 0..n-1, without holding that order in memory.
+    """The place of each index (int64) in a random order of 0..n-1, n at most 2**62.
 
-    A Feistel network over the next power of two, walked until it lands below n (cycle walking).
-
-    Args:
-        index: int64, each in 0..n-1.
-        n: how many there are; at most 2**62.
-        key: from `key_from`; one, or one for each index. Each key is another order.
+    A Feistel network over the next power of two, walked until it lands below n (cycle walking), so
+    that the order is never held in memory. There is one key, or one for each index; each is another
+    order.
 
     Source: Black and Rogaway 2002, Ciphers with Arbitrary Finite Domains, section 5.
     """
@@ -144,11 +137,7 @@ class SampleOrder:
         return ENDLESS if self._sizes is None else int(self._sizes.sum())
 
     def locate(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Where the samples with these global indices lie.
-
-        Returns:
-            The source of each, and the sample within that source; int64.
-        """
+        """The source of each global index, and the sample within that source; int64."""
         if self._slots is None:
             return self._locate_in_epoch(sample_ids)
         return self._locate_by_weight(sample_ids)

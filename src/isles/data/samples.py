@@ -26,14 +26,12 @@ or none."""
 
 @dataclass(frozen=True, slots=True)
 class SampleCounts:
-    """Documents of one part of a source, and the samples that they make.
+    """Documents (of preferences, pairs) of one part of a source, and the samples that they make.
 
     Args:
-        documents: there were; of preferences, pairs.
-        truncated: of them, longer than a sample, and cut at its end.
-        too_long: of them, longer than a sample, and left out.
-        untrained: of them, left out because nothing in them is trained.
-        samples: that they make.
+        truncated: documents longer than a sample, and cut at its end.
+        too_long: documents longer than a sample, and left out.
+        untrained: documents left out because nothing in them is trained.
         used: places of all samples at which a token is read.
         places: of all samples at their full length.
     """

@@ -29,13 +29,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One document for people.
-
-    Args:
-        title: which one, how long, and what becomes of it.
-        stretches: its text, special tokens written out.
-        num_hidden: tokens at its end that are not shown.
-    """
+    """One document for people, and how many tokens at its end are not shown."""
 
     title: str
     stretches: Sequence[Stretch]
@@ -89,12 +83,7 @@ def figures_of(data: DataConfig, source: SourceConfig, store: TokenStore) -> Fig
 def shown_documents(
     store: TokenStore, decode: Callable[[list[int]], str], seq_length: int, num_samples: int
 ) -> Iterator[Shown]:
-    """Documents from all over a store; of preferences, both of a pair.
-
-    Args:
-        decode: ids to text, special tokens written out.
-        seq_length: longer documents are marked.
-    """
+    """Documents from all over a store, special tokens written out; both of a pair."""
     each = 2 if store.kind == "preference" else 1
     num_items = len(store.document_ends) // each
     places = np.unique(np.linspace(0, num_items - 1, min(num_samples, num_items)).astype(int))

@@ -10,13 +10,7 @@ _STATE_NUMBERS = {"adamw": 2, "muon": 2, "sgd": 1}
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What memory depends on.
-
-    Args:
-        num_params: parameters.
-        num_layers, hidden_size, vocab_size: of the model.
-        num_frozen: parameters that are not trained, those beside an adapter.
-    """
+    """What memory depends on; `num_frozen` of the parameters are not trained, beside an adapter."""
 
     num_params: int
     num_layers: int
@@ -52,13 +46,7 @@ def state_bytes(num_params: int, precision: str, optimizer: str) -> int:
 
 
 def optimizer_bytes(num_params: int, weights_bytes: float, optimizer: str) -> int:
-    """Optimizer state.
-
-    Args:
-        num_params: trained parameters.
-        weights_bytes: what these take themselves.
-        optimizer: as in the run file.
-    """
+    """Optimizer state of so many trained parameters, which take `weights_bytes` themselves."""
     if optimizer == "adamw_8bit":
         # Two codes, and two fp32 scales for every 64 to 256 numbers, as rows are long.
         return num_params * 2 + num_params // 8

@@ -102,11 +102,7 @@ def shape_names() -> tuple[str, ...]:
 
 
 def load_shape(name: str) -> dict[str, Any]:
-    """The Hugging Face config of a shipped shape.
-
-    Raises:
-        KeyError: there is no such shape.
-    """
+    """The Hugging Face config of a shipped shape. KeyError: there is no such shape."""
     if not name.replace("-", "").isalnum():
         raise KeyError(name)
     entry = resources.files("isles.facts") / "shapes" / f"{name}.json"

@@ -14,8 +14,7 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B")
 def parse_duration_s(text: str) -> float:
     """Seconds from `90s`, `1h30m`, `2d`, `hh:mm:ss`, or Slurm's `d-hh:mm:ss`.
 
-    Raises:
-        ValueError: the text is none of these; the message says which forms there are.
+    ValueError: the text is none of these; the message says which forms there are.
     """
     stripped = text.strip().lower()
     if clock := _CLOCK.fullmatch(stripped):
@@ -29,8 +28,7 @@ def parse_duration_s(text: str) -> float:
 def parse_bytes(text: str) -> float:
     """Bytes from `500kB`, `20MB`, `1.5GiB`: powers of 1000, or of 1024 with an i.
 
-    Raises:
-        ValueError: the text is none of these.
+    ValueError: the text is none of these.
     """
     found = _BYTES.fullmatch(text.strip())
     if found is None:

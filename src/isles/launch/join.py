@@ -17,10 +17,10 @@ from typing import Any
 
 from isles import __version__
 from isles.config.clusters import leads_outside, named_cluster, shared_text
-from isles.config.load import Base, Loaded, load_run_file, read_text
+from isles.config.load import Base, Loaded, load_run_file
 from isles.config.resume import unlike
 from isles.config.sections.cluster import ClusterConfig
-from isles.config.yaml import dump_yaml, scan_yaml
+from isles.config.yaml import dump_yaml, read_text, scan_yaml
 from isles.errors import ConfigError, ConfigErrors, PreflightError
 from isles.facts.units import printable
 from isles.run.find import numbered_runs
@@ -80,7 +80,6 @@ def joining_run(line: JoinLine, joiner: Joiner, warn: Callable[[str], object] = 
     name = f"{line.run}@{line.address}"
     theirs = _theirs(line, name)
     document, _ = scan_yaml(shared_text(theirs.config), name)
-    assert isinstance(document.value, dict)
     text, path = _own_text(joiner)
     names = _cluster_names(text, path)
     index = _index(names, joiner, path)

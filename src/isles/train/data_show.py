@@ -104,7 +104,7 @@ def _of_stream(
 ) -> Iterator[Shown]:
     # The first documents of a source that nobody has read to its end.
     stream = open_source(source, streams=True)
-    rows = stream.rows(encoder.columns)
+    rows = stream.rows(encoder.parser)
     each = 2 if encoder.kind == "preference" else 1
     tally = Tally(stream.name, config.data.max_bad_fraction)
     batches = encode_rows(islice(rows, 20 * num_samples), encoder, tally)

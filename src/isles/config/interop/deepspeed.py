@@ -6,9 +6,7 @@ Which keys there are, and which of them say the same as a key of the run file: d
 from __future__ import annotations
 
 import difflib
-import importlib.util
-import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -17,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from isles.config.issues import Issue, show_value
-from isles.config.load import read_text
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig, StrategyConfig
-from isles.config.yaml import KeyPath, dotted, parse_yaml, scan_yaml
-from isles.errors import ConfigError, ConfigErrors, MissingDependencyError
+from isles.config.yaml import KeyPath, parse_yaml, read_text, scan_yaml
+from isles.errors import ConfigError, MissingDependencyError, not_installed
 
 Json = dict[str, Any]
 """What a JSON file holds: DeepSpeed's own names and types."""
@@ -29,106 +26,70 @@ Json = dict[str, Any]
 AUTO = "auto"
 _FILE_KEY = "strategy.config_file"
 _ZERO = "zero_optimization"
+_OFFLOADS = ("offload_optimizer", "offload_param")
+_ACCUMULATION = "gradient_accumulation_steps"
 
 
 @cache
 def deepspeed_keys() -> Json:
     """deepspeed.yaml as it is."""
     entry = resources.files("isles.config.interop") / "deepspeed.yaml"
-    value = parse_yaml(entry.read_text(encoding="utf-8"), entry.name).value
-    assert isinstance(value, dict)
-    return value
+    return parse_yaml(entry.read_text(encoding="utf-8"), entry.name).value
 
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedFile:
-    """A DeepSpeed JSON as it is.
-
-    Args:
-        path: as the run file names it.
-        data: all of it.
-        lines: the line of every key; empty where they could not be told.
-    """
+    """A DeepSpeed JSON as it is, with the line of every key."""
 
     path: Path
     data: Json
     lines: Mapping[KeyPath, int]
 
-    def where(self, *keys: str) -> str:
-        """File, line and key, for messages."""
-        line = self.lines.get(keys)
-        return f"{self.path}{f':{line}' if line else ''} {dotted(keys)}"
+    def where(self, key: str) -> str:
+        """File, line and dotted key, for messages."""
+        line = self.lines.get(tuple(key.split(".")))
+        return f"{self.path}{f':{line}' if line else ''} {key}"
 
-    def get(self, *keys: str) -> Any:
-        """A value inside; None where it is absent."""
+    def get(self, key: str, default: object = None) -> Any:
+        """The value of a dotted key."""
         value: Any = self.data
-        for key in keys:
-            value = value.get(key) if isinstance(value, dict) else None
+        for part in key.split("."):
+            if not isinstance(value, dict) or part not in value:
+                return default
+            value = value[part]
         return value
 
-    def section(self, *keys: str) -> Json:
-        """A mapping inside; empty where it is absent."""
-        value = self.get(*keys)
+    def section(self, key: str) -> Json:
+        """The section of a dotted key, the whole file for an empty one; empty where it is none."""
+        value = self.get(key) if key else self.data
         return value if isinstance(value, dict) else {}
 
 
 def read_deepspeed_file(path: Path) -> DeepSpeedFile:
     """Read a DeepSpeed JSON.
 
-    Raises:
-        ConfigError: it cannot be read, or is no JSON object; with the line.
+    ConfigError: it cannot be read, or is no JSON object; with the line.
     """
     hint = "strategy.config_file names a DeepSpeed JSON, from where isles is called"
     text = read_text(path, "DeepSpeed file", hint)
     try:
-        data = json.loads(text, object_pairs_hook=_without_doubles)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"no JSON: {error.msg}", where=f"{path}:{error.lineno}:{error.colno}", fix="mend it"
-        ) from None
-    except (_DoubledKeyError, RecursionError) as error:
-        raise ConfigError(f"{error}", where=str(path), fix="keep one of them") from None
-    if not isinstance(data, dict):
-        raise ConfigError(
-            "the file holds no object with DeepSpeed's keys", where=f"{path}:1", fix="begin with {"
-        )
-    try:
         # JSON is YAML, save for tabs between tokens, and our YAML knows its lines.
-        lines = scan_yaml(text.replace("\t", " "), "")[0].lines
-    except (ConfigError, ConfigErrors):
-        lines = {}
-    return DeepSpeedFile(path, data, lines)
-
-
-class _DoubledKeyError(Exception):
-    """An object names a key twice."""
-
-
-def _without_doubles(pairs: list[tuple[str, object]]) -> Json:
-    names = [name for name, _ in pairs]
-    if doubled := [name for name in names if names.count(name) > 1]:
-        raise _DoubledKeyError(f"{doubled[0]} stands in one object {names.count(doubled[0])} times")
-    return dict(pairs)
+        document, errors = scan_yaml(text.replace("\t", " "), str(path))
+    except ConfigError as error:
+        errors = [error]
+    if errors:
+        what = f"no JSON object with DeepSpeed's keys: {errors[0].what}"
+        raise ConfigError(what, where=errors[0].where, fix="mend it there")
+    return DeepSpeedFile(path, document.value, document.lines)
 
 
 def missing_deepspeed() -> MissingDependencyError | None:
     """The error to raise where DeepSpeed is not installed; imports nothing."""
-    if importlib.util.find_spec("deepspeed") is not None:
-        return None
-    return MissingDependencyError(
-        "strategy deepspeed needs the package deepspeed, which is not installed",
-        where="strategy.kind",
-        fix="pip install 'isles[deepspeed]'; fsdp shards in the same way and needs nothing more",
-    )
+    return not_installed("deepspeed", "strategy deepspeed", "strategy.kind", "deepspeed")
 
 
 def check_start(config: RunConfig, world_size: int) -> None:
-    """Refuse a start under DeepSpeed that the first rank would refuse.
-
-    Raises:
-        MissingDependencyError: DeepSpeed is not installed.
-        ConfigError: see `check_accumulation`.
-    """
+    """Refuse a start without DeepSpeed, or with another accumulation, before a rank does."""
     if isinstance(config.strategy, DeepSpeedStrategyConfig):
         if error := missing_deepspeed():
             raise error
@@ -136,30 +97,23 @@ def check_start(config: RunConfig, world_size: int) -> None:
 
 
 def check_accumulation(config: RunConfig, strategy: StrategyConfig, world_size: int) -> None:
-    """Refuse a DeepSpeed file whose accumulation is not that of so many ranks.
+    """Refuse a DeepSpeed file whose accumulation is not that of so many ranks; ConfigError.
 
-    Args:
-        config: the run file.
-        strategy: the resolved one; any other than DeepSpeed has no file.
-        world_size: ranks.
-
-    Raises:
-        ConfigError: with both numbers.
+    A resolved strategy other than DeepSpeed has no file.
     """
     if not isinstance(strategy, DeepSpeedStrategyConfig) or strategy.config_file is None:
         return
     file = read_deepspeed_file(Path(strategy.config_file))
-    wanted = file.data.get("gradient_accumulation_steps", AUTO)
+    wanted = file.get(_ACCUMULATION, AUTO)
     micro, rows = config.training.micro_batch_size, config.training.global_batch_size
     if wanted == AUTO or not isinstance(micro, int):
         return
-    rows_per_rank = -(-rows // world_size)
-    steps = -(-rows_per_rank // micro)
+    steps = -(-rows // (world_size * micro))
     if steps != wanted:
         raise ConfigError(
             f"it is {wanted}, and global_batch_size {rows} over {world_size} "
             f"rank{'s' if world_size > 1 else ''} of micro_batch_size {micro} makes {steps}",
-            where=file.where("gradient_accumulation_steps"),
+            where=file.where(_ACCUMULATION),
             fix=f'write "auto" there, or global_batch_size: {wanted * micro * world_size} in the '
             "run file",
             id="config.batch",
@@ -169,223 +123,140 @@ def check_accumulation(config: RunConfig, strategy: StrategyConfig, world_size: 
 def deepspeed_file_issues(path: Path, config: RunConfig) -> list[Issue]:
     """Every contradiction between a DeepSpeed JSON and the run file that names it.
 
-    Args:
-        path: the JSON, as the run file names it.
-        config: the run file. What has its default in `strategy` is the JSON's to say.
+    What has its default in `strategy` is the JSON's to say.
     """
     assert isinstance(config.strategy, DeepSpeedStrategyConfig)
     try:
         file = read_deepspeed_file(path)
     except ConfigError as error:
         return [Issue((_FILE_KEY,), f"{error.where}: {error.what}", error.fix)]
-    return _Comparison(file, config, config.strategy).check()
+    found = [*_unknown_keys(file), *_other_values(file, config), *_other_kinds(file, config)]
+    stage = file.get(f"{_ZERO}.stage", AUTO)
+    if stage not in (AUTO, 1, 2, 3):
+        fix = "use strategy: {kind: ddp}" if stage == 0 else "write 1, 2 or 3"
+        found.append((f"{_ZERO}.stage", f"is {show_value(stage)}", fix, ""))
+    issues = [
+        Issue((*run_key.split(), _FILE_KEY), f"{file.where(key)} {what}", fix)
+        for key, what, fix, run_key in found
+    ]
+    return issues + list(offload_issues(config.strategy, file))
 
 
-class _Comparison:
-    """One DeepSpeed file beside one run file, by the tables of deepspeed.yaml."""
+_Found = Iterator[tuple[str, str, str, str]]
+"""Key in the JSON, what is wrong with it, the fix, and the key of the run file if there is one."""
 
-    def __init__(
-        self, file: DeepSpeedFile, config: RunConfig, strategy: DeepSpeedStrategyConfig
-    ) -> None:
-        self.file = file
-        self.config = config
-        self.strategy = strategy
-        self.training = config.training
-        self.issues: list[Issue] = []
 
-    def check(self) -> list[Issue]:
-        table = deepspeed_keys()
-        self._check_names()
-        for key, run_key in table["same"].items():
-            # No clipping is null here and 0 there.
-            if self.file.data.get(key) != 0 or self.config.at(run_key) is not None:
-                self._must_equal((key,), run_key)
-        self._check_accumulation()
-        self._check_precision()
-        optimizer, scheduler = self.training.optimizer, self.training.lr_scheduler_type
-        types = table["optimizers"].get(optimizer, "").split()
-        params = table["same_sgd" if optimizer == "sgd" else "same_adam"]
-        self._check_kind("optimizer", "training.optimizer", types, params)
-        types = [table["schedulers"].get(scheduler)]
-        self._check_kind("scheduler", "training.lr_scheduler_type", types, table["same_scheduler"])
-        self._check_zero()
-        for key in table["fixed"]:
-            if ".params." not in key:  # those count where the type is the run file's
-                self._must_be_fixed(tuple(key.split(".")))
-        return self.issues
+def _unknown_keys(file: DeepSpeedFile) -> _Found:
+    # Keys that DeepSpeed does not have, or that are not for it to say.
+    table = deepspeed_keys()
+    for section, names in table["known"].items():
+        value = file.get(section) if section else file.data
+        if not isinstance(value, dict):
+            if value not in (None, AUTO):
+                yield section, f"is {show_value(value)}, not an object", "put its keys in { }", ""
+            continue
+        known = set(names.split())
+        known |= {
+            key.rpartition(".")[2]
+            for key in (*table["same"], *table["fixed"])
+            if key.rpartition(".")[0] == section
+        }
+        elsewhere = table["elsewhere"].get(section, {})
+        fixes = {key: fix for fix, keys in elsewhere.items() for key in keys.split()}
+        for name, inner in value.items():
+            is_off = not inner or inner == AUTO
+            is_off = is_off or (isinstance(inner, dict) and inner.get("enabled") is False)
+            key = f"{section}.{name}" if section else name
+            if name in fixes and not is_off:
+                yield key, "is not DeepSpeed's to say here", fixes[name], ""
+            elif name not in known and name not in fixes:
+                yield key, "is no key of DeepSpeed", _nearest(name, {*known, *fixes}), ""
 
-    def _add(self, at: tuple[str, ...], what: str, fix: str, *run_keys: str) -> None:
-        self.issues.append(Issue((*run_keys, _FILE_KEY), f"{self.file.where(*at)} {what}", fix))
 
-    def _must_equal(self, at: tuple[str, ...], run_keys: str) -> None:
-        # A value that must be `auto`, absent, or what one or two keys of the run file say.
-        value = self.file.section(*at[:-1]).get(at[-1], AUTO)
-        names = run_keys.split()
-        given = [self.config.at(name) for name in names]
+def _other_values(file: DeepSpeedFile, config: RunConfig) -> _Found:
+    # Values that are neither `auto`, nor absent, nor what the run file says.
+    table, strategy = deepspeed_keys(), config.strategy
+    for key, run_keys in table["same"].items():
+        value, names = file.get(key, AUTO), run_keys.split()
+        section, _, name = names[0].rpartition(".")
+        if section == "strategy" and strategy.is_default(name):
+            continue  # a file that `isles config show` wrote names every default
+        given = [config.at(run_key) for run_key in names]
         expected = given if len(given) > 1 else given[0]
-        if value == AUTO or (
-            value == expected and isinstance(value, bool) == isinstance(expected, bool)
-        ):
-            return
-        shown = "null" if expected is None else _show(expected)
-        self._add(
-            at,
-            f"is {_show(value)}, and {names[0]} is {shown}",
-            f'write "auto" there, or {names[0].rpartition(".")[2]}: {_show(value)} in the run file',
-            names[0],
-        )
+        same_type = isinstance(value, bool) == isinstance(expected, bool)
+        if value == AUTO or (value == expected and same_type) or (value == 0 and expected is None):
+            continue
+        fix = f'write "auto" there, or {name}: {_show(value)} in the run file'
+        yield key, f"is {_show(value)}, and {names[0]} is {_show(expected)}", fix, names[0]
+    for key, (wanted, why) in table["fixed"].items():
+        if (value := file.get(key, AUTO)) not in (AUTO, wanted):
+            yield key, f"is {_show(value)}, and {why}", f"write {_show(wanted)}, or delete it", ""
+    rows, micro = config.training.global_batch_size, config.training.micro_batch_size
+    steps, run_key = file.get(_ACCUMULATION, AUTO), "training.micro_batch_size"
+    if steps == AUTO:
+        return
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        fix = 'write a number of 1 or more, or "auto"'
+        yield _ACCUMULATION, f"is {_show(steps)}", fix, ""
+    elif not isinstance(micro, int):
+        what = f"is {steps}, and {run_key}, from which it follows, is no number"
+        fix = 'write "auto" there, or a number for micro_batch_size in the run file'
+        yield _ACCUMULATION, what, fix, run_key
+    elif rows % (steps * micro):
+        run_key, unit = "training.global_batch_size", steps * micro
+        what = f"is {steps}, and {run_key} {rows} is no multiple of {steps} x micro_batch_size "
+        fix = f'write "auto" there, or make global_batch_size ranks x {unit} in the run file'
+        yield _ACCUMULATION, f"{what}{micro} = {unit}", fix, run_key
 
-    def _must_be_fixed(self, at: tuple[str, ...]) -> None:
-        wanted, why = deepspeed_keys()["fixed"][dotted(at)]
-        if (value := self.file.section(*at[:-1]).get(at[-1], AUTO)) not in (AUTO, wanted):
-            fix = f"write {_show(wanted)}, or delete it"
-            self._add(at, f"is {_show(value)}, and {why}", fix)
 
-    def _check_names(self) -> None:
-        # Keys that DeepSpeed does not have, or that are not for it to say.
-        table = deepspeed_keys()
-        zero = table["zero"]
-        top = f"{table['passed']} {table['compared']} {table['sections']}".split()
-        inside = f"{zero['numbers']} {zero['switches']} {zero['others']}".split()
-        numbers, switches = zero["numbers"].split(), zero["switches"].split()
-        for at, known, elsewhere, why in (
-            ((), top, table["elsewhere"], "is not DeepSpeed's to say here"),
-            ((_ZERO,), inside, zero["elsewhere"], "does not work here"),
-        ):
-            fixes = {key: fix for fix, names in elsewhere.items() for key in names.split()}
-            for key, value in self.file.section(*at).items():
-                here = (*at, key)
-                is_off = not value or value == AUTO
-                is_off = is_off or (isinstance(value, dict) and value.get("enabled") is False)
-                is_number = isinstance(value, int | float) and not isinstance(value, bool)
-                if key in fixes and not is_off:
-                    self._add(here, why, fixes[key])
-                elif key not in known and key not in fixes:
-                    self._add(here, "is no key of DeepSpeed", _nearest(key, {*known, *fixes}))
-                elif at and key in numbers and not is_number and value != AUTO:
-                    self._add(here, f"is {_show(value)}, not a number", 'write a number, or "auto"')
-                elif at and key in switches and value != AUTO and not isinstance(value, bool):
-                    self._add(here, f"is {_show(value)}", 'write true, false or "auto"')
-        for section in table["sections"].split():
-            value = self.file.data.get(section)
-            if value is not None and not isinstance(value, dict):
-                self._add((section,), f"is {_show(value)}, not an object", "put its keys in { }")
-
-    def _check_accumulation(self) -> None:
-        rows, micro = self.training.global_batch_size, self.training.micro_batch_size
-        key = ("gradient_accumulation_steps",)
-        steps = self.file.data.get(key[0], AUTO)
-        if steps == AUTO:
-            return
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            self._add(key, f"is {_show(steps)}", 'write a number of 1 or more, or "auto"')
-        elif not isinstance(micro, int):
-            self._add(
-                key,
-                f"is {steps}, and training.micro_batch_size, from which it follows, is no number",
-                'write "auto" there, or a number for micro_batch_size in the run file',
-                "training.micro_batch_size",
-            )
-        elif rows % (steps * micro):
-            self._add(
-                key,
-                f"is {steps}, and training.global_batch_size {rows} is no multiple of {steps} x "
-                f"micro_batch_size {micro} = {steps * micro}",
-                'write "auto" there, or make global_batch_size ranks x '
-                f"{steps * micro} in the run file",
-                "training.global_batch_size",
-            )
-
-    def _check_precision(self) -> None:
-        precision = self.training.precision
-        for name in ("bf16", "bfloat16", "fp16"):
-            mixed = "fp16-mixed" if name == "fp16" else "bf16-mixed"
-            section = self.file.section(name)
-            enabled = section.get("enabled", AUTO if section else None)
-            if enabled in (None, AUTO) or enabled is (precision == mixed):
-                continue
+def _other_kinds(file: DeepSpeedFile, config: RunConfig) -> _Found:
+    # Another precision, optimizer or scheduler than the run file's.
+    table, precision = deepspeed_keys(), config.training.precision
+    for name in ("bf16", "bfloat16", "fp16"):
+        mixed = "fp16-mixed" if name == "fp16" else "bf16-mixed"
+        enabled = file.get(f"{name}.enabled", AUTO)
+        if enabled != AUTO and enabled is not (precision == mixed):
             fix = f"precision: {mixed} in the run file" if enabled else "delete the section"
-            self._add(
-                (name, "enabled"),
-                f"is {_show(enabled)}, and training.precision is {precision}",
-                f'write "auto" there, or {fix}',
-                "training.precision",
+            what = f"is {_show(enabled)}, and training.precision is {precision}"
+            fix = f'write "auto" there, or {fix}'
+            yield f"{name}.enabled", what, fix, "training.precision"
+    for section, run_key in table["types"].items():
+        kind, wanted = file.get(f"{section}.type", AUTO), config.at(run_key)
+        known = table[f"{section}s"].get(wanted, "").lower().split()
+        if kind != AUTO and str(kind).lower() not in known:
+            what = f"is {_show(kind)}, and {run_key} is {wanted}"
+            fix = f'write "auto" there, delete the section, or name another {section} in the run '
+            yield f"{section}.type", what, f"{fix}file", run_key
+
+
+def offload_issues(
+    strategy: DeepSpeedStrategyConfig, file: DeepSpeedFile | None = None
+) -> Iterator[Issue]:
+    """What a strategy, and its file where it has one, would offload and cannot."""
+    zero = _zero(file.section(_ZERO) if file else {}, strategy)
+    keys = (_FILE_KEY,) if file else ()
+    for name in _OFFLOADS:
+        device = zero.get(name, {}).get("device", "none")
+        at = f"{file.where(f'{_ZERO}.{name}.device')}: " if file else ""
+        if device not in ("none", "cpu", "nvme"):
+            yield Issue(keys, f"{at}it is {_show(device)}", "write none, cpu or nvme")
+        needs_stage_3 = device == "nvme" or (name == "offload_param" and device != "none")
+        if needs_stage_3 and zero["stage"] != 3:
+            yield Issue(
+                (f"strategy.{name}", "strategy.zero_stage", *keys),
+                f"{at}{name} {device} works with ZeRO stage 3 only, and zero_stage is "
+                f"{zero['stage']}",
+                f"use zero_stage: 3, or {name}: {'cpu' if name == 'offload_optimizer' else 'none'}",
+            )
+        if device == "nvme" and not zero[name].get("nvme_path"):
+            yield Issue(
+                (f"strategy.{name}", *keys),
+                f"{at}{name} nvme needs a folder on that disk",
+                "add nvme_path: with a folder on a fast disk of every node",
             )
 
-    def _check_kind(
-        self, section: str, run_key: str, types: list[str], same: Mapping[str, str]
-    ) -> None:
-        # The type of the section optimizer or scheduler, and its parameters.
-        kind = self.file.section(section).get("type", AUTO)
-        known = str(kind).lower() if section == "optimizer" else kind
-        if kind != AUTO and known not in types:
-            self._add(
-                (section, "type"),
-                f"is {_show(kind)}, and {run_key} is {self.config.at(run_key)}",
-                f'write "auto" there, delete the section, or name another {section} in the run '
-                "file",
-                run_key,
-            )
-            return
-        table = deepspeed_keys()
-        for key in self.file.section(section, "params"):
-            at = (section, "params", key)
-            if key in same:
-                self._must_equal(at, same[key])
-            elif dotted(at) in table["fixed"]:
-                self._must_be_fixed(at)
-            elif key not in table["unchecked"].split():
-                self._add(at, "is unknown", _nearest(key, set(same)))
 
-    def _check_zero(self) -> None:
-        for key in ("reduce_bucket_size", "allgather_bucket_size", "overlap_comm"):
-            self._must_equal_if_given((_ZERO, key), key)
-        at = (_ZERO, "stage")
-        stage = self.file.section(_ZERO).get("stage", AUTO)
-        if stage == 0:
-            self._add(at, "is 0", "use strategy: {kind: ddp}")
-        elif stage not in (AUTO, 1, 2, 3):
-            self._add(at, f"is {_show(stage)}", "write 1, 2 or 3")
-        else:
-            self._must_equal_if_given(at, "zero_stage")
-        stage = self.strategy.zero_stage if stage == AUTO else stage
-        for key in ("offload_optimizer", "offload_param"):
-            self._check_offload(key, stage)
-
-    def _must_equal_if_given(self, at: tuple[str, ...], key: str) -> None:
-        # A file that `isles config show` wrote names every default, which so says nothing.
-        if getattr(self.strategy, key) != type(self.strategy).model_fields[key].default:
-            self._must_equal(at, f"strategy.{key}")
-
-    def _check_offload(self, key: str, stage: object) -> None:
-        at = (_ZERO, key)
-        section = self.file.get(*at)
-        if section is not None and section != AUTO and not isinstance(section, dict):
-            self._add(at, f"is {_show(section)}, not an object", 'write {"device": "cpu"}')
-            return
-        section, known = self.file.section(*at), set(deepspeed_keys()["offload"].split())
-        for name in section.keys() - known:
-            self._add((*at, name), "is no key of DeepSpeed", _nearest(name, known))
-        device = section.get("device", AUTO)
-        if device not in (AUTO, "none", "cpu", "nvme"):
-            self._add((*at, "device"), f"is {_show(device)}", "write none, cpu or nvme")
-        else:
-            self._must_equal_if_given((*at, "device"), key)
-        self._must_equal_if_given((*at, "nvme_path"), "nvme_path")
-        resolved = getattr(self.strategy, key) if device == AUTO else device
-        needs_stage3 = resolved == "nvme" or (key == "offload_param" and resolved != "none")
-        if needs_stage3 and stage != 3:
-            self._add(
-                (*at, "device"),
-                f"is {resolved}, which only ZeRO stage 3 can do, and the stage is {stage}",
-                f"use stage 3, or {key}: none",
-                f"strategy.{key}",
-            )
-        if resolved == "nvme" and not section.get("nvme_path", self.strategy.nvme_path):
-            self._add(at, "names no nvme_path", "add nvme_path: a folder on a fast disk")
-
-
-def _nearest(name: str, known: set[str]) -> str:
+def _nearest(name: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f"did you mean {near[0]}?" if near else "delete it"
 
@@ -401,9 +272,6 @@ def deepspeed_settings(config: RunConfig, strategy: DeepSpeedStrategyConfig) -> 
     that says nothing, from DeepSpeed's defaults. isles counts micro-batches, makes the optimizer
     and sets the learning rate itself, so batch sizes here are only what DeepSpeed's own log
     counts with.
-
-    Raises:
-        ConfigError: the file cannot be read.
     """
     given: Json = {}
     if strategy.config_file is not None:
@@ -423,7 +291,9 @@ def deepspeed_settings(config: RunConfig, strategy: DeepSpeedStrategyConfig) -> 
     settings["gradient_clipping"] = config.training.max_grad_norm or 0.0
     settings["zero_allow_untested_optimizer"] = True  # of SGD it says so; the tests hold it
     settings["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW runs on CPUs as well
-    settings[_ZERO] = _zero(given.get(_ZERO) or {}, strategy)
+    zero = settings[_ZERO] = _zero(given.get(_ZERO) or {}, strategy)
+    # It must be even, as DeepSpeed sends bf16 in words of four bytes.
+    zero["allgather_bucket_size"] = -(-int(zero["allgather_bucket_size"]) // 2) * 2
     section = {"bf16-mixed": "bf16", "fp16-mixed": "fp16"}.get(config.training.precision)
     for key in ("bf16", "bfloat16", "fp16"):
         settings.pop(key, None)
@@ -447,36 +317,25 @@ def stage_of(settings: Json) -> int:
 
 def resolve_stage(strategy: DeepSpeedStrategyConfig) -> int:
     """The ZeRO stage that a strategy, or its file, asks for."""
-    given: Json = {}
-    if strategy.config_file is not None:
-        given = read_deepspeed_file(Path(strategy.config_file)).section(_ZERO)
+    path = strategy.config_file
+    given = {} if path is None else read_deepspeed_file(Path(path)).section(_ZERO)
     return int(_zero(given, strategy)["stage"])
 
 
 def _zero(given: Json, strategy: DeepSpeedStrategyConfig) -> Json:
-    zero = dict(given)
-    ours: Json = {
-        "stage": strategy.zero_stage,
-        "reduce_bucket_size": strategy.reduce_bucket_size,
-        "allgather_bucket_size": strategy.allgather_bucket_size,
-        "overlap_comm": strategy.overlap_comm,
-    }
-    for key, value in ours.items():
-        if zero.get(key, AUTO) == AUTO:
-            zero[key] = value
-    # It must be even, as DeepSpeed sends bf16 in words of four bytes.
-    zero["allgather_bucket_size"] = -(-int(zero["allgather_bucket_size"]) // 2) * 2
-    for key in ("offload_optimizer", "offload_param"):
-        section = dict(zero.get(key) or {})
+    zero = {key: value for key, value in given.items() if value != AUTO}
+    keys = ("reduce_bucket_size", "allgather_bucket_size", "overlap_comm")
+    ours = {"stage": strategy.zero_stage, **{key: getattr(strategy, key) for key in keys}}
+    for key in _OFFLOADS:
+        section = zero.pop(key, None)
+        section = dict(section) if isinstance(section, dict) else {}
         if section.get("device", AUTO) == AUTO:
             section["device"] = getattr(strategy, key)
         if section["device"] == "nvme" and section.get("nvme_path", AUTO) == AUTO:
             section["nvme_path"] = strategy.nvme_path
-        if section["device"] == "none":
-            zero.pop(key, None)
-        else:
+        if section["device"] != "none":
             zero[key] = section
-    return zero
+    return {**ours, **zero}
 
 
 def _without_auto(value: Json) -> Json:

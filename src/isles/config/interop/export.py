@@ -9,21 +9,11 @@ from isles.config.sections.strategy import DeepSpeedStrategyConfig, FSDPStrategy
 from isles.config.sections.training import TrainingConfig
 from isles.errors import ConfigError
 
-_DEEPSPEED_OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
-
 
 def deepspeed_json(loaded: Loaded, world_size: int) -> tuple[Json, list[str]]:
-    """A DeepSpeed JSON that equals the run file; named as strategy.config_file it changes nothing.
+    """A DeepSpeed JSON that equals the run file, for so many ranks, and what it cannot say.
 
-    Args:
-        loaded: the run file.
-        world_size: ranks, which the batch sizes of the JSON divide by.
-
-    Returns:
-        The JSON, and notes on what it cannot say.
-
-    Raises:
-        ConfigError: the strategy is not deepspeed.
+    Named as strategy.config_file it changes nothing. ConfigError: the strategy is another.
     """
     config = loaded.config
     strategy = config.strategy
@@ -35,22 +25,7 @@ def deepspeed_json(loaded: Loaded, world_size: int) -> tuple[Json, list[str]]:
             if strategy.kind == "fsdp"
             else "add strategy.kind=deepspeed to the command line",
         )
-    notes: list[str] = []
-    data = _batch_json(config.training, world_size, notes)
-    data["optimizer"] = _optimizer_json(config)
-    if scheduler := _scheduler_json(config.training, notes):
-        data["scheduler"] = scheduler
-    settings = deepspeed_settings(config, strategy)
-    zero = settings["zero_optimization"]
-    if zero["allgather_bucket_size"] == strategy.allgather_bucket_size + 1:
-        # isles rounds it up to an even number each time it starts DeepSpeed.
-        zero["allgather_bucket_size"] = strategy.allgather_bucket_size
-    for key in (*data, "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        settings.pop(key, None)
-    return {**data, **settings}, notes
-
-
-def _batch_json(training: TrainingConfig, world_size: int, notes: list[str]) -> Json:
+    training, notes = config.training, list[str]()
     rows, micro = training.global_batch_size, training.micro_batch_size
     unit = micro * world_size if isinstance(micro, int) else 0
     is_even = unit > 0 and rows % unit == 0
@@ -61,42 +36,55 @@ def _batch_json(training: TrainingConfig, world_size: int, notes: list[str]) -> 
             "in; for DeepSpeed alone write numbers, "
             f"train_batch_size = micro-batch x accumulation x {world_size} ranks"
         )
-    return {
+    settings = deepspeed_settings(config, strategy)
+    data = {
         "train_batch_size": rows,
         "train_micro_batch_size_per_gpu": micro if is_even else AUTO,
         "gradient_accumulation_steps": rows // unit if is_even else AUTO,
+        "optimizer": _optimizer_json(config),
     }
+    if scheduler := _scheduler_json(training, notes):
+        data["scheduler"] = scheduler
+    zero = settings["zero_optimization"]
+    if zero["allgather_bucket_size"] == strategy.allgather_bucket_size + 1:
+        # isles rounds it up to an even number each time it starts DeepSpeed.
+        zero["allgather_bucket_size"] = strategy.allgather_bucket_size
+    return data | {key: value for key, value in settings.items() if key not in data}, notes
 
 
 def _optimizer_json(config: RunConfig) -> Json:
-    kind = _DEEPSPEED_OPTIMIZERS.get(config.training.optimizer)
-    if kind is None:
-        # The rules allow no other than these under DeepSpeed; adamw_8bit is the user's own to make.
-        return {}
+    table = deepspeed_keys()
+    kind, *_ = table["optimizers"].get(config.training.optimizer, "").split() or [None]
     params: Json = {}
-    for key, run_keys in deepspeed_keys()["same_sgd" if kind == "SGD" else "same_adam"].items():
-        values = [config.at(run_key) for run_key in run_keys.split()]
+    match kind:
+        case "AdamW":
+            keys = ("lr", "weight_decay", "betas", "eps")
+            params["torch_adam"] = True
+        case "SGD":
+            keys = ("lr", "weight_decay", "momentum")
+        case _:
+            # The rules allow no other under DeepSpeed; adamw_8bit is the user's own to make.
+            return {}
+    for key in keys:
+        values = [config.at(name) for name in table["same"][f"optimizer.params.{key}"].split()]
         params[key] = values if len(values) > 1 else values[0]
-    if kind == "AdamW":
-        params["torch_adam"] = True
     return {"type": kind, "params": params}
 
 
 def _scheduler_json(training: TrainingConfig, notes: list[str]) -> Json:
     # The schedule, where DeepSpeed has the same one.
-    kind = deepspeed_keys()["schedulers"].get(training.lr_scheduler_type)
-    ends = training.lr_scheduler_type != "constant"
-    if kind is None or (ends and training.max_steps is None):
-        notes.append(
-            f"there is no scheduler: DeepSpeed has none for {training.lr_scheduler_type}"
-            + ("" if kind is None else ", while the number of steps is not known")
-        )
-        return {}
-    if kind == "WarmupDecayLR" and training.min_lr_ratio:
-        notes.append(
-            f"there is no scheduler: DeepSpeed's linear decay ends at 0, and min_lr_ratio is "
-            f"{training.min_lr_ratio:g}"
-        )
+    name, steps = training.lr_scheduler_type, training.max_steps
+    kind = deepspeed_keys()["schedulers"].get(name)
+    ends, why = name != "constant", ""
+    if kind is None:
+        why = f"DeepSpeed has none for {name}"
+    elif ends and steps is None:
+        why = "the number of steps is not known"
+    elif kind == "WarmupDecayLR" and training.min_lr_ratio:
+        ratio = training.min_lr_ratio
+        why = f"DeepSpeed's linear decay ends at 0, and min_lr_ratio is {ratio:g}"
+    if why:
+        notes.append(f"there is no scheduler: {why}")
         return {}
     params: Json = {"warmup_num_steps": training.warmup_steps}
     if kind == "WarmupCosineLR":
@@ -104,19 +92,13 @@ def _scheduler_json(training: TrainingConfig, notes: list[str]) -> Json:
     else:
         params |= {"warmup_min_lr": 0, "warmup_max_lr": training.learning_rate}
         params["warmup_type"] = "linear"
-    if ends:
-        params["total_num_steps"] = training.max_steps
-    return {"type": kind, "params": params}
+    return {"type": kind, "params": {**params, "total_num_steps": steps} if ends else params}
 
 
 def fsdp_json(loaded: Loaded) -> tuple[Json, list[str]]:
-    """What TrainingArguments(fsdp=True, fsdp_config=...) takes, as of transformers 5.
+    """What TrainingArguments(fsdp=True, fsdp_config=...) takes, and notes on what it cannot say.
 
-    Returns:
-        The JSON, and notes on what it cannot say.
-
-    Raises:
-        ConfigError: the strategy is not fsdp, or one that these settings have no words for.
+    As of transformers 5. ConfigError: the strategy is not fsdp, or one without words here.
     """
     config = loaded.config
     strategy = config.strategy
@@ -128,7 +110,23 @@ def fsdp_json(loaded: Loaded) -> tuple[Json, list[str]]:
             if strategy.kind == "deepspeed"
             else "add strategy.kind=fsdp to the command line",
         )
-    _refuse_unspeakable(loaded, strategy)
+    # What would silently become another way to hold the model is refused.
+    key, value = next(
+        (
+            (key, size)
+            for key in ("tp_size", "cp_size", "pp_size")
+            if (size := getattr(strategy, key)) > 1
+        ),
+        ("sharding_strategy", strategy.sharding_strategy),
+    )
+    if value not in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        other = "FULL_SHARD" if key == "sharding_strategy" else 1
+        raise ConfigError(
+            f"{key} {value} has no word in an FSDP JSON",
+            where=loaded.where(f"strategy.{key}"),
+            fix=f"add strategy.{key}={other} to the command line, or use isles itself: "
+            "--to torchrun",
+        )
     data: Json = {
         "version": 2,
         "reshard_after_forward": strategy.sharding_strategy == "FULL_SHARD",
@@ -150,21 +148,3 @@ def fsdp_json(loaded: Loaded) -> tuple[Json, list[str]]:
     if strategy.forward_prefetch or strategy.backward_prefetch:
         notes.append("prefetching is left out: these settings have no key for it under FSDP2")
     return data, notes
-
-
-def _refuse_unspeakable(loaded: Loaded, strategy: FSDPStrategyConfig) -> None:
-    """Refuse what would silently become another way to hold the model."""
-    for key in ("tp_size", "cp_size", "pp_size"):
-        if getattr(strategy, key) > 1:
-            raise ConfigError(
-                f"{key} {getattr(strategy, key)} has no place in an FSDP JSON",
-                where=loaded.where(f"strategy.{key}"),
-                fix=f"add strategy.{key}=1 to the command line, or use isles itself: --to torchrun",
-            )
-    if strategy.sharding_strategy not in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        raise ConfigError(
-            f"sharding_strategy {strategy.sharding_strategy} has no word in an FSDP JSON",
-            where=loaded.where("strategy.sharding_strategy"),
-            fix="add strategy.sharding_strategy=FULL_SHARD to the command line, or use isles "
-            "itself: --to torchrun",
-        )

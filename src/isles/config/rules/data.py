@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
-from isles.config.issues import Issue, no_effect
+from isles.config.issues import Issue
+from isles.config.rules.idle import idle_keys, no_effect
 from isles.config.sections.data import COLUMNS, SourceConfig, isolates_any
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import MeshSection
@@ -27,7 +27,7 @@ def data_rules(config: RunConfig) -> Iterator[Issue]:
 def _source_rules(at: str, source: SourceConfig) -> Iterator[Issue]:
     if source.type == "fake":
         for key in source.model_fields_set - {"type"}:
-            if getattr(source, key) != type(source).model_fields[key].default:
+            if not source.is_default(key):
                 yield Issue((f"{at}.{key}",), f"a fake source has no {key}", "delete this line")
         return
     if source.path is None:
@@ -51,7 +51,9 @@ def _source_rules(at: str, source: SourceConfig) -> Iterator[Issue]:
             yield Issue(
                 (f"{at}.columns.{key}", f"{at}.columns"),
                 f"data of type {source.type} has no {key}",
-                _column_fix(source, key, known),
+                f"use one of: {', '.join(known)} (the name here, then the name in the data)"
+                if known
+                else "set text_column: the name of the column with the text",
             )
     question = {"instruction", "input", "output"} & set(source.columns)
     answer = {"prompt", "completion"} & set(source.columns)
@@ -61,18 +63,6 @@ def _source_rules(at: str, source: SourceConfig) -> Iterator[Issue]:
             f"columns has {min(question)} and {min(answer)}, which belong to two forms of data",
             "keep instruction, input and output, or prompt and completion",
         )
-
-
-def _column_fix(source: SourceConfig, key: str, known: tuple[str, ...]) -> str:
-    if not known:
-        return "set text_column: the name of the column with the text"
-    if near := difflib.get_close_matches(key, known, n=1):
-        return f"did you mean {near[0]}?"
-    if others := [kind for kind, names in COLUMNS.items() if key in names]:
-        return f"it goes with type: {' or '.join(others)}; {source.type} has {', '.join(known)}"
-    if source.columns[key] in known:
-        return f"write {source.columns[key]}: {key} (the name here, then the name in the data)"
-    return f"use one of: {', '.join(known)}"
 
 
 def _mixture_rules(config: RunConfig) -> Iterator[Issue]:
@@ -159,10 +149,8 @@ def _tokenizer_rules(config: RunConfig) -> Iterator[Issue]:
 def _packing_rules(config: RunConfig) -> Iterator[Issue]:
     data, strategy = config.data, config.strategy
     kinds = sorted({source.type for source in data.sources})
-    if data.isolate_documents and not data.packing:
-        to = "packing false: every row is one document"
-        key, use = "data.isolate_documents", "use packing: true"
-        yield from no_effect(data, key, to, use, "data.packing")
+    if data.isolate_documents:
+        yield from idle_keys(config, "data")
     if not set(kinds) - {"text", "fake"}:
         to = f"{' and '.join(kinds)}: long text is cut into samples"
         yield from no_effect(data, "data.too_long", to, "", "data.sources")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isles.config.issues import Issue, no_effect
+from isles.config.issues import Issue
+from isles.config.rules.idle import idle_keys
 from isles.config.sections.outer import DiLoCoConfig, WaitConfig
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import MeshSection
@@ -20,7 +21,8 @@ def outer_rules(config: RunConfig) -> Iterator[Issue]:
         yield from _outer_steps(config, config.diloco)
         yield from _warmup(config, config.diloco)
         yield from _waits(config.diloco)
-        yield from _idle_keys(config.diloco)
+        yield from idle_keys(config, "outer")
+        yield from _odd_values(config.diloco)
         yield from _not_together(config)
 
 
@@ -94,14 +96,7 @@ def _outer_steps_fit(outer: DiLoCoConfig, key: str, every: int) -> Iterator[Issu
 def _warmup(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
     # Rounds that only average, at first.
     short, every, steps = outer.warmup_sync_every, outer.sync_every, config.training.max_steps
-    if not outer.warmup_rounds:
-        key, to = "outer.warmup_sync_every", "warmup_rounds 0"
-        yield from no_effect(outer, key, to, "add warmup_rounds")
-        return
-    if not isinstance(every, int):
-        to = "sync_every auto, which measures how long rounds may be"
-        key, use = "outer.warmup_sync_every", "give sync_every a number"
-        yield from no_effect(outer, key, to, use, "outer.sync_every")
+    if not outer.warmup_rounds or not isinstance(every, int):
         return
     if short is not None and short > every:
         yield Issue(
@@ -119,9 +114,6 @@ def _warmup(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
             f"{steps}: the outer optimizer would never be used",
             "use fewer; for averages only, write lr: 1 and momentum: 0 instead",
         )
-    if (outer.lr, outer.momentum) == (1.0, 0.0) and short in (None, every):
-        to = "lr 1 and momentum 0, which only average as well"
-        yield from no_effect(outer, "outer.warmup_rounds", to)
 
 
 def _waits(outer: DiLoCoConfig) -> Iterator[Issue]:
@@ -136,8 +128,6 @@ def _waits(outer: DiLoCoConfig) -> Iterator[Issue]:
             f"{says} when a round is closed",
             "write wait: all, or {time_boxed: 60s}, or {quorum: 2, grace: 30s}",
         )
-    elif wait.quorum is None:
-        yield from no_effect(wait, "outer.wait.grace", "a round without quorum", "add quorum")
     if wait.quorum is not None and wait.quorum < outer.min_clusters:
         yield Issue(
             ("outer.wait.quorum", "outer.min_clusters"),
@@ -146,13 +136,9 @@ def _waits(outer: DiLoCoConfig) -> Iterator[Issue]:
         )
 
 
-def _idle_keys(outer: DiLoCoConfig) -> Iterator[Issue]:
+def _odd_values(outer: DiLoCoConfig) -> Iterator[Issue]:
     # Keys with a value that changes nothing, or badly.
-    codec, engine = outer.codec_config, outer.engine
-    if codec.kind != "topk":
-        key, to = "outer.codec.density", f"codec {codec.kind}"
-        yield from no_effect(codec, key, to, "use kind: topk")
-    elif outer.momentum > _MOST_TOPK_MOMENTUM:
+    if outer.codec_config.kind == "topk" and outer.momentum > _MOST_TOPK_MOMENTUM:
         # SparseLoCo (arXiv:2508.15706) has the kept errors in place of a momentum; with some, but
         # less than usual, short runs learn better (`benchmarks/diloco_quality.py`).
         yield Issue(
@@ -161,20 +147,6 @@ def _idle_keys(outer: DiLoCoConfig) -> Iterator[Issue]:
             "once it has grown: it would be stepped along again and again until it is sent anew",
             "write momentum: 0.7 and lr: 0.9 beside codec: topk",
         )
-    if outer.delay == 0:
-        to = "delay 0: nothing is learnt meanwhile"
-        yield from no_effect(outer, "outer.alpha", to, "use a delay")
-    if outer.sync_every != "auto":
-        key, to = "outer.max_sync_overhead", f"sync_every {outer.sync_every}"
-        yield from no_effect(outer, key, to, "use sync_every: auto")
-    if outer.hivemind is not None and engine != "hivemind":
-        what = f"hivemind means nothing to engine {engine}"
-        yield Issue(("outer.hivemind",), what, f"{_DELETE}, or use engine: hivemind")
-    if engine == "hivemind":
-        to = "engine hivemind, which has no hub of its own"
-        use = "use engine: hub; clusters find one another by outer.hivemind.initial_peers"
-        for key in ("outer.hub", "outer.public"):
-            yield from no_effect(outer, key, to, use)
     if outer.public is not None and outer.hub is not None:
         yield Issue(
             ("outer.public",),

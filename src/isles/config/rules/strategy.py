@@ -6,7 +6,9 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import replace
 
-from isles.config.issues import Issue, nearest_multiples, no_effect, show_value
+from isles.config.interop.deepspeed import offload_issues
+from isles.config.issues import Issue, nearest_multiples, show_value
+from isles.config.rules.idle import idle_keys, no_effect
 from isles.config.sections.model import AdapterConfig
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import (
@@ -16,8 +18,6 @@ from isles.config.sections.strategy import (
     MeshSection,
 )
 from isles.facts.models import shape_names
-
-_ONLY_QLORA = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
 
 
 def strategy_rules(config: RunConfig) -> Iterator[Issue]:
@@ -37,15 +37,12 @@ def strategy_rules(config: RunConfig) -> Iterator[Issue]:
 
 def _rules(config: RunConfig) -> Iterator[Issue]:
     strategy = config.strategy
+    yield from idle_keys(config, "strategy")
     if isinstance(strategy, MeshSection):
         yield from _context_parallel(config, strategy)
         yield from _pipeline(config, strategy)
     if isinstance(strategy, DDPStrategyConfig):
         yield from _ddp(config, strategy)
-    if isinstance(strategy, FSDPStrategyConfig) and "HYBRID" not in strategy.sharding_strategy:
-        key, to = "strategy.sharding_strategy", f"sharding_strategy {strategy.sharding_strategy}"
-        use = "use sharding_strategy: HYBRID_SHARD"
-        yield from no_effect(strategy, "strategy.shard_size", to, use, key)
     if isinstance(strategy, DeepSpeedStrategyConfig):
         yield from _deepspeed(config, strategy)
 
@@ -53,8 +50,6 @@ def _rules(config: RunConfig) -> Iterator[Issue]:
 def _context_parallel(config: RunConfig, strategy: MeshSection) -> Iterator[Issue]:
     size, length = strategy.cp_size, config.data.seq_length
     if size == 1:
-        use = "use a larger cp_size"
-        yield from no_effect(strategy, "strategy.cp_method", "cp_size 1", use)
         return
     if length % size:
         yield Issue(
@@ -74,8 +69,6 @@ def _context_parallel(config: RunConfig, strategy: MeshSection) -> Iterator[Issu
 def _pipeline(config: RunConfig, strategy: MeshSection) -> Iterator[Issue]:
     training, size = config.training, strategy.pp_size
     if size == 1:
-        use = "use a larger pp_size"
-        yield from no_effect(strategy, "strategy.pp_schedule", "pp_size 1", use)
         return
     if training.torch_compile:
         yield Issue(
@@ -114,7 +107,10 @@ def _ddp(config: RunConfig, strategy: DDPStrategyConfig) -> Iterator[Issue]:
 def _deepspeed(config: RunConfig, strategy: DeepSpeedStrategyConfig) -> Iterator[Issue]:
     if strategy.config_file is None:
         # What a file says of these counts too, so it is compared whole: interop/deepspeed.py.
-        yield from _offload(strategy)
+        yield from offload_issues(strategy)
+        if "nvme" not in (strategy.offload_optimizer, strategy.offload_param):
+            to, use = "a run that offloads nothing to nvme", "use offload_param: nvme"
+            yield from no_effect(strategy, "strategy.nvme_path", to, use)
     if config.training.optimizer == "muon":
         yield Issue(
             ("training.optimizer", "strategy.kind"),
@@ -128,35 +124,6 @@ def _deepspeed(config: RunConfig, strategy: DeepSpeedStrategyConfig) -> Iterator
             "use bf16-mixed, with which deepspeed computes in bf16 and cuts the fp32 weights over "
             "the ranks; or strategy: {kind: fsdp}",
         )
-
-
-def _offload(strategy: DeepSpeedStrategyConfig) -> Iterator[Issue]:
-    stage = strategy.zero_stage
-    if strategy.offload_param != "none" and stage < 3:
-        yield Issue(
-            ("strategy.offload_param", "strategy.zero_stage"),
-            f"offload_param {strategy.offload_param} needs parameters that are cut over the ranks, "
-            f"and zero_stage {stage} leaves them whole",
-            "use zero_stage: 3, or delete it",
-        )
-    if strategy.offload_optimizer == "nvme" and stage < 3:
-        yield Issue(
-            ("strategy.offload_optimizer", "strategy.zero_stage"),
-            f"DeepSpeed offloads the optimizer to nvme with zero_stage 3 only, not {stage}",
-            "use zero_stage: 3, or offload_optimizer: cpu",
-        )
-    offloads = ("offload_optimizer", "offload_param")
-    to_nvme = [name for name in offloads if getattr(strategy, name) == "nvme"]
-    if to_nvme and strategy.nvme_path is None:
-        yield Issue(
-            tuple(f"strategy.{name}" for name in to_nvme),
-            f"{' and '.join(to_nvme)} nvme {'need' if len(to_nvme) > 1 else 'needs'} a folder on "
-            "that disk",
-            "add nvme_path: with a folder on a fast disk of every node",
-        )
-    if not to_nvme:
-        to, use = "a run that offloads nothing to nvme", "use offload_param: nvme"
-        yield from no_effect(strategy, "strategy.nvme_path", to, use)
 
 
 def model_rules(config: RunConfig) -> Iterator[Issue]:
@@ -178,13 +145,7 @@ def model_rules(config: RunConfig) -> Iterator[Issue]:
             f"did you mean {near[0]}? A folder of that name is written ./{name}",
         )
     adapter = config.adapter
-    for key in AdapterConfig.model_fields:
-        if key != "type" and (
-            adapter.type == "none" or (key in _ONLY_QLORA and adapter.type == "lora")
-        ):
-            use = f"set adapter.type: {'qlora' if key in _ONLY_QLORA else 'lora'}"
-            to = f"adapter.type {adapter.type}"
-            yield from no_effect(adapter, f"adapter.{key}", to, use, "adapter.type")
+    yield from idle_keys(config, "adapter")
     if adapter.type != "none":
         yield from _adapter(config, adapter)
     elif config.checkpoint.merge_adapter:
@@ -218,25 +179,20 @@ def _adapter(config: RunConfig, adapter: AdapterConfig) -> Iterator[Issue]:
 
 
 def _four_bits(config: RunConfig) -> Iterator[Issue]:
-    strategy = config.strategy
-    why = (
-        "cuts the weights over the ranks, and those of qlora are packed in blocks of 4 bits that "
-        "cannot be cut"
-    )
+    strategy, found = config.strategy, dict[str, str]()
     if isinstance(strategy, FSDPStrategyConfig | DeepSpeedStrategyConfig):
-        yield Issue(
-            ("strategy.kind", "adapter.type"),
-            f"strategy {strategy.kind} {why}",
-            "use strategy: {kind: ddp}; or adapter.type: lora, which any strategy can cut",
-        )
+        found[f"strategy {strategy.kind}"] = "kind"
     if isinstance(strategy, DDPStrategyConfig):
         for name in ("tp_size", "pp_size"):
             if (size := getattr(strategy, name)) > 1:
-                yield Issue(
-                    (f"strategy.{name}", "adapter.type"),
-                    f"{name} {size} {why}",
-                    f"set {name}: 1, or adapter.type: lora",
-                )
+                found[f"{name} {size}"] = name
+    for what, key in found.items():
+        yield Issue(
+            (f"strategy.{key}", "adapter.type"),
+            f"{what} cuts the weights over the ranks, and those of qlora are packed in blocks of "
+            "4 bits that cannot be cut",
+            "use strategy: {kind: ddp} alone; or adapter.type: lora, which can be cut",
+        )
 
 
 def _cut(adapter: AdapterConfig, strategy: MeshSection) -> Iterator[Issue]:

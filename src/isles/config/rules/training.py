@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isles.config.issues import Issue, nearest_multiples, no_effect
+from isles.config.issues import Issue, nearest_multiples
+from isles.config.rules.idle import idle_keys
 from isles.config.sections.output import MLflowConfig, tracker_sections
 from isles.config.sections.run import NO_DATA, NO_MODEL, USED, USED_IN_TRAINING, RunConfig
-from isles.config.sections.training import TrainingConfig, WatchdogConfig
+from isles.config.sections.training import TrainingConfig
 
 
 def training_rules(config: RunConfig) -> Iterator[Issue]:
     """Every rule of the built-in trainer that is broken."""
+    yield from idle_keys(config, "training")
     yield from _length(config.training)
     yield from _schedule(config.training)
     yield from _batch(config.training)
@@ -67,14 +69,6 @@ def _schedule(training: TrainingConfig) -> Iterator[Issue]:
             f"warmup_steps {warmup} + decay_steps {decay} is more than max_steps {steps}",
             f"use at most {steps - warmup} decay_steps",
         )
-    key = "training.lr_scheduler_type"
-    if scheduler != "wsd":
-        to, use = f"lr_scheduler_type {scheduler}", "use lr_scheduler_type: wsd"
-        yield from no_effect(training, "training.decay_steps", to, use, key)
-    if scheduler == "constant":
-        use = "use lr_scheduler_type: linear, cosine or wsd"
-        to = "a constant learning rate"
-        yield from no_effect(training, "training.min_lr_ratio", to, use, key)
 
 
 def _batch(training: TrainingConfig) -> Iterator[Issue]:
@@ -82,18 +76,11 @@ def _batch(training: TrainingConfig) -> Iterator[Issue]:
     keys = ("training.global_batch_size", "training.micro_batch_size")
     if not isinstance(micro, int) or rows % micro == 0:
         return
-    if micro > rows:
-        yield Issue(
-            keys[::-1],
-            f"micro_batch_size {micro} is larger than global_batch_size {rows}",
-            f"use at most {rows}, or auto",
-        )
-    else:
-        yield Issue(
-            keys,
-            f"global_batch_size {rows} is not a multiple of micro_batch_size {micro}",
-            f"use {nearest_multiples(rows, micro)}",
-        )
+    yield Issue(
+        keys,
+        f"global_batch_size {rows} is not a multiple of micro_batch_size {micro}",
+        f"use {nearest_multiples(rows, micro)}, or micro_batch_size: auto",
+    )
 
 
 def _optimizer(config: RunConfig) -> Iterator[Issue]:
@@ -122,9 +109,6 @@ def _optimizer(config: RunConfig) -> Iterator[Issue]:
 def _dpo(config: RunConfig) -> Iterator[Issue]:
     training, strategy = config.training, config.strategy
     if training.method != "dpo":
-        for key in ("training.dpo_beta", "training.dpo_label_smoothing"):
-            to = f"method {training.method}"
-            yield from no_effect(training, key, to, "use method: dpo", "training.method")
         return
     for key, what in (("pp_size", "stages"), ("cp_size", "pieces of a sequence")):
         if (size := getattr(strategy, key, 1)) > 1:
@@ -190,8 +174,7 @@ def script_rules(config: RunConfig) -> Iterator[Issue]:
             "script_args are the arguments of a script, and there is none",
             "add script: my_train.py, or delete them",
         )
-    # As the shown run file gives it, it asks for nothing.
-    if config.watchdog.max_silence != WatchdogConfig.model_fields["max_silence"].default:
+    if not config.watchdog.is_default("max_silence"):
         yield Issue(
             ("watchdog.max_silence",),
             "max_silence is for a script of your own: the built-in trainer's steps are watched by "

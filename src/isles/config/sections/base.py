@@ -28,6 +28,10 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
 
+    def is_default(self, key: str) -> bool:
+        """Whether a key has its default: a file that `isles config show` wrote names every key."""
+        return bool(getattr(self, key) == type(self).model_fields[key].default)
+
 
 def _seconds(value: object, info: ValidationInfo) -> object:
     is_run_file = bool(info.context and info.context.get("is_run_file"))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from isles.config.sections.base import Name, Section
-from isles.errors import MissingDependencyError
+from isles.errors import MissingDependencyError, not_installed
 
 
 class ModelConfig(Section):
@@ -83,14 +82,9 @@ class AdapterConfig(Section):
 
 
 def missing_package(adapter: AdapterConfig) -> MissingDependencyError | None:
-    """The error to raise where a package that is needed is not installed; imports nothing."""
-    needed = {"none": (), "lora": ("peft",), "qlora": ("peft", "bitsandbytes")}[adapter.type]
-    extra = {"peft": "train", "bitsandbytes": "qlora"}
-    for package in needed:
-        if importlib.util.find_spec(package) is None:
-            return MissingDependencyError(
-                f"adapter.type {adapter.type} needs the package {package}, which is not installed",
-                where="adapter.type",
-                fix=f"pip install 'isles[{extra[package]}]'",
-            )
-    return None
+    """The error to raise where a package of the adapter is not installed; imports nothing."""
+    needed = {"none": {}, "lora": {"peft": "train"}}
+    needed["qlora"] = {**needed["lora"], "bitsandbytes": "qlora"}
+    user, key = f"adapter.type {adapter.type}", "adapter.type"
+    found = (not_installed(p, user, key, extra) for p, extra in needed[adapter.type].items())
+    return next((error for error in found if error is not None), None)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from isles.config.sections.base import DurationS, Section, Text
-from isles.errors import MissingDependencyError
+from isles.errors import MissingDependencyError, not_installed
 
 PositiveInt = Annotated[int, Field(ge=1, le=10**12)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -152,16 +151,12 @@ def needs_torchao(training: TrainingConfig) -> bool:
 
 def missing_torchao(training: TrainingConfig) -> MissingDependencyError | None:
     """The error to raise where the optimizer needs torchao, and it is not installed."""
-    if not needs_torchao(training) or importlib.util.find_spec("torchao") is not None:
+    if not needs_torchao(training):
         return None
     key, value = "stochastic_rounding", "true"
     if training.optimizer == "adamw_8bit":
         key, value = "optimizer", "adamw_8bit"
-    return MissingDependencyError(
-        f"{key}: {value} needs the package torchao, which is not installed",
-        where=f"training.{key}",
-        fix="pip install 'isles[torchao]'",
-    )
+    return not_installed("torchao", f"{key}: {value}", f"training.{key}", "torchao")
 
 
 def length_in_steps(config: TrainingConfig, samples_per_epoch: int | None) -> int | None:

@@ -1,60 +1,15 @@
-"""What rows hold once they are read, and messages with roles out of the forms that data has."""
+"""Messages with roles out of the forms that data has."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from isles.data.sources.rows import checked_text, from_json_text, show, wrong_type
+from isles.data.sources.rows import Message, checked_text, from_json_text, show, wrong_type
 from isles.errors import DataError
-
-Message = dict[str, Any]
-"""`role` and `content`, and what else the chat template may read: tool_calls, name and others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation that the chat template renders.
-
-    Args:
-        tools: JSON schemas of the tools that may be called; None: none.
-        first: number of the first message whose answers may be trained on.
-    """
-
-    messages: Sequence[Message]
-    tools: Sequence[dict[str, Any]] | None = None
-    first: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """A text and how it goes on, for tokenizers without a chat template."""
-
-    prompt: str
-    answer: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ids:
-    """Token ids as the data has them."""
-
-    ids: list[int]
-    trained: list[bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two answers to the same, of which one is preferred."""
-
-    chosen: Chat | Continuation
-    rejected: Chat | Continuation
-
-
-Item = str | Chat | Continuation | Ids | Pair
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -78,14 +33,9 @@ def read_messages(
 ) -> list[Message]:
     """A list of messages, with the roles and keys that chat templates know.
 
-    A message is {role, content}, or {from, value} with the roles human and gpt. Content may be
-    text or a list of parts of the type text. The whole list may be JSON written as text.
-
-    Args:
-        keys: how the data names `role` and `content`, where the run file says it.
-
-    Raises:
-        DataError: it is no such list, or something in it is missing or of the wrong type.
+    A message is {role, content}, or {from, value} with the roles human and gpt, or as `keys` has
+    it. Content may be text or a list of parts of the type text. The whole list may be JSON written
+    as text. DataError: something is missing or of the wrong type.
     """
     value = from_json_text(value, f"column {name!r}", where)
     if isinstance(value, Mapping) and all(isinstance(v, list) for v in value.values()):
@@ -203,11 +153,7 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tools(value: object, name: str, where: str) -> list[dict[str, Any]] | None:
-    """The tools that a conversation may call, as the template takes them: JSON schemas.
-
-    Raises:
-        DataError: it is no list of objects.
-    """
+    """The tools that a conversation may call, as the template takes them: JSON schemas."""
     value = from_json_text(value, f"column {name!r}", where) if value != "" else None
     if value is None:
         return None
@@ -224,11 +170,7 @@ def _without_null(value: Any) -> Any:
 
 
 def check_answers(messages: Sequence[Message], name: str, where: str, first: int = 0) -> None:
-    """Refuse a conversation in which the assistant says nothing from message `first` on.
-
-    Raises:
-        DataError: there is no assistant message, or one of them is empty.
-    """
+    """Refuse a conversation in which the assistant says nothing from message `first` on."""
     answers = [(i, m) for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"]
     if not answers:
         roles = ", ".join(message["role"] for message in messages[first:]) or "none"
@@ -242,23 +184,3 @@ def check_answers(messages: Sequence[Message], name: str, where: str, first: int
             raise DataError(
                 f"{name}[{index}]: the assistant says nothing", where=where, fix="remove that row"
             )
-
-
-def texts_of(item: Item) -> list[str]:
-    """All text of an item, for training a tokenizer."""
-    match item:
-        case str():
-            return [item]
-        case Chat():
-            return [text for message in item.messages if (text := message["content"])]
-        case Continuation():
-            return [item.prompt, item.answer]
-        case Pair():
-            return texts_of(item.chosen) + texts_of(item.rejected)
-        case Ids():
-            return []
-
-
-def size_of(item: Item) -> int:
-    """About how many characters an item has, for batches of even size."""
-    return len(item.ids) if isinstance(item, Ids) else sum(map(len, texts_of(item)))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isles.config.files import CHATML, how_to_find
-from isles.data.chat.messages import Chat, Message
 from isles.data.sources.read import decode, opened
+from isles.data.sources.rows import Chat, Message
 from isles.data.tokens.tokenizer import TURN_ENDS, TURN_STARTS
 from isles.errors import DataError
 
@@ -54,15 +53,12 @@ class Rendered:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template.
+    """The chat template of a tokenizer that has one.
 
     A template with `{% generation %}` marks itself what the assistant says. With any other, the
     conversation is rendered once more for each answer, with a mark in the place of the answer:
     what stands before and behind the mark is the same in both texts. An answer begins behind the
     template's generation prompt and ends with the special token that ends the turn.
-
-    Args:
-        tokenizer: with a chat template.
 
     Raises:
         DataError: the tokenizer has no template, or it is no Jinja.
@@ -105,22 +101,15 @@ class ChatTemplate:
     def render(self, chat: Chat, where: str, *, train_on: str) -> Rendered:
         """A conversation as text, with the spans that are trained on.
 
-        Args:
-            train_on: `assistant`, `last` or `all`, as in the run file.
-
-        Raises:
-            DataError: the template does not take these messages, or it cannot be told what the
-                assistant says.
+        DataError: the template does not take these messages, or it cannot be told what the
+        assistant says.
         """
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         wanted = [number for number in answers if number >= chat.first]
         if train_on == "last":
             wanted = wanted[-1:]
         try:
-            if self._is_marked:
-                text, marked = self._render_marked(chat)
-            else:
-                text, marked = self._render(chat.messages, chat), []
+            text, marked = self._render_marked(chat)
             if train_on == "all":
                 spans = [(0, len(text))]
             elif self._is_marked:
@@ -130,49 +119,31 @@ class ChatTemplate:
                 found = {i: self._find_answer(i, chat, text, where) for i in answers}
                 spans = [found[number] for number in wanted]
         except TemplateRefusal as error:
-            raise DataError(
-                f"the chat template does not take this conversation: {error}",
-                where=where,
-                fix="repair or remove that row, or use another template (tokenizer.chat_template) "
-                f"than {self._name}",
-            ) from error
+            raise self._refused(error, where) from error
         is_closed = self._has_end or text.rstrip().endswith(self._special_tokens)
         return Rendered(
             text, spans, ends_open=chat.messages[-1]["role"] == "assistant" and not is_closed
         )
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Messages as text, behind which the assistant's answer begins.
-
-        Raises:
-            DataError: the template does not take them.
-        """
+        """Messages as text, behind which the assistant's answer begins."""
         try:
             return self._render(messages, Chat(messages), prompts=True)
         except TemplateRefusal as error:
-            raise DataError(
-                f"the chat template does not take this conversation: {error}",
-                where=self._name,
-                fix="use another template (tokenizer.chat_template)",
-            ) from error
+            raise self._refused(error, self._name) from error
+
+    def _refused(self, error: TemplateRefusal, where: str) -> DataError:
+        return DataError(
+            f"the chat template does not take this conversation: {error}",
+            where=where,
+            fix="repair or remove that row, or use another template (tokenizer.chat_template) "
+            f"than {self._name}",
+        )
 
     def _render(self, messages: Sequence[Message], chat: Chat, *, prompts: bool = False) -> str:
-        from jinja2.exceptions import TemplateError
+        return self._render_marked(replace(chat, messages=messages), prompts=prompts)[0]
 
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=chat.tools,
-                tokenize=False,
-                add_generation_prompt=prompts,
-                **_VARIABLES,
-            )
-        # Templates let whatever the messages provoke in them pass through.
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise TemplateRefusal(str(error)[:500] or type(error).__name__) from error
-        return text
-
-    def _render_marked(self, chat: Chat) -> tuple[str, list[Span]]:
+    def _render_marked(self, chat: Chat, *, prompts: bool = False) -> tuple[str, list[Span]]:
         # Not `apply_chat_template`: it gives tokens, and those are made of many rows at once.
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -182,12 +153,15 @@ class ChatTemplate:
                 conversations=[list(chat.messages)],
                 tools=chat.tools,
                 chat_template=self._tokenizer.get_chat_template(tools=chat.tools),
-                return_assistant_tokens_mask=True,
+                return_assistant_tokens_mask=self._is_marked,
+                add_generation_prompt=prompts,
                 **{**self._tokenizer.special_tokens_map, **_VARIABLES},
             )
+        # Templates let whatever the messages provoke in them pass through.
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise TemplateRefusal(str(error)[:500] or type(error).__name__) from error
-        return texts[0], [(start, end) for start, end in spans[0] if end > start]
+        marked = spans[0] if self._is_marked else []
+        return texts[0], [(start, end) for start, end in marked if end > start]
 
     def _choose_marked(
         self,
@@ -319,11 +293,7 @@ def no_template() -> DataError:
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, message: str) -> str:
-    """The text that the model is to continue to answer a message of the user.
-
-    Raises:
-        DataError: the tokenizer has no chat template, or it does not take the message.
-    """
+    """The text that the model is to continue to answer a message of the user."""
     if tokenizer.chat_template is None:
         raise no_template()
     template = ChatTemplate(tokenizer, "of the tokenizer")
@@ -331,18 +301,11 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, message: str) -> str:
 
 
 def use_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Give a tokenizer the chat template that the run file names.
+    """Give a tokenizer the chat template that the run file names: `chatml`, or a Jinja file.
 
     `chatml` works with any tokenizer: where it has no tokens of its own for the turns, they are
     written in letters, and the end-of-text token ends what the assistant says, so that generation
-    stops there.
-
-    Args:
-        tokenizer: changed.
-        name: `chatml`, or the path of a Jinja file.
-
-    Raises:
-        DataError: there is no such file, or it is no template.
+    stops there. DataError: there is no such file, or it is no template.
     """
     if name != CHATML:
         tokenizer.chat_template = _read_template(Path(name).expanduser())
@@ -368,9 +331,6 @@ def stop_at_turns(tokenizer: PreTrainedTokenizerBase) -> None:
     A base model's tokenizer often has a template whose turns end with another token than its
     eos_token. Generation would not stop there, however well the model has learnt to end a turn.
     Where the template itself writes eos_token, nothing is changed.
-
-    Args:
-        tokenizer: with a chat template; changed.
     """
     template = ChatTemplate(tokenizer, "of the tokenizer")
     stop = template.stop_token
@@ -382,11 +342,10 @@ def stop_at_turns(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def _read_template(path: Path) -> str:
     if not path.is_file():
-        near = difflib.get_close_matches(str(path), [CHATML], n=1, cutoff=0.5)
         raise DataError(
             f"there is no chat template {path}",
             where="tokenizer.chat_template",
-            fix="did you mean chatml?" if near else f"{how_to_find(path)}; or use chatml",
+            fix=f"{how_to_find(path)}; or use chatml",
             id="data.template",
         )
     with opened(path) as stream:

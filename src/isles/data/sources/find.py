@@ -15,13 +15,27 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from isles.config.files import BUILT_IN, how_to_find, may_be_hub_id
+from isles.config.files import BUILT_IN, GLOB_FIX, how_to_find, may_be_hub_id, named_files
 from isles.config.sections.data import SourceConfig
-from isles.data.sources.read import CHUNK_ROWS, file_pieces, near_names, unreadable
-from isles.data.sources.rows import PLAIN, Chunk, ChunkStart, Columns, Row, Source
+from isles.data.sources.read import file_chunks, unreadable
+from isles.data.sources.rows import (
+    CHUNK_ROWS,
+    PLAIN,
+    Chunk,
+    ChunkStart,
+    Parser,
+    Row,
+    Rows,
+    Source,
+    counted_chunks,
+)
 from isles.errors import DataError
 
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_LOOK = (
+    "look at https://huggingface.co/datasets/{} for its name, subsets and splits; log in with "
+    "`hf auth login` if it is gated"
+)
 _SAMPLED_FILES = 256
 _SAMPLED_BYTES = 2**16
 
@@ -30,13 +44,11 @@ def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
     """The rows that a source names; `fake` names none.
 
     In this order: a built-in name (python-docs, python-stdlib), a file, a folder saved by the
-    datasets library, a glob, a hub id. Files are looked up now and read later.
+    datasets library, a glob, a hub id. Files are looked up now and read later. DataError: there is
+    none.
 
     Args:
         streams: whether a dataset of the hub is read as it is needed; else it is downloaded now.
-
-    Raises:
-        DataError: there is no such thing.
     """
     assert source.type != "fake" and source.path is not None
     name = source.path
@@ -46,12 +58,17 @@ def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
     try:
         if path.is_dir():
             return _open_folder(path, source)
-        if path.exists():
-            return Files(name, (path.absolute(),))
-        if glob.has_magic(name):
-            return Files(name, _expand(path))
+        if files := named_files(name):
+            return Files(name, tuple(file.absolute() for file in files))
     except OSError as error:
         raise unreadable(path, error) from error
+    if glob.has_magic(name):
+        raise DataError(
+            f"the glob {name!r} matches no file",
+            where=f"from the folder {Path.cwd()}",
+            fix=GLOB_FIX,
+            id="files.data",
+        )
     if may_be_hub_id(name):
         return (stream_hub if streams else open_hub)(name, source.subset, source.split)
     raise DataError(
@@ -59,28 +76,9 @@ def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
     )
 
 
-def _expand(pattern: Path) -> tuple[Path, ...]:
-    # Path.glob takes no absolute patterns.
-    found = sorted(glob.glob(str(pattern), recursive=True))  # noqa: PTH207
-    files = tuple(Path(name).absolute() for name in found if Path(name).is_file())
-    if not files:
-        raise DataError(
-            f"the glob {str(pattern)!r} matches no file",
-            where=f"from the folder {Path.cwd()}",
-            fix="try it with ls; ** stands for folders of any depth, and * skips hidden files",
-            id="files.data",
-        )
-    return files
-
-
 @dataclass(frozen=True, slots=True)
 class Files(Source):
-    """Files that a path or a glob names.
-
-    Args:
-        name: the path as the run file has it.
-        files: absolute paths in the order in which they are read.
-    """
+    """Files that a path or a glob names, by absolute paths, in the order in which they are read."""
 
     name: str
     files: tuple[Path, ...]
@@ -110,15 +108,13 @@ class Files(Source):
             }
         }
 
-    def chunks(self, columns: Columns, begin: ChunkStart | None = None) -> Iterator[Chunk]:
-        first, place = (begin["file"], tuple(begin["place"])) if begin else (0, (0, 0))
-        for index in range(first, len(self.files)):
-            for start, end, rows in file_pieces(self.files[index], columns, place):
-                # As lists: a `ChunkStart` must not differ once it was written down as JSON.
-                yield Chunk(
-                    {"file": index, "place": list(start)}, {"file": index, "place": list(end)}, rows
-                )
-            place = (0, 0)
+    def chunks(self, parser: Parser, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+        begin = begin or {"file": 0}
+        for index in range(begin["file"], len(self.files)):
+            for chunk in file_chunks(self.files[index], parser, begin):
+                start, end = {"file": index, **chunk.begin}, {"file": index, **chunk.end}
+                yield Chunk(start, end, chunk.rows)
+            begin = {}
 
 
 def _sample(file: str, size: int) -> str:
@@ -137,10 +133,9 @@ def _sample(file: str, size: int) -> str:
 class BuiltIn(Source):
     """Real text that every CPython carries: no network, no download.
 
-    Args:
-        name: `python-docs`: the topics of Python's language reference, as `help()` shows them.
-            `python-stdlib`: the sources of its standard library, without tests and files that are
-            not UTF-8.
+    `python-docs`: the topics of Python's language reference, as `help()` shows them.
+    `python-stdlib`: the sources of its standard library, without tests and without files that are
+    not UTF-8.
     """
 
     name: str
@@ -155,13 +150,11 @@ class BuiltIn(Source):
             identity |= {"files": len(files), "size_bytes": size}
         return identity
 
-    def chunks(self, columns: Columns, begin: ChunkStart | None = None) -> Iterator[Chunk]:
-        columns.check((PLAIN,), self.name)
-        start = begin["row"] if begin else 0
-        texts = islice(self._texts(), start, None)
-        while piece := [Row(where, {PLAIN: text}) for where, text in islice(texts, CHUNK_ROWS)]:
-            yield Chunk({"row": start}, {"row": start + len(piece)}, [*piece])
-            start += len(piece)
+    def chunks(self, parser: Parser, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+        parser.check((PLAIN,), self.name)
+        first = begin["row"] if begin else 0
+        rows = (Row(where, {PLAIN: text}) for where, text in self._texts())
+        yield from counted_chunks(islice(rows, first, None), first)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         if self.name == "python-docs":
@@ -204,25 +197,26 @@ class DatasetSource(Source):
             "files": [[file.name, file.stat().st_size] for file in files],
         }
 
-    def chunks(self, columns: Columns, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+    def chunks(self, parser: Parser, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+        first = begin["row"] if begin else 0
+        yield from counted_chunks(self._rows(parser, first), first)
+
+    def _rows(self, parser: Parser, first: int) -> Rows:
         import pyarrow as pa
 
         names = list(self.dataset.column_names)
-        columns.check(names, self.name)
-        wanted = [name for name in names if name in columns.wanted]
+        parser.check(names, self.name)
+        wanted = [name for name in names if name in parser.wanted]
         dataset = self.dataset.with_format(None).select_columns(wanted)
-        number = begin["row"] if begin else 0
         try:
-            while number < len(dataset):
+            for number in range(first, len(dataset), CHUNK_ROWS):
                 batch = dataset[number : number + CHUNK_ROWS]
                 cells = zip(*batch.values(), strict=True)
                 rows = [dict(zip(batch, values, strict=True)) for values in cells]
-                end = number + len(rows)
-                yield Chunk({"row": number}, {"row": end}, _numbered(self.name, number, rows))
-                number = end
+                yield from _numbered(self.name, number, rows)
         except (pa.ArrowException, OSError) as error:
             raise DataError(
-                f"the dataset is damaged (near row {number}): {str(error)[:300]}",
+                f"the dataset is damaged: {str(error)[:300]}",
                 where=self.name,
                 fix="fetch it or save it again",
                 id="data.damaged",
@@ -231,12 +225,7 @@ class DatasetSource(Source):
 
 @dataclass(frozen=True, slots=True)
 class HubStream(Source):
-    """The rows of a dataset that is read over the network as they are needed.
-
-    Args:
-        name: hub id, subset and split, for messages.
-        split: one split, not a slice of one.
-    """
+    """The rows of one split of a dataset that is read over the network as they are needed."""
 
     name: str
     builder: Any
@@ -247,10 +236,10 @@ class HubStream(Source):
         files = (self.builder.config.data_files or {}).get(self.split, [])
         return {"dataset": self.name, "files": [str(file) for file in files]}
 
-    def chunks(self, columns: Columns, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+    def chunks(self, parser: Parser, begin: ChunkStart | None = None) -> Iterator[Chunk]:
         dataset = self.builder.as_streaming_dataset(self.split)
         if dataset.column_names is not None:
-            columns.check(dataset.column_names, self.name)
+            parser.check(dataset.column_names, self.name)
         state, number = (begin["state"], begin["number"]) if begin else (None, 0)
         if state is not None:
             dataset.load_state_dict(state)
@@ -320,22 +309,14 @@ def _open_saved(folder: Path, split: str) -> DatasetSource:
 def open_hub(path: str, subset: str | None, split: str) -> DatasetSource:
     """A dataset of the Hugging Face hub, downloaded unless it lies in the library's cache.
 
-    Args:
-        path: hub id (owner/name), or whatever else `datasets.load_dataset` takes.
-        subset: the configuration; None: its default.
-        split: the split, or a slice of one such as train[:1%].
-
-    Raises:
-        DataError: there is no such dataset, subset or split, or it cannot be reached.
+    DataError: there is no such dataset, subset or split (or slice of one), or no way to it.
     """
     import datasets
 
     name = f"{path} ({subset})" if subset else path
-    near = "".join(f"; did you mean {other}?" for other in near_names(Path(path))[:1])
     fix = (
-        f"as a file, {path!r} does not exist in {Path.cwd()}{near}. As a dataset: look at "
-        f"https://huggingface.co/datasets/{path} for its name, subsets and splits; log in with "
-        f"`hf auth login` if it is gated; without network, download it before"
+        f"as a file, {path!r} does not exist in {Path.cwd()}: {how_to_find(Path(path))}. As a "
+        f"dataset: {_LOOK.format(path)}; without network, download it before"
     )
     loaded = _load(lambda: datasets.load_dataset(path, name=subset, split=split), name, fix)
     return DatasetSource(f"{name} {split}", loaded)
@@ -344,23 +325,18 @@ def open_hub(path: str, subset: str | None, split: str) -> DatasetSource:
 def stream_hub(path: str, subset: str | None, split: str) -> HubStream:
     """A dataset of the hub without its data.
 
-    Raises:
-        DataError: there is no such dataset, subset or split, or it cannot be reached.
+    DataError: there is no such dataset, subset or split, or it cannot be reached.
     """
     import datasets
-    from datasets.exceptions import DatasetsError
 
-    try:
+    def load() -> Any:
         builder = datasets.load_dataset_builder(path, name=subset)
         builder.as_streaming_dataset(split)
-    except (OSError, ValueError, DatasetsError) as error:
-        raise DataError(
-            f"cannot be streamed: {type(error).__name__}: {str(error)[:500]}",
-            where=f"{path} {split}",
-            fix=f"look at https://huggingface.co/datasets/{path} for its name, subsets and splits "
-            "(a slice of a split cannot be streamed); log in with `hf auth login` if it is gated",
-        ) from error
-    return HubStream(f"{path} ({subset}) {split}" if subset else f"{path} {split}", builder, split)
+        return builder
+
+    name = f"{path} ({subset}) {split}" if subset else f"{path} {split}"
+    fix = f"{_LOOK.format(path)}; a slice of a split cannot be streamed"
+    return HubStream(name, _load(load, name, fix), split)
 
 
 def _load(load: Callable[[], Any], name: str, fix: str) -> Any:

@@ -7,32 +7,25 @@ Each parser knows the columns of its type, by the names that the run file gives 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, assert_never
 
 import numpy as np
 
 from isles.config.sections.data import SourceConfig
-from isles.data.chat.messages import (
+from isles.data.chat.messages import check_answers, read_messages, read_tools
+from isles.data.sources.rows import (
+    PLAIN,
     Chat,
     Continuation,
     Ids,
-    Item,
     Message,
     Pair,
-    check_answers,
-    read_messages,
-    read_tools,
-)
-from isles.data.sources.rows import (
-    PLAIN,
-    Columns,
+    Parser,
     Row,
     checked_text,
     from_json_text,
     missing_column,
-    show,
     wrong_type,
 )
 from isles.errors import DataError
@@ -41,54 +34,9 @@ _UNTRAINED = -100  # what labels hold where nothing is trained, by torch's and t
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 
 
-class Parser(ABC):
-    """Reads the rows of one type of data; see `Columns`.
-
-    Args:
-        columns: how the data names them; by their keys in the run file.
-        keys: of all columns that may be read.
-    """
-
-    def __init__(self, columns: Mapping[str, str], keys: Sequence[str]) -> None:
-        self._named = set(columns)
-        self._names = {key: columns.get(key, key) for key in keys}
-        self.wanted = frozenset(self._names.values())
-
-    @abstractmethod
-    def check(self, names: Sequence[str], where: str) -> None:
-        """Refuse a file that lacks a column, by the names of all its columns.
-
-        Raises:
-            DataError: it does.
-        """
-
-    @abstractmethod
-    def parse(self, row: Row) -> Item | None:
-        """The content of one row; None where it is empty text, which is left out.
-
-        Raises:
-            DataError: the row is bad.
-        """
-
-    def _need(self, key: str, names: Sequence[str], where: str) -> str:
-        # What the data calls a column, which must be among these names.
-        name = self._names[key]
-        if name not in names:
-            raise missing_column(name, names, where, key=key)
-        return name
-
-    def _text(self, key: str, row: Row, *, may_miss: bool = False) -> str:
-        # The text of a column; "" where it is missing or null and may be.
-        if may_miss and row.columns.get(self._names[key]) is None:
-            return ""
-        name = self._need(key, list(row.columns), row.where)
-        text = checked_text(row.columns[name], f"column {name!r}", row.where)
-        if not may_miss and not text.strip():
-            raise DataError(f"column {name!r} is empty", where=row.where, fix="remove that row")
-        return text
-
-
-def make_parser(source: SourceConfig, *, has_template: bool, vocab_size: int | None) -> Parser:
+def make_parser(
+    source: SourceConfig, *, has_template: bool = True, vocab_size: int | None = None
+) -> Parser:
     """The parser for the rows of a source.
 
     Args:
@@ -111,11 +59,6 @@ def make_parser(source: SourceConfig, *, has_template: bool, vocab_size: int | N
             raise AssertionError("a fake source has no rows")
         case _:
             assert_never(source.type)
-
-
-def columns_of(source: SourceConfig) -> Columns:
-    """Which columns of a source are read, whatever the tokenizer."""
-    return make_parser(source, has_template=True, vocab_size=None)
 
 
 class TextParser(Parser):
@@ -145,9 +88,6 @@ class ChatParser(Parser):
     """Conversations: a column of messages, and perhaps columns of tools and a system message.
 
     Without a column that was named, `messages` is read, else `conversations` (or `conversation`).
-
-    Args:
-        needs_answer: whether a conversation in which the assistant says nothing is bad.
     """
 
     def __init__(self, columns: Mapping[str, str], *, needs_answer: bool) -> None:
@@ -188,9 +128,6 @@ class InstructParser(Parser):
     """instruction (with input) and output, or prompt and completion; perhaps a system message.
 
     A prompt may be a list of messages; then the completion may be one as well.
-
-    Args:
-        has_template: whether a chat template renders them; otherwise they are one text.
     """
 
     _FORMS = (("instruction", "output"), ("prompt", "completion"))
@@ -259,11 +196,7 @@ class InstructParser(Parser):
             value = [value] if isinstance(value, Mapping) else value
             messages += read_messages(value, answer, row.where)
         else:
-            raise DataError(
-                f"column {answer!r} holds {show(value)}, neither text nor messages",
-                where=row.where,
-                fix="repair or remove that row",
-            )
+            raise wrong_type(value, f"column {answer!r}", "text or messages", row.where)
         check_answers(messages, answer, row.where, first)
         return Chat(messages, first=first)
 
@@ -273,9 +206,6 @@ class PreferenceParser(Parser):
 
     The answers may be text or lists of messages; conversations that begin alike may stand in for
     prompt and answer; text with turns of `Human:` and `Assistant:` is read as a conversation.
-
-    Args:
-        has_template: whether a chat template renders them.
     """
 
     def __init__(self, columns: Mapping[str, str], *, has_template: bool) -> None:
@@ -351,11 +281,7 @@ class PreferenceParser(Parser):
 
 
 class TokensParser(Parser):
-    """Token ids, with labels (-100: not trained) or an attention mask (0: padding) where there are.
-
-    Args:
-        vocab_size: one more than the largest id; None: not known.
-    """
+    """Token ids, with labels (-100: not trained) or an attention mask (0: padding), if any."""
 
     def __init__(self, columns: Mapping[str, str], vocab_size: int | None) -> None:
         super().__init__(columns, ("input_ids", "labels", "attention_mask"))
@@ -372,34 +298,27 @@ class TokensParser(Parser):
         ids = _integers(columns[ids_name], ids_name, where)
         trained = np.ones(len(ids), dtype=np.bool_)
         if columns.get(labels_name) is not None:
-            labels = _integers(columns[labels_name], labels_name, where)
+            labels = _integers(columns[labels_name], labels_name, where, len(ids))
             trained = self._trained(ids, labels, where)
         if columns.get(mask_name) is not None:
-            kept = self._kept(ids, _integers(columns[mask_name], mask_name, where), where)
+            mask = _integers(columns[mask_name], mask_name, where, len(ids))
+            kept = _kept(mask, mask_name, where)
             ids, trained = ids[kept], trained[kept]
         limit = 2**31 if self._vocab_size is None else self._vocab_size
         wrong = np.flatnonzero((ids < 0) | (ids >= limit))
         if wrong.size:
-            known = f"and the tokenizer knows 0 to {limit - 1}"
             raise DataError(
-                f"{ids_name} holds {ids[wrong[0]]}, "
-                + ("which is no token id" if self._vocab_size is None else known),
+                f"{ids_name} holds {ids[wrong[0]]}, and the tokenizer knows 0 to {limit - 1}",
                 where=where,
                 fix="name the tokenizer that the data was made with in tokenizer.name_or_path",
             )
         if not trained[1:].any():
-            others = f", and {labels_name} holds {_UNTRAINED} for the others"
-            raise DataError(
-                f"{len(ids)} tokens of which none is trained: the first has nothing before it"
-                + (others if len(ids) > 1 else ""),
-                where=where,
-                fix="remove that row",
-            )
+            what = "tokens of which none is trained: the first has nothing before it"
+            raise DataError(f"{len(ids)} {what}", where=where, fix="remove that row")
         return Ids(ids.tolist(), trained.tolist())
 
     def _trained(self, ids: Any, labels: Any, where: str) -> Any:
         ids_name, labels_name, _ = self._names.values()
-        _check_length(ids, labels, ids_name, labels_name, where)
         wrong = np.flatnonzero((labels != _UNTRAINED) & (labels != ids))
         if wrong.size:
             at = int(wrong[0])
@@ -411,24 +330,20 @@ class TokensParser(Parser):
             )
         return labels != _UNTRAINED
 
-    def _kept(self, ids: Any, mask: Any, where: str) -> Any:
-        ids_name, _, mask_name = self._names.values()
-        _check_length(ids, mask, ids_name, mask_name, where)
-        kept = np.flatnonzero(mask)
-        if not kept.size:
-            raise DataError(f"{mask_name} holds only 0", where=where, fix="remove that row")
-        if len(kept) != kept[-1] - kept[0] + 1 or not set(mask.tolist()) <= {0, 1}:
-            raise DataError(
-                f"{mask_name} is not a run of 1 with 0 before and behind it",
-                where=where,
-                fix="it can mark padding and nothing else; what is not trained has the label "
-                f"{_UNTRAINED}",
-            )
-        return slice(int(kept[0]), int(kept[-1]) + 1)
+
+def _kept(mask: Any, name: str, where: str) -> slice:
+    kept = np.flatnonzero(mask)
+    if not (kept.size and len(kept) == np.ptp(kept) + 1 and set(mask.tolist()) <= {0, 1}):
+        raise DataError(
+            f"{name} is not a run of 1 with 0 before and behind it",
+            where=where,
+            fix=f"it marks padding alone; what is not trained has the label {_UNTRAINED}",
+        )
+    return slice(int(kept[0]), int(kept[-1]) + 1)
 
 
-def _integers(value: object, name: str, where: str) -> Any:
-    # A list of whole numbers, perhaps as JSON text, as int64.
+def _integers(value: object, name: str, where: str, length: int | None = None) -> Any:
+    # A list of whole numbers, perhaps as JSON text, as int64; `length`: of the token ids.
     value = from_json_text(value, f"column {name!r}", where)
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise wrong_type(value, f"column {name!r}", "a list of token ids", where)
@@ -440,16 +355,10 @@ def _integers(value: object, name: str, where: str) -> Any:
         if not -(2**31) <= number < 2**31:
             what = f"{name}[{index}] is {number}, no token id"
             raise DataError(what, where=where, fix="repair or remove that row")
+    if length not in (None, len(value)):
+        what = f"{name} has {len(value)} numbers, and there are {length} token ids"
+        raise DataError(what, where=where, fix="repair or remove that row")
     return np.array(value, dtype=np.int64)
-
-
-def _check_length(ids: Any, other: Any, ids_name: str, name: str, where: str) -> None:
-    if len(other) != len(ids):
-        raise DataError(
-            f"{name} has {len(other)} numbers, and {ids_name} has {len(ids)}",
-            where=where,
-            fix="repair or remove that row",
-        )
 
 
 def _needs_template(what: str, where: str) -> DataError:

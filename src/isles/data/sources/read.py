@@ -1,9 +1,9 @@
 """Rows of one file, from any place on; the file's ending tells what it holds.
 
-A place is the number of bytes before a row (unpacked, where the file is packed) and the number of
-rows or lines before it. A file of lines is opened there, a packed one is unpacked up to there; of a
-Parquet file the row groups before it are not read. CSV and JSON arrays are read from the beginning,
-and the rows before it left out.
+A place is the number of rows or lines before a row, and of a file of lines or text the bytes before
+it (unpacked, where the file is packed). A file of lines is opened there, a packed one is unpacked
+up to there; of a Parquet file the row groups before it are not read. CSV and JSON arrays are read
+from the beginning, and the rows before it left out.
 """
 
 from __future__ import annotations
@@ -12,16 +12,23 @@ import csv
 import gzip
 import json
 import os
-import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
-from isles.data.sources.rows import PLAIN, Columns, Row, Rows
+from isles.data.sources.rows import (
+    CHUNK_ROWS,
+    PLAIN,
+    Chunk,
+    ChunkStart,
+    Parser,
+    Row,
+    Rows,
+    counted_chunks,
+)
 from isles.errors import DataError
 
 WHOLE_BYTES = 64 * 2**20
@@ -33,62 +40,43 @@ PIECE_BYTES = 16 * 2**20
 ARRAY_BYTES = 2**30
 """A JSON array is read as a whole, up to this size."""
 
-CHUNK_ROWS = 256
-CHUNK_BYTES = 2**20
-
-Place = tuple[int, int]
-"""Bytes and rows (lines, where the file is text) before a row."""
-
-FilePiece = tuple[Place, Place, list[Row | DataError]]
-"""Where some rows begin, where the one after them does, and the rows."""
-
+_CHUNK_BYTES = 2**20
 _CELL_CHARS = 2**27  # csv's own limit of 128 KiB is shorter than a long answer
 
 _OBJECTS = "one JSON object a line is expected"
 _FROM_ARRAY = "; for a JSON array: jq -c '.[]' FILE > NEW.jsonl"
 
 
-def file_pieces(path: Path, columns: Columns, place: Place = (0, 0)) -> Iterator[FilePiece]:
-    """The rows of one file from this place on, some at a time.
+def file_chunks(path: Path, parser: Parser, begin: ChunkStart) -> Iterator[Chunk]:
+    """The rows of one file from this place on, some at a time; {}: from the first.
 
     .jsonl and .ndjson: one JSON object a line. .json: the same, or one JSON array of objects.
     .csv and .tsv: the first line names the columns. .parquet: a row each. Anything else: UTF-8
     text, one row with the column PLAIN; above WHOLE_BYTES cut into several. A further .gz is
-    unpacked.
-
-    Args:
-        columns: of whoever reads the rows.
-        place: one that this function gave; (0, 0): from the first row.
-
-    Raises:
-        DataError: it cannot be read, is damaged or not UTF-8, or lacks a column. A row that is bad
-            by itself is among the rows, as its error.
+    unpacked. DataError: it cannot be read, is damaged or not UTF-8, or lacks a column. A row that
+    is bad by itself is among the rows, as its error.
     """
+    first = begin.get("row", 0)
     match (path.with_suffix("") if path.suffix == ".gz" else path).suffix:
         case ".parquet" | ".pq":
-            return _counted_pieces(_read_parquet(path, columns, place[1]), place[1])
+            return counted_chunks(_read_parquet(path, parser, first), first)
         case ".csv":
-            return _counted_pieces(islice(_read_csv(path, columns, ","), place[1], None), place[1])
+            rows = _read_csv(path, parser, ",")
         case ".tsv":
-            return _counted_pieces(islice(_read_csv(path, columns, "\t"), place[1], None), place[1])
+            rows = _read_csv(path, parser, "\t")
         case ".json" if _is_json_array(path):
-            return _counted_pieces(islice(_read_json_array(path), place[1], None), place[1])
+            rows = _read_json_array(path)
         case ".jsonl" | ".ndjson" | ".json":
-            return _line_pieces(path, place)
-    columns.check((PLAIN,), str(path))
-    return _text_pieces(path, place)
+            return _line_chunks(path, begin)
+        case _:
+            parser.check((PLAIN,), str(path))
+            return _text_chunks(path, begin)
+    return counted_chunks(islice(rows, first, None), first)
 
 
-def _counted_pieces(rows: Rows, first: int) -> Iterator[FilePiece]:
-    while piece := list(islice(rows, CHUNK_ROWS)):
-        end = first + len(piece)
-        yield (0, first), (0, end), piece
-        first = end
-
-
-def _line_pieces(path: Path, place: Place) -> Iterator[FilePiece]:
-    offset, number = begin = place
-    rows: list[Row | DataError] = []
+def _line_chunks(path: Path, begin: ChunkStart) -> Iterator[Chunk]:
+    offset, number = begin.get("bytes", 0), begin.get("row", 0)
+    begin, rows = {"bytes": offset, "row": number}, list[Row | DataError]()
     with opened(path) as stream:
         stream.seek(offset)
         for line in stream:
@@ -97,25 +85,27 @@ def _line_pieces(path: Path, place: Place) -> Iterator[FilePiece]:
             offset += len(line)
             if row is not None:
                 rows.append(row)
-            if len(rows) >= CHUNK_ROWS or offset - begin[0] >= CHUNK_BYTES:
-                yield begin, (offset, number), rows
-                begin, rows = (offset, number), []
+            if len(rows) >= CHUNK_ROWS or offset - begin["bytes"] >= _CHUNK_BYTES:
+                end = {"bytes": offset, "row": number}
+                yield Chunk(begin, end, rows)
+                begin, rows = end, []
     if rows:
-        yield begin, (offset, number), rows
+        yield Chunk(begin, {"bytes": offset, "row": number}, rows)
 
 
-def _text_pieces(path: Path, place: Place) -> Iterator[FilePiece]:
-    offset, line = place
+def _text_chunks(path: Path, begin: ChunkStart) -> Iterator[Chunk]:
+    offset, line = begin.get("bytes", 0), begin.get("row", 0)
     with opened(path) as stream:
         stream.seek(offset)
         block = stream.read(2 * PIECE_BYTES if offset else WHOLE_BYTES + 1)
         whole = not offset and len(block) <= WHOLE_BYTES
         while block:
             piece = block if whole else block[: _border(block)]
-            begin, where = (offset, line), str(path) if whole else f"{path}:{line + 1}"
+            begin, where = {"bytes": offset, "row": line}, path if whole else f"{path}:{line + 1}"
             text = decode(piece, path, offset, line + 1)
             offset, line = offset + len(piece), line + piece.count(b"\n")
-            yield begin, (offset, line), [Row(where, {PLAIN: text})]
+            end = {"bytes": offset, "row": line}
+            yield Chunk(begin, end, [Row(str(where), {PLAIN: text})])
             block = block[len(piece) :]
             if not whole and len(block) < 2 * PIECE_BYTES:
                 block += stream.read(2 * PIECE_BYTES)
@@ -138,45 +128,23 @@ def _border(block: bytes) -> int:
 def _json_row(line: bytes, path: Path, offset: int, number: int) -> Row | DataError | None:
     # The row that one line of JSON lines holds, or what is wrong with it; None: it is blank.
     where = f"{path}:{number}"
+    is_cut = not line.endswith(b"\n")
     try:
         text = decode(line, path, offset, number)
         if text.isspace():
             return None
         row = json.loads(text)
-    except (DataError, ValueError, RecursionError) as error:
-        if _is_cut_off(line):
-            return DataError(
-                "the file ends in the middle of this row: it is cut off",
-                where=where,
-                fix="fetch or write the file again, or delete this line",
-            )
-        if isinstance(error, DataError):
-            raise
-        array = number == 1 and line.lstrip().startswith(b"[")
-        return DataError(
-            f"not JSON: {error}",
-            where=where,
-            fix=_OBJECTS + ("; name a file that is one JSON array NAME.json" if array else ""),
-        )
+    except (ValueError, RecursionError) as error:
+        fix = _OBJECTS
+        if number == 1 and line.lstrip().startswith(b"["):
+            fix += "; name a file that is one JSON array NAME.json"
+        if is_cut:
+            fix += "; the file ends here: if it is cut off, fetch or write it again"
+        return DataError(f"not JSON: {error}", where=where, fix=fix)
     if not isinstance(row, dict):
-        return DataError(
-            f"not a JSON object but {type(row).__name__}", where=where, fix=_OBJECTS + _FROM_ARRAY
-        )
+        what = f"not a JSON object but {type(row).__name__}"
+        return DataError(what, where=where, fix=_OBJECTS + _FROM_ARRAY)
     return Row(where, row)
-
-
-def _is_cut_off(line: bytes) -> bool:
-    # Whether a line ends before its JSON object does, and the file with it.
-    text = line.decode("utf-8", errors="ignore").rstrip()  # perhaps in the middle of a character
-    if line.endswith(b"\n") or not text.lstrip().startswith("{"):
-        return False
-    try:
-        json.loads(text)
-    except json.JSONDecodeError as error:
-        return error.pos >= len(text) or error.msg.startswith("Unterminated string")
-    except RecursionError:
-        return False
-    return False
 
 
 def _is_json_array(path: Path) -> bool:
@@ -193,51 +161,25 @@ def _read_json_array(path: Path) -> Rows:
             where=str(path),
             fix=f"make JSON lines of it: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}",
         )
-    text = decode(data, path, 0, 1)
-    del data
-
-    def skip(place: int) -> int:
-        # Past white space.
-        while text[place : place + 1] in (" ", "\t", "\r", "\n"):
-            place += 1
-        return place
-
-    def broken(what: str, place: int) -> DataError:
-        number, column = 1 + text.count("\n", 0, place), place - text.rfind("\n", 0, place)
-        return DataError(
-            f"not JSON: {what} (row {row}, column {column})",
-            where=f"{path}:{number}",
+    try:
+        values = json.loads(decode(data, path, 0, 1))
+    except (ValueError, RecursionError) as error:
+        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
+        raise DataError(
+            f"not JSON: {error}",
+            where=f"{path}:{line}",
             fix=f"repair it there; python -m json.tool {path} tests it",
-        )
-
-    decoder = json.JSONDecoder()
-    row, line, counted = 0, 1, 0
-    place = skip(skip(0) + 1)
-    while text[place : place + 1] != "]":
-        row += 1
-        if row > 1 and text[place : place + 1] != ",":
-            raise broken("a comma or ] is missing", place)
-        start = place if row == 1 else skip(place + 1)
-        try:
-            value, end = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError) as error:
-            # What follows cannot be told from what is broken.
-            what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise broken(what, getattr(error, "pos", start)) from error
-        line, counted = line + text.count("\n", counted, start), start
-        where = f"{path}:{line} row {row}"
+        ) from error
+    for number, value in enumerate(values, start=1):
+        where = f"{path} row {number}"
         if isinstance(value, dict):
             yield Row(where, value)
         else:
             what = f"not a JSON object but {type(value).__name__}"
             yield DataError(what, where=where, fix="an array of JSON objects is expected")
-        place = skip(end)
-    place = skip(place + 1)
-    if place != len(text):
-        raise broken("there is more after the array's end", place)
 
 
-def _read_csv(path: Path, columns: Columns, delimiter: str) -> Rows:
+def _read_csv(path: Path, parser: Parser, delimiter: str) -> Rows:
     # Rows below a line with the columns' names, as RFC 4180 has them.
     csv.field_size_limit(max(_CELL_CHARS, csv.field_size_limit()))
     with opened(path) as stream:
@@ -251,7 +193,7 @@ def _read_csv(path: Path, columns: Columns, delimiter: str) -> Rows:
                     where=f"{path}:1",
                     fix="give every column a name of its own",
                 )
-            columns.check(names, f"{path}:1")
+            parser.check(names, f"{path}:1")
             line = reader.line_num + 1
             for cells in reader:
                 if len(cells) == len(names):
@@ -279,7 +221,7 @@ def _lines(path: Path, stream: Any) -> Iterator[str]:
         offset += len(line)
 
 
-def _read_parquet(path: Path, columns: Columns, first: int) -> Rows:
+def _read_parquet(path: Path, parser: Parser, first: int) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -287,8 +229,8 @@ def _read_parquet(path: Path, columns: Columns, first: int) -> Rows:
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            columns.check(names, str(path))
-            wanted = [name for name in names if name in columns.wanted]
+            parser.check(names, str(path))
+            wanted = [name for name in names if name in parser.wanted]
             # The row groups before the first row are not read.
             sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
             skipped = group = 0
@@ -320,11 +262,7 @@ def _read_parquet(path: Path, columns: Columns, first: int) -> Rows:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file to read, unpacked if its name ends with .gz.
-
-    Raises:
-        DataError: it cannot be read, or the gzip file is damaged.
-    """
+    """A file to read, unpacked if its name ends with .gz; DataError where it cannot be."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
             yield cast("IO[bytes]", stream)
@@ -340,16 +278,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def decode(block: bytes, path: Path, offset: int, line: int) -> str:
-    """UTF-8 to text.
-
-    Args:
-        block: bytes of the file.
-        offset: where the block begins in the file, bytes.
-        line: number of its first line, from 1.
-
-    Raises:
-        DataError: it is not UTF-8.
-    """
+    """A block of a file, from this byte and line (from 1) on, as text; DataError if not UTF-8."""
     if offset == 0:
         block = block.removeprefix(b"\xef\xbb\xbf")
     try:
@@ -357,40 +286,22 @@ def decode(block: bytes, path: Path, offset: int, line: int) -> str:
     except UnicodeDecodeError as error:
         utf16 = offset == 0 and block[:2] in (b"\xff\xfe", b"\xfe\xff")
         known = "UTF-16" if utf16 else "WINDOWS-1252"
+        fix = f"convert it: iconv -f {known} -t UTF-8 FILE > NEW (if it is {known})"
+        if error.reason == "unexpected end of data":
+            fix = "the file is cut off in the middle of a character: fetch or write it again"
         line += block.count(b"\n", 0, error.start)
         raise DataError(
             f"not UTF-8: byte 0x{block[error.start]:02x} at offset {offset + error.start}",
             where=f"{path}:{line}",
-            fix=f"convert it: iconv -f {known} -t UTF-8 FILE > NEW (if it is {known})",
+            fix=fix,
         ) from error
-
-
-def near_names(path: Path) -> list[str]:
-    """Names beside this path that look like its own."""
-    try:
-        return get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=3)
-    except OSError:
-        return []
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
     """The error for a file that the system does not let us read."""
-    if not isinstance(error, PermissionError):
-        fix = "look at the disk or the network that it lies on"
-        return DataError(
-            f"cannot be read: {error.strerror or error}",
-            where=str(path),
-            fix=fix,
-            id="data.damaged",
-        )
-    try:
-        status = path.stat()
-        rights = f"{stat.filemode(status.st_mode)}, owner uid {status.st_uid}"
-    except OSError:
-        rights = "its folder is closed to us"
-    return DataError(
-        f"no read permission ({rights}; this process runs as uid {os.geteuid()})",
-        where=str(path),
-        fix=f"chmod a+r {path}, or run as its owner",
-        id="data.damaged",
-    )
+    what = f"cannot be read: {error.strerror or error}"
+    fix = "look at the disk or the network that it lies on"
+    if isinstance(error, PermissionError):
+        what = f"no read permission (this process runs as uid {os.geteuid()})"
+        fix = f"chmod a+r {path}, or its folders, or run as its owner"
+    return DataError(what, where=str(path), fix=fix, id="data.damaged")

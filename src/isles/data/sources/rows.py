@@ -1,4 +1,4 @@
-"""Rows of a source: what readers yield, what is wrong with them, and how many may be bad."""
+"""Rows of a source: what readers yield, what parsers make of them, and how many may be bad."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, NamedTuple, Protocol
+from itertools import islice
+from typing import Any, NamedTuple
 
 from isles.errors import DataError
 
@@ -17,11 +19,9 @@ log = logging.getLogger(__name__)
 PLAIN = ""
 """The one column of a row that is plain text: a text file has no columns with names."""
 
+CHUNK_ROWS = 256
 LISTED = 10
 """So many bad rows are named."""
-
-_LOOK_FURTHER = 10_000
-"""Where no row may be bad, so many rows after the first bad one are looked at to name others."""
 
 
 class Row(NamedTuple):
@@ -31,28 +31,116 @@ class Row(NamedTuple):
     columns: Mapping[str, Any]
 
 
+def size_of(row: Row | DataError) -> int:
+    """About how many characters a row has; 1 at least."""
+    values = [] if isinstance(row, DataError) else row.columns.values()
+    return 1 + sum(len(value if isinstance(value, str) else str(value)) for value in values)
+
+
 Rows = Iterator[Row | DataError]
 """Rows in order; a row that cannot be read is yielded as the error that says why.
 
 What ends the reading altogether, such as a damaged file, is raised instead.
 """
 
+Message = dict[str, Any]
+"""`role` and `content`, and what else the chat template may read: tool_calls, name and others."""
 
-class Columns(Protocol):
-    """What readers of files with columns need to know of the parser of the rows."""
 
-    @property
-    def wanted(self) -> frozenset[str]:
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation that the chat template renders.
+
+    Args:
+        tools: JSON schemas of the tools that may be called; None: none.
+        first: number of the first message whose answers may be trained on.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] | None = None
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A text and how it goes on, for tokenizers without a chat template."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """Token ids as the data has them."""
+
+    ids: list[int]
+    trained: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to the same, of which one is preferred."""
+
+    chosen: Chat | Continuation
+    rejected: Chat | Continuation
+
+
+Item = str | Chat | Continuation | Ids | Pair
+
+
+def texts_of(item: Item) -> list[str]:
+    """All text of an item, for training a tokenizer."""
+    match item:
+        case str():
+            return [item]
+        case Chat():
+            return [text for message in item.messages if (text := message["content"])]
+        case Continuation():
+            return [item.prompt, item.answer]
+        case Pair():
+            return texts_of(item.chosen) + texts_of(item.rejected)
+        case Ids():
+            return []
+
+
+class Parser(ABC):
+    """Reads the rows of one type of data.
+
+    Args:
+        columns: how the data names them; by their keys in the run file.
+        keys: of all columns that may be read.
+    """
+
+    def __init__(self, columns: Mapping[str, str], keys: Sequence[str]) -> None:
+        self._named = set(columns)
+        self._names = {key: columns.get(key, key) for key in keys}
+        self.wanted = frozenset(self._names.values())
         """Names of all columns that may be read; others need not be fetched."""
-        ...
 
+    @abstractmethod
     def check(self, names: Sequence[str], where: str) -> None:
-        """Look at the names of the columns of a whole file.
+        """Refuse a file that lacks a column, by the names of all its columns, with a DataError."""
 
-        Raises:
-            DataError: one that is needed is not among them.
-        """
-        ...
+    @abstractmethod
+    def parse(self, row: Row) -> Item | None:
+        """The content of one row; None where it is empty text. DataError: the row is bad."""
+
+    def _need(self, key: str, names: Sequence[str], where: str) -> str:
+        # What the data calls a column, which must be among these names.
+        name = self._names[key]
+        if name not in names:
+            raise missing_column(name, names, where, key=key)
+        return name
+
+    def _text(self, key: str, row: Row, *, may_miss: bool = False) -> str:
+        # The text of a column; "" where it is missing or null and may be.
+        if may_miss and row.columns.get(self._names[key]) is None:
+            return ""
+        name = self._need(key, list(row.columns), row.where)
+        text = checked_text(row.columns[name], f"column {name!r}", row.where)
+        if not may_miss and not text.strip():
+            raise DataError(f"column {name!r} is empty", where=row.where, fix="remove that row")
+        return text
 
 
 ChunkStart = dict[str, Any]
@@ -61,15 +149,19 @@ ChunkStart = dict[str, Any]
 
 
 class Chunk(NamedTuple):
-    """Some rows, one after another.
-
-    Args:
-        end: where the one after the last of them is; there may be none.
-    """
+    """Some rows, one after another; `end` is where the one after the last would be."""
 
     begin: ChunkStart
     end: ChunkStart
     rows: list[Row | DataError]
+
+
+def counted_chunks(rows: Rows, first: int) -> Iterator[Chunk]:
+    """Rows from this number on in chunks that are found again by counting."""
+    while piece := list(islice(rows, CHUNK_ROWS)):
+        end = first + len(piece)
+        yield Chunk({"row": first}, {"row": end}, piece)
+        first = end
 
 
 class Source(ABC):
@@ -87,29 +179,20 @@ class Source(ABC):
         return self.identity()
 
     @abstractmethod
-    def chunks(self, columns: Columns, begin: ChunkStart | None = None) -> Iterator[Chunk]:
-        """The chunks from this one to the last; None: from the first.
+    def chunks(self, parser: Parser, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+        """The chunks from this one, which this method has given, to the last; None: from the first.
 
-        Args:
-            columns: of the parser; those that it does not want need not be read.
-            begin: of a chunk that this method gave.
-
-        Raises:
-            DataError: something cannot be read, or lacks a column.
+        DataError: something cannot be read, or lacks a column.
         """
 
-    def rows(self, columns: Columns) -> Rows:
+    def rows(self, parser: Parser) -> Rows:
         """All rows, each time from the first."""
-        for chunk in self.chunks(columns):
+        for chunk in self.chunks(parser):
             yield from chunk.rows
 
 
 class Tally:
-    """Counts the rows of a source, and stops where too many of them are bad.
-
-    Args:
-        max_bad_fraction: share of the rows that may be bad.
-    """
+    """Counts the rows of a source, and stops where a larger share than the limit is bad."""
 
     def __init__(self, name: str, max_bad_fraction: float) -> None:
         self._name = name
@@ -119,40 +202,18 @@ class Tally:
         self.num_empty = 0
         self.num_bad = 0
 
-    def count(self) -> int:
-        """Called for every row; gives its number, from 1.
-
-        Raises:
-            DataError: no row may be bad, and enough have been looked at to name those that are.
-        """
-        self.num_rows += 1
-        if self._first and not self._limit and self.num_rows > self._first[0][0] + _LOOK_FURTHER:
-            self.judge(is_all=False)
-        return self.num_rows
-
     def bad(self, number: int, error: DataError) -> None:
-        """Note a bad row.
-
-        Raises:
-            DataError: as for `count`.
-        """
+        """Note a bad row, by its number from 1."""
         self.num_bad += 1
-        if len(self._first) < LISTED:
-            self._first.append((number, error))
-            self._first.sort(key=lambda entry: entry[0])
-        elif not self._limit:
-            self.judge(is_all=False)
+        self._first = sorted([*self._first, (number, error)], key=lambda entry: entry[0])[:LISTED]
 
     def judge(self, *, is_all: bool = True) -> None:
-        """Compare the bad rows with the limit.
+        """Refuse too many bad rows with a DataError, or log them.
 
-        Args:
-            is_all: whether all rows have been read.
-
-        Raises:
-            DataError: there are more than may be.
+        Before all rows have been read, only a limit of 0 is known to be passed.
         """
-        judge_bad_rows(self._name, self.record(), self._limit, is_all=is_all)
+        if self.num_bad and (is_all or not self._limit):
+            judge_bad_rows(self._name, self.record(), self._limit, is_all=is_all)
 
     def record(self) -> dict[str, Any]:
         """The counts and the first bad rows, as plain JSON."""
@@ -167,35 +228,26 @@ class Tally:
 def judge_bad_rows(
     name: str, record: Mapping[str, Any], limit: float, *, is_all: bool = True
 ) -> None:
-    """Log bad rows that are left out, or refuse the source where there are too many.
+    """Log the bad rows of a `Tally.record` that are left out, or refuse too many of them.
 
-    Args:
-        record: as `Tally.record` gives it.
-        limit: share of the rows that may be bad.
-
-    Raises:
-        DataError: the share is above the limit.
+    DataError: their share of all rows is above the limit.
     """
     num_bad, num_rows = record.get("bad", 0), record.get("rows", 0)
     first: Sequence[Sequence[str]] = record.get("first_bad", [])
     if not num_bad:
         return
     if num_bad <= limit * num_rows:
-        log.warning(
-            "source=%s bad_rows=%d rows=%d: left out, as data.max_bad_fraction allows",
-            name,
-            num_bad,
-            num_rows,
-        )
+        what = "source=%s bad_rows=%d rows=%d: left out, as data.max_bad_fraction allows"
+        log.warning(what, name, num_bad, num_rows)
         for where, what, _ in first:
             log.warning("bad row %s: %s", where, what)
         return
-    if num_bad == 1 and is_all:
+    if num_bad == 1:
         where, what, fix = first[0]
         raise DataError(what, where=where, fix=fix, id="data.rows")
     lines = "".join(f"\n    {where}: {what}" for where, what, _ in first)
     more = num_bad - len(first)
-    takes = f"; it takes {_smallest_limit(num_bad, num_rows)} here" if is_all else ""
+    takes = f"; it takes {math.ceil(100 * num_bad / num_rows) / 100} here" if is_all else ""
     fixes = list(dict.fromkeys(fix for _, _, fix in first))
     fix = fixes[0] if len(fixes) == 1 else f"for the first: {fixes[0]}"
     raise DataError(
@@ -207,20 +259,10 @@ def judge_bad_rows(
     )
 
 
-def _smallest_limit(num_bad: int, num_rows: int) -> str:
-    # Of two digits, with which these rows pass.
-    share = num_bad / num_rows
-    step = 10.0 ** (math.floor(math.log10(share)) - 1)
-    limit = math.ceil(round(share / step, 6)) * step
-    return f"{limit:.2g}" if limit < 1 else "more than can be set"
-
-
 def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -> DataError:
     """The error for a column that is not there: names those that are.
 
-    Args:
-        column: the one that is missing.
-        key: how the run file names the column: `text_column`, or the key within `columns`.
+    `key` is how the run file names it: `text_column`, or its key within `columns`.
     """
     if tuple(names) == (PLAIN,):
         return DataError(
@@ -261,11 +303,7 @@ def show(value: object) -> str:
 
 
 def checked_text(value: object, name: str, where: str, fix: str = "") -> str:
-    """The value itself, if it is text that can be encoded.
-
-    Raises:
-        DataError: it is of another type, or holds half of a surrogate pair.
-    """
+    """The value itself, if it is text that can be encoded, and no half of a surrogate pair."""
     if not isinstance(value, str):
         raise wrong_type(value, name, "text", where, fix)
     if not value.isascii():
@@ -282,11 +320,7 @@ def checked_text(value: object, name: str, where: str, fix: str = "") -> str:
 
 
 def from_json_text(value: object, name: str, where: str) -> object:
-    """What a cell holds that is JSON written as text, as CSV files and some datasets have it.
-
-    Raises:
-        DataError: it is text, but no JSON.
-    """
+    """What a cell holds that is JSON written as text, as CSV files and some datasets have it."""
     if not isinstance(value, str):
         return value
     try:

@@ -20,7 +20,7 @@ from isles.data.builders import Ranges, make_table
 from isles.data.order import Int64Array, draw, key_from
 from isles.data.samples import SampleTable
 from isles.data.sources.find import open_source
-from isles.data.sources.rows import Chunk, ChunkStart, Columns, Row, Source, Tally
+from isles.data.sources.rows import Chunk, ChunkStart, Parser, Source, Tally, size_of
 from isles.data.tokens.encode import Encoder, encode_each
 from isles.data.tokens.store import TokenStore, TokenWriter
 from isles.errors import DataError
@@ -64,9 +64,7 @@ class Position:
 class SegmentRecord:
     """All that is needed to make a segment again, exactly, without those before it.
 
-    Args:
-        first_sample: number of its first sample within the stream.
-        begin, end: its place in the stream.
+    Samples are counted within the stream.
     """
 
     number: int
@@ -110,8 +108,7 @@ class HoldOut:
 class Stream:
     """One source as an endless stream, and how it is cut into segments.
 
-    Raises:
-        DataError: there is no such source, or the tokenizer does not go with it.
+    DataError: there is no such source, or the tokenizer does not go with it.
     """
 
     def __init__(
@@ -143,13 +140,12 @@ class Stream:
     def chunks(self, begin: Position) -> Iterator[tuple[Chunk, Position]]:
         """Chunks from a position on, epoch after epoch, and where each is.
 
-        Raises:
-            DataError: the source cannot be read, or holds no rows.
+        DataError: the source cannot be read, or holds no rows.
         """
         epoch, chunk_start, number, skip = begin.epoch, begin.chunk_start, begin.number, begin.skip
         while True:
             is_empty = chunk_start is None
-            for chunk in self.source.chunks(self.encoder.columns, chunk_start):
+            for chunk in self.source.chunks(self.encoder.parser, chunk_start):
                 is_empty = False
                 yield chunk, Position(epoch, chunk.begin, number, skip)
                 number, skip = number + len(chunk.rows), 0
@@ -182,14 +178,10 @@ def make_segment(
     folder: Path,
     tick: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> SegmentRecord:
-    """Prepare the segment after this one into a folder that is made here.
+    """Prepare the segment after this one, or the first, into a folder that is made here.
 
-    Args:
-        before: the segment before; None: this is the first.
-        tick: called often, with the documents and tokens so far.
-
-    Raises:
-        DataError: a row cannot be read, nothing in the source is trained on, or the disk is full.
+    `tick` is called often, with the documents and tokens so far. DataError: a row cannot be read,
+    nothing in the source is trained on, or the disk is full.
     """
     begin = before.end if before else Position()
     origins, end = _write(stream, begin, folder, tick)
@@ -231,12 +223,11 @@ def _write(
 ) -> tuple[list[_Origin], Position]:
     # Write documents from `begin` on until there are enough; gives where they came from, and the
     # place after them.
-    writer = TokenWriter(folder, stream.encoder)
     tally = Tally(stream.source.name, stream.data.max_bad_fraction)
     size = max(stream.segment_tokens, 16 * stream.data.seq_length)
     origins: list[_Origin] = []
     end = begin
-    with writer:
+    with TokenWriter(folder, stream.encoder) as writer:
         for chunk, at in stream.chunks(begin):
             if writer.num_documents == 0 and at.epoch > begin.epoch + 1:
                 tally.judge()  # where every row is bad, that is why
@@ -246,6 +237,7 @@ def _write(
             held_out = stream.hold_out(at.number, len(chunk.rows))
             kept = [i for i in range(at.skip, len(chunk.rows)) if not held_out[i]]
             encoded = encode_each([chunk.rows[i] for i in kept], stream.encoder, tally)
+            tally.judge(is_all=False)
             taken, missing = 0, begin.tokens + size - writer.num_tokens
             while taken < len(encoded) and (missing > 0 or not taken):
                 missing -= sum(len(document.ids) for document in encoded[taken])
@@ -286,12 +278,12 @@ class HeldOut(Source):
         held_out = [self._stream.hold_out.identity, HELD_OUT_CHARS, _LOOKED_AT_CHARS]
         return {"held_out": held_out, "rows": self._stream.source.content()}
 
-    def chunks(self, columns: Columns, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+    def chunks(self, parser: Parser, begin: ChunkStart | None = None) -> Iterator[Chunk]:
         assert begin is None
         number = held_chars = looked_at = 0
-        for chunk in self._stream.source.chunks(columns):
+        for chunk in self._stream.source.chunks(parser):
             is_held = self._stream.hold_out(number, len(chunk.rows))
-            sizes = [_size(row) for row in chunk.rows]
+            sizes = [size_of(row) for row in chunk.rows]
             held = [row for row, chosen in zip(chunk.rows, is_held, strict=True) if chosen]
             held_chars += sum(size for size, chosen in zip(sizes, is_held, strict=True) if chosen)
             looked_at += sum(sizes)
@@ -307,11 +299,3 @@ class HeldOut(Source):
                 where=f"{self._stream.source.name}: data.validation_fraction",
                 fix="raise it; or use 0, and no evaluation; or data.streaming: false",
             )
-
-
-def _size(row: Row | DataError) -> int:
-    # About how many characters a row has; 1 at least.
-    if isinstance(row, DataError):
-        return 1
-    values = row.columns.values()
-    return 1 + sum(len(v) if isinstance(v, str) else len(str(v)) for v in values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,10 +10,21 @@ import numpy as np
 import numpy.typing as npt
 
 from isles.config.sections.data import SourceConfig
-from isles.data.chat.messages import Chat, Continuation, Ids, Item, Pair, size_of
 from isles.data.chat.template import ChatTemplate, Rendered, common_length, no_template
-from isles.data.sources.parse import Parser, make_parser
-from isles.data.sources.rows import Row, Rows, Tally, checked_text
+from isles.data.sources.parse import make_parser
+from isles.data.sources.rows import (
+    Chat,
+    Continuation,
+    Ids,
+    Item,
+    Pair,
+    Parser,
+    Row,
+    Rows,
+    Tally,
+    checked_text,
+    size_of,
+)
 from isles.data.tokens.tokenizer import encode, end_of_text_id, tokenizer_digest, vocabulary_size
 from isles.errors import DataError
 
@@ -30,16 +41,11 @@ MASKED = (*TEMPLATED, "tokens")
 
 _BATCH_CHARS = 2**20
 _BATCH_ROWS = 1024
-_ROWS_LOOKED_AT = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One document.
-
-    Args:
-        trained: for each whether it is a target, predicted from those before it; None: all are.
-    """
+    """One document; `trained` says of each token whether it is a target, None: all are."""
 
     ids: list[int]
     trained: npt.NDArray[np.bool_] | None
@@ -48,11 +54,7 @@ class Encoded:
 class Encoder:
     """Makes documents of the rows of one source.
 
-    Args:
-        tokenizer: with an end-of-text token; for messages, with a chat template.
-
-    Raises:
-        DataError: the tokenizer lacks one of them.
+    DataError: the tokenizer lacks an end-of-text token, or a chat template for messages.
     """
 
     def __init__(self, source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -70,7 +72,7 @@ class Encoder:
             "assistant" if source.type == "preference" else source.train_on
         )
         self.has_mask = source.type in MASKED and self.train_on != "all"
-        self.columns = make_parser(source, has_template=has_template, vocab_size=self.vocab_size)
+        self.parser = make_parser(source, has_template=has_template, vocab_size=self.vocab_size)
         self._source = source
         # What the tokenizer itself puts before a text: the id that begins one, or nothing.
         self._first_ids: list[int] = []
@@ -94,25 +96,15 @@ class Encoder:
         return identity
 
     def encode(self, items: Sequence[tuple[str, Item]]) -> list[list[Encoded] | DataError]:
-        """The documents of each item, or what is wrong with it.
-
-        Args:
-            items: each with its row's place.
-
-        Returns:
-            One document for each item; two for a preference: the chosen one first.
-        """
+        """The documents of each item (a pair has two, the chosen one first), or what is wrong."""
         if self.kind == "text":
             ids = encode(self.tokenizer, [str(item) for _, item in items])
-            for document in ids:
-                document.append(self.end_of_text_id)
-            return [[Encoded(document, None)] for document in ids]
+            return [[Encoded([*document, self.end_of_text_id], None)] for document in ids]
         if self.kind == "tokens":
             parsed = [item for _, item in items if isinstance(item, Ids)]
             return [[Encoded(one.ids, np.array(one.trained, dtype=np.bool_))] for one in parsed]
         rendered = [self._render(item, where) for where, item in items]
-        texts = [text for one in rendered if isinstance(one, list) for text in one]
-        ready = iter(self._tokenize(texts))
+        ready = self._tokenize([text for one in rendered if isinstance(one, list) for text in one])
         documents: list[list[Encoded] | DataError] = []
         for (where, _), one in zip(items, rendered, strict=True):
             if isinstance(one, DataError):
@@ -126,8 +118,10 @@ class Encoder:
                 fix="repair or remove that row, or look at the template's {% generation %} marks",
             )
             # The first token is predicted from nothing.
-            masks = [np.ones(len(d.ids), bool) if d.trained is None else d.trained for d in made]
-            documents.append(made if all(mask[1:].any() for mask in masks) else error)
+            is_trained = [
+                len(d.ids) > 1 if d.trained is None else d.trained[1:].any() for d in made
+            ]
+            documents.append(made if all(is_trained) else error)
         return documents
 
     def _render(self, item: Item, where: str) -> list[Rendered] | DataError:
@@ -188,77 +182,64 @@ class Encoder:
 
 
 def encode_rows(rows: Rows, encoder: Encoder, tally: Tally) -> Iterator[list[Encoded]]:
-    """The documents of rows, batch by batch in order; bad rows go to the tally.
+    """The documents of rows, batch by batch in order; the caller judges the tally at the end.
 
-    The caller judges the tally at the end. Where many rows hold nothing, a batch may be empty: it
-    is a sign of life.
-
-    Raises:
-        DataError: the source cannot be read further, or too many rows are bad.
+    DataError: the source cannot be read further, or no row may be bad and some are.
     """
-    batch: list[tuple[int, str, Item]] = []
-    size = looked_at = 0
+
+    def encoded(batch: Sequence[Row | DataError]) -> list[Encoded]:
+        made = encode_each(batch, encoder, tally)
+        tally.judge(is_all=False)
+        return [document for documents in made for document in documents]
+
+    batch, size = list[Row | DataError](), 0
     for row in rows:
-        looked_at += 1
-        read = _read_row(row, encoder.columns, tally)
-        if read is not None:
-            batch.append(read)
-            size += size_of(read[2])
-        if size >= _BATCH_CHARS or len(batch) >= _BATCH_ROWS or looked_at >= _ROWS_LOOKED_AT:
-            yield [document for one in _encode_batch(batch, encoder, tally) for document in one]
-            batch, size, looked_at = [], 0, 0
+        batch.append(row)
+        size += size_of(row)
+        if size >= _BATCH_CHARS or len(batch) >= _BATCH_ROWS:
+            yield encoded(batch)
+            batch, size = [], 0
     if batch:
-        yield [document for one in _encode_batch(batch, encoder, tally) for document in one]
+        yield encoded(batch)
 
 
 def encode_each(
     rows: Sequence[Row | DataError], encoder: Encoder, tally: Tally
 ) -> list[list[Encoded]]:
-    """The documents of each of some rows: none where it is empty or bad, which goes to the tally.
-
-    Raises:
-        DataError: too many rows are bad.
-    """
-    read = [_read_row(row, encoder.columns, tally) for row in rows]
-    made = iter(_encode_batch([one for one in read if one is not None], encoder, tally))
-    return [[] if one is None else next(made) for one in read]
+    """The documents of each row: none where it is empty or bad, which goes to the tally."""
+    documents: list[list[Encoded]] = [[] for _ in rows]
+    first = tally.num_rows + 1
+    read = list(_items(rows, encoder.parser, tally))
+    made = encoder.encode([(where, item) for _, where, item in read]) if read else []
+    for (number, _, _), one in zip(read, made, strict=True):
+        if isinstance(one, DataError):
+            tally.bad(number, one)
+        else:
+            documents[number - first] = one
+    return documents
 
 
 def read_items(rows: Rows, source: SourceConfig, tally: Tally) -> Iterator[Item]:
     """The content of rows, before there is a tokenizer; bad rows go to the tally."""
-    parser = make_parser(source, has_template=source.type in TEMPLATED, vocab_size=None)
+    for _, _, item in _items(rows, make_parser(source), tally):
+        yield item
+        tally.judge(is_all=False)
+
+
+def _items(
+    rows: Iterable[Row | DataError], parser: Parser, tally: Tally
+) -> Iterator[tuple[int, str, Item]]:
+    # Number, place and content of each row that is neither empty nor bad.
     for row in rows:
-        read = _read_row(row, parser, tally)
-        if read is not None:
-            yield read[2]
-
-
-def _read_row(row: Row | DataError, parser: Parser, tally: Tally) -> tuple[int, str, Item] | None:
-    # Number, place and content of a row; None where it is empty or bad.
-    number = tally.count()
-    if isinstance(row, DataError):
-        tally.bad(number, row)
-        return None
-    try:
-        item = parser.parse(row)
-    except DataError as error:
-        tally.bad(number, error)
-        return None
-    if item is None:
-        tally.num_empty += 1
-        return None
-    return number, row.where, item
-
-
-def _encode_batch(
-    batch: Sequence[tuple[int, str, Item]], encoder: Encoder, tally: Tally
-) -> list[list[Encoded]]:
-    if not batch:
-        return []
-    documents: list[list[Encoded]] = []
-    made = encoder.encode([(where, item) for _, where, item in batch])
-    for (number, _, _), one in zip(batch, made, strict=True):
-        if isinstance(one, DataError):
-            tally.bad(number, one)
-        documents.append([] if isinstance(one, DataError) else one)
-    return documents
+        tally.num_rows += 1
+        try:
+            if isinstance(row, DataError):
+                raise row
+            item = parser.parse(row)
+        except DataError as error:
+            tally.bad(tally.num_rows, error)
+            continue
+        if item is None:
+            tally.num_empty += 1
+        else:
+            yield tally.num_rows, row.where, item

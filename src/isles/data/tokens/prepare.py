@@ -6,18 +6,19 @@ Where a source lies on some nodes only, one of them sends the prepared folder to
 from __future__ import annotations
 
 import fcntl
-import glob
 import hashlib
 import json
 import logging
+import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from isles.config.files import BUILT_IN, named_files
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.sources.rows import Source, Tally, judge_bad_rows
 from isles.data.tokens.encode import Encoder, encode_rows
@@ -34,7 +35,7 @@ from isles.data.tokens.store import (
 )
 from isles.dist.files import broadcast_folder
 from isles.dist.world import Place, World, place_of, work_together
-from isles.errors import CommunicationError, DataError
+from isles.errors import DataError
 from isles.run.checkpoints import hash_file
 from isles.run.records import read_record
 
@@ -57,21 +58,13 @@ def prepare(
     *,
     progress: Report,
     max_bad_fraction: float = 0.0,
-    no_progress_s: float = NO_PROGRESS_S,
 ) -> Path:
     """The folder with the tokens of a source; written unless it stands there whole.
 
-    Several processes may call it at once: one writes, the others wait for it.
-
-    Args:
-        progress: called with a line for people, at most every two seconds.
-        max_bad_fraction: share of the rows that may be left out because they are bad.
-        no_progress_s: how long to wait while another process that prepares the same writes nothing.
-
-    Raises:
-        DataError: the source cannot be read, too many rows are bad, or the disk is full; nothing
-            is left behind.
-        CommunicationError: another process prepares the same and gives no sign of life.
+    Several processes may call it at once: one writes, the others wait for it, for as long as it
+    lives; `work_together` ends the wait where nothing is written. `progress` is called with a line
+    for people, at most every two seconds. DataError: the source cannot be read, too many rows are
+    bad, or the disk is full; nothing is left behind.
     """
     identity = source.identity()
     depends = {"source": identity, "encoder": encoder.identity(), "format": FORMAT}
@@ -82,8 +75,7 @@ def prepare(
         lock = (cache_dir / f".{folder.name}.lock").open("a")
     with lock:
         if find_damage(folder) is not None:
-            locked = _lock(lock, folder, source.name, progress, no_progress_s)
-            remove_stale(folder, locked=locked)
+            remove_stale(folder, locked=_lock(lock, folder, source.name, progress))
             damage = find_damage(folder)
             if damage is not None:
                 if folder.exists():
@@ -99,32 +91,23 @@ def prepare(
     return folder
 
 
-def _lock(stream: IO[str], folder: Path, name: str, progress: Report, no_progress_s: float) -> bool:
-    # Wait until no other process that shares the cache prepares this folder. False where the file
-    # system has no locks: both prepare, and the first rename counts.
-    size, since = -1, time.monotonic()
+def _lock(stream: IO[str], folder: Path, name: str, progress: Report) -> bool:
+    # Wait until no other process that shares the cache prepares this folder; a process that dies
+    # lets it go. False where the file system has no locks: both prepare, the first rename counts.
+    shown = -1
     while True:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            pass
+            size = size_of_folders(folder.parent.glob(f".tmp-*-{folder.name}@*"))
+            if size != shown:
+                shown = size
+                progress(f"{name}: another process prepares it, {size / 1e6:.1f} MB so far")
+            time.sleep(_LOOK_EVERY_S)
         except OSError as error:
             log.warning("no file locks at %s: %s", stream.name, error)
             return False
-        now = size_of_folders(folder.parent.glob(f".tmp-*-{folder.name}@*"))
-        if now != size:
-            size, since = now, time.monotonic()
-            progress(f"{name}: another process prepares it, {size / 1e6:.1f} MB so far")
-        elif time.monotonic() - since > no_progress_s:
-            raise CommunicationError(
-                f"another process prepares {name} and has written nothing for {no_progress_s:.0f} "
-                "s",
-                where=str(folder.parent),
-                fix=f"look for it: fuser {stream.name} names it on its own machine",
-                id="data.waiting",
-            )
-        time.sleep(_LOOK_EVERY_S)
 
 
 def size_of_folders(folders: Iterable[Path]) -> int:
@@ -147,13 +130,12 @@ def _prepare_anew(
     name, reported_at = source.name, time.monotonic()
     temporary = temporary_beside(folder)
     try:
-        writer = TokenWriter(temporary, encoder)
-        with writer:
-            for documents in encode_rows(source.rows(encoder.columns), encoder, tally):
+        with TokenWriter(temporary, encoder) as writer:
+            for documents in encode_rows(source.rows(encoder.parser), encoder, tally):
                 writer.append(documents)
                 if time.monotonic() - reported_at >= REPORT_EVERY_S:
                     progress(count_message(name, writer.num_documents, writer.num_tokens))
-                    reported_at = time.monotonic()  # after it: a slow disk is not asked more often
+                    reported_at = time.monotonic()
             if source.identity() != identity:
                 raise DataError(
                     "changed while it was read",
@@ -191,9 +173,9 @@ def no_documents(name: str, kind: str) -> DataError:
 
 
 @dataclass(frozen=True, slots=True)
-class _Holding:
+class _Node:
     place: Place
-    files: tuple[tuple[str, int], ...]  # names and sizes in bytes
+    sizes: Mapping[str, int]  # bytes of each file of the source that lies here
 
 
 def prepare_everywhere(
@@ -221,10 +203,10 @@ def prepare_everywhere(
     with disk_errors(cache_dir):
         cache_dir.mkdir(parents=True, exist_ok=True)
     me = place_of(world)
-    here = _Holding(me, _files(source) if me.is_leader else ())
+    here = _Node(me, _sizes(source) if me.is_leader else {})
     # A folder of many files on a slow disk takes its time.
     leaders = [node for node in world.gather(here, group=world.work) if node.place.is_leader]
-    holders = [node for node in leaders if node.files] or leaders
+    holders = [node for node in leaders if node.sizes] or leaders
     if len(holders) < len(leaders):
         names = ", ".join(str(node.place) for node in holders)
         progress(f"{source.path}: lies on {names} alone")
@@ -239,23 +221,16 @@ def prepare_everywhere(
             work if works else None, world, progress=progress, no_progress_s=NO_PROGRESS_S
         )
     except DataError as error:
-        if not any(node.files for node in leaders) and len(leaders) > 1:
-            hosts = ", ".join(str(node.place) for node in leaders)
-            what = f"{error.what} on any of the machines {hosts}"
-            raise DataError(what, where=error.where, fix=error.fix, id=error.id) from error
+        if len(leaders) > 1 and not any(node.sizes for node in leaders):
+            error.where += f" on any of {', '.join(str(node.place) for node in leaders)}"
         raise
     first = made[holders[0].place.rank]
     assert first is not None
     for other in holders[1:]:
         if (made[other.place.rank] or ("", ""))[1] != first[1]:
-            raise DataError(
-                f"{holders[0].place} and {other.place} hold different data: "
-                f"{_difference(holders[0], other)}",
-                where=f"data.sources: {source.path}",
-                fix="copy it from one to the other, or leave it on one of them alone: its tokens "
-                "are sent to the others",
-                id="data.changed",
-            )
+            one, fix = holders[0], f"{source.path}; or leave it on one of them alone: its tokens "
+            sizes = dict(one.sizes), dict(other.sizes)
+            raise different_data(one.place, other.place, *sizes, f"{fix}are sent to the others")
     if lacking := [node.place for node in leaders if node not in holders]:
         src = holders[0].place
         _send(cache_dir / first[0], str(source.path), src, lacking, world, progress)
@@ -294,23 +269,17 @@ def _send(
 def rank_with_data(data: DataConfig, world: World) -> int:
     """The first rank whose node has every source that some node has; 0 where there is no other.
 
-    All ranks must call this.
-
-    Raises:
-        DataError: no node has them all.
+    All ranks must call this. DataError: no node has them all.
     """
     me = place_of(world)
-    mine = tuple(me.is_leader and bool(_files(source)) for source in data.sources)
+    mine = {str(source.path) for source in data.sources if me.is_leader and _sizes(source)}
     asked = world.gather((me, mine), group=world.work)
-    somewhere = [any(has[index] for _, has in asked) for index in range(len(mine))]
-    lists = []
-    for place, has in asked:
-        if not place.is_leader:
-            continue
-        if all(h or not s for h, s in zip(has, somewhere, strict=True)):
+    somewhere = set[str]().union(*(has for _, has in asked))
+    leaders = [(place, has) for place, has in asked if place.is_leader]
+    for place, has in leaders:
+        if has == somewhere:
             return place.rank
-        names = [str(s.path) for s, here in zip(data.sources, has, strict=True) if here]
-        lists.append(f"{place} has {', '.join(names) or 'none'}")
+    lists = (f"{place} has {', '.join(sorted(has)) or 'none'}" for place, has in leaders)
     raise DataError(
         f"no machine has all of the sources that the tokenizer is to be trained on: "
         f"{'; '.join(lists)}",
@@ -320,33 +289,37 @@ def rank_with_data(data: DataConfig, world: World) -> int:
     )
 
 
-def _files(source: SourceConfig) -> tuple[tuple[str, int], ...]:
-    # The files that a source names on this machine; none for a built-in name or a hub id.
-    if source.path is None:
-        return ()
-    path = Path(source.path).expanduser()
+def _sizes(source: SourceConfig) -> dict[str, int]:
+    # Of the files that a source names on this machine; none for a built-in name or a hub id.
+    if source.path is None or source.path in BUILT_IN:
+        return {}
+    root = Path(source.path).expanduser()
     try:
-        if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.is_file())
-            # An empty folder is there all the same: reading it says what is wrong with it.
-            return tuple((str(f.relative_to(path)), f.stat().st_size) for f in found) or (("", 0),)
-        if path.exists():
-            return ((path.name, path.stat().st_size),)
-        if glob.has_magic(source.path):
-            # Path.glob takes no absolute patterns.
-            names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
-            return tuple((n, Path(n).stat().st_size) for n in names if Path(n).is_file())
+        files = named_files(source.path)
+        inside = root if root.is_dir() else root.parent
+        return {os.path.relpath(file, inside): file.stat().st_size for file in files}
     except OSError:
-        return (("", 0),)  # it is there, and reading it says what is wrong
-    return ()
+        return {"": 0}  # it is there, and reading it says what is wrong
 
 
-def _difference(one: _Holding, other: _Holding) -> str:
-    left, right = dict(one.files), dict(other.files)
-    for name in sorted(left.keys() | right.keys()):
-        if name not in left or name not in right:
-            lacks = one.place if name not in left else other.place
-            return f"{name} is missing on {lacks}"
-        if left[name] != right[name]:
-            return f"{name} has {left[name]} bytes on one and {right[name]} on the other"
-    return f"files of equal names and sizes ({', '.join(sorted(left)[:3])}) make other tokens"
+def different_data(one: Place, other: Place, here: Any, there: Any, fix: str) -> DataError:
+    """The error for two nodes with different data under one name, from what describes each."""
+    return DataError(
+        f"{one} and {other} hold different data: {_difference(here, there)}",
+        where="data.sources",
+        fix=f"copy {fix}",
+        id="data.changed",
+    )
+
+
+def _difference(one: Any, other: Any) -> str:
+    # The first thing in which two values of plain JSON differ.
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in sorted(one.keys() | other.keys()):
+            if one.get(name) != other.get(name):
+                return f"{name}: {_difference(one.get(name), other.get(name))}"
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for left, right in zip(one, other, strict=True):
+            if left != right:
+                return _difference(left, right)
+    return f"{str(one)[:60]} and {str(other)[:60]}" if one != other else "files of equal sizes"

@@ -14,12 +14,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,6 @@ MANIFEST = "manifest.json"
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
-_SYNC_BYTES = 256 * 2**20
 _CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -71,12 +70,9 @@ class TokenStore:
     """The tokens of one source, memory-mapped. Documents of text end with the end-of-text id.
 
     Args:
-        tokens: all tokens, document after document; uint16 or uint32.
         document_ends: for each document, the place after its last token.
-        trained: for each token whether it is a target, predicted from those before it; None: all
-            are.
-        kind: what the documents are: text, chat, instruct, tokens, or preference, where they come
-            in pairs, the chosen one first.
+        trained: for each token whether it is a target; None: all are.
+        kind: type of the source; documents of preferences come in pairs, the chosen one first.
     """
 
     folder: Path
@@ -90,11 +86,7 @@ class TokenStore:
 
     @classmethod
     def open(cls, folder: Path) -> TokenStore:
-        """A folder that `prepare` returned.
-
-        Raises:
-            DataError: it is not whole.
-        """
+        """A folder that `prepare` returned. DataError: it is not whole."""
         damage = find_damage(folder)
         if damage is not None:
             raise DataError(
@@ -136,14 +128,10 @@ class TokenStore:
 
 
 @contextmanager
-def disk_errors(cache_dir: Path, needed_bytes: Callable[[], int] = lambda: 0) -> Iterator[None]:
+def disk_errors(cache_dir: Path) -> Iterator[None]:
     """Turns the system's errors about a full or closed disk into ours.
 
-    Args:
-        needed_bytes: how many are known to be needed.
-
-    Raises:
-        DataError: full, or closed to us. Other errors pass through.
+    DataError: full, or closed to us. Other errors pass through.
     """
     try:
         yield
@@ -152,8 +140,7 @@ def disk_errors(cache_dir: Path, needed_bytes: Callable[[], int] = lambda: 0) ->
             reason = "a file may not grow further" if error.errno == errno.EFBIG else "disk full"
             usage = shutil.disk_usage(cache_dir)
             raise DataError(
-                f"{reason}: the tokens need more than {needed_bytes()} bytes, "
-                f"{usage.free} of {usage.total} are free",
+                f"{reason} while tokens are written: {usage.free} of {usage.total} bytes are free",
                 where=str(cache_dir),
                 fix="free some space, or set data.cache_dir to a folder on a larger disk",
                 id="disk.free",
@@ -169,34 +156,32 @@ def disk_errors(cache_dir: Path, needed_bytes: Callable[[], int] = lambda: 0) ->
 
 
 class TokenWriter:
-    """Appends documents to a new folder; `finish` makes it whole.
+    """Appends the documents of an encoder to a new folder; `finish` makes it whole.
 
-    Args:
-        encoder: that makes the documents; small vocabularies take two bytes a token, others four.
+    Small vocabularies take two bytes a token, others four.
     """
 
     def __init__(self, folder: Path, encoder: Encoder) -> None:
         self._folder = folder
-        self._kind = encoder.kind
-        self._end_of_text = encoder.end_of_text_id
-        dtype = np.dtype("<u2" if encoder.vocab_size <= 2**16 else "<u4")
-        self._tokens = _Column(folder / TOKENS, dtype)
-        self._trained = _Column(folder / TRAINED, np.dtype(np.bool_)) if encoder.has_mask else None
-        self._columns = [c for c in (self._tokens, self._trained) if c is not None]
+        self._encoder = encoder
         self._lengths: list[Int64Array] = []
         self._max_token_id = encoder.end_of_text_id
         self.num_documents = 0
         self.num_tokens = 0
+        dtypes: dict[str, np.dtype[Any]] = {}
+        dtypes[TOKENS] = np.dtype("<u2" if encoder.vocab_size <= 2**16 else "<u4")
+        if encoder.has_mask:
+            dtypes[TRAINED] = np.dtype(np.bool_)
+        with disk_errors(folder.parent):
+            folder.mkdir()
+            self._columns = {name: _Column(folder / name, dtypes[name]) for name in dtypes}
 
-    def __enter__(self) -> None:
-        with self._disk_errors():
-            self._folder.mkdir()
-            for column in self._columns:
-                column.open()
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
-        for column in self._columns:
-            column.close()
+        for column in self._columns.values():
+            column.stream.close()
 
     def append(self, documents: Sequence[Encoded]) -> None:
         """Add documents."""
@@ -206,96 +191,72 @@ class TokenWriter:
         total = int(lengths.sum())
         every = chain.from_iterable(document.ids for document in documents)
         ids = np.fromiter(every, dtype=np.int64, count=total)
-        assert ids.min() >= 0 and ids.max() <= np.iinfo(self._tokens.dtype).max, "no such id"
-        with self._disk_errors():
-            self._tokens.append(ids)
-            if self._trained is not None:
+        assert ids.min() >= 0 and ids.max() <= np.iinfo(self._columns[TOKENS].dtype).max
+        with disk_errors(self._folder.parent):
+            self._columns[TOKENS].append(ids)
+            if TRAINED in self._columns:
                 masks = [document.trained for document in documents]
-                self._trained.append(np.concatenate([mask for mask in masks if mask is not None]))
-                assert self._trained.size_bytes == self.num_tokens + total, "a mask for each token"
+                trained = np.concatenate([mask for mask in masks if mask is not None])
+                assert len(trained) == total, "a mask for each token"
+                self._columns[TRAINED].append(trained)
         self._lengths.append(lengths)
         self._max_token_id = max(self._max_token_id, int(ids.max()))
         self.num_documents += len(documents)
         self.num_tokens += total
 
     def finish(self, name: str, source: dict[str, Any], rows: dict[str, Any]) -> None:
-        """Write the rest, the manifest last, all of it down to the disk.
-
-        Args:
-            rows: counts of rows and the first bad ones, as `Tally.record` gives them.
-        """
+        """Write the counts of `Tally.record` and the rest, the manifest last, down to the disk."""
         buffer = io.BytesIO()
         np.save(buffer, np.cumsum(np.concatenate(self._lengths)).astype("<i8"), allow_pickle=False)
         ends = buffer.getvalue()
+        files = {
+            name: {"size_bytes": column.size_bytes, "sha256": column.hash.hexdigest()}
+            for name, column in self._columns.items()
+        }
+        files[DOCUMENTS] = {"size_bytes": len(ends), "sha256": hashlib.sha256(ends).hexdigest()}
         manifest = {
             "format": FORMAT,
             "name": name,
-            "kind": self._kind,
+            "kind": self._encoder.kind,
             "source": source,
-            "dtype": self._tokens.dtype.str,
+            "dtype": self._columns[TOKENS].dtype.str,
             "num_documents": self.num_documents,
             "num_tokens": self.num_tokens,
-            "end_of_text_id": self._end_of_text,
+            "end_of_text_id": self._encoder.end_of_text_id,
             "max_token_id": self._max_token_id,
             **rows,
-            "files": {
-                **{column.path.name: column.facts() for column in self._columns},
-                DOCUMENTS: {"size_bytes": len(ends), "sha256": hashlib.sha256(ends).hexdigest()},
-            },
+            "files": files,
         }
-        text = json.dumps(manifest, indent=1)
-        with self._disk_errors():
-            for column in self._columns:
-                column.sync()
-            for file, data in ((DOCUMENTS, ends), (MANIFEST, text.encode())):
+        with disk_errors(self._folder.parent):
+            for column in self._columns.values():
+                os.fsync(column.stream.fileno())
+            for file, data in (
+                (DOCUMENTS, ends),
+                (MANIFEST, json.dumps(manifest, indent=1).encode()),
+            ):
                 with (self._folder / file).open("wb") as stream:
                     stream.write(data)
                     stream.flush()
                     os.fsync(stream.fileno())
             sync_folder(self._folder)
 
-    def _disk_errors(self) -> AbstractContextManager[None]:
-        return disk_errors(
-            self._folder.parent, lambda: sum(column.size_bytes for column in self._columns)
-        )
-
 
 class _Column:
-    """A file of numbers of one type, hashed as it grows."""
+    # A file of numbers of one type, hashed as it grows.
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self.path = path
         self.dtype = dtype
         self.size_bytes = 0
-        self._hash = hashlib.sha256()
-        self._synced_bytes = 0
-        self._stream: io.FileIO | None = None
-
-    def open(self) -> None:
+        self.hash = hashlib.sha256()
         # Unbuffered: a write fails where it is made, not when the file is closed.
-        self._stream = io.FileIO(self.path, "w")
+        self.stream = io.FileIO(path, "w")
 
     def append(self, numbers: npt.NDArray[Any]) -> None:
-        assert self._stream is not None
         data = memoryview(numbers.astype(self.dtype).tobytes())
-        self._hash.update(data)
+        self.hash.update(data)
         self.size_bytes += len(data)
         while data:  # a disk that is nearly full takes a part
-            data = data[self._stream.write(data) :]
-        if self.size_bytes - self._synced_bytes >= _SYNC_BYTES:
-            self.sync()  # so that the last one does not take minutes
-
-    def facts(self) -> dict[str, Any]:
-        return {"size_bytes": self.size_bytes, "sha256": self._hash.hexdigest()}
-
-    def sync(self) -> None:
-        assert self._stream is not None
-        os.fsync(self._stream.fileno())
-        self._synced_bytes = self.size_bytes
-
-    def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+            data = data[self.stream.write(data) :]
 
 
 def temporary_beside(folder: Path, kind: str = "new") -> Path:
@@ -308,8 +269,7 @@ def temporary_beside(folder: Path, kind: str = "new") -> Path:
 def remove_stale(folder: Path, *, locked: bool) -> None:
     """Remove what dead processes of this machine left beside a folder.
 
-    Args:
-        locked: whether nobody else makes it now, so that what others left of it goes as well.
+    `locked`: nobody else makes it now, so that what others left of it goes as well.
     """
     for entry in folder.parent.glob(".tmp-*"):
         parts = re.fullmatch(r"\.tmp-[a-z]+-(.+?)@(.+)@(\d+)@([\d.]+)", entry.name)

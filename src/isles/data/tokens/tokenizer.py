@@ -58,8 +58,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """A Hugging Face tokenizer from a local folder or the hub.
 
-    Raises:
-        DataError: there is none, or it does not work.
+    DataError: there is none, or it does not work.
     """
     from transformers import AutoTokenizer
 
@@ -98,12 +97,8 @@ def train_tokenizer(
     """A byte-level BPE of this many tokens; the same documents give the same tokenizer.
 
     Only about the first TRAINING_TEXT_BYTES of the documents are used. END_OF_TEXT, id 0, ends
-    documents and pads.
-
-    Args:
-        vocab_size: tokens, the special ones among them.
-        is_chat: whether TURN_STARTS and TURN_ENDS are special tokens as well. The latter then ends
-            documents too, so that generation stops where the assistant has spoken.
+    documents and pads; of chats TURN_ENDS ends them, so that generation stops where the assistant
+    has spoken.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -163,11 +158,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that ends every document.
-
-    Raises:
-        DataError: the tokenizer has none.
-    """
+    """The id that ends every document. DataError: the tokenizer has none."""
     if tokenizer.eos_token_id is None:
         raise DataError(
             "the tokenizer has no eos_token, which ends every document",
@@ -190,14 +181,7 @@ def check_vocabulary(
     """A warning about tokens that the model does not know; empty where there are none.
 
     Added tokens may be unknown: Gemma 3's tokenizer has one for images, which its text models lack.
-    They do no harm while no text holds them.
-
-    Args:
-        vocab_size: tokens that the model knows.
-        is_trained: whether the weights are trained already, so that it is too late to refuse.
-
-    Raises:
-        DataError: the model lacks more than added tokens: the tokenizer is of another model.
+    DataError: weights that are still to be trained lack more than these.
     """
     unknown = {id: token for token, id in tokenizer.get_vocab().items() if id >= vocab_size}
     if not unknown:
@@ -215,10 +199,7 @@ def check_vocabulary(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> list[list[int]]:
-    """The ids of each document, without special tokens around them.
-
-    A special token that is written out in a document is read as one, as chat templates need it.
-    """
+    """The ids of each document; special tokens that are written out are read, none are added."""
     pieces = [_pieces(document) for document in documents]
     encoded: list[list[int]] = tokenizer(
         [piece for parts in pieces for piece in parts],
