@@ -26,6 +26,7 @@ from isles.balance.revise import (
     Device,
     History,
     choose,
+    next_allocation,
     pooled,
     revise,
 )
@@ -103,6 +104,24 @@ def allocated(curves: Sequence[Curve], split: RowSplit, hosts: str) -> Allocatio
     return Allocation(0, split, 4, "ddp", devices, tuple(curves), is_timed=True)
 
 
+def test_a_split_that_does_not_bring_what_it_promised_is_taken_back() -> None:
+    first = allocated(even_curves(1.0, 1.0), even_split(24, 2, 4, in_step=False), "aa")
+    history = History().add(first)
+    slow = next_allocation(history, 10, seconds_of(first.split, first.curves, 1, 2))
+    assert slow is not None
+    assert slow[0].split.rows == (16, 8)
+    history = history.add(slow[0])
+    kept = seconds_of(slow[0].split, slow[0].curves, 1, 1)
+    assert next_allocation(history, 20, kept) is None
+    no_faster = seconds_of(slow[0].split, slow[0].curves, 2, 2)
+    found = next_allocation(history, 20, no_faster)
+    assert found is not None
+    assert found[0].split.rows == (12, 12)
+    assert found[0].rests, "it would come again at once"
+    assert "taken back, as steps are 0.75 times as fast, not 1.50" in found[1]
+    assert next_allocation(history.decided(20), 50, no_faster) is None, "slower for another reason"
+
+
 def revised(now: Allocation, *slower: float) -> Allocation | None:
     found = revise(now, seconds_of(now.split, now.curves, *slower))
     return None if found is None else found[0]
@@ -144,6 +163,8 @@ def test_a_rank_that_recovers_gets_its_rows_back() -> None:
     found = revised(now, 1, 1 / 3)
     assert found is not None
     assert found.split.rows == (24, 24)
+    _, reason = revise(now, seconds_of(now.split, now.curves, 1, 1 / 3)) or (None, "")
+    assert "its rows bring 0.67 times an even split, not 2.00" in reason
 
 
 def test_steps_that_are_done_again_have_the_rows_that_they_had(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from isles.balance.revise import (
     History,
     equal_devices,
     gain_over_even,
-    revise,
+    next_allocation,
     windows,
 )
 from isles.dist.split import RowSplit
@@ -32,8 +31,8 @@ log = logging.getLogger(__name__)
 _EARLY = 10
 """Steps from a new split to the first look at what it brings."""
 
-_EVERY = 50
-"""Steps between two later looks."""
+_EVERY, _SELDOM = 50, 500
+"""Steps between two looks; at a split that was left before and came back."""
 
 _EVIDENCE_S = 10.0
 """Of training that a look must have to decide by; with less it waits for the next one. So that
@@ -168,6 +167,8 @@ class Balancer:
 
     def _is_look(self, before: int, step: int) -> bool:
         # Steps are counted one by one, but between clusters some may be passed over.
+        if self._current.rests:
+            return before // _SELDOM < step // _SELDOM
         early = self._current.after_step + _EARLY
         return before < early <= step or before // _EVERY < step // _EVERY
 
@@ -187,11 +188,8 @@ class Balancer:
             own = windows(steps_of_rank[:count])
             slowest = zip(measured[device.dp_rank], own, strict=True)
             measured[device.dp_rank] = [max(pair) for pair in slowest]
-        found = revise(self._current, measured)
-        history = self._history.decided(step)
-        if found is not None:
-            chosen = replace(found[0], after_step=step)
-            history = self._history.add(chosen)
+        found = next_allocation(self._history, step, measured)
+        history = self._history.decided(step) if found is None else self._history.add(found[0])
         try:
             history.write(self._file)
         except OSError as error:
@@ -199,8 +197,9 @@ class Balancer:
             log.warning("balance is not revised: %s cannot be written: %s", self._file, error)
             return None
         if found is not None:
+            chosen, reason = found
             text = _rows(chosen.split)
-            log.info("balance revised: %s; %s from step %d on", found[1], text, step + 1)
+            log.info("balance revised: %s; %s from step %d on", reason, text, step + 1)
         return history
 
 

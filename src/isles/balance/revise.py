@@ -69,6 +69,9 @@ class Allocation:
         devices: of every rank, in order.
         curves: of each data-parallel rank.
         is_timed: whether the curves are in seconds; else only their ratios mean something.
+        slowest_s: seconds of the slowest rank in a step under the split before it, which this one
+            must undercut. None: it was not chosen while training.
+        rests: whether it is looked at seldom, as one that was left before and came back.
     """
 
     after_step: int
@@ -78,6 +81,8 @@ class Allocation:
     devices: tuple[Device, ...]
     curves: tuple[Curve, ...]
     is_timed: bool
+    slowest_s: float | None = None
+    rests: bool = False
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Allocation:
@@ -93,6 +98,8 @@ class Allocation:
             devices=tuple(Device(**device) for device in record["devices"]),
             curves=tuple(Curve.read(curve) for curve in record["curves"]),
             is_timed=bool(record["is_timed"]),
+            slowest_s=record["slowest_s"],
+            rests=bool(record["rests"]),
         )
 
 
@@ -243,7 +250,40 @@ def revise(now: Allocation, measured: Sequence[Sequence[float]]) -> tuple[Alloca
         rank = off.index(max(off))
         word = "slower" if slower[rank] > 1 else "faster"
         reason = f"data-parallel rank {rank} is {off[rank]:.2f} times {word} than it was taken for"
+    brought, promised = (gain_over_even(split, known) for known in (scaled, curves))
+    if abs(promised - 1) > _LEAST_GAIN:
+        reason += f", so that its rows bring {brought:.2f} times an even split, not {promised:.2f}"
     return replace(now, split=better, curves=scaled), reason
+
+
+def next_allocation(
+    history: History, step: int, measured: Sequence[Sequence[float]]
+) -> tuple[Allocation, str] | None:
+    """The allocation that replaces the one in use, and why; None: that is kept.
+
+    Args:
+        history: of the run; its last split is in use.
+        step: that is over.
+        measured: see `revise`, in seconds.
+    """
+    now = history.allocations[-1]
+    slowest_s = max(map(min, measured))
+    is_first_look = now.slowest_s is not None and history.decided_to == now.after_step
+    found = revise(now, measured)
+    if found is not None:
+        changed, reason = found
+    elif now.slowest_s is not None and is_first_look and slowest_s > now.slowest_s:
+        before = history.allocations[-2]
+        promised = step_seconds(before.split, now.curves) / step_seconds(now.split, now.curves)
+        brought = now.slowest_s / slowest_s
+        reason = f"taken back, as steps are {brought:.2f} times as fast, not {promised:.2f}"
+        changed = replace(now, split=before.split, curves=before.curves)
+    else:
+        return None
+    # A split that is left as soon as it is looked at, for one that was left before, would come
+    # again at once. A device that recovers after a while is another matter.
+    rests = is_first_look and any(each.split == changed.split for each in history.allocations)
+    return replace(changed, after_step=step, slowest_s=slowest_s, rests=rests), reason
 
 
 def _slower(
