@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -61,12 +62,12 @@ async def _serve(options: argparse.Namespace) -> None:
     line = await server.start(host, port, options.run, options.announce)
     sys.stdout.write(f"{line} is open; the join line stands in {options.folder / 'join'}\n")
     sys.stdout.flush()
-    waiting: set[asyncio.Task[object]] = {asyncio.create_task(stopped.wait())}
-    if options.until_finished:
-        waiting.add(asyncio.create_task(server.work.finished(_GRACE_S)))
     ticking = server.work.ticking
-    done, _ = await asyncio.wait({*waiting, ticking}, return_when=asyncio.FIRST_COMPLETED)
-    for task in waiting:
+    waiting: list[asyncio.Future[Any]] = [ticking, asyncio.create_task(stopped.wait())]
+    if options.until_finished:
+        waiting.append(asyncio.create_task(server.work.finished(_GRACE_S)))
+    done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
         task.cancel()
     await server.stop()
     if ticking in done:

@@ -86,7 +86,10 @@ class Core:
         first = self.rounds.first
         changes = {} if first is None else self._changes(join, first)
         self.membership.check(join)
-        standing, why = ("first", "") if first is None else self._standing(join)
+        standing: Standing = "first"
+        why = ""
+        if first is not None:
+            standing, why = self._standing(join)
         # Nothing is refused from here on.
         if first is None:
             self.rounds.begin(join)
@@ -158,12 +161,11 @@ class Core:
                 "it joins the wrong run, or the hub was set back to an old copy: start a "
                 "hub with an empty folder, and let the most advanced cluster join first",
             )
-        for fragment, outer_params in enumerate(join.outer_params):
-            if self.rounds.outer_params(fragment, join.version) not in ("", outer_params):
-                return "behind", (
-                    f"its outer parameters of fragment {fragment} after {join.version} rounds are "
-                    "not those of the run"
-                )
+        if wrong := self.rounds.diverged(join.version, join.outer_params):
+            return "behind", (
+                f"its outer parameters of fragment {wrong[0]} after {join.version} rounds are "
+                "not those of the run"
+            )
         if join.version == following:
             return "current", ""
         if max(join.version, min(join.has, following)) >= self.rounds.kept_since:
@@ -206,7 +208,7 @@ class Core:
             ended = self.membership.end(number, following, is_decided=is_decided)
         return HeartbeatAnswer(
             outer_step=following,
-            open=self.rounds.open_rounds(),
+            open=[*self.rounds.open_rounds()],
             members=[row["name"] for row in self.membership.living()],
             sync_every=self.membership.sync_every(),
             command=member["command"],
@@ -283,7 +285,7 @@ class Core:
             if int(folder.name) < self.rounds.kept_since:
                 shutil.rmtree(folder, ignore_errors=True)
             elif int(folder.name) < self.rounds.next:
-                for part in folder.glob("*.part*"):
+                for part in folder.glob("*.part"):
                     part.unlink(missing_ok=True)
 
     def average_path(self, outer_step: int) -> Path:

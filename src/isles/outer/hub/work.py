@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from isles.outer.hub.core import Core
 from isles.outer.hub.files import Incoming, average, norm_of, part_bytes
@@ -80,8 +80,8 @@ class Work:
     async def stop(self) -> None:
         """End the tasks and threads."""
         self.ticking.cancel()
-        tasks = (self.ticking, self._importing, *self._completing.values())
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks: list[asyncio.Future[Any]] = [self.ticking, self._importing]
+        await asyncio.gather(*tasks, *self._completing.values(), return_exceptions=True)
         for threads in (self._number_threads, self._journal_thread):
             threads.shutdown(wait=True)
         self.core.journal.close()
@@ -123,9 +123,9 @@ class Work:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    async def _count(self, call: Callable[P, T], *args: P.args) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._number_threads, partial(call, *args))
+    async def _count(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        whole = partial(call, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._number_threads, whole)
 
     # Contributions, and other files that come.
 
@@ -197,7 +197,7 @@ class Work:
             await self.ask(self.core.complete, outer_step, contribution, norm, failure)
         except Refusal as error:
             if error.kind == "refused":
-                await asyncio.to_thread(incoming.discard)
+                incoming.path.unlink(missing_ok=True)
             raise
         finally:
             self.forget(incoming.path)
