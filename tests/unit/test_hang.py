@@ -206,7 +206,6 @@ class Rank:
         answer |= {"at": "at x.py:1 f()", "waits_in": "", "stacks": ""}
         self.store.set(f"rank-{1 - self.rank}", json.dumps(answer))
 
-    @property
     def found(self) -> dict[str, Any] | None:
         """What it has reported."""
         return read_record(self.folder / "hangs" / "step-7.json")
@@ -215,7 +214,7 @@ class Rank:
         """What it reports when it has looked, listened, and looked again."""
         self.look(NOW)
         self.look(NOW + 7.0)
-        return self.found
+        return self.found()
 
 
 @pytest.mark.parametrize(("phase", "judges"), [("saving", True), ("step", False)])
@@ -259,7 +258,7 @@ def test_time_in_which_a_process_did_not_run_is_no_hang(tmp_path: Path) -> None:
     rank._watchdog.look()
     for later_s, is_hang in ((950.0, False), (970.0, False), (977.0, True)):
         rank.look(NOW + later_s)
-        assert (rank.found is not None) == is_hang
+        assert (rank.found() is not None) == is_hang
 
 
 def test_a_store_that_is_away_is_asked_again_and_then_named(tmp_path: Path) -> None:
@@ -269,9 +268,9 @@ def test_a_store_that_is_away_is_asked_again_and_then_named(tmp_path: Path) -> N
     rank.is_cut = False
     rank.look(NOW + 5.0)
     rank.look(NOW + 7.0)
-    assert rank.found is None, "who was asked late may answer late"
+    assert rank.found() is None, "who was asked late may answer late"
     rank.look(NOW + 12.0)
-    assert rank.found is not None
+    assert rank.found() is not None
     lost = Rank(tmp_path / "lost", "step")
     lost.is_cut = True
     assert "the store of the ranks has not answered" in (lost.judge() or {})["text"]

@@ -267,10 +267,10 @@ class _End:
     def read(self, piece: torch.Tensor) -> None:
         if self._stream.readinto(piece.numpy()) < len(piece):
             raise OSError(None, "it has become shorter while it was sent")
-        self._hash.update(piece.numpy())
+        self._hash.update(piece.numpy().data)
 
     def write(self, piece: torch.Tensor) -> None:
-        self._hash.update(piece.numpy())
+        self._hash.update(piece.numpy().data)
         self._stream.write(piece.numpy())
 
     def close(self) -> None:

@@ -277,10 +277,12 @@ class Watchdog:
     def _answers(self, question: int) -> dict[int, dict[str, Any]]:
         # Of the ranks that have answered this question or a later one.
         found: dict[int, dict[str, Any]] = {}
+        if (store := self._store) is None:
+            return found
         with suppress(RuntimeError):
-            for rank in range(len(self._hosts)) if self._store is not None else ():
-                if self._store.check([f"rank-{rank}"]):
-                    answer = json.loads(self._store.get(f"rank-{rank}"))
+            for rank in range(len(self._hosts)):
+                if store.check([f"rank-{rank}"]):
+                    answer = json.loads(store.get(f"rank-{rank}"))
                     if answer["question"] >= question:
                         found[rank] = answer
         return found
