@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from isles.dist.world import join_world, leave_world
+from isles.outer.average import combine
 from isles.outer.client.client import HubClient
 from isles.outer.cluster import Cluster
-from isles.outer.codec import parse_codec
+from isles.outer.codec import Codec, parse_codec
 from isles.outer.diloco import OuterSettings
 from isles.outer.layout import make_layout
 from isles.outer.messages import Adopt, Apply, Join, Lease, Pending, Reset, SendState
@@ -60,6 +61,16 @@ class Numbers:
     def digest(self) -> str:
         whole = b"".join(value.numpy().tobytes() for value in self.values.values())
         return hashlib.sha256(whole).hexdigest()
+
+
+def mean(codec: Codec, counts: Sequence[int], parts: Sequence[tuple[bytes, float]]) -> bytes:
+    """What a hub makes of contributions, piece by piece."""
+    found, start = b"", 0
+    for count in counts:
+        end = start + codec.size(count)
+        found += combine(codec.text, count, [(data[start:end], weight) for data, weight in parts])
+        start = end
+    return found
 
 
 class Trainer:

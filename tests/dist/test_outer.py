@@ -27,7 +27,6 @@ from isles.dist.batch import Batch
 from isles.dist.world import World, join_world, leave_world
 from isles.errors import TrainingError, UserError
 from isles.models.build import fill_model
-from isles.outer.average import combine
 from isles.outer.cluster import Cluster
 from isles.outer.codec import parse_codec
 from isles.outer.diloco import OuterSettings
@@ -37,6 +36,7 @@ from isles.strategies.base import Engine
 from isles.train.model import empty_model, whole_model
 from isles.train.optimizer import make_optimizers
 from isles.train.strategy import is_sharded, make_engine, resolve_mesh, use_attention
+from tests.outer_trainer import mean
 from tests.ranks import run_ranks, start_ranks
 
 ROWS, LENGTH, PIECE = 8, 16, 3000
@@ -139,19 +139,12 @@ class Meeting:
         for name in self.names:
             weight = float(self.store.get(f"{case}-{outer_step}-{name}"))
             parts.append(((self.folder / f"{case}-{outer_step}-{name}.part").read_bytes(), weight))
-        goal.write_bytes(mean(side.layout, fragment, parts))
+        goal.write_bytes(average_of(side.layout, fragment, parts))
         return goal
 
 
-def mean(layout: Layout, fragment: int, parts: Sequence[tuple[bytes, float]]) -> bytes:
-    """What a hub does, piece by piece."""
-    found, start = b"", 0
-    for count in layout.piece_counts(fragment):
-        end = start + layout.codec.size(count)
-        pieces = [(data[start:end], weight) for data, weight in parts]
-        found += combine(layout.codec.text, count, pieces)
-        start = end
-    return found
+def average_of(layout: Layout, fragment: int, parts: Sequence[tuple[bytes, float]]) -> bytes:
+    return mean(layout.codec, layout.piece_counts(fragment), parts)
 
 
 def contribute(cluster: Cluster, fragment: int, path: Path) -> float:
@@ -356,7 +349,9 @@ def one_rank_or_two(env: RankEnv, run_file: str, folder: str) -> dict[str, Any]:
         contribute(cluster, 0, path / "alone.part")
         average = path / "alone.average"
         if world.is_main:
-            average.write_bytes(mean(side.layout, 0, [((path / "alone.part").read_bytes(), 9.0)]))
+            average.write_bytes(
+                average_of(side.layout, 0, [((path / "alone.part").read_bytes(), 9.0)])
+            )
         cluster.apply(0, average, 1, "on_time")
     found["alone"] = difference(plain.weights(), side.weights())
     found["failures"] = list(failures(side, path))
@@ -369,7 +364,7 @@ def one_rank_or_two(env: RankEnv, run_file: str, folder: str) -> dict[str, Any]:
         average = path / "coarse.average"
         if world.is_main:
             parts = [((path / "coarse.part").read_bytes(), 1.0)]
-            average.write_bytes(mean(coarse.layout, outer_step % 2, parts))
+            average.write_bytes(average_of(coarse.layout, outer_step % 2, parts))
         if outer_step < 2:
             cluster.apply(outer_step % 2, average, 1, "on_time")
     found["pending"] = cluster.pending

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from isles.dist.world import join_world, leave_world
-from isles.outer.average import combine
 from isles.outer.cluster import Cluster
 from isles.outer.codec import parse_codec
 from isles.outer.diloco import OuterSettings
 from isles.outer.layout import make_layout
 from isles.run.env import RankEnv
-from tests.outer_trainer import SHAPES, Numbers
+from tests.outer_trainer import SHAPES, Numbers, mean
 
 pytestmark = pytest.mark.gpu
 
@@ -40,11 +39,8 @@ def turns_on(device: str, folder: Path) -> list[str]:
                     value.mul_(1 + 2.0**-8)
             elif mode == "late":
                 cluster.drop(fragment)
-            data, average, start = (folder / "part").read_bytes(), b"", 0
-            for count in layout.piece_counts(fragment):
-                end = start + layout.codec.size(count)
-                average += combine("int8", count, [(data[start:end], 1.0)])
-                start = end
+            parts = [((folder / "part").read_bytes(), 1.0)]
+            average = mean(layout.codec, layout.piece_counts(fragment), parts)
             (folder / "average").write_bytes(average)
             found.append(cluster.apply(fragment, folder / "average", 1, mode, alpha=0.5).digest)
             weights.values = {name: value.cpu() for name, value in weights.values.items()}

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from isles.outer.average import combine
 from isles.outer.codec import Codec, UnsoundUpdateError, parse_codec
 from isles.outer.diloco import (
     FragmentShare,
@@ -27,6 +26,7 @@ from isles.outer.diloco import (
 from isles.outer.layout import Piece
 from tests.deadline import DEADLINE_S
 from tests.each import each
+from tests.outer_trainer import mean as mean_of_pieces
 
 COUNTS = (1000, 4096, 1, 333)
 PIECES = [Piece("w", sum(COUNTS[:i]), count) for i, count in enumerate(COUNTS)]
@@ -76,14 +76,7 @@ class One:
 
 def mean(codec: Codec, parts: Sequence[tuple[bytes, float]]) -> bytes:
     """What a hub does: piece by piece."""
-    found = b""
-    start = 0
-    for count in COUNTS:
-        size = codec.size(count)
-        pieces = [(data[start : start + size], weight) for data, weight in parts]
-        found += combine(codec.text, count, pieces)
-        start += size
-    return found
+    return mean_of_pieces(codec, COUNTS, parts)
 
 
 @each("momentum", [0.0, 0.9])

@@ -9,8 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from isles.errors import CommunicationError
-from isles.outer.client.http import Channel, HubRefusal, RateLimit
+from isles.outer.client.http import Channel, DeadlineError, HubRefusal, RateLimit
 from isles.outer.messages import (
     Answer,
     Applied,
@@ -45,7 +44,7 @@ class HubApi:
     """The requests of one cluster; for one event loop.
 
     Each method has a deadline in seconds, and raises `HubRefusal` where the hub says no, and
-    `CommunicationError` where the deadline is over.
+    `DeadlineError` where it is over.
 
     Args:
         member_id: 32 hexadecimal digits that this cluster keeps for the whole run.
@@ -75,26 +74,26 @@ class HubApi:
 
     async def join(self, join: Join, deadline_s: float) -> JoinAnswer:
         """Take part; also after a restart of this cluster, or where the hub forgot it."""
-        answer = await self.channel.post("/v1/join", join, JoinAnswer, deadline_s)
+        answer = await self.channel.ask("/v1/join", JoinAnswer, deadline_s, join)
         self._leases = 0
         return answer
 
     async def heartbeat(self, heartbeat: Heartbeat, deadline_s: float) -> HeartbeatAnswer:
-        return await self.channel.post("/v1/heartbeat", heartbeat, HeartbeatAnswer, deadline_s)
+        return await self.channel.ask("/v1/heartbeat", HeartbeatAnswer, deadline_s, heartbeat)
 
     async def leave(self, deadline_s: float, *, has_finished: bool = False) -> None:
         """End; what was leased and not trained on goes to others, at once or after a while."""
         body = LeaveRun(id=self.id, has_finished=has_finished)
-        await self.channel.post("/v1/leave", body, Answer, deadline_s)
+        await self.channel.ask("/v1/leave", Answer, deadline_s, body)
 
     async def reset_done(self, deadline_s: float) -> None:
-        await self.channel.post("/v1/reset-done", OnlyId(id=self.id), Answer, deadline_s)
+        await self.channel.ask("/v1/reset-done", Answer, deadline_s, OnlyId(id=self.id))
 
     async def lease(self, samples: int, deadline_s: float) -> Sequence[Interval]:
         """Samples that are this cluster's alone."""
         self._leases += 1
         body = LeaseRequest(id=self.id, number=self._leases, samples=samples)
-        return (await self.channel.post("/v1/lease", body, LeaseAnswer, deadline_s)).samples
+        return (await self.channel.ask("/v1/lease", LeaseAnswer, deadline_s, body)).samples
 
     # Contributions and averages.
 
@@ -136,8 +135,8 @@ class HubApi:
                 if error.kind not in ("counted", "sealed"):
                     raise
             try:
-                answer = await self.channel.post(
-                    complete, contribution, ContributionAnswer, end - _now(), patience_s=_POLL_S
+                answer = await self.channel.ask(
+                    complete, ContributionAnswer, end - _now(), contribution, patience_s=_POLL_S
                 )
                 is_measured = answer.is_measured
             except HubRefusal as error:
@@ -150,18 +149,18 @@ class HubApi:
         """Wait until an outer step is committed.
 
         Raises:
-            CommunicationError: it is not by the deadline; says whom it waits for.
+            DeadlineError: it is not by the deadline; says whom it waits for.
         """
         end = _now() + deadline_s
         while True:
             wait_s = max(0.0, min(end - _now(), _POLL_S))
             place, left_s = f"/v1/rounds/{outer_step}?wait={wait_s:g}", max(end - _now(), 1.0)
-            answer = await self.channel.get(place, RoundAnswer, left_s, patience_s=wait_s)
+            answer = await self.channel.ask(place, RoundAnswer, left_s, patience_s=wait_s)
             if answer.state == "committed":
                 return answer
             if _now() >= end:
                 waits = ", ".join(answer.waits_for) or "nobody"
-                raise CommunicationError(
+                raise DeadlineError(
                     f"outer step {outer_step} is {answer.state} after {deadline_s:.0f} s; "
                     f"it waits for {waits}",
                     where=str(self.channel.line),
@@ -178,8 +177,8 @@ class HubApi:
         end = _now() + deadline_s
         while (left_s := end - _now()) > 0:
             place = f"/v1/rounds/{outer_step}/held?wait={min(left_s, _POLL_S):g}"
-            answer = await self.channel.post(
-                place, OnlyId(id=self.id), HeldAnswer, left_s, patience_s=_POLL_S
+            answer = await self.channel.ask(
+                place, HeldAnswer, left_s, OnlyId(id=self.id), patience_s=_POLL_S
             )
             if answer.is_everywhere:
                 return True
@@ -188,7 +187,7 @@ class HubApi:
     async def applied(self, outer_step: int, outer_params: str, deadline_s: float) -> None:
         """Report which outer parameters an average has led to."""
         body = Applied(id=self.id, outer_step=outer_step, outer_params=outer_params)
-        await self.channel.post("/v1/applied", body, Answer, deadline_s)
+        await self.channel.ask("/v1/applied", Answer, deadline_s, body)
 
     # States.
 
@@ -208,24 +207,24 @@ class HubApi:
         offer = StateOffer(
             id=self.id, version=version, outer_params=list(outer_params), files=offered
         )
-        answer = await self.channel.post("/v1/states", offer, StateNumber, deadline_s)
+        answer = await self.channel.ask("/v1/states", StateNumber, deadline_s, offer)
         state = f"/v1/states/{answer.state}"
         for index, (path, each) in enumerate(zip(files, hashes, strict=True)):
             place = f"{state}/files/{index}/from/{self.id}"
             await self.channel.upload(place, path, each, end - _now())
         place, body = f"{state}/complete", OnlyId(id=self.id)
-        await self.channel.post(place, body, Answer, end - _now(), patience_s=_SEAL_S)
+        await self.channel.ask(place, Answer, end - _now(), body, patience_s=_SEAL_S)
 
     async def pull_state(self, folder: Path, deadline_s: float) -> StateAnswer:
         """Fetch the state that another cluster gives into a folder; what is there is kept.
 
         Raises:
-            CommunicationError: nobody has given it by the deadline; says who was asked.
+            DeadlineError: nobody has given it by the deadline; says who was asked.
         """
         end = _now() + deadline_s
         while True:
             left_s, body = max(1.0, end - _now()), OnlyId(id=self.id)
-            answer = await self.channel.post("/v1/state", body, StateAnswer, left_s)
+            answer = await self.channel.ask("/v1/state", StateAnswer, left_s, body)
             if answer.state is not None:
                 folder.mkdir(exist_ok=True)
                 try:
@@ -243,7 +242,7 @@ class HubApi:
                         raise
             if _now() >= end:
                 source = answer.source or "nobody: no other cluster lives that is up to date"
-                raise CommunicationError(
+                raise DeadlineError(
                     f"no state has come within {deadline_s:.0f} s; asked for it is {source}",
                     where=str(self.channel.line),
                     fix="look at the log of the cluster named",

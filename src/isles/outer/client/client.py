@@ -38,7 +38,7 @@ _KEPT_AVERAGES = 8
 _PEERS_END_S = 15.0
 """Engine hivemind: until others have left the hub that is hosted here, and the daemon has ended."""
 _PATIENCE_S, _LOOK_S, _CLOSE_S = 90.0, 2.0, 10.0
-_PAUSE_S, _LONGEST_PAUSE_S, _HEALTHY_S = 0.5, 5.0, 20.0
+_PAUSE_S, _LONGEST_PAUSE_S, _HEALTHY_S = 0.5, 2.0, 20.0
 _WILL_PASS = {"name_taken", "full"}
 """Refusals that a cluster meets which was started again before its former self was given up."""
 

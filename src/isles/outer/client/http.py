@@ -56,6 +56,10 @@ class HubRefusal(CommunicationError):
         self.kind = kind
 
 
+class DeadlineError(CommunicationError):
+    """What was asked for has not come in time."""
+
+
 class _TryAgain(Exception):
     pass
 
@@ -91,8 +95,8 @@ class RateLimit:
 class Channel:
     """All connections of one cluster to its hub.
 
-    A request is tried until it works or its deadline is over. Then, or where the hub is another, it
-    raises `CommunicationError`; where the hub says no, `HubRefusal`.
+    A request is tried until it works or its deadline is over, with `DeadlineError`. Where the hub
+    says no, or is another one, it raises `HubRefusal`.
     """
 
     def __init__(self, line: JoinLine, up: RateLimit, down: RateLimit) -> None:
@@ -111,24 +115,35 @@ class Channel:
     async def close(self) -> None:
         await self._session.close()
 
-    async def get(self, path: str, kind: type[A], deadline_s: float, *, patience_s: float = 0) -> A:
-        """Ask; the hub may take `patience_s` longer than usual to answer."""
-        return await self._until(
-            lambda: self._answer(kind, "GET", path, patience_s), deadline_s, f"GET {path}"
-        )
-
-    async def post(
-        self, path: str, body: Message, kind: type[A], deadline_s: float, *, patience_s: float = 0
+    async def ask(
+        self,
+        path: str,
+        kind: type[A],
+        deadline_s: float,
+        body: Message | None = None,
+        *,
+        patience_s: float = 0.0,
     ) -> A:
-        options = {
-            "data": body.model_dump_json().encode(),
-            "headers": {"Content-Type": "application/json"},
-        }
-        return await self._until(
-            lambda: self._answer(kind, "POST", path, patience_s, **options),
-            deadline_s,
-            f"POST {path}",
-        )
+        """GET, or POST a body; the hub may take `patience_s` longer than usual to answer."""
+        method, options = "GET", dict[str, Any]()
+        if body is not None:
+            method, options["data"] = "POST", body.model_dump_json().encode()
+            options["headers"] = {"Content-Type": "application/json"}
+
+        async def attempt() -> A:
+            async with self._request(method, path, patience_s, **options) as response:
+                answer = await response.read()
+            try:
+                return kind.model_validate_json(answer)
+            except ValidationError as error:
+                raise HubRefusal(
+                    "protocol",
+                    f"the hub gives an answer that is no {kind.__name__}: {answer[:200]!r}",
+                    where=str(self.line),
+                    fix="install the same version of isles there and here",
+                ) from error
+
+        return await self._until(attempt, deadline_s, f"{method} {path}")
 
     async def upload(
         self, place: str, path: Path, hashes: Sequence[str], deadline_s: float
@@ -140,7 +155,7 @@ class Channel:
         """
         end = _now() + deadline_s
         size_bytes = path.stat().st_size
-        there = await self.get(place, Received, deadline_s)
+        there = await self.ask(place, Received, deadline_s)
         if there.size_bytes != size_bytes:
             raise HubRefusal(
                 "malformed",
@@ -158,7 +173,7 @@ class Channel:
 
             async def attempt() -> None:
                 headers = {"X-Sha256": hashes[index], "Content-Length": str(size)}
-                async with self._ask("PUT", address, data=self._slices(data), headers=headers):
+                async with self._request("PUT", address, data=self._slices(data), headers=headers):
                     self.up.total += size
 
             await self._until(attempt, end - _now(), f"PUT {address}")
@@ -193,7 +208,7 @@ class Channel:
             fix = "check the disk of the hub"
             return CommunicationError(f"{place}: {what}", where=str(self.line), fix=fix)
 
-        hashes = (await self.get(f"{place}/hashes", _Hashes, deadline_s)).root
+        hashes = (await self.ask(f"{place}/hashes", _Hashes, deadline_s)).root
         if len(hashes) != num_chunks(size_bytes) or digest_of(hashes) != digest:
             raise wrong("the hashes of its chunks do not make up its digest")
         partial = target.with_name(f"{target.name}.partial")
@@ -224,30 +239,15 @@ class Channel:
         # Whatever is asked for comes as fast as the link can: so ask only when it may come.
         await asyncio.sleep(self.down.delay(size))
         headers = {"Range": f"bytes={start}-{start + size - 1}"}
-        async with self._ask("GET", path, headers=headers) as response:
+        async with self._request("GET", path, headers=headers) as response:
             if response.status != 206 and start:
                 raise _TryAgain("the hub sends a file from its beginning")
             data = await response.content.readexactly(size)
         self.down.total += size
         return data
 
-    async def _answer(
-        self, kind: type[A], method: str, path: str, patience_s: float, **options: Any
-    ) -> A:
-        async with self._ask(method, path, patience_s, **options) as response:
-            body = await response.read()
-        try:
-            return kind.model_validate_json(body)
-        except ValidationError as error:
-            raise HubRefusal(
-                "protocol",
-                f"the hub gives an answer that is no {kind.__name__}: {body[:200]!r}",
-                where=str(self.line),
-                fix="install the same version of isles there and here",
-            ) from error
-
     @asynccontextmanager
-    async def _ask(
+    async def _request(
         self, method: str, path: str, patience_s: float = 0.0, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_S, sock_read=_SILENT_S + patience_s)
@@ -286,7 +286,7 @@ class Channel:
             delay_s = pause_s * random.uniform(0.5, 1.0)
             if _now() + delay_s >= end:
                 asked = _SECRET.sub("…", what)
-                raise CommunicationError(
+                raise DeadlineError(
                     f"{asked} has not worked for {deadline_s:.0f} s; at last: {last}",
                     where=str(self.line),
                     fix="look whether the hub runs and can be reached from here "

@@ -20,7 +20,7 @@ from typing import Any
 from isles.errors import CommunicationError, UserError
 from isles.facts.units import format_duration
 from isles.outer.client.api import HubApi
-from isles.outer.client.http import HubRefusal, RateLimit
+from isles.outer.client.http import DeadlineError, HubRefusal, RateLimit
 from isles.outer.client.spool import Spool
 from isles.outer.messages import (
     Adopt,
@@ -226,9 +226,7 @@ class Session:
                 self._heed(answer)
                 if answer.command == "reset" and answer.command_reason == account.reset_done:
                     await self._api.reset_done(_HEARTBEAT_S)
-            except HubRefusal:
-                raise
-            except CommunicationError as error:
+            except DeadlineError as error:
                 account.is_lost(error.what)
             else:
                 account.is_found()
@@ -354,9 +352,7 @@ class Session:
         while True:
             try:
                 return await self._api.wait_round(outer_step, _WAIT_S)
-            except HubRefusal:
-                raise
-            except CommunicationError as error:
+            except DeadlineError as error:
                 is_waited_for = outer_step in self._account.pending and self._state.is_connected
                 self._account.report(error.what, warns=is_waited_for)
 
@@ -419,9 +415,7 @@ class Session:
             try:
                 answer = await self._api.pull_state(folder, _WAIT_S)
                 break
-            except HubRefusal:
-                raise
-            except CommunicationError as error:
+            except DeadlineError as error:
                 account.report(error.what, warns=True)
         account.emit(
             Adopt(

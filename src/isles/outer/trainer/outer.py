@@ -360,8 +360,6 @@ class Outer:
                 "round": exchange.version // exchange.num_fragments,
                 "fragments": exchange.num_fragments,
                 "sync_every": coordinator.sync_every_at(exchange.version),
-                "steps_since": exchange.steps - exchange.contributed_at,
-                "waits_for_outer_steps": sorted(exchange.sent),
                 "is_averaged": not exchange.sent and not exchange.has_learnt,
                 "clusters": list(hub.members),
                 "is_connected": hub.is_connected,
