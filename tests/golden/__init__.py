@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import subprocess
 from pathlib import Path
@@ -20,4 +21,6 @@ def check_golden(name: str, text: str) -> None:
     text = text.replace(f"isles {__version__}", "isles VERSION")
     if os.environ.get("ISLES_WRITE_GOLDEN"):
         path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
+    kept = path.read_text(encoding="utf-8")
+    changes = difflib.unified_diff(kept.splitlines(), text.splitlines(), name, "now", lineterm="")
+    assert text == kept, "\n".join(changes)
