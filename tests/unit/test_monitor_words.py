@@ -20,9 +20,9 @@ from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import write_record
 from isles.run.remote import ClusterRun, MultiClusterRun, RemoteRun, write_remote
+from tests.golden import check_golden
 from tests.runs import bare_run
 from tests.unit.test_begin import add_checkpoint
-from tests.unit.test_pbs import check_golden
 
 SSH = """#!/bin/bash
 for word; do

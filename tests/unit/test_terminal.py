@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from isles.cli import app, main
-from tests.unit.test_pbs import check_golden
+from tests.golden import check_golden
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BAD = """\
