@@ -112,19 +112,6 @@ def test_after_a_kill_the_run_finishes_as_if_nothing_had_happened(run_file: Path
 
 
 @pytest.mark.long
-def test_two_deaths_without_progress_end_the_run(run_file: Path) -> None:
-    with started(run_file, TWO, "training.max_steps=100000") as (command, attempt):
-        command.until(lambda: has_done(attempt, 0, 3))
-        kill_rank(command, attempt, 1, 0)
-        kill_rank(command, attempt, 1, 1)
-        assert command.end() == ExitCode.TRAINING
-    assert "rank 1 was killed by SIGKILL" in command.err
-    assert "second loss of a rank without progress: at step" in command.err
-    assert current_restart(attempt) == 1
-    assert (read_record(attempt.outcome) or {})["exit_code"] == ExitCode.TRAINING
-
-
-@pytest.mark.long
 def test_an_error_that_would_come_again_is_not_retried(run_file: Path) -> None:
     hell = ("training.learning_rate=100.0", "training.optimizer=sgd", "training.max_grad_norm=null")
     with started(run_file, *hell, "training.max_steps=200") as (command, attempt):

@@ -253,12 +253,8 @@ def fetch_run(
 ) -> tuple[RunDir, Attempt]:
     """Get the files of a run from its coordinator, and make this node's own folder of it.
 
-    Args:
-        output_dir: where the folder of the run is made; None: as the run file says.
-
-    Raises:
-        UserError: the coordinator does not answer in time, has another run, or this host cannot
-            take part.
+    `output_dir`: where that folder is made; None: as the run file says. UserError: the coordinator
+    does not answer in time, or this host cannot take part.
     """
     files = _fetch(target, token, timeout_s)
     if files.get("isles") != __version__:

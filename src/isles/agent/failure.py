@@ -76,10 +76,8 @@ def decide(
 ) -> Restart:
     """Decide what follows from the loss of a rank, and record it, with the outcome at an end.
 
-    Args:
-        restart: how often its ranks were started again before.
-        max_restarts: how often ranks may be started again.
-        stop: the exit code of a stop that was asked for meanwhile.
+    `restart`: how often the ranks were started again before; `stop`: the exit code of a stop that
+    was asked for meanwhile.
     """
     before = [entry for entry in list_restarts(attempt) if entry.is_counted]
     reached, saved = read_last_step(attempt, restart), newest_step(run_dir)
@@ -133,11 +131,8 @@ def failure_report(
     """The part of an agent's report that says why ranks have failed.
 
     Args:
-        restart: how often the ranks were started again before.
-        world_size: those of all nodes.
-        failures: exit codes of those that were seen to end first.
-        has_no_memory: whether the kernel has killed processes here for their memory; see
-            `oom_kills`.
+        failures: exit codes of the ranks that were seen to end first.
+        has_no_memory: whether the kernel has killed processes here for it; see `oom_kills`.
 
     Returns:
         errors: the records that these ranks have left. root_cause: the one that the others may be

@@ -72,14 +72,9 @@ class Lead:
     def open(self, only_check_s: float | None = None) -> int | None:
         """Find out the nodes, check them where that is asked for, and listen.
 
-        Args:
-            only_check_s: check the nodes of this job and do nothing else; longest wait of a check.
-
-        Returns:
-            The exit code where there is nothing to coordinate.
-
-        Raises:
-            UserError: the nodes of the run are not known.
+        Returns the exit code where there is nothing to coordinate. With `only_check_s`, the longest
+        wait of a check, it checks the nodes of this job and does nothing else. UserError: the nodes
+        of the run are not known.
         """
         if not isinstance(self._config.clusters[0].launcher, QueueSection):
             self.nodes = require_nodes(self._attempt)

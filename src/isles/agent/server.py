@@ -392,11 +392,9 @@ class NodeRecords:
         self._written_at = 0.0
 
     def write(self, places: dict[int, tuple[int, int]], *, now: bool = False) -> None:
-        """Write what has changed, and all of it every few seconds.
+        """Write what has changed, and all of it every few seconds, or `now`.
 
-        Args:
-            places: first rank and number of ranks of the nodes that train.
-            now: also if nothing has changed.
+        `places`: first rank and number of ranks of the nodes that train.
         """
         if len(self._nodes) == 1:
             return

@@ -23,7 +23,6 @@ class Restart:
 
     Args:
         number: the restart that follows, or would: 1 is the first of this start of the run.
-        at: seconds since the epoch.
         root_cause: the error that caused it; None where only nodes came or went.
         why: in a few words, such as `rank 1 on box was killed by SIGKILL`.
         reached: the last step that was done; None: none since the ranks were started.
