@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from isles.cli import main
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, load_resolved, resolve
 from isles.config.show import TEMPLATES, template
@@ -134,34 +131,3 @@ def test_a_damaged_override_never_gives_a_traceback(
     file = folder / "good.yaml"
     file.write_text(TEXTS[0], encoding="utf-8")
     check(file, (".".join(parts) + ("=" if has_equals else "") + value,))
-
-
-@pytest.mark.long
-@settings(
-    max_examples=500,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-@given(st.sampled_from(TEXTS), st.lists(MUTATIONS, min_size=1, max_size=3))
-def test_the_command_ends_with_1_and_file_and_line(
-    folder: Path, text: str, mutations: list[tuple[str, int, int | str | bytes]]
-) -> None:
-    """The same through the front door: `isles config show run.yaml`."""
-    content = text.encode()
-    for kind, position, what in mutations:
-        content = mutate(content, kind, position, what)
-    file = folder / "door.yaml"
-    file.write_bytes(content)
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(["config", "show", str(file)])
-    assert "Traceback" not in err.getvalue()
-    if code == 0:
-        check(file)
-        return
-    assert code == 1
-    unwrapped = err.getvalue().replace("\n", "")
-    assert re.search(rf"{re.escape(str(file))}:\d+", unwrapped), err.getvalue()
-    assert "fix: " in err.getvalue()

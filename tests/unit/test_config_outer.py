@@ -47,7 +47,6 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
             "{kind: diloco, codec: {kind: topk, density: 0.02}, lr: 1.0, momentum: 0.0}",
         ),
         (["outer={kind: none, lr: 1}"], "unknown key lr", "kind: diloco"),
-        (["outer={kind: diloco, engine: torchft}"], "does not have yet", "hub, hivemind"),
         (["outer={kind: diloco, engine: gloo}"], "not one of its values", "mean hub?"),
         (["outer={kind: diloco, hivemind: {relay: true}}"], "nothing to engine hub", "hivemind"),
         (["outer={kind: diloco, engine: hivemind, public: 'h:1'}"], "public h:1", "engine: hub"),

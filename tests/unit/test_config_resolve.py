@@ -73,7 +73,7 @@ def test_accumulation_follows_from_the_batch(tmp_path: Path) -> None:
     assert resolved.derived["grad_accum_steps"] == 4
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "ranks", "what", "fix"),
     [
         (
@@ -115,7 +115,7 @@ def test_every_leaf_has_an_origin(tmp_path: Path) -> None:
     assert resolved.origins["derived.rows_per_rank"] == "derived: global_batch_size / world_size"
 
 
-@pytest.mark.parametrize(
+@each(
     "overrides",
     [
         (),

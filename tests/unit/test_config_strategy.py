@@ -147,7 +147,7 @@ def test_shares_outlive_an_unknown_key_elsewhere(tmp_path: Path) -> None:
     assert len(raised.value.issues) == 2, "the rule was checked as well"
 
 
-@pytest.mark.parametrize(
+@each(
     ("balance", "what"),
     [("{'7': 1}", "balance names rank 7, and there are 2"), ("{'0': 0, '1': 0}", "a share of 0")],
 )

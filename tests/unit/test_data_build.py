@@ -15,6 +15,7 @@ from isles.data.samples import FAKE_SAMPLES
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.dist.batch import IGNORE_INDEX
 from isles.errors import DataError
+from tests.each import each
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def section(*paths: Path | str, weights: tuple[float, ...] | None = None, **keys
     return DataConfig(sources=sources, **keys)
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@each("packing", [True, False])
 def test_training_and_validation_set(tokenizer, corpus: Path, tmp_path: Path, packing: bool):
     data = section(corpus, seq_length=16, packing=packing, validation_fraction=0.1)
     training, validation = build(data, tokenizer, tmp_path / "cache")

@@ -533,7 +533,7 @@ def test_models_that_do_not_heed_borders_are_refused(
         assert what in violation.what and "data.packing: false" in violation.fix
 
 
-@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
+@each("name", ["flash_attention_2", "flex_attention"])
 def test_attention_for_gpus_is_refused_without_one(name: str) -> None:
     with pytest.raises(UserError, match=f"{name} trains on a GPU only") as caught:
         check_attention(name, torch.device("cpu"))

@@ -83,27 +83,6 @@ def test_samples_and_counts_are_printed(chats: Path, tmp_path: Path):
     assert not list(tmp_path.glob("runs*"))
 
 
-@pytest.mark.long
-def test_faults_end_it_with_a_message(chats: Path, tmp_path: Path):
-    with (tmp_path / "chat.jsonl").open("a") as stream:
-        stream.write('{"messages": []}\n{"messages": 3}\n')
-    shown = show(chats)
-    assert shown.returncode == 1 and "Traceback" not in shown.stderr
-    assert "2 of 32 rows cannot be trained on:" in shown.stderr
-    assert "chat.jsonl:31: column 'messages' holds no message" in shown.stderr
-    assert not (tmp_path / "prepared").exists() or not list((tmp_path / "prepared").glob("tokens*"))
-    allowed = show(chats, "data.max_bad_fraction=0.1", "--samples=1")
-    assert allowed.returncode == 0, allowed.stderr
-    assert "bad rows, left out" in allowed.stdout and "bad_rows=2" in allowed.stderr
-    for arguments, message in (
-        (("--samples=0",), "0 samples are none"),
-        (("data.sources=[{type: fake}]", "tokenizer.train_vocab_size=null"), "source is fake"),
-        (("data.sources.0.path=chats.jsonl",), "did you mean chat.jsonl"),
-    ):
-        shown = show(chats, *arguments)
-        assert shown.returncode == 1 and message in shown.stderr, shown.stderr
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     made = train_tokenizer(["user assistant hello zwölf 😀 yes no"] * 9, 300, is_chat=True)

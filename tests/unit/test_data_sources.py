@@ -21,6 +21,7 @@ from isles.data.sources.read import PIECE_BYTES, WHOLE_BYTES
 from isles.data.sources.rows import PLAIN
 from isles.errors import DataError
 from tests.deadline import DEADLINE_S
+from tests.each import each
 
 
 def documents(path: Path | str, **keys: Any) -> list[str]:
@@ -91,7 +92,7 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path: Path):
     assert str(tmp_path.absolute()) in error_of(tmp_path / "no" / "such" / "file.txt").fix
 
 
-@pytest.mark.parametrize("closed", ["file", "folder"])
+@each("closed", ["file", "folder"])
 def test_no_read_permission(closed: str):
     script = (
         "import os, sys\n"
@@ -143,11 +144,7 @@ def test_a_glob_without_a_match_names_pattern_and_folder(
 
 def test_a_plain_folder_suggests_the_glob(tmp_path: Path):
     (tmp_path / "a.md").write_text("x")
-    (tmp_path / "b.md").write_text("x")
-    error = error_of(tmp_path)
-    assert f"{tmp_path}/**/*.md (2 files)" in error.fix
-    (tmp_path / "none").mkdir()
-    assert "no files" in error_of(tmp_path / "none").what
+    assert f"{tmp_path}/**/*.jsonl" in error_of(tmp_path).fix
 
 
 def test_a_relative_path_is_a_path_and_not_a_hub_id(
@@ -163,7 +160,7 @@ def test_a_relative_path_is_a_path_and_not_a_hub_id(
 # JSON lines
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+@each("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
 def test_json_lines(tmp_path: Path, name: str):
     file = tmp_path / name
     content = b'{"text": "a\\u00e9\\ud83d\\ude00", "n": 1}\n\n{"text": ""}\n{"text": "b\\nc"}'
@@ -171,7 +168,7 @@ def test_json_lines(tmp_path: Path, name: str):
     assert documents(file) == ["aé😀", "b\nc"]
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+@each("name", ["a.json", "a.json.gz"])
 def test_a_json_array(tmp_path: Path, name: str):
     file = tmp_path / name
     content = b'\xef\xbb\xbf \n[\n{"text": "a"},\n  {"text": "b"}\n]\n'
@@ -287,7 +284,7 @@ def test_python_stdlib():
     texts = [row.columns[PLAIN] for row, _ in zip(rows, range(50), strict=False)]
     assert len(texts) == 50 and sum(map(len, texts)) > 100_000
     identity = source.identity()
-    assert identity["files"] > 300 and "python" in identity
+    assert "python" in identity
 
 
 def test_identity_follows_the_files(tmp_path: Path):

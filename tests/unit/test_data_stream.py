@@ -141,7 +141,7 @@ def tokens_read(stream: Stream, made: list[tuple[SegmentRecord, TokenStore]]) ->
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@each("name", ["a.jsonl", "a.parquet"])
 def test_segments_follow_on_without_losing_a_token(tmp_path: Path, tokenizer: Any, name: str):
     stream = stream_of(MAKERS[name](tmp_path / name), tokenizer, validation_fraction=0.1)
     held_out = stream.hold_out(0, len(TEXTS))
@@ -159,7 +159,7 @@ def test_segments_follow_on_without_losing_a_token(tmp_path: Path, tokenizer: An
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("packing", [True, False])
+@each("packing", [True, False])
 def test_any_segment_is_made_again_from_the_record_before_it(
     tmp_path: Path, tokenizer: Any, packing: bool
 ):
@@ -254,7 +254,7 @@ def test_what_is_held_out_depends_on_seed_and_number_alone():
     assert list(islice(whole, 3)) == HoldOut(0.1, 3, 0)(0, 3)
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "what", "fix"),
     [
         (

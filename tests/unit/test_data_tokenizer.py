@@ -23,6 +23,7 @@ from isles.data.tokens.tokenizer import (
 )
 from isles.errors import DataError
 from tests.deadline import DEADLINE_S
+from tests.each import each
 
 DOCS = DataConfig(sources=(SourceConfig(path="python-docs"),))
 
@@ -68,7 +69,7 @@ def test_the_digest_survives_saving_and_use(trained, tmp_path: Path):
     assert tokenizer_digest(loaded) != digest
 
 
-@pytest.mark.parametrize("border", ["\n", " ", ""])
+@each("border", ["\n", " ", ""])
 def test_long_documents_are_tokenized_in_pieces(border: str):
     sizes: list[int] = []
 

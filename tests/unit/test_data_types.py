@@ -255,7 +255,7 @@ def test_generation_stops_where_a_turn_ends():
         assert tokenizer.eos_token == "</s>"
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "what", "where"),
     [
         (None, "there is no chat template", "tokenizer.chat_template"),

@@ -27,7 +27,7 @@ FAULTS = [
     ("track: wandb", "track", "not a list", "track: [wandb]"),
     ("track: [3]", "track.0", "3, not one of its values", "jsonl, tensorboard, wandb, mlflow"),
     ("track: [null]", "track.0", "empty", "delete the line"),
-    ("track: [comet]", "track.0", "not have yet", "one of: jsonl"),
+    ("track: [comet]", "track.0", "not one of its values", "one of: jsonl"),
     ("track: [{kind: wandbb}]", "track.0.kind", '"wandbb"', "did you mean wandb?"),
     ("track: [{project: p}]", "track.0", "does not say its kind", "wandb, mlflow"),
     ("track: [{kind: wandb, projct: p}]", "track.0.projct", "unknown key", "mean project?"),

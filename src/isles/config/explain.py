@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from isles import __version__
 from isles.config import keys
-from isles.config.issues import Issue, alias_words, is_not_yet, quote, unknown_key
+from isles.config.issues import Issue, alias_words, quote, unknown_key
 from isles.config.yaml import KeyPath, dotted, is_leaf, resolve_plain, scalar_text
 
 _SIZES = frozenset(
@@ -96,9 +95,6 @@ class _WrongValue:
     def _is(self, what: str, fix: str) -> Issue:
         return self._issue(f" is {quote(self.value)}{what}", fix)
 
-    def _not_yet(self, fix: str) -> Issue:
-        return self._is(f", which isles {__version__} does not have yet", fix)
-
     def _section(self) -> Issue:
         # A section that is none, or of no kind that there is.
         value, node, kinds = self.value, self.node, tuple(keys.by_kind(self.node))
@@ -122,8 +118,6 @@ class _WrongValue:
                 fix = f"write {self.name}: {section}"
             elif kind:
                 fix = f"write {self.name}: {{kind: {kind}}}"
-            elif is_not_yet(f"{self.alias_key}.kind", value):
-                return self._not_yet(f"write {self.name}: {{kind: {kinds[0]}}}")
             elif key:
                 fix = f"write {self.label}{{{key}: {scalar_text(value)}}}"
         return self._is(", not a section with keys of its own", fix)
@@ -134,8 +128,6 @@ class _WrongValue:
         choices = f"use {keys.allowed(self.node)}"
         word = scalar_text(value).lower() if is_leaf(value) else ""
         word = value.lower() if isinstance(value, str) else word
-        if is_not_yet(self.alias_key, word):
-            return self._not_yet(choices)
         spelled = {choice.lower(): choice for choice in words}
         near = difflib.get_close_matches(word, spelled, n=1, cutoff=0.6)
         meant = alias_words("values", self.alias_key).get(word) or (near and spelled[near[0]])
@@ -156,8 +148,6 @@ class _WrongValue:
         if isinstance(value, bool | int | float) and keys.literals(node) and not has_numbers:
             return self._word()
         fix = self._written_otherwise() or f"write {allowed}"
-        if isinstance(value, str) and is_not_yet(self.alias_key, value):
-            return self._not_yet(fix)
         if has_numbers and isinstance(value, float) and not _is_finite(value):
             return self._is(", not a finite number", fix)
         text = " (text)" if isinstance(value, str) and has_numbers else ""

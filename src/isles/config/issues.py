@@ -97,7 +97,7 @@ class Alias:
 
 @cache
 def aliases() -> Mapping[str, Any]:
-    """aliases.yaml as it is: `keys`, `values`, `not_yet`, `sections`."""
+    """aliases.yaml as it is: `keys`, `values`, `sections`."""
     entry = resources.files("isles.config") / "aliases.yaml"
     text = entry.read_text(encoding="utf-8").replace("{version}", __version__)
     return parse_yaml(text, entry.name).value
@@ -127,11 +127,6 @@ def alias_words(kind: str, key: str) -> dict[str, str]:
     """
     meanings: Mapping[str, str] = aliases()[kind].get(key, {})
     return {word: here for here, words in meanings.items() for word in words.split()}
-
-
-def is_not_yet(key: str, word: str) -> bool:
-    """Whether a word for a value is known, and isles lacks what it means."""
-    return word in aliases()["not_yet"].get(key, "").split()
 
 
 def find_alias(path: Sequence[str | int]) -> Alias | None:

@@ -6,7 +6,6 @@ documents that stay whole, `pairs` for preferences.
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,8 +17,6 @@ from isles.config.sections.data import isolates as isolates_documents
 from isles.data.order import Int64Array, draw, key_from
 from isles.data.samples import SampleCounts, SampleTable
 from isles.data.tokens.store import TokenStore
-
-log = logging.getLogger(__name__)
 
 TooLong = Literal["truncate", "drop"]
 
@@ -74,12 +71,6 @@ def split_store(store: TokenStore, fraction: float, seed: int) -> tuple[Ranges, 
     if num_units == 1:
         # Two: a single token has nothing to predict.
         cut = num_tokens - min(max(round(fraction * num_tokens), 2), num_tokens - 1)
-        log.info(
-            "source=%s has one document: its last %d of %d tokens are the validation part",
-            store.name,
-            num_tokens - cut,
-            num_tokens,
-        )
         return Ranges(starts, np.array([cut])), Ranges(np.array([cut]), ends)
     number = min(max(round(fraction * num_units), 1), num_units - 1)
     drawn = draw(key_from(seed, 3), np.arange(num_units))

@@ -62,21 +62,21 @@ class Figures:
 
 def figures_of(data: DataConfig, source: SourceConfig, store: TokenStore) -> Figures:
     """The counts of a prepared source, training and validation part together."""
-    ends = np.asarray(store.document_ends)
-    starts = np.concatenate([[0], ends[:-1]])
+    ranges = Ranges.of(store)
+    lengths = ranges.ends - ranges.starts
     manifest = store.manifest
     trained = len(store.tokens) if store.trained is None else int(store.trained.sum())
     return Figures(
         rows=manifest.get("rows", 0),
         empty=manifest.get("empty", 0),
         bad=manifest.get("bad", 0),
-        documents=len(ends),
+        documents=len(lengths),
         tokens=len(store.tokens),
         trained=trained,
-        median=int(np.median(ends - starts)),
-        longest=int((ends - starts).max()),
-        over_length=int((ends - starts > data.seq_length + 1).sum()),
-        counts=make_table(data, source, store, Ranges(starts, ends)).counts,
+        median=int(np.median(lengths)),
+        longest=int(lengths.max()),
+        over_length=int((lengths > data.seq_length + 1).sum()),
+        counts=make_table(data, source, store, ranges).counts,
     )
 
 

@@ -186,27 +186,27 @@ def _other_values(file: DeepSpeedFile, config: RunConfig) -> _Found:
         same_type = isinstance(value, bool) == isinstance(expected, bool)
         if value == AUTO or (value == expected and same_type) or (value == 0 and expected is None):
             continue
-        fix = f'write "auto" there, or {name}: {_show(value)} in the run file'
-        yield key, f"is {_show(value)}, and {names[0]} is {_show(expected)}", fix, names[0]
+        fix = f'write "auto" there, or {name}: {show_value(value)} in the run file'
+        yield (
+            key,
+            f"is {show_value(value)}, and {names[0]} is {show_value(expected)}",
+            fix,
+            names[0],
+        )
     for key, (wanted, why) in table["fixed"].items():
         if (value := file.get(key, AUTO)) not in (AUTO, wanted):
-            yield key, f"is {_show(value)}, and {why}", f"write {_show(wanted)}, or delete it", ""
-    rows, micro = config.training.global_batch_size, config.training.micro_batch_size
+            yield (
+                key,
+                f"is {show_value(value)}, and {why}",
+                f"write {show_value(wanted)}, or delete it",
+                "",
+            )
+    # Where both are numbers, the ranks must be known as well: see `check_accumulation`.
     steps, run_key = file.get(_ACCUMULATION, AUTO), "training.micro_batch_size"
-    if steps == AUTO:
-        return
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        fix = 'write a number of 1 or more, or "auto"'
-        yield _ACCUMULATION, f"is {_show(steps)}", fix, ""
-    elif not isinstance(micro, int):
-        what = f"is {steps}, and {run_key}, from which it follows, is no number"
+    if steps != AUTO and not isinstance(config.at(run_key), int):
+        what = f"is {show_value(steps)}, and {run_key}, from which it follows, is no number"
         fix = 'write "auto" there, or a number for micro_batch_size in the run file'
         yield _ACCUMULATION, what, fix, run_key
-    elif rows % (steps * micro):
-        run_key, unit = "training.global_batch_size", steps * micro
-        what = f"is {steps}, and {run_key} {rows} is no multiple of {steps} x micro_batch_size "
-        fix = f'write "auto" there, or make global_batch_size ranks x {unit} in the run file'
-        yield _ACCUMULATION, f"{what}{micro} = {unit}", fix, run_key
 
 
 def _other_kinds(file: DeepSpeedFile, config: RunConfig) -> _Found:
@@ -217,14 +217,14 @@ def _other_kinds(file: DeepSpeedFile, config: RunConfig) -> _Found:
         enabled = file.get(f"{name}.enabled", AUTO)
         if enabled != AUTO and enabled is not (precision == mixed):
             fix = f"precision: {mixed} in the run file" if enabled else "delete the section"
-            what = f"is {_show(enabled)}, and training.precision is {precision}"
+            what = f"is {show_value(enabled)}, and training.precision is {precision}"
             fix = f'write "auto" there, or {fix}'
             yield f"{name}.enabled", what, fix, "training.precision"
     for section, run_key in table["types"].items():
         kind, wanted = file.get(f"{section}.type", AUTO), config.at(run_key)
         known = table[f"{section}s"].get(wanted, "").lower().split()
         if kind != AUTO and str(kind).lower() not in known:
-            what = f"is {_show(kind)}, and {run_key} is {wanted}"
+            what = f"is {show_value(kind)}, and {run_key} is {wanted}"
             fix = f'write "auto" there, delete the section, or name another {section} in the run '
             yield f"{section}.type", what, f"{fix}file", run_key
 
@@ -239,7 +239,7 @@ def offload_issues(
         device = zero.get(name, {}).get("device", "none")
         at = f"{file.where(f'{_ZERO}.{name}.device')}: " if file else ""
         if device not in ("none", "cpu", "nvme"):
-            yield Issue(keys, f"{at}it is {_show(device)}", "write none, cpu or nvme")
+            yield Issue(keys, f"{at}it is {show_value(device)}", "write none, cpu or nvme")
         needs_stage_3 = device == "nvme" or (name == "offload_param" and device != "none")
         if needs_stage_3 and zero["stage"] != 3:
             yield Issue(
@@ -259,10 +259,6 @@ def offload_issues(
 def _nearest(name: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f"did you mean {near[0]}?" if near else "delete it"
-
-
-def _show(value: object) -> str:
-    return str(value) if isinstance(value, tuple) else show_value(value)
 
 
 def deepspeed_settings(config: RunConfig, strategy: DeepSpeedStrategyConfig) -> Json:

@@ -9,6 +9,8 @@ from isles.config.sections.strategy import DeepSpeedStrategyConfig, FSDPStrategy
 from isles.config.sections.training import TrainingConfig
 from isles.errors import ConfigError
 
+_PARAMS = {"AdamW": "lr weight_decay betas eps", "SGD": "lr weight_decay momentum"}
+
 
 def deepspeed_json(loaded: Loaded, world_size: int) -> tuple[Json, list[str]]:
     """A DeepSpeed JSON that equals the run file, for so many ranks, and what it cannot say.
@@ -54,20 +56,16 @@ def deepspeed_json(loaded: Loaded, world_size: int) -> tuple[Json, list[str]]:
 
 def _optimizer_json(config: RunConfig) -> Json:
     table = deepspeed_keys()
-    kind, *_ = table["optimizers"].get(config.training.optimizer, "").split() or [None]
+    kind = table["optimizers"].get(config.training.optimizer, "").partition(" ")[0]
+    if kind not in _PARAMS:
+        # The rules allow no other under DeepSpeed; adamw_8bit is the user's own to make.
+        return {}
     params: Json = {}
-    match kind:
-        case "AdamW":
-            keys = ("lr", "weight_decay", "betas", "eps")
-            params["torch_adam"] = True
-        case "SGD":
-            keys = ("lr", "weight_decay", "momentum")
-        case _:
-            # The rules allow no other under DeepSpeed; adamw_8bit is the user's own to make.
-            return {}
-    for key in keys:
+    for key in _PARAMS[kind].split():
         values = [config.at(name) for name in table["same"][f"optimizer.params.{key}"].split()]
         params[key] = values if len(values) > 1 else values[0]
+    if kind == "AdamW":
+        params["torch_adam"] = True
     return {"type": kind, "params": params}
 
 

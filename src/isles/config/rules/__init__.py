@@ -1,8 +1,9 @@
 """The rules between the keys of a run file that need nothing but the file.
 
 Each file has the rules of some sections, as functions that yield an `Issue` for every rule that is
-broken; a rule inside one section stands in its class in `sections/`. `shape.py` has those that need
-the model's config.json, too, and is asked by `config/files.py`. Open `training.py` first.
+broken; a rule inside one section stands in its class in `sections/`. `idle.py` is the table of keys
+that mean nothing beside the value of another. `shape.py` has the rules that need the model's
+config.json, too, and is asked by `config/files.py`. Open `training.py` first.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -141,14 +140,9 @@ class BuiltIn(Source):
     name: str
 
     def identity(self) -> dict[str, Any]:
-        """The Python version, and how much of its library is installed."""
+        """The Python version."""
         python = f"{platform.python_implementation()} {platform.python_version()}"
-        identity: dict[str, Any] = {"builtin": self.name, "python": python}
-        if self.name == "python-stdlib":
-            files = _library()
-            size = sum(file.stat().st_size for file in files)
-            identity |= {"files": len(files), "size_bytes": size}
-        return identity
+        return {"builtin": self.name, "python": python}
 
     def chunks(self, parser: Parser, begin: ChunkStart | None = None) -> Iterator[Chunk]:
         parser.check((PLAIN,), self.name)
@@ -273,16 +267,10 @@ def _open_folder(path: Path, source: SourceConfig) -> Source:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _open_saved(path.absolute(), source.split)
     # Not read as it is: a folder of data also holds readmes, archives and caches.
-    endings = Counter(file.suffix for file in path.rglob("*") if file.is_file())
-    if not endings:
-        raise DataError(
-            "the folder holds no files", where=str(path), fix="name one that does", id="files.data"
-        )
-    ending, count = endings.most_common(1)[0]
     raise DataError(
         "is a folder, and not one that save_to_disk of the datasets library wrote",
         where=str(path),
-        fix=f"name its files with a glob: {path}/**/*{ending} ({count} files)",
+        fix=f"name its files with a glob, such as {path}/**/*.jsonl",
         id="files.data",
     )
 

@@ -186,13 +186,6 @@ def _read_csv(path: Path, parser: Parser, delimiter: str) -> Rows:
         reader = csv.reader(_lines(path, stream), delimiter=delimiter, strict=True)
         try:
             names = next(reader, [])
-            if len(set(names)) < len(names):
-                twice = next(name for name in names if names.count(name) > 1)
-                raise DataError(
-                    f"the column {twice!r} stands twice",
-                    where=f"{path}:1",
-                    fix="give every column a name of its own",
-                )
             parser.check(names, f"{path}:1")
             line = reader.line_num + 1
             for cells in reader:
@@ -243,13 +236,7 @@ def _read_parquet(path: Path, parser: Parser, first: int) -> Rows:
                 for values in kept.to_pylist():
                     yield Row(f"{path} row {row}", values)
                     row += 1
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"a column holds text that is not UTF-8: {error}",
-            where=f"{path} from row {row} on",
-            fix="write the file again",
-        ) from error
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(
             f"the Parquet file is damaged (near row {row}): {str(error).splitlines()[0]}",
             where=str(path),

@@ -167,9 +167,9 @@ def segment_table(
     data: DataConfig, source: SourceConfig, store: TokenStore, begin: Position
 ) -> SampleTable:
     """The samples of a segment that begins there."""
-    ends = np.asarray(store.document_ends)
-    starts = np.concatenate([[begin.tokens], ends[:-1]])
-    return make_table(data, source, store, Ranges(starts, ends))
+    ranges = Ranges.of(store)
+    ranges.starts[0] = begin.tokens
+    return make_table(data, source, store, ranges)
 
 
 def make_segment(
