@@ -230,15 +230,15 @@ FAULTS = (
     Fault(
         "a lease that is asked for twice gives two blocks",
         "outer/hub/samples.py",
-        'if number == last["claim"]:',
-        'if number == -last["claim"]:',
+        'if number <= member["claim"]:',
+        "if number < 0:",
         "tests/unit/test_outer_hub.py",
     ),
     Fault(
         "a block that one cluster holds is leased to another",
         "outer/hub/samples.py",
-        '"SELECT * FROM blocks WHERE member IS NULL AND read < stop - start"',
-        '"SELECT * FROM blocks WHERE read < stop - start"',
+        '"SELECT * FROM blocks WHERE owner = ? ORDER BY start"',
+        '"SELECT * FROM blocks WHERE owner >= ? ORDER BY start"',
         "tests/unit/test_outer_hub.py",
     ),
     Fault(

@@ -9,11 +9,12 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+import isles.outer.average  # noqa: F401  torch, once for all children
 from isles.outer.hub.files import Incoming, average, norm_of
 from isles.outer.messages import CHUNK_BYTES, Contribution, digest_of, hash_chunks
 from tests.outer_world import World, member_id
@@ -21,23 +22,6 @@ from tests.outer_world import World, member_id
 TURNS, NUMBERS = 6, CHUNK_BYTES // 4 + 5
 PIECES = [[NUMBERS]]
 _FILES = ("open", "os.rename", "os.remove", "os.truncate", "os.rmdir")
-
-
-class Plain:
-    """fp32 as it is, without torch."""
-
-    def size(self, codec: str, n: int) -> int:
-        return 4 * n
-
-    def inspect(self, codec: str, n: int, data: bytes) -> float:
-        return float(np.square(np.frombuffer(data, np.float32)).sum())
-
-    def combine(self, codec: str, n: int, parts: Sequence[tuple[bytes, float]]) -> bytes:
-        whole = sum(weight for _, weight in parts)
-        total = np.zeros(n, np.float32)
-        for data, weight in parts:
-            total += np.frombuffer(data, np.float32) * np.float32(weight / whole)
-        return total.tobytes()
 
 
 def open_world(folder: Path) -> World:
@@ -56,7 +40,8 @@ def requests() -> list[Callable[[World], None]]:
 
         def contribute(world: World) -> None:
             samples[:] = world.lease(name, outer_step + 1, 3)
-            number, _, path = world.core.check_part(member_id(name), outer_step)
+            path = world.do(world.core.part_path, member_id(name), outer_step)
+            number = int(path.stem)
             data = np.full(NUMBERS, outer_step + number, np.float32).tobytes()
             source = world.folder.parent / f"{name}.part"
             source.write_bytes(data)
@@ -65,24 +50,24 @@ def requests() -> list[Callable[[World], None]]:
                 chunk = data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
                 incoming.put(index, chunk, sha256)
             digest = digest_of(hash_chunks(source))
-            assert not incoming.seal(digest)
-            norm = norm_of(Plain(), "none", PIECES[0], path)
+            incoming.seal(digest)
+            norm = norm_of("none", PIECES[0], path)
             part = Contribution(
                 id=member_id(name), tokens=number, steps=1, samples=samples, digest=digest
             )
-            world.core.complete(outer_step, part, norm)
-            incoming.close()
+            world.do(world.core.complete, outer_step, part, norm)
 
         def contribute_once(world: World) -> None:
-            if world.core.counted(member_id(name), outer_step) is None:
+            if not world.do(world.core.is_counted, member_id(name), outer_step):
                 contribute(world)
 
         return [lease, contribute_once]
 
     def decide(world: World) -> None:
-        job = world.core.close_round()
+        job = world.do(world.core.rounds.close)
         if job is not None:
-            world.core.commit(job.outer_step, average(Plain(), "none", PIECES[0], job))
+            world.do(world.core.commit, job.outer_step, *average("none", PIECES[0], job))
+            world.do(world.core.sweep)
 
     found: list[Callable[[World], None]] = [
         lambda world: world.join("a", pieces=PIECES) and None,

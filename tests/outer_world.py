@@ -5,11 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from isles.outer.hub.core import Core
-from isles.outer.hub.files import Average
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.status import events
-from isles.outer.messages import Applied, Contribution, Heartbeat, Join, LeaseRequest
+from isles.outer.messages import (
+    Applied,
+    Contribution,
+    Heartbeat,
+    Join,
+    LeaseRequest,
+    LeaveRun,
+    RoundAnswer,
+    StateAnswer,
+    StateFile,
+    StateOffer,
+)
 
 ZERO = "0" * 64
 
@@ -51,12 +61,16 @@ class World:
             if isinstance(outer_params, str)
             else outer_params,
         }
-        join = Join.model_validate({**values, **more})
-        return self.core.join(join, [4 * sum(pieces) for pieces in join.pieces])
+        return self.do(self.core.join, Join.model_validate({**values, **more}))
+
+    @property
+    def do(self):
+        """Calls a method as the hub does, in one transaction."""
+        return self.core.journal.do
 
     def heartbeat(self, name: str, step: int = 0, version: int = 0, has: int = 0, **more: bool):
         heartbeat = Heartbeat(id=member_id(name), step=step, version=version, has=has, **more)
-        return self.core.heartbeat(heartbeat)
+        return self.do(self.core.heartbeat, heartbeat)
 
     def end(self, name: str) -> int | None:
         """A cluster has nothing left to contribute: after how many turns all end, if they do."""
@@ -64,7 +78,7 @@ class World:
 
     def lease(self, name: str, number: int, samples: int) -> list[tuple[int, int]]:
         body = LeaseRequest(id=member_id(name), number=number, samples=samples)
-        return list(self.core.lease(body).samples)
+        return list(self.do(self.core.lease, body).samples)
 
     def complete(
         self,
@@ -82,27 +96,66 @@ class World:
             samples=list(samples),
             digest=ZERO,
         )
-        self.core.complete(outer_step, body, norm, failure)
+        self.do(self.core.complete, outer_step, body, norm, failure)
 
     def close(self) -> list[str] | None:
         """Who takes part in the turn that is closed now, and commit it; None: it waits."""
-        job = self.core.close_round()
+        job = self.do(self.core.rounds.close)
         if job is None:
             return None
-        self.core.commit(job.outer_step, Average(ZERO, 16) if job.parts else Average("", 0))
-        return sorted(self.core.answer(job.outer_step).weights)
+        average = (ZERO, 16) if job.parts else ("", 0)
+        self.do(self.core.commit, job.outer_step, *average)
+        self.do(self.core.sweep)
+        return sorted(self.answer(job.outer_step).weights)
+
+    def answer(self, outer_step: int) -> RoundAnswer:
+        return self.core.rounds.answer(outer_step)
 
     def applied(self, name: str, outer_step: int, outer_params: str) -> None:
-        self.core.applied(
-            Applied(id=member_id(name), outer_step=outer_step, outer_params=outer_params)
+        body = Applied(id=member_id(name), outer_step=outer_step, outer_params=outer_params)
+        self.do(self.core.applied, body)
+
+    def leave(self, name: str, *, has_finished: bool = False) -> None:
+        self.do(self.core.leave, LeaveRun(id=member_id(name), has_finished=has_finished))
+
+    def held(self, name: str, outer_step: int) -> bool:
+        return self.do(self.core.held, member_id(name), outer_step)
+
+    def drop_silent(self) -> None:
+        self.do(self.core.membership.drop_silent)
+
+    def want_state(self, name: str) -> StateAnswer:
+        return self.do(lambda: self.core.states.want(self.core.caller(member_id(name))))
+
+    def offer_state(
+        self, name: str, version: int, outer_params: str, size_bytes: int = 10, files: int = 1
+    ) -> int:
+        """Begin to upload a state; its number."""
+        each = [
+            StateFile(name=f"f{n}.safetensors", size_bytes=size_bytes, digest=ZERO)
+            for n in range(files)
+        ]
+        offer = StateOffer(
+            id=member_id(name), version=version, outer_params=[outer_params], files=each
         )
+        number = self.do(lambda: self.core.states.offer(self.core.caller(offer.id), offer))
+        self.do(self.core.sweep)
+        return number
 
     def events(self, kind: str) -> list[str]:
-        return [f"{e['member']}: {e['what']}" for e in events(self.core, 0) if e["kind"] == kind]
+        return [f"{e['member']}: {e['what']}" for e in events(self.core) if e["kind"] == kind]
 
 
 def member_id(name: str) -> str:
     return name.encode().hex().rjust(32, "0")
+
+
+def participants(journal: Journal) -> list[list[int]]:
+    """The numbers of the members that were averaged, by round."""
+    found: dict[int, list[int]] = {}
+    for row in journal.rows("SELECT * FROM parts WHERE reason = '' ORDER BY round, member"):
+        found.setdefault(row["round"], []).append(row["member"])
+    return list(found.values())
 
 
 def overlaps(journal: Journal) -> list[str]:

@@ -18,7 +18,7 @@ from isles.outer.hub.journal import Journal
 from isles.outer.hub.samples import Samples
 from tests.outer_member import serve
 from tests.outer_trainer import SAMPLES, train
-from tests.outer_world import overlaps
+from tests.outer_world import overlaps, participants
 from tests.ranks import Gang, start_ranks
 
 DEADLINE_S = 240.0
@@ -135,11 +135,8 @@ def check_ledger(clusters: Clusters, everybody: bool, names: int) -> None:
     journal = Journal(clusters.state / "hub.sqlite")
     assert overlaps(journal) == []
     if everybody:
-        taken = journal.rows("SELECT participants FROM rounds WHERE state = 'committed'")
         everyone = list(range(1, names + 1))
-        assert [sorted(json.loads(row["participants"])) for row in taken] == [
-            everyone
-        ] * clusters.turns
+        assert participants(journal) == [everyone] * clusters.turns
         assert Samples(journal).counts()["averaged"] == clusters.turns * names * SAMPLES
     journal.close()
 

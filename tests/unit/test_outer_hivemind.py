@@ -12,7 +12,7 @@ from isles.outer.hivemind.dht import Keys
 from isles.outer.hivemind.host import Hello, choose
 from isles.outer.hub.rules import Refusal
 from isles.outer.messages import RoundAnswer
-from tests.outer_world import ZERO, World, member_id
+from tests.outer_world import ZERO, World
 
 
 def hello(host: str = "", has: int = 0, term: int = 0) -> Hello:
@@ -60,14 +60,14 @@ def test_a_new_host_goes_on_from_what_clusters_hold(tmp_path: Path) -> None:
         )
         for outer_step in range(3)
     ]
-    world.core.seed(list(zip(answers, ["1" * 64, "2" * 64, ""], strict=True)))
+    world.do(world.core.seed, list(zip(answers, ["1" * 64, "2" * 64, ""], strict=True)))
     first = world.join("a", version=2, has=3, outer_params="2" * 64, holding=[(10, 20)])
     assert (first.standing, first.outer_step, first.from_step) == ("first", 3, 3)
     b = world.join("b", version=2, has=2, outer_params="2" * 64, holding=[(20, 24), (0, 4)])
     assert (b.standing, b.lost) == ("late", []), "it goes on in its own block"
-    assert world.core.answer(1).weights == {"a": 3, "gone": 5}
-    assert world.core.answer(1).refused == {"b": "nan"}
-    assert world.core.answer(2).is_kept
+    assert world.answer(1).weights == {"a": 3, "gone": 5}
+    assert world.answer(1).refused == {"b": "nan"}
+    assert world.answer(2).is_kept
     with pytest.raises(Refusal, match="knows of 3") as caught:
         world.join("c", version=4, outer_params="4" * 64)
     assert caught.value.kind == "ahead", "it must host instead"
@@ -82,16 +82,16 @@ def test_no_average_is_applied_that_some_living_cluster_lacks(tmp_path: Path) ->
     for name in "abc":
         world.complete(name, 0)
     world.close()
-    assert not world.core.held(member_id("a"), 0) and not world.core.held(member_id("b"), 0)
+    assert not world.held("a", 0) and not world.held("b", 0)
     world.now = 6.0
-    assert not world.core.held(member_id("a"), 0) and not world.core.held(member_id("b"), 0)
+    assert not world.held("a", 0) and not world.held("b", 0)
     world.now = 11.0
-    world.core.drop_silent()
-    assert world.core.held(member_id("a"), 0), "c is not heard"
+    world.drop_silent()
+    assert world.held("a", 0), "c is not heard"
     world.heartbeat("c")
-    assert not world.core.held(member_id("a"), 0)
+    assert not world.held("a", 0)
     world.heartbeat("c", has=1)
-    assert world.core.held(member_id("a"), 0)
+    assert world.held("a", 0)
 
 
 def test_all_clusters_make_the_same_certificate_of_a_secret(tmp_path: Path) -> None:

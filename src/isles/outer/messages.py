@@ -20,9 +20,6 @@ CHUNK_BYTES = 2**20
 PROTOCOL = 6
 """Raised when an older cluster could no longer talk with a newer hub."""
 
-SAMPLE_TOKENS = "tokens of a sample"
-"""What clusters say under this name in `Join.identity`: so many tokens a sample has at most."""
-
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -122,10 +119,10 @@ class OpenRound(Answer):
     """An outer step that waits for contributions."""
 
     outer_step: Count
-    due_in_s: float | None
+    due_in_s: float | None = None
     """It is closed then without the missing; None where nothing is decided yet."""
-    contributed: list[str]
-    waits_for: list[str]
+    contributed: list[str] = []
+    waits_for: list[str] = []
 
 
 class HeartbeatAnswer(Answer):
@@ -177,12 +174,8 @@ class ContributionAnswer(Answer):
     """False: the hub is still looking at its numbers; say again that it is complete."""
 
 
-class RoundAnswer(Answer):
-    outer_step: Count
+class RoundAnswer(OpenRound):
     state: Literal["future", "collecting", "averaging", "committed"]
-    due_in_s: float | None = None
-    contributed: list[str] = []
-    waits_for: list[str] = []
     weights: dict[str, int] = {}
     """Committed: the tokens of each cluster that took part."""
     refused: dict[str, str] = {}
@@ -223,13 +216,18 @@ class StateFile(Message):
     digest: Sha256
 
 
-class StateOffer(Message):
-    """A state source is about to upload its outer parameters and outer state."""
+class State(Message):
+    """Outer parameters and outer state of a cluster."""
 
-    id: Id
     version: Count
     outer_params: Annotated[list[Sha256], Field(max_length=4096)]
     files: Annotated[list[StateFile], Field(min_length=1, max_length=4096)]
+
+
+class StateOffer(State):
+    """A state source is about to upload it."""
+
+    id: Id
 
 
 class StateNumber(Answer):

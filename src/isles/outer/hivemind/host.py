@@ -121,7 +121,7 @@ class Host:
     async def stop(self, wait_s: float) -> None:
         """Let nobody in any more, once all others have left; they have so many seconds."""
         work, end = self._server.work, time.monotonic() + wait_s
-        while await work.look(work.core.membership.living) and time.monotonic() < end:
+        while await work.ask(work.core.membership.living) and time.monotonic() < end:
             await asyncio.sleep(_LOOK_S)
         self.is_open = False
         await self._server.stop()

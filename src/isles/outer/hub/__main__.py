@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import logging
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-from isles.errors import ConfigError, ExitCode, MissingDependencyError, UserError
+from isles.errors import ConfigError, ExitCode, UserError
 from isles.outer.hub.rules import Settings
+from isles.outer.hub.server import Server
 from isles.run.join_line import NAME
-from isles.run.records import write_secret
+
+_GRACE_S = 30.0
+"""A hub that ends with its run waits so long for somebody who joins once more."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,12 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT; port 0: any")
     parser.add_argument("--announce", default="", help="HOST[:PORT] that clusters dial")
     parser.add_argument("--settings", type=Path, help="JSON file with the rules of the run")
-    parser.add_argument("--run-file", type=Path, help="run file to give to clusters; it is kept")
     parser.add_argument(
         "--until-finished", action="store_true", help="end when all clusters have finished"
-    )
-    parser.add_argument(
-        "--grace", type=float, default=30.0, help="seconds to wait then (default 30)"
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
@@ -48,15 +47,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 async def _serve(options: argparse.Namespace) -> None:
-    for package in ("aiohttp", "torch"):
-        if importlib.util.find_spec(package) is None:
-            raise MissingDependencyError(
-                f"the hub needs the package {package}, which is not installed",
-                where=sys.executable,
-                fix="pip install 'isles[train]'",
-            )
-    from isles.outer.hub.server import Server
-
     host, port = _address(options.listen)
     if not NAME.fullmatch(options.run):
         raise ConfigError(
@@ -64,10 +54,7 @@ async def _serve(options: argparse.Namespace) -> None:
             where="--run",
             fix="use letters, digits, dots, dashes",
         )
-    text = None if options.run_file is None else _text(options.run_file, "the run file")
     server = Server(options.folder, _settings(options.settings))
-    if text is not None:
-        write_secret(server.work.run_file, text)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -75,12 +62,12 @@ async def _serve(options: argparse.Namespace) -> None:
     line = await server.start(host, port, options.run, options.announce)
     sys.stdout.write(f"{line} is open; the join line stands in {options.folder / 'join'}\n")
     sys.stdout.flush()
-    waiting: set[asyncio.Task[object]] = {asyncio.create_task(stopped.wait())}
-    if options.until_finished:
-        waiting.add(asyncio.create_task(server.work.finished(options.grace)))
     ticking = server.work.ticking
-    done, _ = await asyncio.wait({*waiting, ticking}, return_when=asyncio.FIRST_COMPLETED)
-    for task in waiting:
+    waiting: list[asyncio.Future[Any]] = [ticking, asyncio.create_task(stopped.wait())]
+    if options.until_finished:
+        waiting.append(asyncio.create_task(server.work.finished(_GRACE_S)))
+    done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
         task.cancel()
     await server.stop()
     if ticking in done:
@@ -97,29 +84,14 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _settings(path: Path | None) -> Settings:
-    if path is None:
-        return Settings()
-    text = _text(path, "the settings")
     try:
-        return Settings.model_validate_json(text)
-    except ValidationError as error:
-        failures = [
-            f"{'.'.join(str(part) for part in failure['loc'])}: {failure['msg']}"
-            for failure in error.errors(include_url=False)
-        ]
-        known = ", ".join(Settings.model_fields)
+        return Settings() if path is None else Settings.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
         raise ConfigError(
-            "; ".join(failures), where=str(path), fix=f"the keys are {known}"
+            f"the settings cannot be read: {error}",
+            where=str(path),
+            fix=f"the keys are {', '.join(Settings.model_fields)}",
         ) from None
-
-
-def _text(path: Path, what: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{what} cannot be read: {error}", where=str(path), fix="give a text file"
-        ) from error
 
 
 if __name__ == "__main__":

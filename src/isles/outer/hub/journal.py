@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from isles.errors import ConfigError, UserError
+from isles.outer.hub.rules import Refusal
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 JOURNAL = "hub.sqlite"
 
-_VERSION = 3
+_VERSION = 4
 """Raised when the tables are others than before."""
 
 _KEPT = 10_000
 """Events, at least."""
 _LONGEST = 2000
 
+# A round has a row in `parts` for each contribution; one with a reason was refused. The owner of a
+# block is a member's number, or one of those in samples.py.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS members (
@@ -27,34 +32,27 @@ CREATE TABLE IF NOT EXISTS members (
   state TEXT NOT NULL CHECK (state IN ('living', 'dropped', 'left')),
   is_behind INTEGER NOT NULL DEFAULT 0, from_round INTEGER NOT NULL DEFAULT 0,
   version INTEGER NOT NULL DEFAULT 0, refusals INTEGER NOT NULL DEFAULT 0,
-  orders TEXT NOT NULL DEFAULT '', order_reason TEXT NOT NULL DEFAULT '',
+  command TEXT NOT NULL DEFAULT '', command_reason TEXT NOT NULL DEFAULT '',
   claim INTEGER NOT NULL DEFAULT 0, claimed TEXT NOT NULL DEFAULT '[]',
-  has_finished INTEGER NOT NULL DEFAULT 0, refusal TEXT NOT NULL DEFAULT '');
+  has_finished INTEGER NOT NULL DEFAULT 0, ended INTEGER, refusal TEXT NOT NULL DEFAULT '');
 CREATE TABLE IF NOT EXISTS rounds (
   round INTEGER PRIMARY KEY,
   state TEXT NOT NULL CHECK (state IN ('collecting', 'averaging', 'committed')),
-  participants TEXT NOT NULL DEFAULT '[]', digest TEXT NOT NULL DEFAULT '',
-  size INTEGER NOT NULL DEFAULT 0, kept INTEGER NOT NULL DEFAULT 0,
+  digest TEXT NOT NULL DEFAULT '', size INTEGER NOT NULL DEFAULT 0,
   outer_params TEXT NOT NULL DEFAULT '',
   committed_at REAL NOT NULL DEFAULT 0, seconds REAL NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS parts (
-  round INTEGER NOT NULL, member INTEGER NOT NULL,
-  state TEXT NOT NULL CHECK (state IN ('complete', 'refused')),
-  tokens INTEGER NOT NULL, steps INTEGER NOT NULL, norm REAL NOT NULL, digest TEXT NOT NULL,
-  reason TEXT NOT NULL DEFAULT '', samples INTEGER NOT NULL DEFAULT 0,
-  spans TEXT NOT NULL DEFAULT '[]',
-  PRIMARY KEY (round, member));
+  round INTEGER NOT NULL, member INTEGER NOT NULL, tokens INTEGER NOT NULL, norm REAL NOT NULL,
+  spans TEXT NOT NULL, reason TEXT NOT NULL, PRIMARY KEY (round, member));
 CREATE TABLE IF NOT EXISTS blocks (
-  start INTEGER PRIMARY KEY, stop INTEGER NOT NULL CHECK (stop > start),
-  member INTEGER, read INTEGER NOT NULL CHECK (read BETWEEN 0 AND stop - start));
-CREATE INDEX IF NOT EXISTS blocks_by_member ON blocks (member);
+  start INTEGER PRIMARY KEY, stop INTEGER NOT NULL CHECK (stop > start), owner INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS blocks_by_owner ON blocks (owner);
 CREATE TABLE IF NOT EXISTS applied (
   round INTEGER NOT NULL, member INTEGER NOT NULL, outer_params TEXT NOT NULL,
   PRIMARY KEY (round, member));
-CREATE TABLE IF NOT EXISTS ended (member INTEGER PRIMARY KEY, rounds INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS states (
-  number INTEGER PRIMARY KEY, member INTEGER NOT NULL, version INTEGER NOT NULL,
-  offer TEXT NOT NULL, is_complete INTEGER NOT NULL DEFAULT 0);
+  number INTEGER PRIMARY KEY AUTOINCREMENT, member INTEGER NOT NULL, version INTEGER NOT NULL,
+  content TEXT NOT NULL, is_complete INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS events (
   number INTEGER PRIMARY KEY, at REAL NOT NULL, member TEXT NOT NULL, kind TEXT NOT NULL,
   what TEXT NOT NULL);
@@ -77,7 +75,6 @@ class Journal:
             ) from error
         except sqlite3.DatabaseError as error:
             raise damaged(path, str(error)) from error
-        self._depth = 0
 
     def _open(self, path: Path) -> None:
         is_new = not self.number("SELECT COUNT(*) FROM sqlite_master")
@@ -94,22 +91,31 @@ class Journal:
             raise damaged(path, failures[0])
         self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """All of what is written within, or nothing; one within another belongs to that one."""
-        self._depth += 1
+    def do(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function; all that it writes is on the disk when this returns, or nothing is.
+
+        A `Refusal` is an answer like any other: what was written before it stays.
+        """
+        refusal: Refusal | None = None
+        self._db.execute("BEGIN")
         try:
-            if self._depth == 1:
-                self._db.execute("BEGIN IMMEDIATE")
-            yield
-            if self._depth == 1:
-                self._db.execute("COMMIT")
+            try:
+                result = call(*args, **kwargs)
+            except Refusal as error:
+                refusal = error
+            self._db.execute("COMMIT")
         except BaseException:
-            if self._depth == 1 and self._db.in_transaction:
+            if self._db.in_transaction:  # sqlite itself has rolled back where the disk is full
                 self._db.execute("ROLLBACK")
             raise
-        finally:
-            self._depth -= 1
+        if refusal is not None:
+            raise refusal
+        return result
+
+    @property
+    def num_changes(self) -> int:
+        """Rows that have been written since the journal was opened."""
+        return self._db.total_changes
 
     def rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
         return self._db.execute(sql, values).fetchall()
@@ -123,9 +129,8 @@ class Journal:
         found = self._db.execute(sql, values).fetchone()
         return int(found[0] or 0)
 
-    def run(self, sql: str, *values: Any) -> int:
-        """Write; how many rows it touched."""
-        return self._db.execute(sql, values).rowcount
+    def run(self, sql: str, *values: Any) -> None:
+        self._db.execute(sql, values)
 
     def get(self, key: str) -> str | None:
         found = self.row("SELECT value FROM meta WHERE key = ?", key)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Literal
 
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Refusal, Settings
@@ -18,50 +19,41 @@ others, and it joins anew when it comes back. Until then it may go on with them.
 
 
 class Membership:
-    """Members by number, in the order in which they first joined."""
+    """Members by number, in the order in which they first joined.
+
+    The journal has a row for each (table `members`). Heartbeats, and when they came, are known
+    since this process began: after a restart everybody has the whole time again to be heard.
+    """
 
     def __init__(
         self, db: Journal, settings: Settings, samples: Samples, clock: Callable[[], float]
     ) -> None:
-        self._db = db
-        self._settings = settings
-        self._samples = samples
-        self._clock = clock
-        now = clock()
-        # After a restart everybody has the whole time again to be heard.
-        self._last_seen = {row["number"]: now for row in db.rows("SELECT number FROM members")}
-        self._moved: dict[int, tuple[int, float]] = {}
-        self._come: set[int] = set()
-        """Members that were heard since this process began."""
+        self.db, self.settings, self.samples, self.clock = db, settings, samples, clock
+        self._began = clock()
+        self._last_seen: dict[int, float] = {}
+        self._moved_at: dict[int, float] = {}
+        self._has: dict[int, int] = {}
         self._gather_until = 0.0
         self.heartbeats: dict[int, Heartbeat] = {}
-        self._has: dict[int, int] = {}
+
+    # Who there is.
 
     def living(self) -> list[sqlite3.Row]:
-        return self._db.rows("SELECT * FROM members WHERE state = 'living' ORDER BY number")
+        return self.db.rows("SELECT * FROM members WHERE state = 'living' ORDER BY number")
 
     def away(self) -> list[sqlite3.Row]:
         """Members that are not heard of, and may come back."""
-        return self._db.rows("SELECT * FROM members WHERE state = 'dropped' ORDER BY number")
+        return self.db.rows("SELECT * FROM members WHERE state = 'dropped' ORDER BY number")
 
     def latest(self) -> list[sqlite3.Row]:
         """Of each name the member that has it, or had it last."""
-        return self._db.rows(
+        return self.db.rows(
             "SELECT * FROM members WHERE number IN (SELECT MAX(number) FROM members GROUP BY name) "
             "ORDER BY number"
         )
 
-    @property
-    def least(self) -> int:
-        """Contributions that a round has at least: no more than there are clusters that go on."""
-        finished = [bool(row["has_finished"]) for row in self.latest()]
-        least = self._settings.min_clusters
-        if len(self._come) < self._settings.gather and self._clock() < self._gather_until:
-            least = max(least, self._settings.gather)
-        return max(1, min(least, finished.count(False))) if any(finished) else least
-
     def get(self, number: int) -> sqlite3.Row:
-        row = self._db.row("SELECT * FROM members WHERE number = ?", number)
+        row = self.db.row("SELECT * FROM members WHERE number = ?", number)
         assert row is not None, f"no member {number}"
         return row
 
@@ -71,18 +63,29 @@ class Membership:
         Raises:
             Refusal: nobody has joined with it, or it has left.
         """
-        row = self._db.row("SELECT * FROM members WHERE id = ?", member_id)
-        if row is None or row["state"] == "left":
+        row = self.db.row("SELECT * FROM members WHERE id = ? AND state != 'left'", member_id)
+        if row is None:
             raise Refusal(
-                404,
                 "unknown",
                 "the hub does not know this cluster",
                 "join first; the hub may have been started anew with an empty folder",
             )
         return row
 
-    def last_seen_s(self, number: int) -> float:
-        return self._clock() - self._last_seen.get(number, self._clock())
+    def ending(self) -> Literal["", "over", "alone"]:
+        """How far the run's end is.
+
+        over: all clusters that have ever taken part have finished, and left. alone: some have
+        finished, and of the others none is heard of.
+        """
+        members = self.latest()
+        if not any(row["has_finished"] for row in members):
+            return ""
+        if all(row["state"] == "left" and row["has_finished"] for row in members):
+            return "over"
+        return "" if any(row["state"] == "living" for row in members) else "alone"
+
+    # Coming and going.
 
     def check(self, join: Join) -> None:
         """Whether a cluster may join.
@@ -90,168 +93,91 @@ class Membership:
         Raises:
             Refusal: its name is another's, or there are too many.
         """
-        rival = self._db.row(
-            "SELECT * FROM members WHERE name = ? AND id != ? AND state = 'living'",
-            join.name,
-            join.id,
-        )
-        if rival is not None:
+        others = [row for row in self.living() if row["id"] != join.id]
+        for row in others:
+            if row["name"] == join.name:
+                raise Refusal(
+                    "name_taken",
+                    f"another cluster called {join.name!r} takes part; it was heard "
+                    f"{self.last_seen_s(row['number']):.1f} s ago",
+                    "give this cluster another name, or stop the other and wait "
+                    f"{self.settings.dead_after_s:g} s",
+                )
+        if len(others) >= self.settings.max_clusters:
             raise Refusal(
-                409,
-                "name_taken",
-                f"another cluster called {join.name!r} takes part; it was heard "
-                f"{self.last_seen_s(rival['number']):.1f} s ago",
-                "give this cluster another name, or stop the other and wait "
-                f"{self._settings.dead_after_s:g} s",
-            )
-        others = self._db.number(
-            "SELECT COUNT(*) FROM members WHERE state = 'living' AND id != ?", join.id
-        )
-        if others >= self._settings.max_clusters:
-            raise Refusal(
-                409,
                 "full",
-                f"{others} clusters take part, and {self._settings.max_clusters} at most may",
+                f"{len(others)} clusters take part, and {self.settings.max_clusters} at most may",
                 "stop one of them first",
             )
 
-    def admit(self, join: Join) -> tuple[int, bool]:
-        """Record a cluster that may join; its number, and whether it lived before."""
-        for former in self._db.rows(
-            "SELECT * FROM members WHERE name = ? AND id != ? AND state = 'dropped'",
+    def admit(self, join: Join, from_round: int, *, is_behind: bool, why: str) -> sqlite3.Row:
+        """Record a cluster that has joined.
+
+        Args:
+            from_round: the first round that waits for it, unless it is in one already.
+            is_behind: it must pull the state.
+            why: for `is_behind`.
+        """
+        for row in self.away():
+            if row["name"] == join.name and row["id"] != join.id:
+                self.retire(row, "left", "a new cluster has taken its name", frees=True)
+        new = "INSERT OR IGNORE INTO members (id, name, state) VALUES (?, ?, 'left')"
+        self.db.run(new, join.id, join.name)
+        number = self.db.number("SELECT number FROM members WHERE id = ?", join.id)
+        before = self.get(number)
+        if before["state"] == "living" and not before["is_behind"]:
+            from_round = before["from_round"]
+        self.db.run(
+            "UPDATE members SET state = 'living', name = ?, claim = 0, claimed = '[]', "
+            "has_finished = 0, ended = NULL, is_behind = ?, from_round = ?, version = ?, "
+            "command = ?, command_reason = ? WHERE number = ?",
             join.name,
-            join.id,
-        ):
-            self._samples.give_back(former["number"])
-            self._db.run("UPDATE members SET state = 'left' WHERE number = ?", former["number"])
-            self._db.note(join.name, "replaced", "a new cluster has taken this name")
-        row = self._db.row("SELECT * FROM members WHERE id = ?", join.id)
-        if row is None:
-            self._db.run(
-                "INSERT INTO members (id, name, state) VALUES (?, ?, 'living')", join.id, join.name
-            )
-            number = self._db.number("SELECT number FROM members WHERE id = ?", join.id)
-        else:
-            number = int(row["number"])
-            # Its leases are numbered from the start again.
-            self._db.run(
-                "UPDATE members SET state = 'living', name = ?, claim = 0, claimed = '[]', "
-                "has_finished = 0 WHERE number = ?",
-                join.name,
-                number,
-            )
-            self._db.run("DELETE FROM ended WHERE member = ?", number)
-        self._see(number)
-        self._moved.pop(number, None)
-        return number, row is not None and row["state"] == "living"
+            int(is_behind),
+            from_round,
+            join.version,
+            "pull" if is_behind else "",
+            why,
+            number,
+        )
+        self.touch(number)
+        self.heartbeats.pop(number, None)
+        self._moved_at.pop(number, None)
+        return self.get(number)
 
     def stand_in(self, name: str) -> int:
         """The number for a name in rounds that another hub has decided."""
-        row = self._db.row("SELECT number FROM members WHERE name = ?", name)
-        if row is None:
-            sql = "INSERT INTO members (id, name, state) VALUES (?, ?, 'left')"
-            self._db.run(sql, f"stands in for {name}", name)
-            row = self._db.row("SELECT number FROM members WHERE name = ?", name)
-        assert row is not None
-        return int(row["number"])
+        sql = "SELECT number FROM members WHERE name = ?"
+        if self.db.row(sql, name) is None:
+            new = "INSERT INTO members (id, name, state) VALUES (?, ?, 'left')"
+            self.db.run(new, f"stands in for {name}", name)
+        return self.db.number(sql, name)
 
-    def note_heartbeat(self, number: int, heartbeat: Heartbeat) -> None:
-        now = self._clock()
-        self._see(number)
-        self.heartbeats[number] = heartbeat
-        if number not in self._moved or self._moved[number][0] != heartbeat.step:
-            self._moved[number] = (heartbeat.step, now)
+    def retire(
+        self, row: sqlite3.Row, state: Literal["dropped", "left"], why: str, *, frees: bool = False
+    ) -> None:
+        """Nobody waits for a member any more.
 
-    def reached(self, number: int, version: int) -> None:
-        """Note that a member has applied so many rounds; older reports may arrive later."""
-        if version > self.get(number)["version"]:  # most heartbeats say nothing new: no write
-            self._db.run("UPDATE members SET version = ? WHERE number = ?", version, number)
+        Args:
+            state: dropped: it takes part again once it is heard. left: it must join anew.
+            why: for the log of events.
+            frees: its samples are leased to others.
+        """
+        if frees:
+            why += f"; {self.samples.give_back(row['number'])} samples go back"
+        self.db.run("UPDATE members SET state = ? WHERE number = ?", state, row["number"])
+        self.db.note(row["name"], state, why)
 
-    def holds(self, number: int, has: int) -> None:
-        self._has[number] = max(self._has.get(number, 0), has)
-
-    def all_hold(self, has: int) -> bool:
-        return all(
-            max(row["version"], self._has.get(row["number"], 0)) >= has
-            for row in self.living()
-            if not row["is_behind"]
-        )
-
-    @property
-    def sync_every(self) -> int:
-        """Inner steps in a round such that no living member's link is too slow for it."""
-        living = {row["number"] for row in self.living()}
-        wanted = [heartbeat.sync_every for n, heartbeat in self.heartbeats.items() if n in living]
-        return min(max(wanted, default=0), _LONGEST_ROUND)
-
-    def touch(self, number: int) -> None:
-        self._see(number)
-
-    def _see(self, number: int) -> None:
-        now = self._clock()
-        self._last_seen[number] = now
-        if not self._come:
-            self._gather_until = now + self._settings.gather_s
-        self._come.add(number)
-
-    def forgive(self, seconds: float) -> None:
-        """Subtract a time in which this process itself stood still from all silences."""
-        now = self._clock()
-        self._last_seen = {number: min(now, at + seconds) for number, at in self._last_seen.items()}
-        self._moved = {n: (s, min(now, at + seconds)) for n, (s, at) in self._moved.items()}
-
-    def silent(self) -> list[tuple[sqlite3.Row, float]]:
-        """Living members that have not been heard for too long, and for how long."""
-        return [
-            (row, self.last_seen_s(row["number"]))
-            for row in self.living()
-            if self.last_seen_s(row["number"]) > self._settings.dead_after_s
-        ]
-
-    def gone(self) -> list[tuple[sqlite3.Row, float]]:
-        """Members that are away with samples, and not heard for very long; and for how long."""
-        rows = self._db.rows("SELECT * FROM members WHERE state IN ('dropped', 'left')")
-        return [
-            (row, self.last_seen_s(row["number"]))
-            for row in rows
-            if self.last_seen_s(row["number"]) > _GONE * self._settings.dead_after_s
-            and (row["state"] == "dropped" or self._samples.has_any(row["number"]))
-        ]
-
-    def drop(self, row: sqlite3.Row, why: str) -> None:
-        """A member is not heard: nobody waits for it."""
-        with self._db.transaction():
-            sql = "UPDATE members SET state = 'dropped' WHERE number = ?"
-            self._db.run(sql, row["number"])
-            self._db.note(row["name"], "dropped", why)
-
-    def pause(self, row: sqlite3.Row) -> None:
-        """A member stops and means to come back: it keeps its samples for a while."""
-        self._db.run("UPDATE members SET state = 'left' WHERE number = ?", row["number"])
-        self._db.note(row["name"], "left", "it pauses")
-
-    def part(self, row: sqlite3.Row, why: str) -> None:
-        """A member takes part no more: its samples go back. It may join anew."""
-        with self._db.transaction():
-            self._db.run("UPDATE members SET state = 'left' WHERE number = ?", row["number"])
-            freed = self._samples.give_back(row["number"])
-            self._db.note(row["name"], "left", f"{why}; {freed} samples go back")
-
-    def still_s(self, number: int) -> float:
-        """Seconds since a member's last inner step, as far as is known."""
-        moved = self._moved.get(number)
-        return 0.0 if moved is None else self._clock() - moved[1]
-
-    def is_still(self, number: int) -> bool:
-        return self.still_s(number) > self._settings.still_after_s
-
-    def expected(self, outer_step: int) -> frozenset[int]:
-        return frozenset(
-            row["number"]
-            for row in self.living()
-            if not (row["is_behind"] or row["has_finished"] or self.is_still(row["number"]))
-            and row["from_round"] <= outer_step
-        )
+    def drop_silent(self) -> None:
+        """Drop whoever has not been heard for too long."""
+        for row in self.db.rows("SELECT * FROM members"):
+            number, silent_s = row["number"], self.last_seen_s(row["number"])
+            if row["state"] == "living":
+                if silent_s > self.settings.dead_after_s:
+                    self.retire(row, "dropped", f"not heard for {silent_s:.1f} s")
+            elif silent_s > _GONE * self.settings.dead_after_s and (
+                row["state"] == "dropped" or self.samples.has_any(number)
+            ):
+                self.retire(row, "left", f"not heard for {silent_s:.0f} s", frees=True)
 
     def end(self, number: int, rounds: int, *, is_decided: bool) -> int | None:
         """A member has nothing left that is in no average; after how many rounds all end, if so.
@@ -265,22 +191,80 @@ class Membership:
             is_decided: nobody has contributed to the next one.
         """
         if not self.get(number)["has_finished"]:  # asked again and again: no write
-            self._db.run("UPDATE members SET has_finished = 1 WHERE number = ?", number)
+            self.db.run("UPDATE members SET has_finished = 1 WHERE number = ?", number)
         rows = [*self.living(), *self.away()]
         if is_decided and all(row["has_finished"] and not row["is_behind"] for row in rows):
-            for row in rows:
-                self._db.run("INSERT OR IGNORE INTO ended VALUES (?, ?)", row["number"], rounds)
-        ended = self._db.row("SELECT rounds FROM ended WHERE member = ?", number)
-        return None if ended is None else int(ended["rounds"])
+            sql = "UPDATE members SET ended = ? WHERE ended IS NULL AND state != 'left'"
+            self.db.run(sql, rounds)
+        ended: int | None = self.get(number)["ended"]
+        return ended
 
-    def command(self, number: int, command: str, reason: str = "") -> None:
-        """Set the order that a member's heartbeats are answered with until it joins again."""
-        self._db.run(
-            "UPDATE members SET orders = ?, order_reason = ? WHERE number = ?",
-            command,
-            reason,
-            number,
+    # What they report.
+
+    def touch(self, number: int) -> None:
+        """A member is heard."""
+        now = self.clock()
+        if not self._last_seen:
+            self._gather_until = now + self.settings.gather_s
+        self._last_seen[number] = now
+
+    def last_seen_s(self, number: int) -> float:
+        return self.clock() - self._last_seen.get(number, self._began)
+
+    def note_heartbeat(self, number: int, heartbeat: Heartbeat) -> None:
+        before = self.heartbeats.get(number)
+        if before is None or before.step != heartbeat.step:
+            self._moved_at[number] = self.clock()
+        self.heartbeats[number] = heartbeat
+        self.holds(number, heartbeat.has)
+
+    def still_s(self, number: int) -> float:
+        """Seconds since a member's last inner step, as far as is known."""
+        return self.clock() - self._moved_at.get(number, self.clock())
+
+    def reached(self, number: int, version: int) -> None:
+        """Note that a member has applied so many rounds; older reports may arrive later."""
+        if version > self.get(number)["version"]:  # most heartbeats say nothing new: no write
+            self.db.run("UPDATE members SET version = ? WHERE number = ?", version, number)
+
+    def holds(self, number: int, has: int) -> None:
+        self._has[number] = max(self._has.get(number, 0), has)
+
+    def all_hold(self, has: int) -> bool:
+        return all(
+            max(row["version"], self._has.get(row["number"], 0)) >= has
+            for row in self.living()
+            if not row["is_behind"]
         )
 
-    def names(self, numbers: Sequence[int] | frozenset[int]) -> list[str]:
-        return sorted(self.get(number)["name"] for number in numbers)
+    def sync_every(self) -> int:
+        """Inner steps in a round such that no living member's link is too slow for it."""
+        living = {row["number"] for row in self.living()}
+        wanted = [heartbeat.sync_every for n, heartbeat in self.heartbeats.items() if n in living]
+        return min(max(wanted, default=0), _LONGEST_ROUND)
+
+    # Whom a round waits for.
+
+    @property
+    def least(self) -> int:
+        """Contributions that a round has at least: no more than there are clusters that go on."""
+        finished = [bool(row["has_finished"]) for row in self.latest()]
+        least = self.settings.min_clusters
+        if len(self._last_seen) < self.settings.gather and self.clock() < self._gather_until:
+            least = max(least, self.settings.gather)
+        return max(1, min(least, finished.count(False))) if any(finished) else least
+
+    def expected(self, outer_step: int) -> list[str]:
+        """The names of those whose contribution a round waits for."""
+        return sorted(
+            row["name"]
+            for row in self.living()
+            if not (row["is_behind"] or row["has_finished"])
+            and row["from_round"] <= outer_step
+            and self.still_s(row["number"]) <= self.settings.still_after_s
+        )
+
+    def command(self, number: int, command: str, reason: str = "") -> None:
+        """What a member's heartbeats are answered with until it joins again."""
+        sql = "UPDATE members SET command = ?, command_reason = ? WHERE number = ?"
+        self.db.run(sql, command, reason, number)

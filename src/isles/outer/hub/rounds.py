@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from isles.outer.hub.files import Average, Job
-from isles.outer.hub.journal import Journal
+from isles.outer.hub.files import Job
 from isles.outer.hub.members import Membership
-from isles.outer.hub.rules import Refusal, Settings, outliers
-from isles.outer.hub.samples import Samples
-from isles.outer.messages import SAMPLE_TOKENS, Contribution, OpenRound, RoundAnswer
-from isles.outer.samples import Interval, without
+from isles.outer.hub.rules import Refusal, outliers
+from isles.outer.messages import Contribution, Join, RoundAnswer
 
 _REFUSALS = 3
-_NORMS, _LOOKED_AT = 32, 1000
-_NUMBER = re.compile(r"[0-9]{1,9}")
+_NORMS = 32
 
 
 class Rounds:
@@ -30,38 +25,46 @@ class Rounds:
     complete or refused (table `parts`).
     """
 
-    def __init__(
-        self,
-        db: Journal,
-        settings: Settings,
-        samples: Samples,
-        membership: Membership,
-        folder: Path,
-        clock: Callable[[], float],
-    ) -> None:
-        self._db, self._settings, self._samples = db, settings, samples
-        self._membership, self._folder, self._clock = membership, folder, clock
-        self._fragments = 1
-        self._sample_tokens = 0
-        # When the first contribution came, and the one that made the quorum. After a restart both
-        # times begin anew: one more time box at most.
-        self._first: dict[int, float] = {}
-        self._quorum: dict[int, float] = {}
+    def __init__(self, membership: Membership, folder: Path) -> None:
+        self._membership, self._folder = membership, folder
+        self._db, self._clock = membership.db, membership.clock
+        self._settings, self._samples = membership.settings, membership.samples
+        self._began = self._clock()
+        self._came: dict[tuple[int, int], float] = {}
+        self._read: tuple[str | None, Join | None] = None, None
 
-    def learn(self, identity: Mapping[str, str], num_fragments: int) -> None:
-        """Take what the first cluster has determined; see `Join.identity`."""
-        self._fragments = num_fragments
-        text = identity.get(SAMPLE_TOKENS, "")
-        self._sample_tokens = int(text) if _NUMBER.fullmatch(text) else 0
+    @property
+    def first(self) -> Join | None:
+        """What the first cluster has joined with: it determines the run."""
+        text = self._db.get("first")  # not kept but here: a full disk may have undone `begin`
+        if text != self._read[0]:
+            self._read = text, None if text is None else Join.model_validate_json(text)
+        return self._read[1]
+
+    def begin(self, join: Join) -> None:
+        """The first cluster has joined; or the only one, with other settings."""
+        if self._db.get("kept_since") is None:
+            self._db.put("kept_since", str(join.version))
+        self._db.put("first", join.model_dump_json(exclude={"holding"}))
 
     # What is known.
 
     @property
+    def fragments(self) -> int:
+        return 1 if self.first is None else len(self.first.pieces)
+
+    @property
     def next(self) -> int:
         """The outer step that is committed next: so many have been."""
-        start = int(self._db.get("start") or 0)
         last = self._db.row("SELECT MAX(round) AS t FROM rounds WHERE state = 'committed'")
-        return start if last is None or last["t"] is None else int(last["t"]) + 1
+        if last is not None and last["t"] is not None:
+            return int(last["t"]) + 1
+        return 0 if self.first is None else self.first.version
+
+    @property
+    def kept_since(self) -> int:
+        """The averages from this outer step on are on the disk."""
+        return int(self._db.get("kept_since") or 0)
 
     def _row(self, outer_step: int) -> sqlite3.Row | None:
         return self._db.row("SELECT * FROM rounds WHERE round = ?", outer_step)
@@ -82,22 +85,12 @@ class Rounds:
             "SELECT outer_params FROM rounds WHERE round < ? AND round % ? = ? "
             "AND state = 'committed' ORDER BY round DESC LIMIT 1",
             version,
-            self._fragments,
+            self.fragments,
             fragment,
         )
         if row is not None:
             return str(row["outer_params"])
-        return str(json.loads(self._db.get("outer_params") or "[]")[fragment])
-
-    def has_outer_params(self, outer_step: int) -> bool:
-        row = self._row(outer_step)
-        return row is not None and bool(row["outer_params"])
-
-    def is_kept_since(self, version: int) -> bool:
-        """Whether the averages are on the disk that lead from a version to now."""
-        following = self.next
-        sql = "SELECT COUNT(*) FROM rounds WHERE round >= ? AND round < ? AND kept = 1"
-        return self._db.number(sql, version, following) == following - version
+        return "" if self.first is None else self.first.outer_params[fragment]
 
     def part_path(self, outer_step: int, number: int) -> Path:
         return self._folder / f"{outer_step:08d}" / f"{number}.part"
@@ -106,15 +99,18 @@ class Rounds:
         return self._folder / f"{outer_step:08d}" / "average"
 
     def _parts(self, outer_step: int) -> list[sqlite3.Row]:
-        return self._db.rows("SELECT * FROM parts WHERE round = ?", outer_step)
+        return self._db.rows(
+            "SELECT parts.*, members.name FROM parts JOIN members ON member = number "
+            "WHERE round = ? ORDER BY name, number",
+            outer_step,
+        )
+
+    def _complete_parts(self, outer_step: int) -> list[sqlite3.Row]:
+        return [part for part in self._parts(outer_step) if not part["reason"]]
 
     def is_counted(self, outer_step: int, number: int) -> bool:
         """Whether a member's contribution is complete."""
-        return number in self._members(outer_step, "complete")
-
-    def _members(self, outer_step: int, state: str) -> frozenset[int]:
-        parts = self._parts(outer_step)
-        return frozenset(part["member"] for part in parts if part["state"] == state)
+        return number in [part["member"] for part in self._complete_parts(outer_step)]
 
     # Contributions.
 
@@ -127,13 +123,10 @@ class Rounds:
         following = self.next
         if member["is_behind"]:
             raise Refusal(
-                409,
-                "behind",
-                f"{member['name']} must pull the state first: {member['order_reason']}",
+                "behind", f"{member['name']} must pull the state first: {member['command_reason']}"
             )
         if outer_step < following or self.state(outer_step) == "averaging":
             raise Refusal(
-                409,
                 "late",
                 f"round {outer_step} is decided without {member['name']}; the next is round "
                 f"{max(following, outer_step + 1)}",
@@ -141,7 +134,6 @@ class Rounds:
             )
         if outer_step >= following + self._settings.open_rounds:
             raise Refusal(
-                409,
                 "early",
                 f"round {outer_step} is far off; the next is round {following}",
                 "apply the averages of the rounds before it",
@@ -170,117 +162,62 @@ class Rounds:
             return
         self.check(member, outer_step)
         reason = failure or ("" if math.isfinite(norm) else f"its norm is {norm}")
-        with self._db.transaction():
-            if self.state(outer_step) == "future":
-                self._db.run(
-                    "INSERT INTO rounds (round, state) VALUES (?, 'collecting')", outer_step
-                )
-            if reason:
-                self._write(outer_step, number, contribution, norm=-1.0, reason=reason)
-                self._refuse(member, outer_step, reason, reset=True)
-            else:
-                self._count(member, outer_step, contribution, norm)
+        new = "INSERT OR IGNORE INTO rounds (round, state) VALUES (?, 'collecting')"
+        self._db.run(new, outer_step)
+        self._db.run(
+            "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?)",
+            outer_step,
+            number,
+            contribution.tokens,
+            -1.0 if reason else norm,
+            json.dumps(contribution.samples),
+            reason,
+        )
         if reason:
+            self._refuse(member, outer_step, reason, resets=True)
             raise Refusal(
-                422,
                 "refused",
                 f"the contribution of {member['name']} to round {outer_step} is refused: {reason}",
                 "go back to the outer parameters; look for the step at which its loss became nan",
             )
-        self._note_times(outer_step)
+        self._came[outer_step, number] = self._clock()
 
-    def _count(self, member: sqlite3.Row, outer_step: int, part: Contribution, norm: float) -> None:
-        number = member["number"]
-        sql = "SELECT spans FROM parts WHERE member = ? AND state = 'complete' ORDER BY round DESC"
-        rows = self._db.rows(f"{sql} LIMIT ?", number, _LOOKED_AT)
-        new = without(self._samples.own(number, part.samples), _spans(rows))  # each counts once
-        counted = sum(stop - start for start, stop in new)
-        weight = self._weight(outer_step, number, part.tokens, counted)
-        self._write(outer_step, number, part, norm=norm, samples=counted, tokens=weight)
-        if weight < part.tokens:
-            what = f"it claims {part.tokens} tokens; its samples have {weight} at most"
-            self._db.note(member["name"], "weight", f"round {outer_step}: {what}")
-
-    def _weight(self, outer_step: int, number: int, tokens: int, samples: int) -> int:
-        # At most the tokens of the samples behind a contribution: those in it, and those in the
-        # same member's contributions to other fragments since the last one to this fragment.
-        if not self._sample_tokens:
-            return tokens
-        own = "member = ? AND state = 'complete' AND round < ?"
-        last = self._db.row(
-            f"SELECT MAX(round) AS round FROM parts WHERE {own} AND round % ? = ?",
-            number,
-            outer_step,
-            self._fragments,
-            outer_step % self._fragments,
-        )
-        since = -1 if last is None or last["round"] is None else last["round"]
-        sql = f"SELECT SUM(samples) FROM parts WHERE {own} AND round > ?"
-        earlier = self._db.number(sql, number, outer_step, since)
-        return max(1, min(tokens, (earlier + samples) * self._sample_tokens))
-
-    def _write(
-        self,
-        outer_step: int,
-        number: int,
-        part: Contribution,
-        *,
-        norm: float,
-        reason: str = "",
-        samples: int = 0,
-        tokens: int = 0,
-    ) -> None:
-        self._db.run(
-            "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            outer_step,
-            number,
-            "refused" if reason else "complete",
-            tokens or part.tokens,
-            part.steps,
-            norm,
-            part.digest,
-            reason,
-            samples,
-            json.dumps(list(part.samples)),
-        )
-
-    def _refuse(self, member: sqlite3.Row, outer_step: int, reason: str, *, reset: bool) -> None:
+    def _refuse(self, member: sqlite3.Row, outer_step: int, reason: str, *, resets: bool) -> None:
         what = f"round {outer_step}: {reason}"
         self._db.note(member["name"], "refused", what)
         self._db.run("UPDATE members SET refusal = ? WHERE number = ?", what, member["number"])
-        if reset:
+        if resets:
             why = f"the contribution to round {outer_step} was refused: {reason}"
             self._membership.command(member["number"], "reset", why)
 
     # The rule.
 
-    def _note_times(self, outer_step: int) -> None:
-        complete = len(self._members(outer_step, "complete"))
-        if complete >= 1:
-            self._first.setdefault(outer_step, self._clock())
-        if complete >= self._settings.quorum:
-            self._quorum.setdefault(outer_step, self._clock())
+    def _came_at(self, outer_step: int) -> list[float]:
+        # After a restart they count as having come then: one more time box at most.
+        parts = self._complete_parts(outer_step)
+        return sorted(self._came.get((outer_step, part["member"]), self._began) for part in parts)
 
     def open_for_s(self, outer_step: int) -> float:
         """Seconds since the first contribution; after a restart, since then."""
-        return self._clock() - self._first.get(outer_step, self._clock())
+        return self._clock() - min(self._came_at(outer_step), default=self._clock())
 
     def _due_in_s(self, outer_step: int) -> float | None:
         # Until it is closed without the missing; None: that is not decided by time, or not yet.
-        self._note_times(outer_step)
-        began, limit_s = None, 0.0
         match self._settings.wait:
-            case "time_boxed":
-                began, limit_s = self._first.get(outer_step), self._settings.time_box_s
-            case "quorum":
-                began, limit_s = self._quorum.get(outer_step), self._settings.grace_s
             case "all":
-                pass
-        return None if began is None else max(0.0, began + limit_s - self._clock())
+                return None
+            case "time_boxed":
+                enough, limit_s = 1, self._settings.time_box_s
+            case "quorum":
+                enough, limit_s = self._settings.quorum, self._settings.grace_s
+        came_at = self._came_at(outer_step)
+        if len(came_at) < enough:
+            return None
+        return max(0.0, came_at[enough - 1] + limit_s - self._clock())
 
-    def _waits_for(self, outer_step: int) -> frozenset[int]:
-        answered = frozenset(part["member"] for part in self._parts(outer_step))
-        return self._membership.expected(outer_step) - answered
+    def _waits_for(self, outer_step: int) -> list[str]:
+        answered = {part["name"] for part in self._parts(outer_step)}
+        return [name for name in self._membership.expected(outer_step) if name not in answered]
 
     def _is_time(self, outer_step: int) -> bool:
         # Also where all who are waited for were refused: the round then changes nothing.
@@ -297,143 +234,101 @@ class Rounds:
         """
         outer_step = self.next
         state = self.state(outer_step)
-        if state == "collecting":
-            if not self._is_time(outer_step):
-                return None
-            with self._db.transaction():
-                self._refuse_outliers(outer_step)
-                taken = sorted(
-                    self._members(outer_step, "complete"),
-                    key=lambda n: (self._membership.get(n)["name"], n),
-                )
-                self._db.run(
-                    "UPDATE rounds SET state = 'averaging', participants = ? WHERE round = ?",
-                    json.dumps(taken),
-                    outer_step,
-                )
+        if state == "collecting" and self._is_time(outer_step):
+            self._refuse_outliers(outer_step)
+            sql = "UPDATE rounds SET state = 'averaging' WHERE round = ?"
+            self._db.run(sql, outer_step)
         elif state != "averaging":
             return None
-        row = self._row(outer_step)
-        assert row is not None
-        tokens = {part["member"]: int(part["tokens"]) for part in self._parts(outer_step)}
         parts = [
-            (self.part_path(outer_step, number), tokens[number])
-            for number in json.loads(row["participants"])
+            (self.part_path(outer_step, part["member"]), part["tokens"])
+            for part in self._complete_parts(outer_step)
         ]
-        fragment, target = outer_step % self._fragments, self.average_path(outer_step)
-        return Job(outer_step, fragment, parts, target)
+        return Job(outer_step, parts, self.average_path(outer_step))
 
     def _refuse_outliers(self, outer_step: int) -> None:
         history = self._db.rows(
-            "SELECT norm, tokens FROM parts WHERE state = 'complete' AND round < ? "
+            "SELECT norm, tokens FROM parts WHERE reason = '' AND norm >= 0 AND round < ? "
             "AND round % ? = ? ORDER BY round DESC, member LIMIT ?",
             outer_step,
-            self._fragments,
-            outer_step % self._fragments,
+            self.fragments,
+            outer_step % self.fragments,
             _NORMS,
         )
         usual = [(row["norm"], row["tokens"]) for row in history]
-        complete = [part for part in self._parts(outer_step) if part["state"] == "complete"]
-        norms = {part["member"]: (part["norm"], part["tokens"]) for part in complete}
+        parts = self._complete_parts(outer_step)
+        norms = {part["member"]: (part["norm"], part["tokens"]) for part in parts}
         for number, reason in outliers(self._settings.outlier, usual, norms).items():
             member = self._membership.get(number)
-            self._db.run(
-                "UPDATE parts SET state = 'refused', reason = ? WHERE round = ? AND member = ?",
-                reason,
-                outer_step,
-                number,
-            )
+            sql = "UPDATE parts SET reason = ? WHERE round = ? AND member = ?"
+            self._db.run(sql, reason, outer_step, number)
             if member["state"] != "living":
                 self._samples.give_back(number)
             self._db.run("UPDATE members SET refusals = refusals + 1 WHERE number = ?", number)
-            self._refuse(member, outer_step, reason, reset=member["refusals"] + 1 >= _REFUSALS)
+            self._refuse(member, outer_step, reason, resets=member["refusals"] + 1 >= _REFUSALS)
 
-    def commit(self, outer_step: int, average: Average) -> None:
-        """A round is decided, durably."""
-        with self._db.transaction():
-            row = self._row(outer_step)
-            assert row is not None and row["state"] == "averaging", f"outer step {outer_step}"
-            assert outer_step == self.next
-            self._db.run(
-                "UPDATE rounds SET state = 'committed', digest = ?, size = ?, kept = 1, "
-                "committed_at = ?, seconds = ? WHERE round = ?",
-                average.digest,
-                average.size_bytes,
-                time.time(),
-                self.open_for_s(outer_step),
-                outer_step,
-            )
-            for part in self._parts(outer_step):
-                if part["state"] == "complete":
-                    self._samples.average(part["member"], _spans([part]))
-            for number in json.loads(row["participants"]):
-                self._db.run("UPDATE members SET refusals = 0 WHERE number = ?", number)
-        self._first.pop(outer_step, None)
-        self._quorum.pop(outer_step, None)
+    def commit(self, outer_step: int, digest: str, size_bytes: int) -> None:
+        """The average of a round that `close` has closed is on the disk; see `files.average`."""
+        assert outer_step == self.next and self.state(outer_step) == "averaging", outer_step
+        self._db.run(
+            "UPDATE rounds SET state = 'committed', digest = ?, size = ?, committed_at = ?, "
+            "seconds = ? WHERE round = ?",
+            digest,
+            size_bytes,
+            time.time(),
+            self.open_for_s(outer_step),
+            outer_step,
+        )
+        for part in self._complete_parts(outer_step):
+            spans = [(start, stop) for start, stop in json.loads(part["spans"])]
+            self._samples.average(part["member"], spans)
+            self._db.run("UPDATE members SET refusals = 0 WHERE number = ?", part["member"])
+            self._came.pop((outer_step, part["member"]), None)
 
     def take_over(self, answer: RoundAnswer, outer_params: str, numbers: Mapping[str, int]) -> None:
-        """A round was decided by a hub that is gone; its average is on the disk."""
+        """A round was decided by a hub that is gone; its average is on the disk.
+
+        Args:
+            outer_params: the digest that the average has led to; empty: unknown.
+            numbers: of the members that the answer names.
+        """
         self._db.run(
-            "INSERT INTO rounds (round, state, participants, digest, size, kept, outer_params, "
-            "committed_at) VALUES (?, 'committed', ?, ?, ?, 1, ?, ?)",
+            "INSERT INTO rounds (round, state, digest, size, outer_params, committed_at) "
+            "VALUES (?, 'committed', ?, ?, ?, ?)",
             answer.outer_step,
-            json.dumps(sorted(numbers[name] for name in answer.weights)),
             answer.digest,
             answer.size_bytes,
             outer_params,
             time.time(),
         )
         for name, number in numbers.items():
-            reason = answer.refused.get(name, "")
-            self._db.run(
-                "INSERT INTO parts (round, member, state, tokens, steps, norm, digest, reason) "
-                "VALUES (?, ?, ?, ?, 0, -1, '', ?)",
-                answer.outer_step,
-                number,
-                "refused" if reason else "complete",
-                answer.weights.get(name, 0),
-                reason,
-            )
+            tokens, reason = answer.weights.get(name, 0), answer.refused.get(name, "")
+            sql = "INSERT INTO parts VALUES (?, ?, ?, -1, '[]', ?)"
+            self._db.run(sql, answer.outer_step, number, tokens, reason)
 
     # Answers.
 
-    def open_rounds(self) -> list[OpenRound]:
+    def open_rounds(self) -> list[RoundAnswer]:
         """The rounds that collect."""
         rows = self._db.rows("SELECT round FROM rounds WHERE state = 'collecting' ORDER BY round")
-        return [
-            OpenRound(
-                outer_step=row["round"],
-                due_in_s=self._due_in_s(row["round"]),
-                contributed=self._membership.names(self._members(row["round"], "complete")),
-                waits_for=self._membership.names(self._waits_for(row["round"])),
-            )
-            for row in rows
-        ]
+        return [self.answer(row["round"]) for row in rows]
 
     def answer(self, outer_step: int) -> RoundAnswer:
-        row = self._row(outer_step)
+        row, state = self._row(outer_step), self.state(outer_step)
         if row is None:
-            is_past = outer_step < self.next
-            return RoundAnswer(outer_step=outer_step, state="committed" if is_past else "future")
-        is_committed, is_open = row["state"] == "committed", row["state"] == "collecting"
-        parts = {self._name(part): part for part in self._parts(outer_step)}
-        tokens = {n: p["tokens"] for n, p in sorted(parts.items()) if p["state"] == "complete"}
+            return RoundAnswer.model_validate({"outer_step": outer_step, "state": state})
+        parts = self._parts(outer_step)
+        tokens = {part["name"]: part["tokens"] for part in parts if not part["reason"]}
+        is_open, is_committed = state == "collecting", state == "committed"
         return RoundAnswer(
             outer_step=outer_step,
             state=row["state"],
             due_in_s=self._due_in_s(outer_step) if is_open else None,
             contributed=list(tokens),
-            waits_for=self._membership.names(self._waits_for(outer_step)) if is_open else [],
+            waits_for=self._waits_for(outer_step) if is_open else [],
             weights=tokens if is_committed else {},
-            refused={n: p["reason"] for n, p in parts.items() if p["state"] == "refused"},
+            refused={part["name"]: part["reason"] for part in parts if part["reason"]},
             digest=row["digest"],
             size_bytes=row["size"],
-            is_kept=bool(row["kept"]),
+            is_kept=is_committed and outer_step >= self.kept_since,
         )
-
-    def _name(self, part: sqlite3.Row) -> str:
-        return str(self._membership.get(part["member"])["name"])
-
-
-def _spans(rows: Sequence[sqlite3.Row]) -> list[Interval]:
-    return [(start, stop) for row in rows for start, stop in json.loads(row["spans"])]

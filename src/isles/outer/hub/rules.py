@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -11,26 +12,27 @@ from pydantic import BaseModel, ConfigDict, Field
 
 _ENOUGH_NORMS = 4
 
-
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+_STATUS = {"token": 401, "unknown": 404, "no_state": 404, "no_run_file": 404, "gone": 410}
+_STATUS |= dict.fromkeys(("malformed", "hash", "refused"), 422)
+
+
 class Refusal(Exception):
-    """A request that is refused: with an HTTP status, a kind for programs, and words for people.
+    """A request that is refused.
 
     Args:
-        status: 404, 409, 413, 422, 507 …
         kind: one word that the client acts on.
         what: what is wrong, with the value.
         fix: what to do about it.
     """
 
-    def __init__(self, status: int, kind: str, what: str, fix: str = "") -> None:
+    def __init__(self, kind: str, what: str, fix: str = "") -> None:
         super().__init__(what)
-        self.status = status
-        self.kind = kind
-        self.what = what
-        self.fix = fix
+        self.kind, self.what, self.fix = kind, what, fix
+        self.status = _STATUS.get(kind, 409)
+        """Of HTTP."""
 
 
 class Settings(BaseModel):
@@ -108,10 +110,6 @@ def divergence(reports: Mapping[int, str]) -> tuple[str, list[int]]:
     Args:
         reports: digest of the outer parameters of each member.
     """
-    holders: dict[str, list[int]] = {}
-    for member, outer_params in reports.items():
-        holders.setdefault(outer_params, []).append(member)
-    right = min(
-        holders, key=lambda outer_params: (-len(holders[outer_params]), min(holders[outer_params]))
-    )
-    return right, sorted(member for member in reports if reports[member] != right)
+    members, holders = sorted(reports), Counter(reports.values())
+    right = max((reports[member] for member in members), key=holders.__getitem__)  # the first such
+    return right, [member for member in members if reports[member] != right]

@@ -1,47 +1,53 @@
-"""The hub as an HTTPS server: address, TLS, join line."""
+"""The hub as an HTTPS server: its secrets, its address, its join line."""
 
 from __future__ import annotations
 
-import asyncio
+import fcntl
+import hashlib
 import logging
+import os
 import re
 import resource
+import secrets
 import socket
+import ssl
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
 from aiohttp import web
 
-from isles.errors import CommunicationError, ConfigError
+from isles.errors import CommunicationError, ConfigError, MissingDependencyError
 from isles.outer.hub.routes import make_app
 from isles.outer.hub.rules import Settings
-from isles.outer.hub.tls import lock_folder, make_identity
 from isles.outer.hub.work import Work
-from isles.run.join_line import JoinLine
+from isles.run.join_line import SECRET_BYTES, JoinLine, encode
 from isles.run.records import write_secret
 
 log = logging.getLogger(__name__)
 
-_LINGER_S, _SHUTDOWN_S, _HANDSHAKE_S = 5.0, 2.0, 10.0
-_FIRST_REQUEST_S = 15.0
-"""A connection that has not shown the token by then is cut."""
-_BACKLOG, _HANDLES = 128, 65536
+_LINGER_S, _SHUTDOWN_S = 5.0, 2.0
+_BACKLOG = 128
+_VALID_DAYS = 3650
+_OPENSSL_S = 60.0
 
 
 class Server:
-    """One hub.
+    """One hub. No other may use its state directory for as long as this process lives.
 
     Args:
         folder: state directory; what lies there is gone on with.
         settings: the rules of the run.
+
+    Raises:
+        ConfigError: another hub uses the state directory.
     """
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self._lock = lock_folder(folder)
         self.folder = folder
-        self._identity = make_identity(folder)
+        make_identity(folder)
         self.work = Work(folder, settings)
-        self._unknown: set[object] = set()
 
     async def start(self, host: str, port: int, run: str, announce: str = "") -> JoinLine:
         """Listen, and begin to close outer steps.
@@ -59,44 +65,25 @@ class Server:
             CommunicationError: the address is not this machine's, or the port is taken.
         """
         self.work.run = run
-        _raise_limit()
+        with suppress(OSError, ValueError):  # each connection needs a file handle
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        token = (self.folder / "token").read_text().strip()
+        # Garbage of unknown senders is no news; failures of the hub are logged in routes.py.
+        quiet = logging.getLogger("isles.hub.http")
+        quiet.disabled = True
         self._runner = web.AppRunner(
-            make_app(self.work, self._identity.token, self._unknown.discard),
+            make_app(self.work, token),
             access_log=None,
-            logger=_quiet_logger(),
+            logger=quiet,
             lingering_time=_LINGER_S,
             keepalive_timeout=75.0,
             shutdown_timeout=_SHUTDOWN_S,
         )
         await self._runner.setup()
-        file = self.folder / "port"
-        if port == 0 and file.exists():
-            port = int(file.read_text())
-        port = await self._listen(host, port)
-        write_secret(file, str(port))
-        dialled = _dialled(announce, host, port)
-        line = JoinLine(*dialled, run, self._identity.token, self._identity.fingerprint)
-        self._keep_line(line)
-        self.work.begin()
-        log.info("listening at=%s run=%s state=%s", line.address, run, self.folder)
-        return line
-
-    async def _listen(self, host: str, port: int) -> int:
-        loop, make = asyncio.get_running_loop(), self._runner.server
-        assert make is not None
-
-        def cut(protocol: web.RequestHandler) -> None:
-            if protocol in self._unknown:
-                self._unknown.discard(protocol)
-                protocol.force_close()
-                protocol.close()
-
-        def connection() -> web.RequestHandler:
-            protocol = make()
-            self._unknown.add(protocol)
-            loop.call_later(_FIRST_REQUEST_S, cut, protocol)
-            return protocol
-
+        port_file = self.folder / "port"
+        if port == 0 and port_file.exists():
+            port = int(port_file.read_text())
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -107,30 +94,21 @@ class Server:
                 fix="give an address of this machine and a free port",
                 id="hub.address",
             ) from error
-        self._server = await loop.create_server(
-            connection,
-            sock=listening,
-            ssl=self._identity.ssl_context(),
-            ssl_handshake_timeout=_HANDSHAKE_S,
-            ssl_shutdown_timeout=_HANDSHAKE_S,
-        )
-        return int(listening.getsockname()[1])
-
-    def _keep_line(self, line: JoinLine) -> None:
-        path = self.folder / "join"
-        with suppress(ConfigError):
-            before = JoinLine.read(path)
-            if before != line:
-                log.warning(
-                    "the join line is another than before (address, token or certificate; now at "
-                    "%s): clusters come once it lies in their run directories, as the file join",
-                    line.address,
-                )
-        write_secret(path, line.secret_text())
+        # TLS 1.3 only: both ends are ours.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_cert_chain(self.folder / "certificate.pem", self.folder / "key.pem")
+        await web.SockSite(self._runner, listening, ssl_context=context).start()
+        port = listening.getsockname()[1]
+        write_secret(port_file, str(port))
+        line = JoinLine(*_dialled(announce, host, port), run, token, fingerprint(self.folder))
+        write_secret(self.folder / "join", line.secret_text())
+        self.work.begin()
+        log.info("listening at=%s run=%s state=%s", line.address, run, self.folder)
+        return line
 
     async def stop(self) -> None:
-        """Take no more requests, and close the files."""
-        self._server.close()
+        """Take no more requests, and end the work."""
         await self._runner.cleanup()
         await self.work.stop()
 
@@ -141,19 +119,64 @@ def _dialled(announce: str, host: str, port: int) -> tuple[str, int]:
     return announce.strip("[]") or host, port
 
 
-def _raise_limit() -> None:
-    # Each connection and each file that comes needs some file handles.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _HANDLES if hard == resource.RLIM_INFINITY else min(_HANDLES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+# The hub's own secrets, made once, kept with mode 0600.
 
 
-def _quiet_logger() -> logging.Logger:
-    # For aiohttp: garbage of unknown senders is no news; our own failures are logged in routes.py.
-    logger = logging.getLogger("isles.hub.http")
-    logger.propagate = False
-    if not logger.handlers:
-        logger.addHandler(logging.NullHandler())
-    return logger
+def lock_folder(folder: Path) -> int:
+    """Make sure that no other hub uses a state directory, for as long as this process lives.
+
+    Returns:
+        A file handle that holds the lock.
+
+    Raises:
+        ConfigError: another does.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise ConfigError(
+            "another hub uses this state directory",
+            where=str(folder),
+            fix="stop that one, or give this one a folder of its own",
+        ) from None
+    return handle
+
+
+def fingerprint(folder: Path) -> bytes:
+    """sha256 of the certificate of a state directory."""
+    der = ssl.PEM_cert_to_DER_cert((folder / "certificate.pem").read_text())
+    return hashlib.sha256(der).digest()
+
+
+def make_identity(folder: Path) -> None:
+    """Make the token and certificate of a state directory where they are not there (any more)."""
+    token, certificate, key = folder / "token", folder / "certificate.pem", folder / "key.pem"
+    if not token.exists():
+        write_secret(token, encode(secrets.token_bytes(SECRET_BYTES)))
+    if certificate.exists() and key.exists():
+        return
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-sha256", "-days", str(_VALID_DAYS), "-subj", "/CN=isles hub"]
+    command += ["-keyout", "-", "-out", "-"]  # both to a pipe: no secret lies in a file of its own
+    try:
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=_OPENSSL_S
+        )
+    except FileNotFoundError as error:
+        raise MissingDependencyError(
+            "the hub makes its certificate with openssl, which is not here",
+            where=str(folder),
+            fix="install openssl (`apt install openssl`, `dnf install openssl`)",
+        ) from error
+    own, mark, rest = done.stdout.partition("-----BEGIN CERTIFICATE-----")
+    if done.returncode or not mark:
+        raise ConfigError(
+            f"openssl makes no certificate: {done.stderr[-300:]}",
+            where=str(folder),
+            fix="run `openssl version`, and see whether it works",
+        )
+    write_secret(key, own)
+    write_secret(certificate, mark + rest)

@@ -2,196 +2,180 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import sqlite3
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from isles.outer.hub.journal import Journal
 from isles.outer.hub.members import Membership
-from isles.outer.hub.rules import Refusal, Settings
-from isles.outer.messages import StateAnswer, StateOffer
+from isles.outer.hub.rounds import Rounds
+from isles.outer.hub.rules import Refusal
+from isles.outer.messages import State, StateAnswer, StateFile, StateOffer
 
 _WANTED_S = 300.0
-_HEAD_BYTES = 1024
 _SLACK_BYTES = 4 * 2**20
 """What a file has besides its numbers: its head, with a name for each tensor."""
 
 
 class States:
-    """States that donors have uploaded, and the search for a state source."""
+    """States that members have uploaded (table `states`), and the search for a state source."""
 
-    def __init__(
-        self,
-        db: Journal,
-        settings: Settings,
-        membership: Membership,
-        folder: Path,
-        clock: Callable[[], float],
-    ) -> None:
-        self._db = db
-        self._settings = settings
-        self._membership = membership
-        self._folder = folder
-        self._clock = clock
-        self._wanted_at = -_WANTED_S
+    def __init__(self, membership: Membership, rounds: Rounds, folder: Path) -> None:
+        self._membership, self._rounds, self._folder = membership, rounds, folder
+        self._db, self._clock = membership.db, membership.clock
+        self._wanted_at = -math.inf
         self._source: int | None = None
         self._progress_at = 0.0
-        self._tried: set[int] = set()
+        self._passed = 0
+        """Sources that have sent nothing in their time, one after the other."""
 
-    def path(self, state: int, index: int) -> Path:
-        return self._folder / f"{state}" / f"{index}"
+    def touch(self) -> None:
+        """Somebody asks for a state, or fetches it."""
+        self._wanted_at = self._clock()
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether somebody has asked for a state, or fetched of it, lately."""
+    def _is_wanted(self) -> bool:
         return self._clock() - self._wanted_at < _WANTED_S
+
+    def is_source(self, member: int) -> bool:
+        return self._source == member and self._is_wanted
 
     def oldest_version(self) -> int | None:
         """The version from which on averages must be kept, while somebody pulls a state."""
         row = self._db.row("SELECT MIN(version) AS v FROM states")
-        return int(row["v"]) if self.is_wanted and row and row["v"] is not None else None
+        return int(row["v"]) if self._is_wanted and row and row["v"] is not None else None
 
-    def touch(self) -> None:
-        self._wanted_at = self._clock()
+    # For those who are behind.
 
-    def progress(self) -> None:
-        self._progress_at = self._clock()
-
-    def want(self, member: int, is_usable: Callable[[int], bool]) -> StateAnswer:
+    def want(self, member: sqlite3.Row) -> StateAnswer:
         """A member needs a state: the newest one that is usable, or who is asked for one.
-
-        Args:
-            is_usable: whether the averages of all outer steps since a version are kept.
 
         Raises:
             Refusal: nobody can give one, and nobody will come who could.
         """
         self.touch()
-        for row in self._db.rows(
-            "SELECT * FROM states WHERE is_complete = 1 ORDER BY version DESC"
-        ):
-            if is_usable(row["version"]):
-                return self.answer(row["number"])
-        self._choose(member, is_usable)
-        others = [row for row in self._membership.latest() if row["number"] != member]
-        have_gone = [row["has_finished"] and row["state"] == "left" for row in others]
-        if self._source is None and others and all(have_gone):
+        newest = "SELECT * FROM states WHERE is_complete = 1 ORDER BY version DESC"
+        for row in self._db.rows(newest):
+            if row["version"] >= self._rounds.kept_since:
+                content = State.model_validate_json(row["content"])
+                source = self._membership.get(row["member"])["name"]
+                return StateAnswer(state=row["number"], source=source, **dict(content))
+        self._choose(member["number"])
+        if self._source is not None:
+            return StateAnswer(state=None, source=self._membership.get(self._source)["name"])
+        others = [row for row in self._membership.latest() if row["number"] != member["number"]]
+        if others and all(row["has_finished"] and row["state"] == "left" for row in others):
             raise Refusal(
-                409,
                 "over",
                 "the other clusters have finished this run, and the averages since this one was "
                 "here last are not kept",
                 "their model is the run's; with a larger max_steps on all clusters it goes on",
             )
-        source = "" if self._source is None else self._membership.get(self._source)["name"]
-        return StateAnswer(state=None, source=source)
+        return StateAnswer(state=None)
 
-    def _choose(self, but: int, is_usable: Callable[[int], bool]) -> None:
-        # The most advanced member; another one where it sends nothing.
-        able = {
-            row["number"]: row["version"]
-            for row in self._membership.living()
-            if not row["is_behind"] and row["number"] != but and is_usable(row["version"])
-        }
-        is_idle = self._clock() - self._progress_at > self._settings.source_s
+    def _choose(self, but: int) -> None:
+        # The most advanced member; the next one where it sends nothing.
+        kept_since = self._rounds.kept_since
+        able = [
+            row["number"]
+            for row in sorted(self._membership.living(), key=lambda row: -row["version"])
+            if not row["is_behind"] and row["number"] != but and row["version"] >= kept_since
+        ]
+        is_idle = self._clock() - self._progress_at > self._membership.settings.source_s
         if self._source in able and not is_idle:
             return
         if self._source is not None and is_idle:
-            self._tried.add(self._source)
+            self._passed += 1
             self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", self._source)
-        fresh = {number: v for number, v in able.items() if number not in self._tried}
-        if not fresh:
-            self._tried.clear()
-            fresh = able
-        self._source = min(fresh, key=lambda number: (-fresh[number], number), default=None)
+        self._source = able[self._passed % len(able)] if able else None
         self._progress_at = self._clock()
 
-    def is_source(self, member: int) -> bool:
-        return self._source == member and self.is_wanted
+    # From a source.
 
-    def offer(self, member: int, offer: StateOffer, pieces: Sequence[Sequence[int]]) -> int:
+    def offer(self, member: sqlite3.Row, offer: StateOffer) -> int:
         """A state source begins to upload, or goes on; the state's number.
 
-        Args:
-            member: the state source's number.
-            offer: what it says.
-            pieces: of each fragment its pieces.
-
         Raises:
-            Refusal: it is larger than outer parameters and momentum are, or nobody has asked for
-                it.
+            Refusal: it is not the run's, or larger than outer parameters and momentum are, or
+                nobody has asked for it.
         """
+        number, rounds = member["number"], self._rounds
+        right = [
+            rounds.outer_params(fragment, offer.version)
+            for fragment in range(len(offer.outer_params))
+        ]
+        is_wrong = any(
+            known not in ("", own) for known, own in zip(right, offer.outer_params, strict=True)
+        )
+        if is_wrong or member["is_behind"] or offer.version > rounds.next:
+            raise Refusal("behind", f"the state of {member['name']} is not the run's")
+        pieces = [] if rounds.first is None else rounds.first.pieces
         size_bytes = sum(file.size_bytes for file in offer.files)
-        limit = sum(8 * sum(of) + _HEAD_BYTES * len(of) + _SLACK_BYTES for of in pieces)
+        limit = sum(8 * sum(counts) + _SLACK_BYTES for counts in pieces)
         if size_bytes > limit or len(offer.files) > len(pieces):
             raise Refusal(
-                413,
                 "too_large",
                 f"a state of {len(offer.files)} files and {size_bytes} bytes; one of this run has "
                 f"{len(pieces)} and {limit} at most",
             )
-        if len({file.name for file in offer.files}) < len(offer.files):
-            raise Refusal(422, "malformed", "two files of the state have the same name")
-        text = offer.model_dump_json(exclude={"id"})
-        row = self._db.row("SELECT number FROM states WHERE member = ? AND offer = ?", member, text)
-        if row is None and not self.is_source(member):
-            what = "no state is asked of this cluster now"
-            raise Refusal(409, "not_wanted", what)
-        self.progress()
+        content = offer.model_dump_json(exclude={"id"})
+        known = "SELECT number FROM states WHERE member = ? AND content = ?"
+        row = self._db.row(known, number, content)
+        if row is None and not self.is_source(number):
+            raise Refusal("not_wanted", "no state is asked of this cluster now")
+        self._progress_at = self._clock()
         if row is not None:
             return int(row["number"])
-        with self._db.transaction():
-            # One at a time: what a member can fill the disk with is bounded.
-            self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", member)
-            self._db.run(
-                "INSERT INTO states (member, version, offer) VALUES (?, ?, ?)",
-                member,
-                offer.version,
-                text,
-            )
-            return self._db.number("SELECT MAX(number) FROM states")
+        # One at a time: what a member can fill the disk with is bounded.
+        self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", number)
+        new = "INSERT INTO states (member, version, content) VALUES (?, ?, ?)"
+        self._db.run(new, number, offer.version, content)
+        return self._db.number(known, number, content)
+
+    def uploads(self, member: sqlite3.Row, state: int) -> list[tuple[Path, StateFile]]:
+        """The files of a state that a member gives, and where each is written.
+
+        Raises:
+            Refusal: there is no such state, or another gives it.
+        """
+        if self._row(state)["member"] != member["number"]:
+            raise Refusal("not_yours", f"state {state} is given by another cluster")
+        self._progress_at = self._clock()
+        return self._files(state)
 
     def complete(self, state: int) -> None:
+        """All files of a state are whole."""
         row = self._row(state)
-        with self._db.transaction():
-            self._db.run("UPDATE states SET is_complete = 1 WHERE number = ?", state)
-            name = self._membership.get(row["member"])["name"]
-            self._db.note(name, "state", f"gave the state after round {row['version'] - 1}")
-        self._source = None
-        self._tried.clear()
+        self._db.run("UPDATE states SET is_complete = 1 WHERE number = ?", state)
+        name = self._membership.get(row["member"])["name"]
+        self._db.note(name, "state", f"gave the state after round {row['version'] - 1}")
+        self._source, self._passed = None, 0
 
-    def answer(self, state: int) -> StateAnswer:
-        """What a state consists of."""
-        row = self._row(state)
-        offer = self.files(state)
-        return StateAnswer(
-            state=state,
-            version=offer.version,
-            source=self._membership.get(row["member"])["name"],
-            outer_params=offer.outer_params,
-            files=offer.files,
-        )
-
-    def files(self, state: int) -> StateOffer:
-        """The offer of a state, without the state source's id."""
-        return StateOffer.model_validate_json(
-            '{"id":"' + "0" * 32 + '",' + str(self._row(state)["offer"]).removeprefix("{")
-        )
-
-    def owner(self, state: int) -> int:
-        return int(self._row(state)["member"])
-
-    def is_complete(self, state: int) -> bool:
-        return bool(self._row(state)["is_complete"])
+    def download(self, state: int, index: int) -> Path:
+        """A file of a state that is complete."""
+        if not self._row(state)["is_complete"]:
+            raise Refusal("early", f"state {state} is still being uploaded")
+        self.touch()
+        files = self._files(state)
+        if index >= len(files):
+            raise Refusal("no_state", f"state {state} has {len(files)} files")
+        return files[index][0]
 
     def _row(self, state: int) -> sqlite3.Row:
         row = self._db.row("SELECT * FROM states WHERE number = ?", state)
         if row is None:
-            raise Refusal(404, "no_state", f"there is no state {state}", "ask for the state anew")
+            raise Refusal("no_state", f"there is no state {state}", "ask for the state anew")
         return row
 
-    def forget_useless(self, is_usable: Callable[[int], bool]) -> None:
-        """Forget states that are too old for the averages on the disk."""
-        for row in self._db.rows("SELECT number, version FROM states"):
-            if not is_usable(row["version"]):
-                self._db.run("DELETE FROM states WHERE number = ?", row["number"])
+    def _files(self, state: int) -> list[tuple[Path, StateFile]]:
+        content = State.model_validate_json(self._row(state)["content"])
+        folder = self._folder / f"{state}"
+        return [(folder / f"{index}", file) for index, file in enumerate(content.files)]
+
+    def sweep(self) -> None:
+        """Forget states that are too old for the averages on the disk, and remove their files."""
+        self._db.run("DELETE FROM states WHERE version < ?", self._rounds.kept_since)
+        known = {str(row["number"]) for row in self._db.rows("SELECT number FROM states")}
+        for folder in self._folder.glob("[0-9]*"):
+            if folder.name not in known:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,95 +1,82 @@
-"""What the hub reports to people: members, open rounds, the last commits, samples, events."""
+"""What the hub reports to people: members, open rounds, the last commits, events."""
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from typing import Any
 
 from isles.facts.units import format_duration
 from isles.outer.hub.core import Core
-from isles.outer.messages import OpenRound, num_chunks
+from isles.outer.messages import Heartbeat, RoundAnswer, num_chunks
 
-_EVENTS = 50
-_MOST_EVENTS = 1000
-_COMMITS = 20
+_EVENTS, _COMMITS = 50, 20
 _QUIET_S = 6.0
 """Three heartbeats."""
 
 
 def status(core: Core) -> dict[str, Any]:
     """The answer to GET /v1/status, which `isles status` shows."""
-    commits = _commits(core)
+    newest = "SELECT * FROM rounds WHERE state = 'committed' ORDER BY round DESC LIMIT ?"
+    commits = [_commit(core, row) for row in core.journal.rows(newest, _COMMITS)]
     open_rounds = core.rounds.open_rounds()
-    last = core.journal.number("SELECT MAX(number) FROM events")
+    weights = commits[0]["weights"] if commits else {}
     return {
         "round": core.rounds.next,
-        "fragments": len(core.pieces),
-        "is_over": core.is_over(),
-        "members": [_member(core, row, commits, open_rounds) for row in core.membership.latest()],
-        "open": [_open(core, each) for each in open_rounds],
+        "fragments": core.rounds.fragments,
+        "is_over": core.membership.ending() == "over",
+        "members": [_member(core, row, weights, open_rounds) for row in core.membership.latest()],
+        "open": [_open(core, answer) for answer in open_rounds],
         "commits": commits,
-        "samples": core.samples.counts(),
-        "settings": core.settings.model_dump(),
-        "events": events(core, last - _EVENTS),
+        "events": events(core),
     }
 
 
-def events(core: Core, after: int) -> list[dict[str, Any]]:
-    """What has happened since an event, oldest first."""
-    rows = core.journal.rows(
-        "SELECT * FROM events WHERE number > ? ORDER BY number LIMIT ?", after, _MOST_EVENTS
-    )
-    return [dict(row) for row in rows]
-
-
-_REPORTED = {
-    "step": 0,
-    "since": 0,
-    "loss": None,
-    "tokens_per_s": 0.0,
-    "phase": "",
-    "sent_bytes": 0,
-    "received_bytes": 0,
-    "exposed_s": 0.0,
-    "hidden_s": 0.0,
-}
+def events(core: Core) -> list[dict[str, Any]]:
+    """What has happened last, oldest first."""
+    rows = core.journal.rows("SELECT * FROM events ORDER BY number DESC LIMIT ?", _EVENTS)
+    return [dict(row) for row in reversed(rows)]
 
 
 def _member(
-    core: Core, row: sqlite3.Row, commits: list[dict[str, Any]], open_rounds: list[OpenRound]
+    core: Core, row: sqlite3.Row, weights: dict[str, int], open_rounds: list[RoundAnswer]
 ) -> dict[str, Any]:
     name, number = row["name"], row["number"]
-    heartbeat = core.membership.heartbeats.get(number)
-    reported = {} if heartbeat is None else heartbeat.model_dump(exclude={"id", "version"})
-    weights = commits[0]["weights"] if commits else {}
-    tokens = weights.get(name, 0)
-    late = [each.outer_step for each in open_rounds if name in each.waits_for]
+    nothing = Heartbeat(id="0" * 32, step=0, version=row["version"])
+    heartbeat = core.membership.heartbeats.get(number, nothing)
+    late = [answer.outer_step for answer in open_rounds if name in answer.waits_for]
     return {
-        **{key: reported.get(key, nothing) for key, nothing in _REPORTED.items()},
+        **heartbeat.model_dump(exclude={"id", "has", "ends"}),
         "name": name,
         "state": "finished" if row["has_finished"] and row["state"] == "left" else row["state"],
         "is_behind": bool(row["is_behind"]),
-        "order": row["order_reason"],
-        "version": row["version"],
-        "from_round": row["from_round"],
         "heard_s": round(core.membership.last_seen_s(number), 1),
-        "tokens": tokens,
-        "weight": tokens / sum(weights.values()) if tokens else 0.0,
+        "weight": weights[name] / sum(weights.values()) if name in weights else 0.0,
         "refused": row["refusal"],
         "slow": _why(core, row, min(late)) if late else "",
-        "beat": reported or None,
     }
 
 
-def _open(core: Core, each: OpenRound) -> dict[str, Any]:
-    rows = {row["name"]: row for row in core.membership.latest()}
-    missing = [rows[name] for name in each.waits_for if name in rows]
+def _open(core: Core, answer: RoundAnswer) -> dict[str, Any]:
+    missing = [row for row in core.membership.latest() if row["name"] in answer.waits_for]
     return {
-        "round": each.outer_step,
-        **each.model_dump(exclude={"outer_step"}),
-        "since_s": round(core.rounds.open_for_s(each.outer_step), 1),
-        "missing": {row["name"]: _why(core, row, each.outer_step) for row in missing},
+        "round": answer.outer_step,
+        "since_s": round(core.rounds.open_for_s(answer.outer_step), 1),
+        "due_in_s": answer.due_in_s,
+        "contributed": answer.contributed,
+        "waits_for": answer.waits_for,
+        "missing": {row["name"]: _why(core, row, answer.outer_step) for row in missing},
+    }
+
+
+def _commit(core: Core, row: sqlite3.Row) -> dict[str, Any]:
+    answer = core.rounds.answer(row["round"])
+    return {
+        "round": row["round"],
+        "at": row["committed_at"],
+        "seconds": round(row["seconds"], 3),
+        "weights": answer.weights,
+        "refused": answer.refused,
+        "size_bytes": row["size"],
     }
 
 
@@ -99,12 +86,12 @@ def _why(core: Core, row: sqlite3.Row, outer_step: int) -> str:
     silent_s, still_s = core.membership.last_seen_s(number), core.membership.still_s(number)
     heartbeat = core.membership.heartbeats.get(number)
     if row["is_behind"]:
-        return f"takes the state of another: {row['order_reason']}"
+        return f"takes the state of another: {row['command_reason']}"
     if silent_s > _QUIET_S:
         return f"not heard for {format_duration(silent_s)}"
     if share := _arrived(core, outer_step, number):
         return f"its contribution is on its way: {share:.0%} is here"
-    if heartbeat is None or core.rounds.is_counted(outer_step, number):
+    if heartbeat is None:
         return ""
     phase = heartbeat.phase
     if still_s > max(_QUIET_S, core.settings.still_after_s / 10):
@@ -117,31 +104,7 @@ def _arrived(core: Core, outer_step: int, number: int) -> float:
     # Which part of a contribution is here.
     path = core.rounds.part_path(outer_step, number)
     try:
-        with path.with_name(f"{path.name}.chunks").open("rb") as stream:
-            chunks = sum(1 for _ in stream)
+        chunks = path.with_name(f"{path.name}.chunks").read_bytes().count(b"\n")
+        return min(1.0, chunks / max(1, num_chunks(path.stat().st_size)))
     except OSError:
         return 0.0
-    return min(1.0, chunks / max(1, num_chunks(core.sizes[outer_step % len(core.pieces)])))
-
-
-def _commits(core: Core) -> list[dict[str, Any]]:
-    # The last rounds that are decided, the newest first.
-    found = []
-    for row in core.journal.rows(
-        "SELECT * FROM rounds WHERE state = 'committed' ORDER BY round DESC LIMIT ?", _COMMITS
-    ):
-        answer = core.answer(row["round"])
-        found.append(
-            {
-                "round": row["round"],
-                "fragment": row["round"] % len(core.pieces),
-                "at": row["committed_at"],
-                "seconds": round(row["seconds"], 3),
-                "participants": core.membership.names(frozenset(json.loads(row["participants"]))),
-                "weights": answer.weights,
-                "refused": answer.refused,
-                "size_bytes": row["size"],
-                "digest": row["digest"],
-            }
-        )
-    return found

@@ -6,37 +6,44 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from isles.outer.hub.core import Core
-from isles.outer.hub.files import Averager, Incoming, Job, average, norm_of, part_bytes
+from isles.outer.hub.files import Incoming, average, norm_of, part_bytes
 from isles.outer.hub.journal import JOURNAL, damaged
-from isles.outer.hub.rules import Settings
-from isles.outer.messages import Join
+from isles.outer.hub.rules import Refusal, Settings
+from isles.outer.messages import Contribution, ContributionAnswer, Join
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_TICK_S, _RETRY_S, _LOOK_S = 0.1, 2.0, 1.0
+_TICK_S, _RETRY_S, _LOOK_S = 0.1, 2.0, 0.5
 _ALONE_S = 3600.0
 """A cluster that was stopped, or waits in a queue once more, may still come back."""
-_STILL_S = 1.0
-"""This process itself stood still (SIGSTOP, a machine that slept): it could hear nobody."""
+_LONGEST_TICK_S = 1.0
 _MEASURE_S = 20.0
 
 
-def load_averager() -> Averager:
-    """The codecs of isles; imports torch."""
-    from isles.outer import average as codecs
+class AwakeClock:
+    """Seconds in which this process ran. SIGSTOP, or a machine that slept, makes nobody silent."""
 
-    return codecs
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = 0.0, clock()
+
+    def now(self) -> float:
+        before, ticked_at = self._last
+        return before + min(self._clock() - ticked_at, _LONGEST_TICK_S)
+
+    def tick(self) -> None:
+        """To be called more often than once a second."""
+        self._last = self.now(), self._clock()
 
 
 class Work:
@@ -49,35 +56,34 @@ class Work:
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder = folder
-        self.core = Core(folder, settings, time.monotonic)
+        self._clock = AwakeClock()
+        self.core = Core(folder, settings, self._clock.now)
         self.run = ""
         """The run's name."""
         self.run_file = folder / "run.yaml"
         """What clusters elsewhere are given, where it is there."""
-        self._averager: Averager | None = None
-        self._loading = asyncio.Lock()
-        # One thread has the journal; the numbers and the files have theirs.
+        # One thread has the journal. Two have the numbers, so that files come in meanwhile.
         self._journal_thread = ThreadPoolExecutor(1, "journal")
         self._number_threads = ThreadPoolExecutor(2, "numbers")
-        self._file_threads = ThreadPoolExecutor(4, "files")
         self.changed = asyncio.Event()
         """Set, and then another, when something has changed that somebody may wait for."""
+        self._num_changes = 0
+        self._sizes: list[int] = []
         self._incoming: dict[Path, Incoming] = {}
         self._opening = asyncio.Lock()
-        self._measuring: dict[tuple[Path, str], asyncio.Task[tuple[float, str]]] = {}
+        self._completing: dict[tuple[str, int, str], asyncio.Task[None]] = {}
 
     def begin(self) -> None:
-        self.ticking = asyncio.create_task(self._tick())
-        self._warming = asyncio.create_task(self.averager())  # takes seconds; soon it is needed
+        self._importing = asyncio.create_task(self._count(part_bytes, "none", [1]))  # takes seconds
+        self.ticking = asyncio.gather(self._again(self._look_after), self._again(self._average))
 
     async def stop(self) -> None:
-        """End the tasks and threads, and close the files."""
+        """End the tasks and threads."""
         self.ticking.cancel()
-        await asyncio.gather(self.ticking, self._warming, return_exceptions=True)
-        for threads in (self._number_threads, self._file_threads, self._journal_thread):
+        tasks: list[asyncio.Future[Any]] = [self.ticking, self._importing]
+        await asyncio.gather(*tasks, *self._completing.values(), return_exceptions=True)
+        for threads in (self._number_threads, self._journal_thread):
             threads.shutdown(wait=True)
-        for incoming in self._incoming.values():
-            incoming.close()
         self.core.journal.close()
 
     async def finished(self, grace_s: float, *, alone_s: float = _ALONE_S) -> None:
@@ -88,159 +94,157 @@ class Work:
             alone_s: so long it waits for a cluster that is not heard, or was stopped, once others
                 have finished and nobody is left.
         """
-        over_since = alone_since = None
+        before, since = "", 0.0
+        waits_s = {"over": grace_s, "alone": alone_s}
         while True:
-            now, changed = time.monotonic(), self.changed
-            is_over = await self.look(self.core.is_over)
-            is_alone = await self.look(self.core.is_left_alone)
-            over_since = (over_since or now) if is_over else None
-            alone_since = (alone_since or now) if is_alone else None
-            if over_since is not None and now - over_since >= grace_s:
-                return
-            if alone_since is not None and now - alone_since >= alone_s:
-                log.warning("nobody is heard, and some clusters have not finished: this ends here")
-                return
-            with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), min(grace_s, alone_s, _LOOK_S))
+            ending = await self.ask(self.core.membership.ending)
+            if ending != before:
+                before, since = ending, time.monotonic()
+            if ending and time.monotonic() - since >= waits_s[ending]:
+                break
+            await asyncio.sleep(min(grace_s, alone_s, _LOOK_S))
+        if ending == "alone":
+            log.warning("nobody is heard, and some clusters have not finished: this ends here")
 
     # Threads.
 
     async def ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of `core` in the journal's thread, and wake up whoever waits for news."""
-        loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(self._journal_thread, partial(call, *args, **kwargs))
-        self._wake()
-        return result
+        """Call a method of `core` in the journal's thread, as one transaction."""
+        whole = partial(self.core.journal.do, call, *args, **kwargs)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._journal_thread, whole)
+        finally:
+            if self.core.journal.num_changes != self._num_changes:
+                self._num_changes = self.core.journal.num_changes
+                self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let all who wait for news look again."""
         self.changed.set()
         self.changed = asyncio.Event()
 
-    async def look(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `ask`, for methods that change nothing."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._journal_thread, partial(call, *args, **kwargs))
-
-    async def in_file_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._file_threads, partial(call, *args, **kwargs))
-
     async def _count(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._number_threads, partial(call, *args, **kwargs))
+        whole = partial(call, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._number_threads, whole)
 
-    # Numbers.
+    # Contributions, and other files that come.
 
-    async def averager(self) -> Averager:
-        async with self._loading:
-            if self._averager is None:
-                self._averager = await self._count(load_averager)
-            return self._averager
-
-    async def measure(self, outer_step: int, path: Path, digest: str) -> tuple[float, str] | None:
-        """The norm of a contribution, or why it must not be averaged; None: not known yet.
-
-        However often it is asked for, the file is read once.
-        """
-        key = (path, digest)
-        if key not in self._measuring:
-            self._measuring[key] = asyncio.create_task(self._measure(outer_step, path))
-        task = self._measuring[key]
-        done, _ = await asyncio.wait({task}, timeout=_MEASURE_S)
-        if not done:
-            return None
-        self._measuring.pop(key, None)
-        return task.result()
-
-    async def _measure(self, outer_step: int, path: Path) -> tuple[float, str]:
-        averager = await self.averager()
-        pieces = self.core.pieces[outer_step % len(self.core.pieces)]
-        try:
-            return await self._count(norm_of, averager, self.core.codec, pieces, path), ""
-        except FileNotFoundError:
-            return 0.0, ""  # the outer step was decided meanwhile: `Core.complete` knows
-        except ValueError as error:
-            return 0.0, str(error)
-
-    async def sizes(self, join: Join) -> list[int]:
-        """Of each fragment the bytes of a contribution, if this cluster is the first.
+    async def check_codec(self, join: Join) -> None:
+        """Find out whether contributions can be read, before a run begins with them.
 
         Raises:
             UserError: there is no such codec.
         """
-        if self.core.sizes:
-            return self.core.sizes
-        averager = await self.averager()
-        return [
-            await self._count(part_bytes, averager, join.codec, pieces) for pieces in join.pieces
-        ]
+        if await self._first() is None:
+            await self._count(part_bytes, join.codec, [1])
 
-    # Files that come.
+    async def _first(self) -> Join | None:
+        return await self.ask(lambda: self.core.rounds.first)
 
     async def incoming(self, path: Path, size_bytes: int) -> Incoming:
         """A file that comes in chunks; what had come before a restart is there."""
         async with self._opening:
             if path not in self._incoming:
-                self._incoming[path] = await self.in_file_thread(Incoming, path, size_bytes)
+                self._incoming[path] = await asyncio.to_thread(Incoming, path, size_bytes)
             return self._incoming[path]
 
-    async def forget(self, path: Path, *, discard: bool = False) -> None:
-        incoming = self._incoming.pop(path, None)
-        if incoming is not None:
-            await self.in_file_thread(incoming.discard if discard else incoming.close)
+    def forget(self, path: Path) -> None:
+        """A file is whole, or nobody needs it."""
+        self._incoming.pop(path, None)
 
-    # Outer steps.
+    async def part(self, member_id: str, outer_step: int) -> Incoming:
+        """The file of a contribution that may come; see `Core.part_path`."""
+        path = await self.ask(self.core.part_path, member_id, outer_step)
+        first = await self._first()
+        assert first is not None
+        if not self._sizes:
+            self._sizes = [
+                await self._count(part_bytes, first.codec, pieces) for pieces in first.pieces
+            ]
+        return await self.incoming(path, self._sizes[outer_step % len(first.pieces)])
 
-    async def _tick(self) -> None:
-        averaging: asyncio.Task[None] | None = None
+    async def complete(self, outer_step: int, contribution: Contribution) -> ContributionAnswer:
+        """Measure and count a contribution. However often it is asked for, its file is read once.
+
+        Raises:
+            Refusal: chunks are missing, it is refused, or it is too late.
+        """
+        key = (contribution.id, outer_step, contribution.digest)
+        if key not in self._completing:
+            complete = self._complete(outer_step, contribution)
+            self._completing[key] = asyncio.create_task(complete)
+        task = self._completing[key]
+        done, _ = await asyncio.wait({task}, timeout=_MEASURE_S)
+        if done:
+            self._completing.pop(key, None)
+            task.result()
+        return ContributionAnswer(is_measured=bool(done))
+
+    async def _complete(self, outer_step: int, contribution: Contribution) -> None:
+        if await self.ask(self.core.is_counted, contribution.id, outer_step):
+            return
+        incoming = await self.part(contribution.id, outer_step)
+        await asyncio.to_thread(incoming.seal, contribution.digest)
+        first = await self._first()
+        assert first is not None
+        norm, failure = 0.0, ""
+        try:
+            pieces = first.pieces[outer_step % len(first.pieces)]
+            norm = await self._count(norm_of, first.codec, pieces, incoming.path)
+        except ValueError as error:
+            failure = str(error)
+        try:
+            await self.ask(self.core.complete, outer_step, contribution, norm, failure)
+        except Refusal as error:
+            if error.kind == "refused":
+                await asyncio.to_thread(incoming.discard)
+            raise
+        finally:
+            self.forget(incoming.path)
+
+    # Tasks.
+
+    async def _again(self, step: Callable[[], Awaitable[object]]) -> None:
         while True:
-            started, pause_s = time.monotonic(), _TICK_S
+            pause_s = _RETRY_S
             try:
-                if await self.look(self.core.drop_silent):
-                    self._wake()
-                if averaging is None or averaging.done():
-                    job = await self.look(self.core.close_round)
-                    averaging = None if job is None else asyncio.create_task(self._try_average(job))
+                await step()
+                pause_s = _TICK_S
             except (OSError, sqlite3.OperationalError) as error:  # a full disk, say
-                pause_s = _RETRY_S
                 log.error("%s: %s; tried again in %g s", self.folder, error, pause_s)
             except sqlite3.DatabaseError as error:
                 raise damaged(self.folder / JOURNAL, str(error)) from error
             await asyncio.sleep(pause_s)
-            if (still_s := time.monotonic() - started - pause_s) > _STILL_S:
-                await self.look(self.core.membership.forgive, still_s)
 
-    async def _try_average(self, job: Job) -> None:
+    async def _look_after(self) -> None:
+        self._clock.tick()
+        await self.ask(self.core.membership.drop_silent)
+
+    async def _average(self) -> None:
+        # Average the next round, if it is time.
+        job, first = await self.ask(self.core.rounds.close), await self._first()
+        if first is None or job is None:
+            return
+        started = time.monotonic()
+        pieces = first.pieces[job.outer_step % len(first.pieces)]
         try:
-            await self._average(job)
-        except (OSError, sqlite3.OperationalError) as error:  # a full disk, say
-            log.error("round %d cannot be averaged now: %s; tried again", job.outer_step, error)
-            await asyncio.sleep(_RETRY_S)
-        except Exception as error:
+            digest, size_bytes = await self._count(average, first.codec, pieces, job)
+        except (ValueError, RuntimeError, MemoryError) as error:
             log.exception("round %d cannot be averaged now", job.outer_step)
-            why = (
-                f"round {job.outer_step} cannot be averaged: {error}; tried again in {_RETRY_S:g} s"
-            )
+            why = f"round {job.outer_step} cannot be averaged: {error}"
             await self.ask(self.core.journal.note, "", "failure", why)
             await asyncio.sleep(_RETRY_S)
-
-    async def _average(self, job: Job) -> None:
-        start = time.monotonic()
-        pieces = self.core.pieces[job.fragment]
-        averager = await self.averager()
-        result = await self._count(average, averager, self.core.codec, pieces, job)
+            return
         averaged = time.monotonic()
-        for path, _ in job.parts:
-            await self.forget(path)
-        await self.ask(self.core.commit, job.outer_step, result)
+        await self.ask(self.core.commit, job.outer_step, digest, size_bytes)
+        await self.ask(self.core.sweep)
         for path in [path for path in self._incoming if not path.exists()]:
-            await self.forget(path)
+            self.forget(path)
         log.info(
-            "round=%d committed fragment=%d clusters=%d bytes=%d average_s=%.2f commit_s=%.2f",
+            "round=%d committed clusters=%d bytes=%d average_s=%.2f commit_s=%.2f",
             job.outer_step,
-            job.fragment,
             len(job.parts),
-            result.size_bytes,
-            averaged - start,
+            size_bytes,
+            averaged - started,
             time.monotonic() - averaged,
         )

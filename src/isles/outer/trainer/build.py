@@ -20,7 +20,6 @@ from isles.outer.codec import parse_codec
 from isles.outer.diloco import OuterSettings
 from isles.outer.hivemind import HivemindSettings
 from isles.outer.layout import make_layout
-from isles.outer.messages import SAMPLE_TOKENS
 from isles.outer.trainer.outer import Meter, Outer
 from isles.outer.trainer.step import Exchange
 from isles.outer.trainer.sync import Coordinator, Recorder
@@ -210,8 +209,6 @@ def _identity(
         "outer.delay": str(outer.delay),
         "outer.alpha": repr(outer.alpha),
         "outer.engine": outer.engine,
-        # A pair of dpo has two answers.
-        SAMPLE_TOKENS: str(seq_length * (2 if training.method == "dpo" else 1)),
     }
     if outer.warmup_rounds:
         found["outer.warmup_rounds"] = str(outer.warmup_rounds)
