@@ -575,16 +575,16 @@ def test_a_file_survives_a_crash_as_far_as_its_bytes_do(tmp_path: Path) -> None:
         incoming.put(index, data[index * CHUNK_BYTES :][:CHUNK_BYTES], hashes[index])
     with pytest.raises(Refusal, match="chunk 1 has sha256"):
         incoming.put(1, bytes(CHUNK_BYTES), hashes[1])
-    with pytest.raises(Refusal, match="1 chunks are missing"):
+    with pytest.raises(Refusal, match="of the 3 chunks are missing"):
         incoming.seal(digest_of(hashes))
     with path.open("r+b") as stream:  # a page that never reached the disk
         stream.seek(100)
         stream.write(b"torn")
     again = Incoming(path, len(data))
-    assert sorted(again.received()) == [2]
+    assert [i for i, sha256 in again.received().items() if sha256 == hashes[i]] == [2]
     for index in (0, 1):
         again.put(index, data[index * CHUNK_BYTES :][:CHUNK_BYTES], hashes[index])
-    with pytest.raises(Refusal, match="3 chunks are missing or not what was announced"):
+    with pytest.raises(Refusal, match="missing or not what was announced"):
         again.seal(ZERO)
     again.seal(digest_of(hashes))
     assert path.read_bytes() == data

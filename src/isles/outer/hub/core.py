@@ -286,7 +286,7 @@ class Core:
             if int(folder.name) < self.rounds.kept_since:
                 shutil.rmtree(folder, ignore_errors=True)
             elif int(folder.name) < self.rounds.next:
-                for part in folder.glob("*.part*"):
+                for part in folder.glob("*.part"):
                     part.unlink(missing_ok=True)
 
     def average_path(self, outer_step: int) -> Path:

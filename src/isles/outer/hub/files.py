@@ -19,28 +19,18 @@ from isles.outer.messages import CHUNK_BYTES, chunk_size, digest_of, hash_chunks
 class Incoming:
     """A file that comes in chunks, in any order, some perhaps twice. Any thread may put.
 
-    What has come is noted in a file beside it, which is believed only as far as the bytes on the
-    disk bear it out: after a crash the chunks are hashed again.
+    After a restart its chunks are those that the bytes on the disk make up, whatever they are.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         self.path, self.size_bytes = path, size_bytes
         self._is_sealed = False
         self._lock = threading.Lock()
-        self._notes = path.with_name(f"{path.name}.chunks")
+        is_new = not path.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._has = self._recover() if path.exists() else {}
         with path.open("ab") as stream:
             stream.truncate(size_bytes)
-        lines = [f"{index} {sha256}\n" for index, sha256 in self._has.items()]
-        self._notes.write_text("".join(lines))
-
-    def _recover(self) -> dict[int, str]:
-        if not self._notes.exists():
-            return {}
-        hashes = hash_chunks(self.path)
-        noted = set(self._notes.read_text(errors="replace").splitlines())
-        return {i: sha for i, sha in enumerate(hashes) if f"{i} {sha}" in noted}
+        self._has = {} if is_new else dict(enumerate(hash_chunks(path)))
 
     def put(self, index: int, data: bytes, sha256: str) -> None:
         """Keep one chunk.
@@ -65,8 +55,6 @@ class Incoming:
                 stream.seek(index * CHUNK_BYTES)
                 stream.write(data)
             self._has[index] = sha256
-            with self._notes.open("a") as notes:
-                notes.write(f"{index} {sha256}\n")
 
     def received(self) -> dict[int, str]:
         with self._lock:
@@ -80,22 +68,14 @@ class Incoming:
         """
         with self._lock:
             total = num_chunks(self.size_bytes)
-            missing = [index for index in range(total) if index not in self._has]
-            if not missing and digest_of(self._has[i] for i in range(total)) != digest:
-                missing = list(range(total))
-            if missing:
+            if digest_of(self._has.get(index, "") for index in range(total)) != digest:
                 raise Refusal(
                     "incomplete",
-                    f"{len(missing)} chunks are missing or not what was announced, the first is "
-                    f"{missing[0]}",
+                    f"some of the {total} chunks are missing or not what was announced",
                     "ask which chunks are there and send the others",
                 )
             _sync(self.path)
             self._is_sealed = True
-
-    def discard(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self._notes.unlink(missing_ok=True)
 
 
 def chunk_list(path: Path) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 from isles.facts.units import format_duration
 from isles.outer.hub.core import Core
-from isles.outer.messages import Heartbeat, RoundAnswer, num_chunks
+from isles.outer.messages import Heartbeat, RoundAnswer
 
 _EVENTS, _COMMITS = 50, 20
 _QUIET_S = 6.0
@@ -102,9 +102,8 @@ def _why(core: Core, row: sqlite3.Row, outer_step: int) -> str:
 
 def _arrived(core: Core, outer_step: int, number: int) -> float:
     # Which part of a contribution is here.
-    path = core.rounds.part_path(outer_step, number)
     try:
-        chunks = path.with_name(f"{path.name}.chunks").read_bytes().count(b"\n")
-        return min(1.0, chunks / max(1, num_chunks(path.stat().st_size)))
+        found = core.rounds.part_path(outer_step, number).stat()
     except OSError:
         return 0.0
+    return min(1.0, 512 * found.st_blocks / max(1, found.st_size))

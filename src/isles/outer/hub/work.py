@@ -197,7 +197,7 @@ class Work:
             await self.ask(self.core.complete, outer_step, contribution, norm, failure)
         except Refusal as error:
             if error.kind == "refused":
-                await asyncio.to_thread(incoming.discard)
+                incoming.path.unlink(missing_ok=True)
             raise
         finally:
             self.forget(incoming.path)
