@@ -161,12 +161,11 @@ class Core:
                 "it joins the wrong run, or the hub was set back to an old copy: start a "
                 "hub with an empty folder, and let the most advanced cluster join first",
             )
-        for fragment, outer_params in enumerate(join.outer_params):
-            if self.rounds.outer_params(fragment, join.version) not in ("", outer_params):
-                return "behind", (
-                    f"its outer parameters of fragment {fragment} after {join.version} rounds are "
-                    "not those of the run"
-                )
+        if wrong := self.rounds.diverged(join.version, join.outer_params):
+            return "behind", (
+                f"its outer parameters of fragment {wrong[0]} after {join.version} rounds are "
+                "not those of the run"
+            )
         if join.version == following:
             return "current", ""
         if max(join.version, min(join.has, following)) >= self.rounds.kept_since:

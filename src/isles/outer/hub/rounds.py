@@ -6,7 +6,7 @@ import json
 import math
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from isles.outer.hub.files import Job
@@ -91,6 +91,14 @@ class Rounds:
         if row is not None:
             return str(row["outer_params"])
         return "" if self.first is None else self.first.outer_params[fragment]
+
+    def diverged(self, version: int, outer_params: Sequence[str]) -> list[int]:
+        """The fragments that are not the run's, by the digests after so many outer steps."""
+        return [
+            fragment
+            for fragment, digest in enumerate(outer_params)
+            if self.outer_params(fragment, version) not in ("", digest)
+        ]
 
     def part_path(self, outer_step: int, number: int) -> Path:
         return self._folder / f"{outer_step:08d}" / f"{number}.part"

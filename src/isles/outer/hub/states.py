@@ -100,14 +100,8 @@ class States:
                 nobody has asked for it.
         """
         number, rounds = member["number"], self._rounds
-        right = [
-            rounds.outer_params(fragment, offer.version)
-            for fragment in range(len(offer.outer_params))
-        ]
-        is_wrong = any(
-            known not in ("", own) for known, own in zip(right, offer.outer_params, strict=True)
-        )
-        if is_wrong or member["is_behind"] or offer.version > rounds.next:
+        is_wrong = offer.version > rounds.next or rounds.diverged(offer.version, offer.outer_params)
+        if member["is_behind"] or is_wrong:
             raise Refusal("behind", f"the state of {member['name']} is not the run's")
         pieces = [] if rounds.first is None else rounds.first.pieces
         size_bytes = sum(file.size_bytes for file in offer.files)
