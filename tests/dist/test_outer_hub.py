@@ -243,10 +243,10 @@ async def _unknown(folder: Path) -> None:
                 (f"{place}/0", chunk, "0" * 64, 422, "hash"),
                 (f"{place}/0", b"short", zeros, 422, "malformed"),
                 (f"{place}/2", chunk, zeros, 422, "malformed"),
-                (f"{place}/-1", chunk, zeros, 422, "malformed"),
+                (f"{place}/-1", chunk, zeros, 404, "http"),
                 ("/v1/rounds/99/parts/" + member_id("a") + "/0", chunk, zeros, 409, "early"),
                 ("/v1/rounds/0/parts/" + member_id("z") + "/0", chunk, zeros, 404, "unknown"),
-                ("/v1/rounds/0/parts/..%2f..%2ftoken/0", chunk, zeros, 422, "malformed"),
+                ("/v1/rounds/0/parts/..%2f..%2ftoken/0", chunk, zeros, 404, "http"),
                 (f"/v1/states/1/files/0/from/{member_id('a')}/0", chunk, zeros, 404, "no_state"),
             ]:
                 async with http.put(

@@ -50,8 +50,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _BODY_S, _CHUNK_S, _LONGEST_WAIT_S = 60.0, 600.0, 30.0
 _JSON_BYTES = 16 * 2**20
-_ID, _SHA256 = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
-_NUMBER = re.compile(r"[0-9]{1,12}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _DISK_FULL = 507
 
 
@@ -120,17 +119,7 @@ async def _read(request: web.Request, kind: type[M]) -> M:
 
 
 def _number(request: web.Request, key: str) -> int:
-    text = request.match_info[key]
-    if not _NUMBER.fullmatch(text):
-        raise Refusal("malformed", f"{key} {text[:80]!r} is no number")
-    return int(text)
-
-
-def _member_id(request: web.Request) -> str:
-    text = request.match_info["id"]
-    if not _ID.fullmatch(text):
-        raise Refusal("malformed", "an id has 32 hexadecimal digits")
-    return text
+    return int(request.match_info[key])
 
 
 async def _put(request: web.Request, incoming: Incoming) -> web.Response:
@@ -176,7 +165,7 @@ def make_app(work: Work, token: str) -> web.Application:
         async def put(request: web.Request) -> web.Response:
             return await _put(request, await find(request))
 
-        app.add_routes([web.get(path, received), web.put(f"{path}/{{chunk}}", put)])
+        app.add_routes([web.get(path, received), web.put(f"{path}/{{chunk:[0-9]{{1,12}}}}", put)])
 
     def download(path: str, find: Callable[[web.Request], Awaitable[Path]]) -> None:
         # A file, and the hashes of its chunks.
@@ -188,8 +177,8 @@ def make_app(work: Work, token: str) -> web.Application:
 
         app.add_routes([web.get(path, content), web.get(f"{path}/hashes", hashes)])
 
-    step, state = "/v1/rounds/{outer_step}", "/v1/states/{state}"
-    file = f"{state}/files/{{index}}"
+    step, state = "/v1/rounds/{outer_step:[0-9]{1,12}}", "/v1/states/{state:[0-9]{1,12}}"
+    file, member = f"{state}/files/{{index:[0-9]{{1,12}}}}", "{id:[0-9a-f]{32}}"
     app.add_routes(
         [
             web.post("/v1/join", routes.join),
@@ -209,9 +198,9 @@ def make_app(work: Work, token: str) -> web.Application:
             web.get("/v1/run-file", routes.run_file),
         ]
     )
-    upload(f"{step}/parts/{{id}}", routes.part)
+    upload(f"{step}/parts/{member}", routes.part)
     download(f"{step}/average", routes.average)
-    upload(f"{file}/from/{{id}}", routes.state_part)
+    upload(f"{file}/from/{member}", routes.state_part)
     download(file, routes.state)
     return app
 
@@ -267,7 +256,7 @@ class Routes:
     # Contributions and averages.
 
     async def part(self, request: web.Request) -> Incoming:
-        return await self._work.part(_member_id(request), _number(request, "outer_step"))
+        return await self._work.part(request.match_info["id"], _number(request, "outer_step"))
 
     async def complete(self, request: web.Request) -> web.Response:
         outer_step = _number(request, "outer_step")
@@ -291,7 +280,7 @@ class Routes:
 
     async def state_part(self, request: web.Request) -> Incoming:
         state, index = _number(request, "state"), _number(request, "index")
-        files = await self._uploads(state, _member_id(request))
+        files = await self._uploads(state, request.match_info["id"])
         if index >= len(files):
             raise Refusal("no_state", f"state {state} has {len(files)} files")
         path, file = files[index]
