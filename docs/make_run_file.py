@@ -34,22 +34,22 @@ HEAD = """\
 <!-- Written by docs/make_run_file.py from the schema. Change the docstrings in
      src/isles/config/sections/, then run it again; tests/unit/test_docs.py compares. -->
 
-One YAML file says everything about a run. `isles init` writes one to start from, and
-`isles config show run.yaml` prints every value of yours with where it came from: a line of the
-file, the command line, or a default. `isles config schema` prints a JSON schema, which many
-editors use to complete and check keys while you type.
+For looking up a key: one YAML file describes a whole run, and this page lists all of its keys.
+`isles init` writes a file to start from. `isles config show run.yaml` prints every value and where
+it came from: a line of the file, the command line, or a default. `isles config schema` prints a
+JSON schema, which many editors use to complete and check keys while you type.
 
 ## How it is read
 
 - **YAML 1.2.** `4e-4` is a number, `on` and `no` are text, only `true` and `false` are truth
   values. Anchors work; merge keys (`<<`) do not. The file cannot run code.
 - **A time has a unit**: `90s`, `20m`, `23h30m`, `2d` or `12:30:00`.
-- **On the command line**, a value is replaced by `key.path=value`, such as
-  `isles train run.yaml training.max_steps=500`. An item of a list is its number from 0:
+- **On the command line**, `key.path=value` replaces a value, such as
+  `isles train run.yaml training.max_steps=500`. Items of a list are numbered from 0:
   `data.sources.0.path=notes.txt`. Values are YAML as well: `'track=[jsonl]'`.
-- **Unknown keys are refused**, with the nearest name. A key that another tool uses, such as
-  `per_device_train_batch_size` or `lr`, is answered with what it is called here.
-- **Every issue is reported at once**, each with the file, the line, the key and a way to mend it.
+- **Unknown keys are refused**, with the nearest name; for a key of another tool, such as
+  `per_device_train_batch_size` or `lr`, with isles' name for it.
+- **Every issue is reported at once**, each with the file, the line, the key and a fix.
 - **Values are never changed** by the checks. What follows from them, such as the number of ranks,
   is shown under `# derived` by `isles config show`.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,12 +13,14 @@ from pathlib import Path
 from cyclopts import App
 
 from isles.cli import app
+from isles.config import keys
 from isles.launch.verbs import normalise_overrides
+from tests.deadline import run_program
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 EXAMPLES = tuple(path for path in sorted((ROOT / "examples").iterdir()) if path.is_dir())
-EXAMPLE_PAGES = tuple(page for folder in EXAMPLES for page in sorted(folder.glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+ALL_PAGES = (*PAGES, *(page for folder in EXAMPLES for page in sorted(folder.glob("*.md"))))
 SHELLS = ("sh", "bash", "console")
 _FENCE = re.compile(r"^(\s*)(`{3,})(\w*)\s*$")
 _MARK = re.compile(r"^<!-- (needs|seen|not isles): (\S.*?) -->$")
@@ -34,29 +35,26 @@ class Block:
     Args:
         line: that of its fence, from 1.
         language: as the fence names it; empty: not named.
-        text: what stands in it, without the indentation of the fence.
-        mark: what an HTML comment before it says: `needs: …` that is not here, `seen: …` by these
-            tests, or `not isles: …`, whose it is.
+        text: its lines, without the indentation of the fence.
+        kind: of the HTML comment before it: `needs: …` that is not here, `seen: …` by these tests,
+            `not isles: …`, another program's; empty: there is none.
+        reason: the rest of that comment.
     """
 
     line: int
     language: str
     text: str
-    mark: str
+    kind: str = ""
+    reason: str = ""
 
     @property
-    def kind(self) -> str:
-        """`needs`, `seen`, `not isles`, or nothing."""
-        return self.mark.partition(": ")[0]
-
-    @property
-    def reason(self) -> str:
-        """What the mark says."""
-        return self.mark.partition(": ")[2]
+    def is_shell(self) -> bool:
+        """Whether its lines are typed."""
+        return self.language in SHELLS
 
     @property
     def lines(self) -> list[str]:
-        """What is typed in it."""
+        """The lines that are typed, each with those that continue it."""
         return commands(self.text, prompts=self.language == "console")
 
 
@@ -67,7 +65,7 @@ def blocks(path: Path) -> tuple[Block, ...]:
 
 
 def _blocks(lines: list[str]) -> Iterator[Block]:
-    start, fence, mark, body = 0, None, "", list[str]()
+    start, fence, mark, body = 0, None, ("", ""), list[str]()
     comment = ""
     for number, line in enumerate(lines, start=1):
         match = _FENCE.match(line)
@@ -80,13 +78,13 @@ def _blocks(lines: list[str]) -> Iterator[Block]:
             if match:
                 start, fence, body = number, match, []
             elif found := _MARK.search(comment):
-                mark = f"{found[1]}: {found[2]}"
+                mark = (found[1], found[2])
             elif line.strip():
-                mark = ""
+                mark = ("", "")
             comment = ""
         elif match and match[2] == fence[2] and not match[3]:
-            yield Block(start, fence[3], "\n".join(body) + "\n", mark)
-            fence, mark = None, ""
+            yield Block(start, fence[3], "\n".join(body) + "\n", *mark)
+            fence, mark = None, ("", "")
         else:
             indent = len(fence[1])
             body.append(line[indent:] if line[:indent].isspace() else line)
@@ -98,7 +96,7 @@ def commands(text: str, *, prompts: bool = False) -> list[str]:
 
     Args:
         text: the block.
-        prompts: only lines behind `$ ` are typed; the others are what is printed.
+        prompts: only lines behind `$ ` are typed; the others are output.
     """
     found: list[str] = []
     is_open = False
@@ -128,12 +126,8 @@ def typed_lines(block: Block) -> list[str]:
             found.append(line.removeprefix(prefix))
         else:
             continue
-        is_open = found[-1].endswith("\\") or not _is_whole(found[-1])
+        is_open = found[-1].endswith("\\") or run_program(["bash", "-nc", found[-1]]).returncode > 0
     return found
-
-
-def _is_whole(text: str) -> bool:
-    return subprocess.run(["bash", "-nc", text], check=False, capture_output=True).returncode == 0
 
 
 def simple_commands(line: str) -> list[list[str]]:
@@ -156,28 +150,27 @@ def simple_commands(line: str) -> list[list[str]]:
 
 
 def isles_fault(words: list[str]) -> str:
-    """What is wrong with the words after `isles`; empty: they are understood, as they stand."""
+    """What is wrong with the words after `isles`; empty: they are understood."""
     tokens = normalise_overrides(words)
     try:
         _, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
-    except Exception as error:  # cyclopts has many, and each says what it is about
+    except Exception as error:  # cyclopts has many
         return str(error)
     values = [
         value for many in bound.arguments.values() if isinstance(many, tuple) for value in many
     ]
-    keys = [value.partition("=")[0] for value in values if "=" in str(value)]
-    unknown = [key for key in keys if not is_key(key)]
+    given = [value.partition("=")[0] for value in values if "=" in str(value)]
+    unknown = [key for key in given if not is_key(key)]
     return f"no such key: {', '.join(unknown)}" if unknown else ""
 
 
 def is_key(dotted: str) -> bool:
     """Whether a run file has this key; numbers of items, and `clusters`, may be left out."""
-    return _leads(dotted.split(".")) or _leads(["clusters", *dotted.split(".")])
+    parts = dotted.split(".")
+    return _leads(parts) or _leads(["clusters", *parts])
 
 
 def _leads(parts: list[str]) -> bool:
-    from isles.config import keys
-
     node: keys.Schema | None = keys.run_schema()
     for part in parts:
         assert node is not None
@@ -191,67 +184,41 @@ def _leads(parts: list[str]) -> bool:
     return True
 
 
-def flags_of(*verbs: str) -> set[str]:
-    """The flags of a command of isles, such as `checkpoint`, `export`."""
-    command: App = app
-    for verb in verbs:
-        command = command[verb]
-    if command.default_command is None:
-        return {"--help"}
-    collection = command.assemble_argument_collection(parse_docstring=False)
-    return {name for argument in collection for name in argument.names} | {"--help"}
-
-
 def named_in_text(text: str) -> Iterator[tuple[str, str]]:
-    """Commands of isles between backticks, each with what it names that there is not."""
-    verbs = {name for name in app if not name.startswith("-")}
-    for code in re.findall(r"`([^`\n]+)`", text):
-        words = code.split()
-        if len(words) < 2 or words[0] != "isles" or not re.fullmatch(r"[a-z][a-z-]*,?", words[1]):
+    """Commands of isles between backticks that name an unknown verb or flag, each with that."""
+    for code in re.findall(r"`(isles [a-z][a-z-]*\b(?!:)[^`\n]*)`", text):
+        words = code.replace(",", " ").split()[1:]
+        command: App = app
+        while words and words[0] in set(command) and not words[0].startswith("-"):
+            command = command[words.pop(0)]
+        if command is app:
+            yield code, words[0]
             continue
-        verb = words[1].rstrip(",")
-        if verb not in verbs:
-            yield code, verb
-            continue
-        below = [verb]
-        while len(words) > len(below) + 1 and words[len(below) + 1] in set(_under(below)):
-            below.append(words[len(below) + 1])
-        known = flags_of(*below)
-        for word in words[len(below) + 1 :]:
-            flag = word.partition("=")[0]
-            if flag.startswith("-") and "." not in flag and flag != "-" and flag not in known:
-                yield code, flag
-
-
-def _under(verbs: list[str]) -> Iterator[str]:
-    command: App = app
-    for verb in verbs:
-        command = command[verb]
-    yield from (name for name in command if not name.startswith("-"))
+        arguments = []
+        if command.default_command is not None:
+            arguments = list(command.assemble_argument_collection(parse_docstring=False))
+        known = {"-", "--help", *(name for argument in arguments for name in argument.names)}
+        flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+        yield from ((code, flag) for flag in flags if "." not in flag and flag not in known)
 
 
 @cache
 def anchors(path: Path) -> frozenset[str]:
-    """The anchors of a document's headings, as they are made where its text is shown."""
+    """The anchors of a document's headings: small letters, digits and dashes."""
     text = path.read_text(encoding="utf-8")
     outside = re.sub(r"^ *(`{3,})\w*\n.*?^ *\1 *$", "", text, flags=re.M | re.S)
-    names = [slug(title) for _, title in _HEADING.findall(outside)]
     seen: Counter[str] = Counter()
     found = set()
-    for name in names:
+    for _, title in _HEADING.findall(outside):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "").strip().lower()
+        name = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
         found.add(f"{name}-{seen[name]}" if seen[name] else name)
         seen[name] += 1
     return frozenset(found)
 
 
-def slug(title: str) -> str:
-    """The anchor of a heading: small letters, digits and dashes."""
-    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "")
-    return re.sub(r"[^\w\- ]", "", plain.strip().lower()).replace(" ", "-")
-
-
 def broken_links(path: Path) -> list[str]:
-    """Links of a document that lead to no file of the repository, or to no heading in it."""
+    """Links of a document to no file of the repository, or to no heading in it."""
     found = []
     for target in _LINK.findall(path.read_text(encoding="utf-8")):
         if "://" in target or target.startswith("mailto:"):

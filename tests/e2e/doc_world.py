@@ -1,50 +1,121 @@
-"""What the pages take as given, small: run files, data, and runs that have been trained."""
+"""What the pages take as given, small: a terminal, run files, data, and trained runs."""
 
 from __future__ import annotations
 
 import json
-import random
+import os
+import select
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.deadline import DEADLINE_S
 from tests.documents import ROOT
-from tests.e2e.doc_terminal import BINS, Terminal
+from tests.lab.home import write_inputs
 
-ONE_MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
-# Stands where pip would be. All that the pages install is here, which is what it looks at: there is
-# no index, and nothing may change the environment that the tests run in.
+BINS = Path(sys.executable).absolute().parent
+# Commands that go on until Ctrl+C, and the text after which a reader has seen enough.
+FOLLOWED = {"isles logs -f": "phase=training", "tail -f": "\n", "tensorboard ": "Press CTRL+C"}
+# The folder and the variables outlive the line that sets them, as in a shell.
+SHELL = """\
+cd "$(cat "$STATE/cwd")" && [ ! -f "$STATE/env" ] || . "$STATE/env"
+eval "$1"
+code=$?
+pwd > "$STATE/cwd"; export -p > "$STATE/env"
+exit $code
+"""
+# In the place of pip: nothing is installed, as all that the pages install is here; there is no
+# index, and nothing may change the environment that the tests run in.
 PIP = """\
 import re, sys
-from importlib.metadata import requires, version
-from packaging.requirements import Requirement
+from importlib.metadata import metadata
 
-verb, *words = sys.argv[1:]
-names = [word for word in words if word != "-e"]
-match = re.fullmatch(r"(?:isles|\\.)(?:\\[(.+)\\])?", names[0])
-if verb != "install" or len(names) != 1 or match is None:
+match = re.fullmatch(r"install (?:-e )?(?:isles|\\.)(?:\\[(.+)\\])?", " ".join(sys.argv[1:]))
+known = metadata("isles").get_all("Provides-Extra")
+if match is None or (match[1] and set(match[1].split(",")) - set(known)):
     sys.exit(f"not a line of the pages: {sys.argv[1:]}")
-if "-e" in words and not open("pyproject.toml").read().count('name = "isles"'):
-    sys.exit("this is no clone of isles")
-for extra in ["", *(match[1] or "").split(",")]:
-    for needed in map(Requirement, requires("isles")):
-        if needed.marker is None or needed.marker.evaluate({"extra": extra}):
-            if not needed.specifier.contains(version(needed.name), prereleases=True):
-                sys.exit(f"{needed} is not here, but {version(needed.name)}")
 """
+
+
+@dataclass(frozen=True)
+class Said:
+    """The exit code of a line, and its output on both streams."""
+
+    code: int
+    text: str
+
+
+class Terminal:
+    """A shell in a folder.
+
+    Args:
+        folder: where it begins; it need not be there yet.
+        home: of the user, with `bin` first on its PATH.
+        name: another for each terminal of a home.
+    """
+
+    def __init__(self, folder: Path, home: Path, name: str) -> None:
+        self.folder = folder
+        self._state = home / "state" / name
+        self._state.mkdir(parents=True, exist_ok=True)
+        (self._state / "cwd").write_text(str(folder))
+        path = f"{home / 'bin'}:{BINS}:{os.environ['PATH']}"
+        self._environ = {
+            "HOME": str(home),
+            "PATH": path,
+            "STATE": str(self._state),
+            "USER": "user",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            # Whatever a page says: the environment of the tests stays as it is.
+            "PIP_NO_INDEX": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def type(self, line: str) -> Said:
+        """Type a line and wait for its end, or end it by Ctrl+C where it only shows something."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        seen = next((text for start, text in FOLLOWED.items() if line.startswith(start)), None)
+        process = subprocess.Popen(
+            # Where the tests run in the background, Ctrl+C would be ignored.
+            ["env", "--default-signal=INT", "bash", "-c", SHELL, "bash", line],
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        text = b""
+        end = time.monotonic() + DEADLINE_S
+        with process.stdout as stream:
+            while select.select([stream], [], [], max(0.0, end - time.monotonic()))[0]:
+                if not (piece := os.read(stream.fileno(), 65536)):
+                    break
+                text += piece
+                if seen is not None and seen.encode() in text:
+                    os.killpg(process.pid, signal.SIGINT)
+                    seen = None
+            else:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise AssertionError(f"{line}: no end within {DEADLINE_S} s\n{text.decode()}")
+        code = process.wait(timeout=DEADLINE_S)
+        was_followed = line.startswith(tuple(FOLLOWED))
+        return Said(0 if was_followed and code in (130, -signal.SIGINT) else code, text.decode())
+
+    def must(self, line: str) -> str:
+        """Type a line that must end well; what it prints."""
+        said = self.type(line)
+        assert said.code == 0, f"$ {line}\n{said.text}\nexit code {said.code}"
+        return said.text
 
 
 class World:
@@ -60,19 +131,15 @@ class World:
         self._write_data()
 
     def _write_data(self) -> None:
-        model = self.home / "tiny"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(ONE_MODEL))
-        rng = random.Random(0)
-        vocabulary = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(200)]
-
-        def text() -> str:
-            return " ".join(rng.choices(vocabulary, k=12))
-
-        def turns() -> list[dict[str, str]]:
-            return [{"role": role, "content": text()} for role in ("user", "assistant")]
-
-        rows = [{"messages": turns()} for _ in range(40)]
+        write_inputs(self.home)
+        config = self.home / "tiny" / "config.json"
+        config.write_text(config.read_text().replace("128", "256"))  # longer texts are generated
+        turns = [("user", f"What follows {n}?") for n in range(40)]
+        answers = [("assistant", f"{n + 1} follows.") for n in range(40)]
+        rows = [
+            {"messages": [{"role": role, "content": text} for role, text in turn]}
+            for turn in zip(turns, answers, strict=True)
+        ]
         lines = "".join(f"{json.dumps(row)}\n" for row in rows)
         (self.home / "chats.jsonl").write_text(lines)
         bins = self.home / "bin"

@@ -1,7 +1,7 @@
 """The command blocks of the pages, typed line by line: each must do what its page says.
 
 A block is typed here unless a comment before it says where it is seen to work (`<!-- seen: … -->`,
-which tests/unit/test_doc_marks.py looks into), or what it needs that is not here (`<!-- needs: …
+which tests/unit/test_docs.py looks into), or what it needs that is not here (`<!-- needs: …
 -->`). What a page takes as given (a run file, a finished run) is small, and stands in doc_world.py.
 """
 
@@ -17,25 +17,27 @@ import pytest
 
 from isles.launch.hub import end_hub
 from isles.run.paths import RunDir
-from tests.documents import EXAMPLE_PAGES, PAGES, ROOT, SHELLS, Block, blocks, typed_lines
-from tests.e2e.doc_terminal import BINS, Said, Terminal
-from tests.e2e.doc_world import World
+from tests.documents import ALL_PAGES, ROOT, Block, blocks, typed_lines
+from tests.e2e.doc_world import BINS, Said, Terminal, World
 from tests.runs import end_here
+
+FIRST = "docs/commands.md"
+"""The page whose runs others use."""
 
 
 def pages() -> list[str]:
-    """Pages with a block that is typed here; README.md first, whose runs others use."""
+    """Pages with a block that is typed here."""
     found = [
         str(page.relative_to(ROOT))
-        for page in (*PAGES, *EXAMPLE_PAGES)
+        for page in ALL_PAGES
         if not page.is_symlink() and any(is_typed(block) for block in blocks(page))
     ]
-    return sorted(found, key=lambda name: name != "README.md")
+    return sorted(found, key=lambda name: name != FIRST)
 
 
 def is_typed(block: Block) -> bool:
-    """Whether it is executed here."""
-    return block.language in SHELLS and not block.mark
+    """Whether its lines are typed here."""
+    return block.is_shell and not block.kind
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 @pytest.mark.parametrize("name", pages())
 def test_the_blocks_of_a_page(world: World, name: str) -> None:
     page = ROOT / name
-    terminal = world.terminal if name == "README.md" else terminal_of(world, page)
+    terminal = world.terminal if name == FIRST else terminal_of(world, page)
     GIVEN.get(name, lambda *_: None)(world, terminal.folder)
     for block in blocks(page):
         if is_typed(block):
@@ -157,7 +159,7 @@ def test_make_format(tmp_path: Path) -> None:
     assert file.read_text() == "import os\nimport sys\n\nPATHS = (os.sep, sys.path)\n"
 
 
-def given_readme(world: World, folder: Path) -> None:
+def given_first(world: World, folder: Path) -> None:
     if not folder.exists():
         world.clone(folder)
 
@@ -174,25 +176,11 @@ def given_clusters(world: World, folder: Path) -> None:
     (folder / "run.yaml").write_text(f"{text}outer: {outer}\nclusters: {clusters}\n")
 
 
-def given_foreign_keys(_: World, folder: Path) -> None:
-    """A run file of someone who knows other tools; the page shows the lines that are wrong."""
-    (folder / "run.yaml").write_text(
-        "model: {name_or_path: llama-2m}\n"
-        "sequence_len: 512\n"
-        "data: {sources: [{path: python-docs}]}\n"
-        "training: {max_steps: 10, precision: bf16, gradient_accumulation_steps: 4}\n"
-    )
-
-
 def given_home_lab(world: World, folder: Path) -> None:
     """What the page's training has left in the project's folder, where the terminal stands."""
     logs = world.home / "Development/Projects/ai-ml-pipeline/ai-cluster/logs/runs"
     for root in (logs, folder / "logs" / "runs"):
         shutil.copytree(world.finished(), root / "home-lab-1", symlinks=True)
-
-
-def given_finished(world: World, folder: Path) -> None:
-    copy_run(world.finished(), folder, "first-1")
 
 
 def given_quickstart(world: World, folder: Path) -> None:
@@ -201,51 +189,21 @@ def given_quickstart(world: World, folder: Path) -> None:
     copy_run(world.stopped(), folder, "first-2")
 
 
-def given_troubles(world: World, folder: Path) -> None:
-    copy_run(world.finished(), folder, "RUN-1")
+def given_finished(*names: str) -> Callable[[World, Path], None]:
+    """Finished runs of these names."""
 
+    def give(world: World, folder: Path) -> None:
+        for name in names:
+            copy_run(world.finished(), folder, name)
 
-def given_watching(world: World, folder: Path) -> None:
-    for name in ("far-1", "far-2"):
-        copy_run(world.finished(), folder, name)
+    return give
 
 
 GIVEN: dict[str, Callable[[World, Path], None]] = {
-    "README.md": given_readme,
+    FIRST: given_first,
     "docs/clusters.md": given_clusters,
-    "docs/coming-from.md": given_foreign_keys,
     "docs/home-lab.md": given_home_lab,
-    "docs/one-machine.md": given_finished,
     "docs/quickstart.md": given_quickstart,
-    "docs/troubleshooting.md": given_troubles,
-    "docs/watching.md": given_watching,
+    "docs/troubleshooting.md": given_finished("RUN-1"),
+    "docs/watching.md": given_finished("far-1", "far-2"),
 }
-
-
-SHOWN = """\
-$ isles frob
-going 3 steps
-…
-done with 5 of them
-$ isles fail
-error: there are … left
-  fix: none
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "code", "printed", "fault"),
-    [
-        ("isles frob", 0, "before\ngoing 7 steps\nmore\ndone with 9\n", ""),
-        ("isles frob", 0, "going 7 steps\n", "the page shows 'done with'"),
-        ("isles frob", 0, "done with 9\ngoing 7 steps\n", "the page shows 'done with'"),
-        ("isles frob", 1, "going 7 steps\ndone with 9\n", "exit code 1"),
-        ("isles fail", 1, "error: there are 5 left\n", ""),
-        ("isles fail", 0, "error: there are 5 left\n", "exit code 0"),
-        ("isles fail", 1, "error: none left\n", "the page shows 'error: there are … left'"),
-    ],
-)
-def test_what_is_not_as_shown_is_found(line: str, code: int, printed: str, fault: str) -> None:
-    block = Block(1, "console", SHOWN, "")
-    assert typed_lines(block) == ["isles frob", "isles fail"]
-    assert fault_of(Said(code, printed), expected_of(block, line)) == fault

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.deadline import DEADLINE_S
+from tests.deadline import run_program
+from tests.documents import ROOT
+from tests.e2e.typed import run_typed
 from tests.lab.home import sh, until
 from tests.lab.hosts import Lab, hosts
 from tests.lab.pbs import pbs
 from tests.lab.slurm import job_fields, slurm
 from tests.ports import free_port
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "cluster_train"
 NODES = ("a1", "a2")
-PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 
 # In the place of cluster_train.sh: the words that a job gives it on a node.
 WORDS = """\
@@ -43,35 +40,16 @@ def copy(folder: Path, **texts: str) -> Path:
     return folder
 
 
-def by_hand(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """cluster_train.sh, typed on one node."""
-    environ = {"PATH": PATH, "HOME": os.environ["HOME"], "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.Popen(
-        ["./cluster_train.sh", *words],
-        cwd=folder,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def said(process: subprocess.Popen[str]) -> str:
-    text, _ = process.communicate(timeout=DEADLINE_S)
-    return text
-
-
 @pytest.mark.long
 def test_two_nodes_typed_by_hand(tmp_path: Path) -> None:
     """The worker first, as happens; what it prints, its log, and the model that they train."""
     folder, port = copy(tmp_path / "example"), str(free_port())
-    words = ("config/train_config.yaml", "2")
-    both = {"BACKEND": "gloo", "NPROC_PER_NODE": "1"}
-    worker = by_hand(folder, *words, "1", "127.0.0.1", port, LOG_LEVEL="DEBUG", **both)
-    master = by_hand(folder, *words, "0", "127.0.0.1", port, **both)
-    texts = [said(master), said(worker)]
-    assert (master.returncode, worker.returncode) == (0, 0), texts
+    line = "BACKEND=gloo NPROC_PER_NODE=1 {} ./cluster_train.sh config/train_config.yaml 2 {}"
+    worker, master = (
+        line.format(variable, f"{node} 127.0.0.1 {port}")
+        for node, variable in ((1, "LOG_LEVEL=DEBUG"), (0, ""))
+    )
+    texts = run_typed(folder, worker, master)[::-1]
     logs = folder / "logs" / "distributed_training"
     for node, text in enumerate(texts):
         assert (logs / f"latest_node{node}.log").read_text() == text
@@ -89,8 +67,7 @@ def test_two_nodes_typed_by_hand(tmp_path: Path) -> None:
     assert all(torch.equal(value, state["model"][name]) for name, value in model.items())
     loop = 'for i in {0..1}; do\n echo "=== Node $i ==="\n'
     loop += "tail -n 5 logs/distributed_training/latest_node$i.log\ndone"
-    shown = subprocess.run(["bash", "-c", loop], cwd=folder, capture_output=True, check=True)
-    assert shown.stdout.decode().count("training has finished") == 2
+    assert run_program(["bash", "-c", loop], folder).stdout.count("training has finished") == 2
 
 
 @pytest.fixture(scope="module")

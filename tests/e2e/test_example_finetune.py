@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +11,16 @@ import yaml
 
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
-from tests.deadline import DEADLINE_S
-from tests.e2e.test_render import free_port
-from tests.finetune_example import DEEPSPEED, FSDP, SETUP, copy_programs
+from tests.deadline import DEADLINE_S, run_program
+from tests.e2e.typed import run_typed
 from tests.lab.home import sh, until, write_inputs
 from tests.lab.hosts import Lab, hosts
 from tests.lab.slurm import job_fields, slurm
+from tests.ports import free_port
+from tests.unit.test_example_finetune import SETUP, copy_programs, guide
 
 STEPS, ACCUMULATED = 3, 4
-ZERO_2 = f"{DEEPSPEED} --gradient_accumulation_steps {ACCUMULATED}"
+ZERO_2 = f"{guide('deepspeed --zero')} --gradient_accumulation_steps {ACCUMULATED}"
 DISTRIBUTED = {
     "deepspeed": {"use_deepspeed": True, "deepspeed_config": "config/ds_config.json"},
     "fsdp": {"use_fsdp": True, "fsdp_config": "config/fsdp_config.json", "use_deepspeed": False},
@@ -64,38 +63,8 @@ def make_project(folder: Path, strategy: str) -> None:
 
 def setup(folder: Path, words: str) -> None:
     """`python scripts/distributed_setup.py` with these words."""
-    done = subprocess.run(
-        [sys.executable, SETUP, *words.split()],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = run_program([sys.executable, SETUP, *words.split()], folder)
     assert done.returncode == 0, done.stderr
-
-
-def run_scripts(folder: Path, *scripts: str) -> None:
-    """`bash SCRIPT` for all of them at the same time."""
-    environ = {**os.environ, **ENVIRON, "XDG_CACHE_HOME": str(folder / "cache")}
-    started = [
-        subprocess.Popen(
-            ["bash", script],
-            cwd=folder,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for script in scripts
-    ]
-    try:
-        for node in started:
-            said, _ = node.communicate(timeout=DEADLINE_S)
-            assert node.returncode == 0, said
-    finally:
-        for node in started:
-            node.kill()
 
 
 def losses_of(folder: Path, strategy: str) -> list[float]:
@@ -118,10 +87,10 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses under FSDP, started as the guide starts it on one machine: S1-46, S1-47."""
     folder = tmp_path_factory.mktemp("fsdp") / "project"
     make_project(folder, "fsdp")
-    setup(folder, f"fsdp {FSDP}")
+    setup(folder, guide("fsdp --sharding"))
     port = free_port()
     setup(folder, f"launcher --config config.yaml --num_gpus_per_node 2 --master_port {port}")
-    run_scripts(folder, "scripts/run_training.sh")
+    run_typed(folder, "bash scripts/run_training.sh")
     return losses_of(folder, "fsdp")
 
 
@@ -130,7 +99,7 @@ def test_a_script_for_each_of_two_nodes_trains(tmp_path: Path, sharded: list[flo
     """S1-41 … S1-48, with DeepSpeed; the same mathematics as FSDP on one node."""
     folder = tmp_path / "project"
     make_project(folder, "deepspeed")
-    setup(folder, f"deepspeed {ZERO_2}")
+    setup(folder, ZERO_2)
     port = free_port()
     for node in (0, 1):
         setup(
@@ -140,24 +109,18 @@ def test_a_script_for_each_of_two_nodes_trains(tmp_path: Path, sharded: list[flo
         )
         # Two machines would have a folder each.
         (folder / "scripts/run_training.sh").rename(folder / f"node-{node}.sh")
-    run_scripts(folder, "node-1.sh", "node-0.sh")
+    run_typed(folder, "bash node-1.sh", "bash node-0.sh")
     assert losses_of(folder, "deepspeed") == pytest.approx(sharded, abs=0.03)
 
 
+@pytest.mark.long
 def test_a_fault_is_told_once_by_two_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "project"
     make_project(folder, "fsdp")
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace("bf16", "bf8"))
     words = ("--standalone", "--nproc_per_node=2", "src/train.py", "--config", "config.yaml")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = run_program([sys.executable, "-m", "torch.distributed.run", *words], folder)
     assert done.returncode == 1
     for what in ("mixed_precision is 'bf8'", "there is no FSDP file"):
         assert done.stderr.count(what) == 1, done.stderr
@@ -182,7 +145,7 @@ def test_the_job_script_trains_by_sbatch(slurm_lab: Lab, sharded: list[float]) -
         "slurm --config config.yaml --num_nodes 2 --num_gpus_per_node 1 --use_deepspeed "
         f"--time_limit 00:20:00 {options}"
     )
-    for words in (f"deepspeed {ZERO_2}", slurm_line):
+    for words in (ZERO_2, slurm_line):
         sh(slurm_lab, "ctl", f"cd /shared/project && {sys.executable} {SETUP} {words}")
     exports = " ".join(f"{name}={value}" for name, value in ENVIRON.items())
     line = f"cd /shared/project && env {exports} sbatch --parsable scripts/slurm_job.sh"

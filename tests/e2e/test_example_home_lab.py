@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,14 +21,13 @@ from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from tests.chat_templates import GEMMA
-from tests.deadline import DEADLINE_S
+from tests.deadline import DEADLINE_S, run_program
+from tests.documents import ROOT, blocks
 from tests.lab.home import HOSTS, assert_nothing_left, sh, write_inputs
 from tests.lab.hosts import Lab, hosts
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "home_lab"
-GUIDE = (ROOT / "tests" / "seeds" / "S4.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", GUIDE, re.M | re.S)
+BLOCKS = [block.text for block in blocks(ROOT / "tests/seeds/S4.md") if block.is_shell]
 PROJECT = "Development/Projects/ai-ml-pipeline/ai-cluster"
 ADDRESSES = ("192.168.1.100", "192.168.1.101", "192.168.1.102")
 SHAPE = {
@@ -224,15 +222,8 @@ def test_gemma_in_four_bits_from_the_run_file(tmp_path: Path) -> None:
     values = ("model.name_or_path=gemma", "clusters=[{gpus_per_node: 1, device: cpu}]")
     values += ("training.max_steps=3", "training.num_train_epochs=null", "data.seq_length=128")
     values += ("training.warmup_steps=0",)
-    done = subprocess.run(
-        [sys.executable, "-m", "isles.train", str(EXAMPLE / "gemma_qlora.yaml"), *values],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    command = [sys.executable, "-m", "isles.train", EXAMPLE / "gemma_qlora.yaml", *values]
+    done = run_program(command, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = RunDir(tmp_path / "runs" / "gemma-qlora-1")
     outcome = read_record(run_dir.attempt(1).outcome) or {}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,12 @@ import yaml
 from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
-from tests.deadline import DEADLINE_S
+from tests.deadline import DEADLINE_S, run_program
+from tests.documents import ROOT
+from tests.e2e.typed import run_typed, typed
+from tests.each import each
 from tests.ports import free_port
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "multicluster"
 SCRIPT = EXAMPLE / "run_training.sh"
 PEER = "/ip4/203.0.113.5/tcp/30001/p2p/QmXyz"
@@ -38,59 +39,8 @@ def blocks(heading: str) -> list[str]:
     """The shell blocks below a heading of the document, as they stand."""
     text = (ROOT / "tests" / "seeds" / "S0.md").read_text(encoding="utf-8")
     part = re.split(r"^#{2,3} ", text.partition(f" {heading}\n")[2], maxsplit=1, flags=re.M)[0]
+    part = part.replace("/path/to/Distributed-Multicluster", ".")
     return re.findall(r"```bash\n(.*?)```", part, flags=re.S)
-
-
-class Shell:
-    """A block of the document in bash, as somebody types it."""
-
-    def __init__(self, folder: Path, block: str, log: str) -> None:
-        self.log = folder / log
-        block = block.replace("/path/to/Distributed-Multicluster", str(folder))
-        with self.log.open("wb") as stream:
-            self.process = subprocess.Popen(
-                ["bash", "-ec", block],
-                cwd=folder,
-                env={
-                    **os.environ,
-                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONUNBUFFERED": "1",
-                },
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def ended(self) -> int:
-        """Its exit code; fails, with what it has said, at the deadline."""
-        try:
-            return self.process.wait(timeout=DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(self.text[-6000:]) from None
-
-    def kill(self) -> None:
-        """End what is left of it: it is a session of its own."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-@contextmanager
-def typed(folder: Path, *typed_blocks: str) -> Iterator[list[Shell]]:
-    """Blocks that are typed at the same time, each in a terminal of its own."""
-    shells = []
-    try:
-        for number, block in enumerate(typed_blocks):
-            shells.append(Shell(folder, block, f"terminal-{number}.log"))
-        yield shells
-    finally:
-        for shell in shells:
-            shell.kill()
 
 
 def with_flags(block: str, flags: str) -> str:
@@ -104,19 +54,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example as a folder of its own, with the document's model beside it."""
     place = tmp_path_factory.mktemp("work") / "multicluster"
     shutil.copytree(EXAMPLE, place, ignore=shutil.ignore_patterns("runs", "__pycache__"))
-    subprocess.run([sys.executable, "make_llama_2m.py"], cwd=place, check=True, timeout=DEADLINE_S)
+    assert run_program([sys.executable, "make_llama_2m.py"], place).returncode == 0
     assert (place.parent / "tests" / "models" / "llama-2m-fresh" / "model.safetensors").is_file()
     return place
 
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> RunDir:
-    """What the document's first command leaves: two ranks, five steps, made-up tokens."""
+    """The run of the document's first command: two ranks, five steps, made-up tokens."""
     (block,) = blocks("2. Basic Torch Distributed Training")
-    with typed(folder, with_flags(block, SMALL)) as (shell,):
-        assert shell.ended() == 0, shell.text[-6000:]
-        assert "a new run: runs/multicluster-1" in shell.text
-        assert "Traceback" not in shell.text and "note:" not in shell.text
+    (text,) = run_typed(folder, with_flags(block, SMALL))
+    assert "a new run: runs/multicluster-1" in text
+    assert "Traceback" not in text and "note:" not in text
     return RunDir(folder / "runs" / "multicluster-1")
 
 
@@ -163,10 +112,8 @@ def test_two_nodes_train_on_text(folder: Path, words: Path) -> None:
     text = f"--no-fake-data --dataset_name_or_path {words} --precision bf16-mixed --num-workers 4"
     text += f" --metric-logger-type wandb --ckpt.path two-nodes --ckpt.interval 2 {SMALLER}"
     line = with_flags(master.replace("--nproc_per_node=2", "--nproc_per_node=1"), text)
-    with typed(folder, *[f"export WANDB_MODE=disabled\n{place}{line}"] * 2) as shells:
-        codes = [shell.ended() for shell in shells]
-        said = "\n".join(shell.text[-4000:] for shell in shells)
-        assert codes == [0, 0], said
+    texts = run_typed(folder, *[f"export WANDB_MODE=disabled\n{place}{line}"] * 2)
+    said = "\n".join(texts)
     assert said.count("note: --num-workers 4: Does nothing") == 1, "rank 0 says it, on its node"
     (run,) = (folder / "two-nodes").iterdir()
     rows = rows_of(RunDir(run), "train")
@@ -198,9 +145,8 @@ def test_one_worker_of_two_ranks_over_hivemind(folder: Path, peer: str) -> None:
     """Its ranks share the weights, which is what the document's trainer cannot do there."""
     (block,) = blocks("2. Basic Hivemind Training")
     block = re.sub(r"/ip4/127\.0\.0\.1/tcp/30001/p2p/\w+", peer, block)
-    with typed(folder, with_flags(block, f"{SMALLER} --sharding-strategy FULL_SHARD")) as (shell,):
-        assert shell.ended() == 0, shell.text[-6000:]
-        assert "note:" not in shell.text, "all addresses are on the loopback"
+    (text,) = run_typed(folder, with_flags(block, f"{SMALLER} --sharding-strategy FULL_SHARD"))
+    assert "note:" not in text, "all addresses are on the loopback"
     run_dir = RunDir(folder / "runs" / "multicluster-worker-0-1")
     assert [row["step"] for row in rows_of(run_dir, "train")] == [1, 2, 3, 4, 5]
     rows = rows_of(run_dir, "outer")
@@ -225,9 +171,7 @@ def test_a_coordinator_and_two_workers(folder: Path, peer: str) -> None:
         for block in found
     ]
     assert len(lines) == 2 and all(f"export PEER_ADDRESS={peer}" in line for line in lines)
-    with typed(folder, *lines) as shells:
-        codes = [shell.ended() for shell in shells]
-        assert codes == [0, 0], "\n".join(shell.text[-4000:] for shell in shells)
+    run_typed(folder, *lines)
     turns = []
     for rank in range(2):
         run_dir = RunDir(folder / "three" / f"multicluster-worker-{rank}-1")
@@ -275,20 +219,13 @@ def script(bin_folder: Path, *words: str, gpus: str | None = None) -> tuple[int,
     environment = {"PATH": f"{bin_folder}:/usr/bin:/bin"}
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
-    done = subprocess.run(
-        ["bash", str(SCRIPT), *words],
-        cwd=bin_folder.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = run_program(["bash", SCRIPT, *words], bin_folder.parent, environment)
     logs = [path.read_text() for path in sorted(bin_folder.parent.glob("worker-*.log"))]
     return done.returncode, done.stderr, logs
 
 
 def test_the_script_gives_each_worker_its_rank_and_its_gpus(bin_folder: Path) -> None:
+    assert os.access(SCRIPT, os.X_OK)
     code, said, logs = script(bin_folder, "2", "2", PEER, "--lr", "1", gpus="4,5,6,7")
     assert (code, said, len(logs)) == (0, "", 2)
     for rank, (log, gpus) in enumerate(zip(logs, ("4,5", "6,7"), strict=True)):
@@ -313,7 +250,7 @@ def test_the_script_stops_the_others_when_a_worker_fails(bin_folder: Path) -> No
     assert code == 7 and "a worker has ended with 7" in said and "worker-*.log" in said
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "wanted"),
     [
         ((), "0 arguments"),
@@ -327,7 +264,3 @@ def test_the_script_says_what_is_wrong(
 ) -> None:
     code, said, logs = script(bin_folder, *words, gpus="4,5,6")
     assert code == 1 and wanted in said and "fix: " in said and logs == []
-
-
-def test_the_script_is_executable() -> None:
-    assert os.access(SCRIPT, os.X_OK)

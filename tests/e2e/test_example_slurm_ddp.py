@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.deadline import DEADLINE_S
+from tests.deadline import run_program
+from tests.documents import ROOT
 from tests.lab.home import sh, until
 from tests.lab.hosts import Lab, hosts
 from tests.lab.slurm import job_fields, slurm
 
-ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "tests" / "seeds" / "S3.md").read_text(encoding="utf-8")
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
@@ -203,15 +202,8 @@ def test_alone_with_amp_and_a_tracker(tmp_path: Path) -> None:
     words = ["--epochs", "2", "--data_size", "32", "--amp", "--track", "mlflow"]
     words += ["--checkpoint_every", "1"]
     environ = {"MLFLOW_TRACKING_URI": str(tmp_path / "store"), "MLFLOW_ALLOW_FILE_STORE": "true"}
-    done = subprocess.run(
-        [sys.executable, str(script), *words],
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", **environ},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    home = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = run_program([sys.executable, script, *words], tmp_path, home | environ)
     assert done.returncode == 0, done.stderr
     files = {path.name: path for path in (tmp_path / "store").glob("*/*/metrics/*")}
     assert files.keys() == {"loss", "val_loss", "val_within_0.1"}

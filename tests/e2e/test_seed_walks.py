@@ -16,15 +16,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.deadline import DEADLINE_S
-from tests.documents import ROOT, SHELLS, blocks, commands
+from tests.deadline import run_program
+from tests.documents import ROOT, blocks, commands
+from tests.each import each
 from tests.unit.test_requirements import functions_of
 
 SEEDS = ROOT / "tests" / "seeds"
@@ -37,7 +37,7 @@ def pieces(document: str) -> list[str]:
     found: list[str] = []
     count: Counter[str] = Counter()
     for block in blocks(SEEDS / f"{document}.md"):
-        if block.language in SHELLS:
+        if block.is_shell:
             # Options of a job are comments to a shell and commands to a queue.
             text = re.sub(r"^#(SBATCH|PBS) ", r"\1 ", block.text, flags=re.M)
             found += [f"{document} {line}" for line in commands(text)]
@@ -60,7 +60,7 @@ def walk() -> list[tuple[str, str, str]]:
     return found
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@each("document", DOCUMENTS)
 def test_every_line_of_the_document_is_in_the_walk_once(document: str) -> None:
     there = Counter(line for _, _, line in walk() if line.startswith(f"{document} "))
     wanted = set(pieces(document))
@@ -96,16 +96,13 @@ EXPECTED = {
 def bash(script: str, folder: Path, *bins: Path) -> str:
     """What a script prints, in a home of its own; it must end well."""
     path = ":".join([*map(str, bins), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environ = {"HOME": str(folder), "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=folder,
-        env={**environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    environ = {
+        "HOME": str(folder),
+        "PATH": path,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = run_program(["bash", "-c", script], folder, environ)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
