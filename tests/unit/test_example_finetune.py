@@ -226,7 +226,7 @@ def test_slurm_asks_for_one_task_a_node(project: Project) -> None:
     differs = {"--ntasks-per-node=8", "--cpus-per-task=8", "--time=48:00:00"}
     asked = set(re.findall(r"^#SBATCH (.+)$", text, re.M))
     assert asked == set(re.findall(r"^#SBATCH (.+)$", shown, re.M)) - differs | {
-        *("--ntasks-per-node=1", "--cpus-per-task=64", "--time=2-00:00:00"),
+        *("--ntasks-per-node=1", "--cpus-per-task=64", "--time=48:00:00"),
         *("--open-mode=append", "--signal=B:USR1@300", "--requeue"),
     }
     for line in (
@@ -258,7 +258,7 @@ def test_slurm_options_of_another_cluster(project: Project) -> None:
     absent = ("--partition", "--gres", "--mem-per-gpu", "module load", "conda", "--deepspeed")
     assert [word for word in absent if word in text] == []
     wanted = "--account=physics NCCL_DEBUG=INFO NCCL_IB_DISABLE=1 NCCL_SOCKET_IFNAME=eth0 "
-    wanted += "--cpus-per-task=6 --job-name=mine --time=2-00:00:00 port=$((30000"
+    wanted += "--cpus-per-task=6 --job-name=mine --time=48:00:00 port=$((30000"
     assert [word for word in wanted.split() if word not in text] == []
 
 
