@@ -446,7 +446,7 @@ class ClustersFollower(Follower):
         if number == signal.SIGINT and not self._was_interrupted:
             self._was_interrupted = True
             self.print_line("stopping all clusters; Ctrl+C again stops them now")
-        self._children.send(WORDS[number])
+        self._children.send(f"{WORDS[number]}\n")
         return None
 
     def close(self) -> None:
