@@ -237,7 +237,6 @@ def test_slurm_asks_for_one_task_a_node(project: Project) -> None:
         "export NCCL_DEBUG=WARN",
         "export NCCL_IB_DISABLE=0",
         "export NCCL_SOCKET_IFNAME='^lo,docker'",
-        'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         "    port=$((29500 + (SLURM_JOB_ID + i) % 100))",
         "    src/train.py --config config.yaml --deepspeed config/ds_config.json",
     ):

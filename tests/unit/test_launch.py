@@ -108,7 +108,11 @@ def four_ranks(run_file: Path, *overrides: str, device: Literal["cpu", "cuda"] =
     return resolve(loaded, nproc=(4,), device=device)
 
 
-def test_a_dry_run_shows_the_exact_command(run_file: Path, tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_exact_command(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
     shown = start(StartOptions(run_file, ("clusters.0.gpus_per_node=2",), "auto", True, str, str))
     assert isinstance(shown, str)
     cores = len(os.sched_getaffinity(0))
