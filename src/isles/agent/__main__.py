@@ -51,7 +51,6 @@ def main() -> int:
     )
     parser.add_argument("--log", help="takes what this prints; %%n: the number of the node")
     parser.add_argument("--check", metavar="HOST:PORT", help="only check this node of a job")
-    parser.add_argument("--only-check", type=float, metavar="SECONDS", help="and start nothing")
     parser.add_argument("--output-dir", type=Path, help="where a run that comes from there is put")
     options = parser.parse_args()
     try:
@@ -62,7 +61,7 @@ def main() -> int:
             run_dir = RunDir(Path(options.target).absolute())
             attempt = _attempt(run_dir, options.attempt)
         if options.nodes_file is None and options.node is None:
-            return _lead(run_dir, attempt, options.only_check)
+            return _lead(run_dir, attempt)
         nodes = require_nodes(attempt, options.nodes_file)
         node = _own_node(nodes, options.node, attempt)
         if options.log:
@@ -72,8 +71,6 @@ def main() -> int:
             words = [sys.executable, "-m", "isles.check.step", str(run_dir.path)]
             words += ["--attempt", str(attempt.number), "--node", str(node.node)]
             words += ["--hosts", ",".join(each.name for each in nodes), "--master", options.check]
-            limit_s = options.only_check
-            words += ["--timeout", f"{limit_s:.0f}"] if limit_s is not None else []
             os.execv(sys.executable, words)
         return _run(run_dir, attempt, nodes, node)
     except UserError as error:
@@ -81,12 +78,12 @@ def main() -> int:
         return int(error.exit_code)
 
 
-def _lead(run_dir: RunDir, attempt: Attempt, only_check: float | None) -> int:
+def _lead(run_dir: RunDir, attempt: Attempt) -> int:
     # The coordinator, with the agent of the first node in this process where it has one.
     signals = Signals(attempt)
     signals.install()
     lead = Lead(run_dir, attempt, signals)
-    code = lead.open(only_check_s=only_check)
+    code = lead.open()
     if code is not None:
         return code
     if lead.nodes.has_own_node:

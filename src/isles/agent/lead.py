@@ -69,12 +69,11 @@ class Lead:
         self._is_limit_known = False
         self._thread = threading.Thread(target=self._run, name="coordinator")
 
-    def open(self, only_check_s: float | None = None) -> int | None:
+    def open(self) -> int | None:
         """Find out the nodes, check them where that is asked for, and listen.
 
-        Returns the exit code where there is nothing to coordinate. With `only_check_s`, the longest
-        wait of a check, it checks the nodes of this job and does nothing else. UserError: the nodes
-        of the run are not known.
+        Returns the exit code where there is nothing to coordinate. UserError: the nodes of the run
+        are not known.
         """
         if not isinstance(self._config.clusters[0].launcher, QueueSection):
             self.nodes = require_nodes(self._attempt)
@@ -82,7 +81,7 @@ class Lead:
                 self._claim()
                 os.environ.update(node_environ(self._run_dir, self.nodes, 0))
         try:
-            code = self._open_job(only_check_s)
+            code = self._open_job()
             if code is not None:
                 return code
             listener = self._open_port()
@@ -170,7 +169,7 @@ class Lead:
 
     # In the job of a queue.
 
-    def _open_job(self, only_check_s: float | None) -> int | None:
+    def _open_job(self) -> int | None:
         match self._config.clusters[0].launcher:
             case SlurmLauncherConfig() as launcher:
                 allocation: Allocation = SlurmAllocation(launcher, self._attempt, inherited())
@@ -181,15 +180,13 @@ class Lead:
                 return None
         self._allocation = allocation
         self._job = QueuedRun(self._run_dir, self._attempt, self._config, allocation)
-        if only_check_s is None and (code := self._job.begin()) is not None:
+        if (code := self._job.begin()) is not None:
             return code
         self.nodes = self._nodes_of(allocation)
         names = ", ".join(node.name for node in self.nodes)
         log_line(f"{allocation.job} on {names}: {self.nodes.world_size} ranks")
         self._write_nodes()
-        if only_check_s is not None or launcher.check:
-            return self._check(allocation, only_check_s)
-        return None
+        return self._check(allocation) if launcher.check else None
 
     @property
     def _nodes_file(self) -> Path:
@@ -221,13 +218,12 @@ class Lead:
             resume_from=launch.get("resumed_from"),
         )
 
-    def _check(self, allocation: Allocation, only_check_s: float | None) -> int | None:
+    def _check(self, allocation: Allocation) -> int | None:
         # Before the ranks: are the nodes, and the links between them, fit? The exit code if not.
         first = self.nodes.first
         with _listen(self.nodes, _PORTS) as probe:
             at = f"{first.address}:{probe.getsockname()[1]}"
         words = ["--nodes-file", str(self._nodes_file), "--check", at]
-        words += ["--only-check", str(only_check_s)] if only_check_s is not None else []
         self._attempt.findings.unlink(missing_ok=True)
         log = self._attempt.path / "check-node-%n.log"
         checks = [
@@ -243,17 +239,15 @@ class Lead:
             sys.stderr.write(path.read_text(encoding="utf-8", errors="replace"))
         found = (read_record(self._attempt.findings) or {}).get("findings", ())
         errors = [entry for entry in found if entry.get("level") == "error"]
-        if only_check_s is not None:
-            return int(ExitCode.PREFLIGHT if errors else ExitCode.OK)
         if not errors:
             return None
-        first, more = errors[0], f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        worst, more = errors[0], f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         error = agent_error(
-            f"the nodes of {allocation.job} are not fit: {first.get('text')}{more}",
-            str(first.get("fix") or "see the check, or leave out launcher.check"),
+            f"the nodes of {allocation.job} are not fit: {worst.get('text')}{more}",
+            str(worst.get("fix") or "see the check, or leave out launcher.check"),
             ExitCode.PREFLIGHT,
-            id=str(first.get("id") or "machine"),
-            where=f"{first.get('where')}: {first.get('id')}",
+            id=str(worst.get("id") or "machine"),
+            where=f"{worst.get('where')}: {worst.get('id')}",
         )
         end_failed(self._attempt, error)
         return int(ExitCode.PREFLIGHT)

@@ -45,7 +45,6 @@ class JobText:
         workdir: the folder in which the ranks run, absolute.
         run_dir: the run directory as the nodes see it; None: the script runs without isles.
         attempt: the number of this start; 0 without a run directory.
-        only_check_s: the job only checks its nodes, and waits so long for one answer (PBS).
     """
 
     launcher: SlurmLauncherConfig | PbsLauncherConfig
@@ -55,7 +54,6 @@ class JobText:
     workdir: str
     run_dir: str | None = None
     attempt: int = 0
-    only_check_s: float | None = None
 
     def of(self, attempt: Attempt) -> JobText:
         """The same, for a start of a run that isles follows."""
@@ -125,7 +123,6 @@ def job_script(config: RunConfig, job: JobText) -> str:
         python=quoted(python_of(cluster.environment)),
         run_dir=job.run_dir,
         attempt=job.attempt,
-        more=f" --only-check {job.only_check_s:.0f}" if job.only_check_s is not None else "",
     )
 
 
