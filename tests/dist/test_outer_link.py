@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import time
@@ -15,7 +14,7 @@ from isles.outer.hub.journal import Journal
 from isles.outer.hub.samples import Samples
 from tests.outer_member import serve
 from tests.outer_trainer import SAMPLES, Clusters, train
-from tests.outer_world import overlaps
+from tests.outer_world import overlaps, participants
 from tests.ranks import start_ranks
 
 
@@ -82,9 +81,7 @@ def test_kills_and_freezes_lose_no_contribution(tmp_path: Path) -> None:
             clusters.reached(outer_step + 1, "abc")
         records = clusters.end(clusters.turns, "abc")
         journal = clusters.journal()
-        taken = journal.rows("SELECT participants FROM rounds WHERE state = 'committed'")
-        everyone = [sorted(json.loads(row["participants"])) for row in taken]
-        assert everyone == [[1, 2, 3]] * clusters.turns
+        assert participants(journal) == [[1, 2, 3]] * clusters.turns
         assert Samples(journal).counts()["averaged"] == clusters.turns * 3 * SAMPLES
         journal.close()
     finally:
