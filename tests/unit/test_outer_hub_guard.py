@@ -148,18 +148,18 @@ def test_it_is_over_when_all_have_finished_and_alone_when_the_rest_is_not_heard(
     tmp_path: Path,
 ) -> None:
     world = World(tmp_path)
-    found = [world.core.membership.ending()]
+    found = [world.core.membership.end_kind()]
     world.join("a"), world.join("b")
     for name, has_finished in (("b", False), ("a", True)):  # b was stopped: it comes back
         world.leave(name, has_finished=has_finished)
-        found.append(world.core.membership.ending())
+        found.append(world.core.membership.end_kind())
     world.join("b")
-    found.append(world.core.membership.ending())
+    found.append(world.core.membership.end_kind())
     world.leave("b", has_finished=True)
     world.restart()
-    found.append(world.core.membership.ending())
+    found.append(world.core.membership.end_kind())
     world.join("a")
-    assert [*found, world.core.membership.ending()] == ["", "", "alone", "", "over", ""]
+    assert [*found, world.core.membership.end_kind()] == ["", "", "alone", "", "over", ""]
 
 
 def test_all_end_together_when_nothing_is_left_of_any(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def end_together(parts: Parts) -> int:
     return stop
 
 
-def go_on_ending(parts: Parts) -> int:
+def finish_together(parts: Parts) -> int:
     """Of a run that was stopped after its last step: what was left to do. All must call this.
 
     Returns:

@@ -31,7 +31,7 @@ from isles.train.build import build
 from isles.train.finish import finish
 from isles.train.hang import watching
 from isles.train.logs import log_of_rank
-from isles.train.loop import go_on_ending, train
+from isles.train.loop import finish_together, train
 from isles.train.record import Recorder, check_outside
 from isles.train.stop import StopBeforeTraining, StopSignals
 
@@ -117,7 +117,7 @@ def _train(
         clock, resolved.config, attempt, env, world, recorder, lambda: checkpoints.moved_at
     ):
         try:
-            code = ExitCode(go_on_ending(parts)) or train(parts)
+            code = ExitCode(finish_together(parts)) or train(parts)
         except BaseException:
             parts.close(is_over=False)
             raise

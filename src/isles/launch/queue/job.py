@@ -62,11 +62,11 @@ def words_of(scheduler: str) -> Any:
     return yaml.safe_load(text)[scheduler]
 
 
-def explain(scheduler: str, table: str, said: str, **values: str) -> tuple[str, str] | None:
-    """The meaning and the fix of the first row of a table whose pattern is in what a scheduler has
-    said; None: there is no row. `values` are put into both."""
+def explain(scheduler: str, table: str, text: str, **values: str) -> tuple[str, str] | None:
+    """The meaning and the fix of the first row of a table whose pattern is in a scheduler's
+    text; None: there is no row. `values` are put into both."""
     for pattern, meaning, fix in words_of(scheduler)[table]:
-        if re.search(pattern, said, re.IGNORECASE):
+        if re.search(pattern, text, re.IGNORECASE):
             return meaning.format(**values), fix.format(**values)
     return None
 

@@ -239,7 +239,7 @@ class PbsAllocation(Allocation):
         submit = f"cd {shlex.quote(folder)} && {words}"
         commands = [["/bin/bash", "-c", submit]]
         commands += [["ssh", "-n", "-o", "BatchMode=yes", host, submit]] if host else []
-        said = ""
+        error = ""
         for command in commands:
             try:
                 done = subprocess.run(
@@ -252,5 +252,5 @@ class PbsAllocation(Allocation):
             if done.returncode == 0 and job_id:
                 write_text_atomic(self._attempt.path / "job-id", f"{job_id[0]}\n")
                 return f"it goes on as PBS job {job_id[0]}"
-            said = done.stderr.strip() or f"qsub has ended with {done.returncode}"
-        raise self.refused(said)
+            error = done.stderr.strip() or f"qsub has ended with {done.returncode}"
+        raise self.refused(error)

@@ -234,8 +234,8 @@ class SlurmAllocation(Allocation):
         again = self._slurm.run(*self._slurm.submit_command, after, str(self._attempt.script))
         new = self._slurm.submitted_id(again)
         if new is None:
-            said = again.stderr.strip() or done.stderr.strip() or "sbatch says nothing"
-            raise self.refused(said)
+            error = again.stderr.strip() or done.stderr.strip() or "sbatch says nothing"
+            raise self.refused(error)
         write_text_atomic(self._attempt.path / "job-id", f"{new}\n")
         return f"Slurm does not queue this job again: it goes on as job {new}"
 

@@ -72,7 +72,7 @@ class Membership:
             )
         return row
 
-    def ending(self) -> Literal["", "over", "alone"]:
+    def end_kind(self) -> Literal["", "over", "alone"]:
         """How far the run's end is.
 
         over: all clusters that have ever taken part have finished, and left. alone: some have

@@ -23,7 +23,7 @@ def status(core: Core) -> dict[str, Any]:
     return {
         "round": core.rounds.next,
         "fragments": core.rounds.fragments,
-        "is_over": core.membership.ending() == "over",
+        "is_over": core.membership.end_kind() == "over",
         "members": [_member(core, row, weights, open_rounds) for row in core.membership.latest()],
         "open": [_open(core, answer) for answer in open_rounds],
         "commits": commits,

@@ -97,13 +97,13 @@ class Work:
         before, since = "", 0.0
         waits_s = {"over": grace_s, "alone": alone_s}
         while True:
-            ending = await self.ask(self.core.membership.ending)
-            if ending != before:
-                before, since = ending, time.monotonic()
-            if ending and time.monotonic() - since >= waits_s[ending]:
+            kind = await self.ask(self.core.membership.end_kind)
+            if kind != before:
+                before, since = kind, time.monotonic()
+            if kind and time.monotonic() - since >= waits_s[kind]:
                 break
             await asyncio.sleep(min(grace_s, alone_s, _LOOK_S))
-        if ending == "alone":
+        if kind == "alone":
             log.warning("nobody is heard, and some clusters have not finished: this ends here")
 
     # Threads.

@@ -76,7 +76,7 @@ class Outer:
         self._waited: set[int] = set()
         self._paused_s = 0.0
         self._recorded_at = -math.inf
-        self._is_ending = False
+        self._is_finishing = False
         self._stop = 0
         self._last: int | None = None
 
@@ -151,13 +151,13 @@ class Outer:
             What a rank wanted while the others were waited for, an exit code or NOW: this cluster
             has not ended, and is to go on from a checkpoint; 0: it has ended.
         """
-        self._is_ending, self._stop = True, 0
+        self._is_finishing, self._stop = True, 0
         self.exchange.clock.pause()
         if self._end_together():
             self._stop = 0
         self.exchange.clock.resume()
-        self._is_ending = not self._stop
-        if self._is_ending:
+        self._is_finishing = not self._stop
+        if self._is_finishing:
             self._recorded_at = -math.inf
         self._record_status()
         return self._stop
@@ -171,7 +171,7 @@ class Outer:
         self.exchange.close()
         if self._coordinator is not None:
             # One that has come after the last outer step makes no inner step of its own.
-            is_over = self._is_ending or self._progress.step == self._total_steps
+            is_over = self._is_finishing or self._progress.step == self._total_steps
             self._coordinator.hub.close(leaves=leaves, has_finished=is_over and not self._stop)
 
     # The end.
@@ -247,7 +247,7 @@ class Outer:
                 exchange.contribute(command.outer_step)
             case Apply():
                 exchange.apply(command)
-                if self._is_ending:
+                if self._is_finishing:
                     exchange.finish_move()
                 self._waited.discard(command.outer_step)
                 self._recorded_at = -math.inf
