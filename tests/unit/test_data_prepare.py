@@ -23,7 +23,7 @@ from isles.data.sources.rows import PLAIN, Parser, Row, Rows
 from isles.data.tokens.encode import Encoder
 from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
-from isles.errors import DataError
+from isles.errors import CommunicationError, DataError
 from isles.run.checkpoints import hash_file
 from tests.deadline import DEADLINE_S
 
@@ -270,6 +270,14 @@ def test_who_waits_goes_on_when_the_other_dies(tmp_path: Path, monkeypatch):
         thread.join(DEADLINE_S)
     assert leftovers(tmp_path) == [tokens[0].name]
     assert TokenStore.open(tokens[0]).document_ends.size == 2  # its own
+
+
+def test_who_waits_does_not_wait_for_ever(tmp_path: Path):
+    with preparing(tmp_path) as process:
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(CommunicationError, match="has written nothing for 0 s"):
+            prepare(Told(), letters(), tmp_path, progress=quiet, no_progress_s=0.3)
+        process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting a small disk takes root")

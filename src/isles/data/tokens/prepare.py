@@ -35,7 +35,7 @@ from isles.data.tokens.store import (
 )
 from isles.dist.files import broadcast_folder
 from isles.dist.world import Place, World, place_of, work_together
-from isles.errors import DataError
+from isles.errors import CommunicationError, DataError
 from isles.run.checkpoints import hash_file
 from isles.run.records import read_record
 
@@ -58,13 +58,17 @@ def prepare(
     *,
     progress: Report,
     max_bad_fraction: float = 0.0,
+    no_progress_s: float = NO_PROGRESS_S,
 ) -> Path:
     """The folder with the tokens of a source; written unless it stands there whole.
 
-    Several processes may call it at once: one writes, the others wait for it, for as long as it
-    lives; `work_together` ends the wait where nothing is written. `progress` is called with a line
-    for people, at most every two seconds. DataError: the source cannot be read, too many rows are
-    bad, or the disk is full; nothing is left behind.
+    Several processes may call it at once: one writes, the others wait for it. `progress` is called
+    with a line for people, at most every two seconds.
+
+    Raises:
+        DataError: the source cannot be read, too many rows are bad, or the disk is full; nothing
+            is left behind.
+        CommunicationError: the process that writes has written nothing for `no_progress_s`.
     """
     identity = source.identity()
     depends = {"source": identity, "encoder": encoder.identity(), "format": FORMAT}
@@ -75,7 +79,7 @@ def prepare(
         lock = (cache_dir / f".{folder.name}.lock").open("a")
     with lock:
         if find_damage(folder) is not None:
-            remove_stale(folder, locked=_lock(lock, folder, source.name, progress))
+            remove_stale(folder, locked=_lock(lock, folder, source.name, progress, no_progress_s))
             damage = find_damage(folder)
             if damage is not None:
                 if folder.exists():
@@ -91,10 +95,10 @@ def prepare(
     return folder
 
 
-def _lock(stream: IO[str], folder: Path, name: str, progress: Report) -> bool:
+def _lock(stream: IO[str], folder: Path, name: str, progress: Report, no_progress_s: float) -> bool:
     # Wait until no other process that shares the cache prepares this folder; a process that dies
     # lets it go. False where the file system has no locks: both prepare, the first rename counts.
-    shown = -1
+    shown, since = -1, time.monotonic()
     while True:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,8 +106,16 @@ def _lock(stream: IO[str], folder: Path, name: str, progress: Report) -> bool:
         except BlockingIOError:
             size = size_of_folders(folder.parent.glob(f".tmp-*-{folder.name}@*"))
             if size != shown:
-                shown = size
+                shown, since = size, time.monotonic()
                 progress(f"{name}: another process prepares it, {size / 1e6:.1f} MB so far")
+            elif time.monotonic() - since > no_progress_s:
+                raise CommunicationError(
+                    f"another process prepares {name} and has written nothing for "
+                    f"{no_progress_s:.0f} s",
+                    where=str(folder.parent),
+                    fix=f"look for it: fuser {stream.name} names it on its own machine",
+                    id="data.waiting",
+                ) from None
             time.sleep(_LOOK_EVERY_S)
         except OSError as error:
             log.warning("no file locks at %s: %s", stream.name, error)
