@@ -6,11 +6,12 @@ import asyncio
 import logging
 import os
 import random
+import socket
 import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -49,6 +50,21 @@ async def _ask(line: JoinLine, request: bytes) -> bytes:
         return b""
     finally:
         writer.close()
+
+
+def test_silent_connections_keep_nobody_out(tmp_path: Path) -> None:
+    """More of them than files that a process may have open, where it leaves its limit as it is."""
+    hub_words = [sys.executable, "-m", "isles.outer.hub", str(tmp_path / "state"), "--run", "t"]
+    words = ["bash", "-c", 'ulimit -Sn 128 && exec "$@"', "-", *hub_words]
+    with ExitStack() as stack:
+        process = stack.enter_context(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
+        stack.callback(process.kill)
+        assert process.stdout is not None and "is open" in process.stdout.readline()
+        line = JoinLine.parse((tmp_path / "state" / "join").read_text())
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((line.host, line.port), DEADLINE_S))
+        request = b"GET /v1/status HTTP/1.1\r\nHost: x\r\n\r\n"
+        assert b"401" in asyncio.run(_ask(line, request)).splitlines()[0]
 
 
 def test_no_request_without_the_token_costs_anything(tmp_path: Path) -> None:
