@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 
+import psutil
+
 from isles.agent.workers import Ranks
 from isles.errors import ExitCode
 from tests.deadline import DEADLINE_S
@@ -87,6 +89,56 @@ def test_whoever_does_not_end_is_killed(tmp_path: Path) -> None:
         until((tmp_path / "deaf").exists)
         ranks.end(signal.SIGTERM, 0.2)
         assert ranks.look() == ({}, {0: -9})
+
+
+class Held:
+    """An argument that holds a new rank back, before anything of isles runs there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[Path], int], tuple[Path]]:
+        return hold, (self.folder,)
+
+
+def hold(folder: Path) -> int:
+    (folder / "forked").write_text(str(os.getpid()))
+    return len((folder / "go").read_text())
+
+
+def touch(path: Path, _: object) -> int:
+    path.touch()
+    return 0
+
+
+AGENT = """
+import signal, sys
+from pathlib import Path
+from isles.agent.workers import Ranks
+from tests.unit.test_agent_workers import Held
+folder = Path(sys.argv[1])
+args = (folder / "ran", Held(folder))
+ranks = Ranks("tests.unit.test_agent_workers:touch", {0: ({}, args)})
+signal.pause()
+"""
+
+
+def test_a_rank_that_is_forked_as_the_agent_dies_ends_too(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "go")
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, str(tmp_path)])
+    forked = tmp_path / "forked"
+    until(lambda: forked.exists() and forked.read_text() != "")
+    rank = psutil.Process(int(forked.read_text()))
+    server = rank.parent()
+    agent.kill()
+    agent.wait()
+    assert server is not None
+    server.kill()  # as the kernel does, where the server has asked for it (preload.py)
+    psutil.wait_procs([server], timeout=DEADLINE_S)
+    (tmp_path / "go").write_text("go")
+    psutil.wait_procs([rank], timeout=DEADLINE_S)
+    assert not rank.is_running()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_who_holds_the_ranks_imports_nothing_heavy() -> None:
