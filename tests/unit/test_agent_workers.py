@@ -18,6 +18,7 @@ from isles.agent.workers import Ranks
 from isles.errors import ExitCode
 from tests.deadline import DEADLINE_S
 from tests.each import each
+from tests.runs import nothing_left
 
 
 def end_as(how: str, mark: Path) -> int:
@@ -125,19 +126,22 @@ signal.pause()
 
 def test_a_rank_that_is_forked_as_the_agent_dies_ends_too(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "go")
-    agent = subprocess.Popen([sys.executable, "-c", AGENT, str(tmp_path)])
-    forked = tmp_path / "forked"
-    until(lambda: forked.exists() and forked.read_text() != "")
-    rank = psutil.Process(int(forked.read_text()))
-    server = rank.parent()
-    agent.kill()
-    agent.wait()
-    assert server is not None
-    server.kill()  # as the kernel does, where the server has asked for it (preload.py)
-    psutil.wait_procs([server], timeout=DEADLINE_S)
-    (tmp_path / "go").write_text("go")
-    psutil.wait_procs([rank], timeout=DEADLINE_S)
-    assert not rank.is_running()
+    with nothing_left(tmp_path):
+        agent = subprocess.Popen(
+            [sys.executable, "-c", AGENT, str(tmp_path)],
+            env=os.environ | {"FOLDER": str(tmp_path)},  # by which all of them are found
+        )
+        forked = tmp_path / "forked"
+        until(lambda: forked.exists() and forked.read_text() != "")
+        rank = psutil.Process(int(forked.read_text()))
+        server = rank.parent()
+        assert server is not None
+        agent.kill()
+        agent.wait(DEADLINE_S)
+        server.kill()  # as the kernel does, where the server has asked for it (preload.py)
+        assert psutil.wait_procs([server], timeout=DEADLINE_S)[1] == []
+        (tmp_path / "go").write_text("go")
+        assert psutil.wait_procs([rank], timeout=DEADLINE_S)[1] == []
     assert not (tmp_path / "ran").exists()
 
 

@@ -332,7 +332,7 @@ def _run(what: str, args: tuple[Any, ...], environ: dict[str, str], answer: Conn
 def _call(what: str, args: tuple[Any, ...]) -> int:
     # The parent is the fork server, which ends with the agent in the same way.
     die_with_parent()
-    # The kernel tells nobody of a parent that had ended before it was asked.
+    # The agent, and the fork server with it, may have ended before that call.
     agent = multiprocessing.parent_process()
     if agent is not None and not agent.is_alive():
         os.kill(os.getpid(), signal.SIGKILL)

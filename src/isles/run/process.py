@@ -63,6 +63,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Let the kernel send this signal to this process when its parent ends. Linux only.
 
     "Parent" is the thread that has started this process, so it must live as long as the process.
+    Nothing is sent for a parent that had ended before this call.
     Source: prctl(2), PR_SET_PDEATHSIG.
     """
     if _LIBC is not None:
