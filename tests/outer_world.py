@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from isles.outer.hub.core import Core
+from isles.outer.hub.core import Core, events
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Settings
-from isles.outer.hub.status import events
 from isles.outer.messages import (
     Applied,
     Contribution,

@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from isles.errors import ConfigError, UserError
+from isles.outer.hub.core import status
 from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.rules import Refusal
-from isles.outer.hub.status import status
 from isles.outer.hub.work import AwakeClock
 from isles.outer.messages import Join
 from tests.each import each

@@ -19,9 +19,9 @@ from aiohttp.typedefs import Middleware
 from pydantic import BaseModel, ValidationError
 
 from isles.errors import UserError
+from isles.outer.hub.core import status
 from isles.outer.hub.files import Incoming, chunk_list, write_chunk_list
 from isles.outer.hub.rules import Refusal
-from isles.outer.hub.status import status
 from isles.outer.hub.work import Work
 from isles.outer.messages import (
     Applied,
