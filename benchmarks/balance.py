@@ -144,18 +144,9 @@ class Turns:
         self.rounds: list[dict[str, Any]] = []
         self.chosen: RowSplit | None = None
 
-    @property
-    def split(self) -> RowSplit:
-        """As the loader's."""
-        return self._loader.split
-
-    def use(self, split: RowSplit) -> None:
-        """As the loader's; isles uses it while it warms up."""
-        self._loader.use(split)
-
-    def close(self) -> None:
-        """As the loader's."""
-        self._loader.close()
+    def __getattr__(self, name: str) -> Any:
+        # Everything else is the loader's.
+        return getattr(self._loader, name)
 
     def step(self, samples_seen: int) -> StepData:
         """The loader's step; before a chunk's first one, what belongs between two chunks."""
