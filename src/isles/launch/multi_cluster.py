@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 
 from isles.config.load import Loaded
-from isles.config.sections.cluster import ClusterConfig, LocalLauncherConfig
+from isles.config.sections.cluster import ClusterConfig, LocalLauncherConfig, QueueSection
 from isles.config.sections.outer import HivemindConfig
 from isles.errors import ConfigError
 from isles.launch.gpus import find_gpus
@@ -140,8 +140,10 @@ def _meeting_address(loaded: Loaded) -> str:
     if not clusters:
         return "127.0.0.1"
     for cluster in clusters:
-        for host in cluster.hosts:
-            destination = host.address or host.ssh
+        destinations = [host.address or host.ssh for host in cluster.hosts]
+        if isinstance(cluster.launcher, QueueSection) and cluster.launcher.login is not None:
+            destinations.append(cluster.launcher.login)
+        for destination in destinations:
             name = ssh_config(destination).get("hostname", destination.rpartition("@")[2])
             if (address := _own_address(name)) is not None:
                 return address
