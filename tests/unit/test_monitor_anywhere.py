@@ -298,6 +298,19 @@ def test_lines_carry_their_node(tmp_path: Path) -> None:
     assert "0 (h0), 1 (h1)" in caught.value.fix
 
 
+@each("launcher", ["local", "manual", "nohup", "ssh"])
+def test_the_only_node_is_not_asked_by_ssh(tmp_path: Path, launcher: str) -> None:
+    run_dir = bare_run(tmp_path / f"{launcher}-1")
+    attempt = new_attempt(run_dir)
+    node = FleetNode(0, "h0", None, "127.0.0.1", 1)
+    Fleet(launcher, (node,), 0, 1, "cpu", 60.0, "").write(attempt)
+    attempt.agent_log.write_text("agent\n")
+    attempt.rank_log(0).write_text("line of 0\n")
+    notes: list[str] = []
+    assert "line of 0" in "\n".join(shown_lines(run_dir, LogChoice(), notes.append))
+    assert notes == []
+
+
 def test_one_log_of_each_node_has_all_its_lines(tmp_path: Path) -> None:
     run_dir, attempt = fleet_run(tmp_path / "a-1")
     attempt.rank_log(2).write_text("an earlier start\n")

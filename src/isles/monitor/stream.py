@@ -108,7 +108,7 @@ def _nodes_elsewhere(
 ) -> list[Source]:
     # Nodes that have no log here are asked by ssh.
     fleet = read_fleet(attempt)
-    if fleet is None or fleet.launcher == "local":
+    if fleet is None or len(fleet) == 1 or fleet.launcher == "local":
         return []
     wanted = [
         node
