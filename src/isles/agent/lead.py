@@ -165,6 +165,7 @@ class Lead:
                 device=self.nodes.device,
                 command=tuple(sys.argv),
                 resumed_from=Path(asked) if asked else None,
+                launcher="manual",
             )
 
     # In the job of a queue.

@@ -131,6 +131,7 @@ def _require_here(loaded: Loaded, host: str, address: str) -> None:
 
 
 def _commands(run_dir: RunDir, fleet: Fleet, cluster: ClusterConfig, token: str) -> list[str]:
+    nodes = f"{len(fleet)} node{'s' if len(fleet) > 1 else ''}"
     ranks = f"{fleet.nodes[0].nproc} rank{'s' if fleet.nodes[0].nproc > 1 else ''}"
     python = quoted(cluster.environment.python or sys.executable)
     setting: list[str] = []
@@ -138,7 +139,7 @@ def _commands(run_dir: RunDir, fleet: Fleet, cluster: ClusterConfig, token: str)
         setting = setting_lines(cluster, cluster.workdir or os.curdir)
         setting = [line for line in setting if not line.startswith(f"cd {os.curdir} ")]
     lines = [
-        f"{run_dir.name}: {len(fleet.nodes)} nodes with {ranks} each. Type one command on each "
+        f"{run_dir.name}: {nodes} with {ranks} each. Type one command on each "
         f"node; they wait {format_duration(fleet.start_timeout_s)} for one another.",
     ]
     for node in fleet.nodes:

@@ -213,6 +213,8 @@ def next_start(run_dir: RunDir) -> str:
 def _hint(run_dir: RunDir, state: AttemptState, silent_s: float | None, now_s: float) -> str:
     hint = ""
     match state.state:
+        case "new" if state.launcher == "manual":
+            hint = "it begins when its commands are typed; `isles train` makes new ones"
         case "new":
             hint = "it was never started"
         case "finished" | "stopped" | "failed" | "killed" if script_of(run_dir) is not None:

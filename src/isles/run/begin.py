@@ -182,9 +182,9 @@ def write_launch(
     Args:
         process: the process that ends when the attempt does; None: `more` names a job.
         resumed_from: the checkpoint that was asked for by name.
-        more: of a job: `launcher`, `job_id`, and `bin_path`, the folder of the queue's commands, or
-            None where they are on PATH. Of a torchrun typed by hand: `agents`, the processes that
-            start ranks again.
+        more: `launcher`, where it is not local. Of a job: `job_id`, and `bin_path`, the folder of
+            the queue's commands, or None where they are on PATH. Of a torchrun typed by hand:
+            `agents`, the processes that start ranks again.
     """
     record = {
         "attempt": attempt.number,

@@ -76,7 +76,7 @@ def number_of(record: dict[str, Any] | None, key: str) -> float | None:
 def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> AttemptState:
     """State of one attempt now; right on every machine that sees the directory."""
     launch = read_record(attempt.launch)
-    launcher = str((launch or {}).get("launcher") or "local")
+    launcher = str((launch or read_record(attempt.fleet) or {}).get("launcher") or "local")
     begun_at = number_of(launch, "begun_at")
     if launcher in QUEUES:
         return _job_state(run_dir, attempt, launcher, begun_at, now())
@@ -93,6 +93,8 @@ def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> 
         state = _recorded(outcome)
     elif is_alive:
         state = "running"
+    elif launch is None and launcher == "manual":
+        state = "new"  # nobody has typed its commands yet
     elif run_dir.node_of.exists():
         state = "unknown"  # how it ended is on record on its first host
     elif process is None or process.is_here():
