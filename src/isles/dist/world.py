@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from isles.errors import CommunicationError, ConfigErrors, PreflightError, UserError
-from isles.run.env import RankEnv
+from isles.run.env import RankEnv, num_restarts
 
 T = TypeVar("T")
 
@@ -257,9 +257,10 @@ def join_world(
         if env.store is not None:
             store = FileStore(str(env.store), env.world_size)
         elif env.store_address is not None:
-            # The store of the nodes: nothing else listens, and each restart has its own keys.
+            # Nothing else listens. Each restart has its own keys: torchrun keeps those of the last,
+            # by which a rank would look for others that have ended.
             tcp_store = TCPStore(*env.store_address, is_master=False, timeout=timeout)
-            store = PrefixStore(f"ranks-{env.restart}", tcp_store)
+            store = PrefixStore(f"ranks-{num_restarts()}", tcp_store)
         elif env.world_size == 1:
             store = HashStore()
         dist.init_process_group(

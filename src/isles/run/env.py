@@ -29,8 +29,8 @@ class RankEnv:
         attempt: which start of the run this is; 0 where no launcher of ours started it.
         store: file through which the ranks of one machine find one another; None: env://.
         restart: how often all ranks of this start were started again before.
-        store_address: host and port of the store through which the ranks of several nodes find one
-            another; None: `store` or env://.
+        store_address: host and port of the store of the agents, or of torchrun, through which the
+            ranks of several nodes find one another; None: `store` or env://.
         in_job: whether the run is in the job of a queue, which may be queued again after a stop.
     """
 
@@ -48,6 +48,9 @@ class RankEnv:
 def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
     """This process' place among the ranks."""
     world_size = int(environ.get("WORLD_SIZE", "1"))
+    address = None
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     return RankEnv(
         rank=int(environ.get("RANK", "0")),
         local_rank=int(environ.get("LOCAL_RANK", "0")),
@@ -55,6 +58,7 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
         local_world_size=int(environ.get("LOCAL_WORLD_SIZE", str(world_size))),
         attempt=int(environ.get(ATTEMPT, "0")),
         store=None,
+        store_address=address,
     )
 
 
@@ -69,8 +73,8 @@ def run_dir_of_script(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(value) if value else None
 
 
-def restarts_of_script(environ: Mapping[str, str] = os.environ) -> int:
-    """How often the ranks of the script that calls this were started again before."""
+def num_restarts(environ: Mapping[str, str] = os.environ) -> int:
+    """How often the ranks of this start were started again before, by our agents or torchrun."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 

@@ -20,7 +20,7 @@ from isles.dist.files import find_disks
 from isles.dist.world import World, join_world, raise_first
 from isles.errors import UserError, more_lines
 from isles.run.begin import begin_run, new_attempt, write_launch
-from isles.run.env import RankEnv, read_rank_env, restarts_of_script
+from isles.run.env import RankEnv, num_restarts, read_rank_env
 from isles.run.find import numbered_runs
 from isles.run.outcome import agent_error, end_failed
 from isles.run.paths import RunDir
@@ -98,7 +98,7 @@ def _begin(
 
 def _after_restart(resolved: Resolved) -> str | None:
     # The run that torchrun has just started again, which goes on whatever `--resume` says; or None.
-    if not restarts_of_script():
+    if not num_restarts():
         return None
     runs = numbered_runs(Path(resolved.config.output_dir).expanduser(), resolved.config.name)
     run_dir = next((run for _, run in reversed(runs) if run.attempts()), None)

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from typing import SupportsFloat
 
-from isles.run.env import read_rank_env, restarts_of_script, run_dir_of_script
+from isles.run.env import num_restarts, read_rank_env, run_dir_of_script
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 from isles.run.restarts import LastStep
@@ -45,7 +45,7 @@ def report(
     with suppress(OSError):  # a full disk is for the script's next save to report
         with run_dir.metrics.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"kind": "train", "step": step, **numbers, "at": now}) + "\n")
-        last_step = LastStep(run_dir.attempt(env.attempt).last_step, restarts_of_script())
+        last_step = LastStep(run_dir.attempt(env.attempt).last_step, num_restarts())
         last_step.note(step)
         last_step.close()
         status = read_record(run_dir.status) or {}
