@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 
 from isles.config.load import Loaded
-from isles.config.sections.cluster import ClusterConfig, LocalLauncherConfig, QueueSection
+from isles.config.sections.cluster import ClusterConfig, QueueSection
 from isles.config.sections.outer import HivemindConfig
 from isles.errors import ConfigError
 from isles.launch.gpus import find_gpus
@@ -21,11 +21,6 @@ _NOWHERE = "192.0.2.1"
 """A documentation address (RFC 5737): a UDP socket connected to it sends nothing."""
 
 
-def is_elsewhere(cluster: ClusterConfig) -> bool:
-    """Whether ranks of a cluster may be on other machines than this one."""
-    return not isinstance(cluster.launcher, LocalLauncherConfig)
-
-
 def local_environs(loaded: Loaded) -> dict[str, dict[str, str]]:
     """Environment variables of the clusters on this machine, by their names: each gets GPUs of its
     own, and on the CPU no more threads than there are cores.
@@ -33,7 +28,7 @@ def local_environs(loaded: Loaded) -> dict[str, dict[str, str]]:
     Raises:
         ConfigError: they need more GPUs than there are.
     """
-    clusters = [c for c in loaded.config.clusters if not is_elsewhere(c)]
+    clusters = [c for c in loaded.config.clusters if c.is_here]
     if len(clusters) < 2:
         return {}
     found: dict[str, dict[str, str]] = {}
@@ -93,8 +88,8 @@ def refuse_peers(loaded: Loaded) -> None:
     if outer is None or outer.engine != "hivemind":
         return
     found = outer.hivemind or HivemindConfig()
-    here = [c.name for c in loaded.config.clusters if not is_elsewhere(c)]
-    elsewhere = [c.name for c in loaded.config.clusters if is_elsewhere(c)]
+    here = [c.name for c in loaded.config.clusters if c.is_here]
+    elsewhere = [c.name for c in loaded.config.clusters if not c.is_here]
     if not found.initial_peers:
         raise ConfigError(
             "clusters of engine hivemind need an address to find one another by, and there is none",
@@ -136,7 +131,7 @@ def hub_place(loaded: Loaded) -> tuple[str, str]:
 
 
 def _meeting_address(loaded: Loaded) -> str:
-    clusters = [c for c in loaded.config.clusters if is_elsewhere(c)]
+    clusters = [c for c in loaded.config.clusters if not c.is_here]
     if not clusters:
         return "127.0.0.1"
     for cluster in clusters:

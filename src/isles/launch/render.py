@@ -16,7 +16,6 @@ from isles.config.interop.export import deepspeed_json, fsdp_json
 from isles.config.load import Loaded
 from isles.config.resolve import resolve
 from isles.config.sections.cluster import (
-    LocalLauncherConfig,
     PbsLauncherConfig,
     QueueSection,
     SlurmLauncherConfig,
@@ -103,9 +102,8 @@ def _ranks(loaded: Loaded) -> tuple[tuple[int, ...], Device, list[str]]:
     notes: list[str] = []
     asked = cluster.gpus_per_node
     device: Device = "cpu" if cluster.device == "cpu" else "cuda"
-    is_here = isinstance(cluster.launcher, LocalLauncherConfig)
     num_gpus = 0
-    if asked == "auto" or (is_here and cluster.device == "auto"):
+    if asked == "auto" or (cluster.is_here and cluster.device == "auto"):
         num_gpus = len(find_gpus().gpus)
         if cluster.device == "auto" and not num_gpus:
             device = "cpu"

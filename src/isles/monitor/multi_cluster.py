@@ -30,7 +30,7 @@ from isles.launch.hub import (
     open_hub,
     reopen_hub,
 )
-from isles.launch.multi_cluster import hub_place, is_elsewhere, local_environs, refuse_peers
+from isles.launch.multi_cluster import hub_place, local_environs, refuse_peers
 from isles.launch.remote.login import STARTED, LoginError
 from isles.launch.ssh.start import interruptible
 from isles.monitor.children import Children, Ended, Line, isles_argv, run_all
@@ -311,7 +311,7 @@ class MultiClusterStart:
             until_finished=True,
         )
         self._options.print_line(f"the clusters meet at {line.address}, on this machine")
-        if any(is_elsewhere(cluster) for cluster in self._loaded.config.clusters):
+        if not all(cluster.is_here for cluster in self._loaded.config.clusters):
             self._options.warn(
                 "clusters elsewhere meet on this machine: should it go to sleep or offline, they "
                 "train on, each alone, until it is back. `isles hub` on a machine that stays on, "

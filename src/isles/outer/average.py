@@ -120,7 +120,7 @@ def _average_codec(codec: Codec) -> Codec | None:
             return None
         case "int4":
             return Codec("int8")
-        case _:
+        case "none" | "bf16" | "int8":
             return codec
 
 

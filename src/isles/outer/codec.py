@@ -10,19 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, assert_never, get_args
+from typing import assert_never, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from isles.config.sections.outer import CodecName
 from isles.errors import UserError
 
 LARGEST = 2.0**126
 """Largest magnitude that a codec takes, so that no sum or scale overflows in fp32."""
-
-CodecKind = Literal["none", "bf16", "int8", "int4", "topk"]
 
 _DENSITY, _DECAY = 0.4, 0.95
 _SLAB = 1 << 19
@@ -52,7 +51,7 @@ class Codec:
     topk: of each 4096 the largest, two bits each, and where they are.
     """
 
-    kind: CodecKind
+    kind: CodecName
     density: float = _DENSITY
     """topk: which part of the numbers travels, 0 to 1."""
 
@@ -64,7 +63,11 @@ class Codec:
     @property
     def feeds_back(self) -> bool:
         """Whether what an encoding leaves out is added to the next one."""
-        return self.kind in ("int8", "int4", "topk")
+        match self.kind:
+            case "none" | "bf16":
+                return False
+            case "int8" | "int4" | "topk":
+                return True
 
     @property
     def decay(self) -> float:
@@ -147,14 +150,14 @@ def parse_codec(text: str) -> Codec:
             codec = Codec("topk", float(density or _DENSITY))
             if 0.0 < codec.density <= 1.0:
                 return codec
-        elif not density and kind in get_args(CodecKind):
+        elif not density and kind in get_args(CodecName):
             return Codec(kind)  # type: ignore[arg-type]  # it is one of the kinds
     except ValueError:
         pass
     raise UserError(
         f"there is no codec {text!r}",
         where="outer.codec",
-        fix=f"use one of {', '.join(get_args(CodecKind))}; topk:0.1 sends 10 % of the numbers",
+        fix=f"use one of {', '.join(get_args(CodecName))}; topk:0.1 sends 10 % of the numbers",
     )
 
 

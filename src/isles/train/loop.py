@@ -84,7 +84,7 @@ def outer_step(parts: Parts, decision: Decision) -> int:
     if decision.outer or is_last:
         parts.check_finite()
     parts.outer.after_inner_step(has_commands=decision.outer)
-    if is_last or parts.progress.step == parts.total_steps:  # a later number may be taken
+    if is_last or parts.progress.step == parts.total_steps:  # an average may have skipped to it
         return end_together(parts)
     return 0
 
@@ -100,7 +100,7 @@ def end_together(parts: Parts) -> int:
         StopBeforeTraining: the run is to end at once, without saving.
     """
     stop = 0 if parts.outer is None else parts.outer.finish()
-    if stop >= NOW:
+    if stop >= NOW:  # a stop is an exit code, TIME_IS_UP or NOW
         raise StopBeforeTraining(ExitCode.INTERRUPTED, "stopped at once, without saving")
     return stop
 

@@ -10,7 +10,6 @@ from isles.config.issues import Issue
 from isles.config.sections.cluster import (
     ClusterConfig,
     EnvironmentConfig,
-    LocalLauncherConfig,
     ManualLauncherConfig,
     QueueSection,
     SshLauncherConfig,
@@ -68,14 +67,13 @@ def _environment_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
             "export it before `isles train` on this machine; elsewhere let a line of "
             "environment.setup read a file of the hosts; for the hub: hf auth login",
         )
-    is_here = isinstance(cluster.launcher, LocalLauncherConfig)
-    if is_here and environment != EnvironmentConfig(variables=environment.variables):
+    if cluster.is_here and environment != EnvironmentConfig(variables=environment.variables):
         yield Issue(
             (f"{key}.environment",),
             "the ranks of this machine run in the Python of this command",
             "activate what they need before `isles train`; environment is for other machines",
         )
-    if cluster.workdir is not None and is_here:
+    if cluster.workdir is not None and cluster.is_here:
         yield Issue(
             (f"{key}.workdir",),
             f"workdir {cluster.workdir} is for other machines",

@@ -285,6 +285,11 @@ class ClusterConfig(Section):
     error that names the rank."""
 
     @property
+    def is_here(self) -> bool:
+        """Whether all its ranks are on the machine that starts them."""
+        return isinstance(self.launcher, LocalLauncherConfig)
+
+    @property
     def hosts(self) -> tuple[HostConfig, ...]:
         """The hosts that are listed, in the order of their ranks; none where a queue chooses."""
         match self.launcher:
