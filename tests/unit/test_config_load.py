@@ -90,9 +90,7 @@ def test_a_good_file_loads_with_its_origins(tmp_path: Path) -> None:
         (END, "  global_batch_size:", "training.global_batch_size", "empty (null)", "default"),
         # Above the first one.
         (0, "name: my run", "name", '"my run"', "such as my-run"),
-        (0, "clusters: [{workdir: 3}]", "clusters.0.workdir", "3, not", ': "3"'),
         (0, 'clusters: [{workdir: "a\\nb"}]', "clusters.0.workdir", "not one line", "one"),
-        (0, "clusters: []", "clusters", "an empty list", "a list"),
         (0, "strategy: fsdp", "strategy", "not a section", "{kind: fsdp}"),
         (0, "strategy: {kind: zero}", "strategy.kind", "zero", "deepspeed"),
         (0, "strategy: {}", "strategy", "does not say its kind", "auto, ddp"),

@@ -70,7 +70,9 @@ def check_refused(tmp_path: Path, what: str, fix: str, *overrides: str, source: 
         ("~/bin/python is run as it is", "as venv", SSH, PYTHON),
     ],
 )
-def test_of_training_model_and_environment(tmp_path: Path, row: tuple[str, ...]) -> None:
+def test_a_broken_rule_of_training_or_environment_is_refused(
+    tmp_path: Path, row: tuple[str, ...]
+) -> None:
     check_refused(tmp_path, *row, source="text")
 
 
@@ -88,21 +90,18 @@ def test_of_training_model_and_environment(tmp_path: Path, row: tuple[str, ...])
         ("this source has no path", "a glob", "data.sources=[{split: x}]"),
         ("source 2 has no weight", "every", "data.sources=[{path: a, weight: 1}, {path: b}]"),
         ("columns is [a], not a section", "names with text", "data.sources.0.columns=[a]"),
-        ("messages is 3", 'messages: "3"', "data.sources.0.columns={messages: 3}"),
         ("no xyz", "use one of: messages, role", "data.sources.0.columns={xyz: a}"),
         ("text has no text", "text_column", "data.sources=[{path: a, columns: {text: a}}]"),
         ("input and prompt, which belong to two forms", "or prompt and completion", TWO_FORMS),
         ("to a source of type chat", "columns", "data.sources.0.text_column=body"),
         ("train_on last means nothing to", "delete it", "data.sources=[{path: a, train_on: last}]"),
-        ('"user", not one of', "assistant, last, all", "data.sources.0.train_on=user"),
         ("sharegpt", "chat", "data.sources.0.type=sharegpt"),
-        ("train_on_inputs", "data.sources.0.train_on", "train_on_inputs=true"),
-        ("chat_template", "tokenizer.chat_template", "chat_template=chatml"),
         ("max_bad_fraction", "less than 1", "data.max_bad_fraction=1.0"),
-        ("max_bad_fraction", "a number", "data.max_bad_fraction=2%"),
     ],
 )
-def test_of_data_and_tokenizer(tmp_path: Path, row: tuple[str, ...]) -> None:
+def test_a_broken_rule_of_data_or_tokenizer_is_refused(
+    tmp_path: Path, row: tuple[str, ...]
+) -> None:
     check_refused(tmp_path, *row, source="chat")
 
 
@@ -131,7 +130,6 @@ def test_of_data_and_tokenizer(tmp_path: Path, row: tuple[str, ...]) -> None:
         ("momentum 0.9 goes badly", "momentum: 0.7 and lr: 0.9", "codec: topk"),
         ("means nothing to delay 0", "delay", "alpha: 0.1"),
         ("means nothing to sync_every 500", "auto", "max_sync_overhead: 0.1"),
-        ("max_rate is 20, not", "20MB", "max_rate: 20"),
         ('"20Mbit"', "20MB", "max_rate: 20Mbit"),
         ("not HOST:PORT", "hub.example.org:29400", "hub: hub"),
         ("there is one already: h:1", "delete it", "hub: 'h:1', public: 'g:1'"),
@@ -149,7 +147,7 @@ def test_of_data_and_tokenizer(tmp_path: Path, row: tuple[str, ...]) -> None:
         ("clusters.0 is called local, too", "a name of its own", "", "clusters=[{}, {}]"),
     ],
 )
-def test_of_outer_steps(tmp_path: Path, row: tuple[str, ...]) -> None:
+def test_a_broken_rule_of_outer_steps_is_refused(tmp_path: Path, row: tuple[str, ...]) -> None:
     what, fix, outer, *others = row
     outer = f"outer={{kind: diloco, {outer}}}"
     check_refused(tmp_path, what, fix, outer, *others, source="text")
@@ -162,10 +160,11 @@ def test_of_outer_steps(tmp_path: Path, row: tuple[str, ...]) -> None:
         ("not a section", "codec: {kind: topk, density: 0.02}, lr: 1.0", "outer=sparseloco"),
         ("unknown key lr", "kind: diloco", "outer={kind: none, lr: 1}"),
         ("2 clusters, and nothing", "{kind: diloco}", "clusters=[{name: a}, {name: b}]"),
-        ("unknown key outer_lr, a name from OpenDiLoCo", "outer.lr", "hv.outer_lr=0.5"),
     ],
 )
-def test_of_several_clusters(tmp_path: Path, row: tuple[str, ...]) -> None:
+def test_several_clusters_without_outer_steps_are_refused(
+    tmp_path: Path, row: tuple[str, ...]
+) -> None:
     check_refused(tmp_path, *row, source="text")
 
 

@@ -68,13 +68,6 @@ def load(tmp_path: Path, *overrides: str) -> Loaded:
         ("balance is 3", "{big-box: 3}", "{kind: auto}", "balance=3"),
         ("balance is empty", "{big-box: 3}", "{kind: auto}", "balance={}"),
         ("big-box is -1: too small", "at least 0", "{kind: auto}", "balance={big-box: -1}"),
-        ("unknown key deepspeed", "config_file", "{kind: auto}", "deepspeed=ds.json"),
-        (
-            "unknown key nnodes, a name from torchrun",
-            "clusters.0.nodes",
-            "{kind: auto}",
-            "nnodes=2",
-        ),
     ],
 )
 def test_a_broken_rule_is_one_fault(tmp_path: Path, row: tuple[str, ...]) -> None:
