@@ -196,6 +196,12 @@ def test_overrides_win_over_the_file(
     assert loaded.origins[key] == "command line"
 
 
+def test_a_section_on_the_command_line_replaces_the_whole_one(tmp_path: Path) -> None:
+    loaded = load(tmp_path, GOOD, "training={max_steps: 5}")
+    assert loaded.config.training.max_time is None
+    assert "training.max_time" not in loaded.origins
+
+
 def test_overrides_are_applied_in_their_order(tmp_path: Path) -> None:
     """And a host of balance keeps its name, dots and all."""
     config = load(tmp_path, GOOD, "seed=1", "balance.a-box.local=3", "seed=2", "balance.0=2").config
