@@ -316,9 +316,16 @@ def mark_fault(block: Block) -> str:
             return f"there is no {file}"
         if file.startswith("tests/") and function not in functions_of(file.removeprefix("tests/")):
             return f"there is no {name}"
+        if file.startswith("examples/") and f"python {file}\n" not in read(ROOT / "Makefile"):
+            return f"no target of the Makefile starts {file}"
     text = "".join(texts_of(tuple(names))).replace("_", "-")
     found = (words for line in block.lines for words in simple_commands(line))
-    missing = [word for words in found for word in wanted(words) if word not in text]
+    missing = [
+        word
+        for words in found
+        for word in wanted(words)
+        if not re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text)
+    ]
     return f"not in any of them: {missing}" if missing else ""
 
 
