@@ -1,6 +1,6 @@
 """Write the tables of docs/coming-from.md from the names of other tools that isles knows.
 
-Run it after a change of src/isles/config/aliases.yaml; tests/unit/test_coming_from.py compares.
+Run it after a change of src/isles/config/aliases.yaml; tests/unit/test_docs.py compares.
 """
 
 from __future__ import annotations

@@ -44,33 +44,31 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+MIXTURE = {
+    "sources": [
+        {"path": "words.jsonl", "weight": 3},
+        {"path": "chats.jsonl", "type": "chat", "weight": 1},
+    ]
+}
+
+
+def _of(name: str, type: str = "text", **of_source: str) -> dict[str, Any]:
+    return {"sources": [{"path": f"{name}.jsonl", "type": type, **of_source}]}
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
-    "text": {"sources": [{"path": "words.jsonl"}]},
-    "text-isolated": {"sources": [{"path": "words.jsonl"}], "isolate_documents": True},
-    "text-whole": {"sources": [{"path": "words.jsonl"}], "packing": False},
-    "text-held-out": {"sources": [{"path": "words.jsonl"}], "validation_fraction": 0.2},
-    "chat": {"sources": [{"path": "chats.jsonl", "type": "chat"}]},
-    "chat-whole": {"sources": [{"path": "chats.jsonl", "type": "chat"}], "packing": False},
-    "chat-last": {"sources": [{"path": "chats.jsonl", "type": "chat", "train_on": "last"}]},
-    "instruct-drop": {
-        "sources": [{"path": "tasks.jsonl", "type": "instruct"}],
-        "too_long": "drop",
-    },
-    "pairs": {"sources": [{"path": "pairs.jsonl", "type": "preference"}]},
-    "tokens": {"sources": [{"path": "ids.jsonl", "type": "tokens"}]},
-    "mixture": {
-        "sources": [
-            {"path": "words.jsonl", "weight": 3},
-            {"path": "chats.jsonl", "type": "chat", "weight": 1},
-        ]
-    },
-    "stream": {
-        "sources": [
-            {"path": "words.jsonl", "weight": 3},
-            {"path": "chats.jsonl", "type": "chat", "weight": 1},
-        ],
-        "streaming": True,
-    },
+    "text": _of("words"),
+    "text-isolated": _of("words") | {"isolate_documents": True},
+    "text-whole": _of("words") | {"packing": False},
+    "text-held-out": _of("words") | {"validation_fraction": 0.2},
+    "chat": _of("chats", "chat"),
+    "chat-whole": _of("chats", "chat") | {"packing": False},
+    "chat-last": _of("chats", "chat", train_on="last"),
+    "instruct-drop": _of("tasks", "instruct") | {"too_long": "drop"},
+    "pairs": _of("pairs", "preference"),
+    "tokens": _of("ids", "tokens"),
+    "mixture": MIXTURE,
+    "stream": MIXTURE | {"streaming": True},
 }
 
 
@@ -181,24 +179,22 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("folder", nargs="?", type=Path, help="where the texts are written")
     parser.add_argument("--write", action="store_true", help=f"write {HASHES.name}")
     options = parser.parse_args(arguments)
-    found: dict[str, dict[str, str]] = {"resolved": {}, "data": {}}
-    for name, text in resolved_texts():
-        found["resolved"][name] = hashlib.sha256(text.encode()).hexdigest()
-        if options.folder is not None:
-            path = options.folder / f"{name.replace('/', '_')}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+    texts = dict(resolved_texts())
+    found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     with tempfile.TemporaryDirectory() as name:
         write_data(Path(name))
-        for setting in SETTINGS:
-            found["data"][setting] = data_digest(Path(name), setting, 10_000)
-            sys.stdout.write(f"{found['data'][setting]}  {setting}\n")
-            sys.stdout.flush()
-    text = json.dumps(found, indent=1) + "\n"
+        data = {setting: data_digest(Path(name), setting, 10_000) for setting in SETTINGS}
+    text = json.dumps({"resolved": found, "data": data}, indent=1) + "\n"
     if options.write:
         HASHES.write_text(text, encoding="utf-8")
-    if options.folder is not None:
-        (options.folder / HASHES.name).write_text(text, encoding="utf-8")
+    if options.folder is None:
+        sys.stdout.write(text)
+        return
+    options.folder.mkdir(parents=True, exist_ok=True)
+    (options.folder / HASHES.name).write_text(text, encoding="utf-8")
+    for name, text in texts.items():
+        path = options.folder / f"{name.replace('/', '_')}.txt"
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,9 @@ imports is a part of that neighbour, unless it is a leaf worth reading by itself
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from tests.test_architecture import FILES, SRC, file_graph
 
@@ -43,16 +40,10 @@ def lines_of(path: Path) -> int:
     return path.read_text(encoding="utf-8").count("\n")
 
 
-def _path_of(name: str) -> Path:
-    path = SRC.parent / Path(*name.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-
-
 def single_importers() -> list[tuple[str, str]]:
     """Files that one other file of their folder imports, and nobody else; each with that one."""
-    graph = file_graph()
     importers: dict[str, list[str]] = {}
-    for name, others in graph.items():
+    for name, others in file_graph().items():
         for other in others:
             importers.setdefault(other, []).append(name)
     return sorted(
@@ -68,31 +59,28 @@ def main() -> None:
     files: Counter[str] = Counter()
     for path in FILES:
         parts = path.relative_to(SRC).parts
-        room = parts[0] if len(parts) > 1 else "."
-        lines[room] += lines_of(path)
-        files[room] += 1
-    table = Table("room", "files", "lines", "orientation", "times", box=box.SIMPLE)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for room in sorted({*lines, *ORIENTATION}):
-        wanted = ORIENTATION.get(room, 0)
-        times = f"{lines[room] / wanted:.1f}" if wanted else "-"
-        table.add_row(room, str(files[room]), str(lines[room]), str(wanted), times)
-    total, wanted = lines.total(), sum(ORIENTATION.values())
-    table.add_section()
-    table.add_row("all", str(files.total()), str(total), str(wanted), f"{total / wanted:.1f}")
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(table)
-    single = single_importers()
-    paths = {name: _path_of(name) for name, _ in single}
+        for room in (parts[0] if len(parts) > 1 else ".", "all"):
+            lines[room] += lines_of(path)
+            files[room] += 1
+    wanted = {**ORIENTATION, "all": sum(ORIENTATION.values())}
+    _print_line("room         files   lines  orientation  times")
+    for room in (*sorted({*lines, *ORIENTATION} - {"all"}), "all"):
+        times = f"{lines[room] / wanted[room]:.1f}" if room in wanted else "-"
+        _print_line(f"{room:12}{files[room]:6}{lines[room]:8}{wanted.get(room, 0):13}{times:>7}")
+    paths = {".".join(path.relative_to(SRC.parent).with_suffix("").parts): path for path in FILES}
+    single = [(name, user) for name, user in single_importers() if name in paths]
     small = [(a, b) for a, b in single if lines_of(paths[a]) < _LEAF_LINES]
-    console.print(
+    _print_line(
         f"{len(single)} files have a single importer beside them; of these {len(small)} are below "
         f"{_LEAF_LINES} lines:"
     )
     for name, user in small:
         file, only = name.removeprefix("isles."), user.rpartition(".")[2]
-        console.print(f"  {file} ({lines_of(paths[name])}) <- {only}")
+        _print_line(f"  {file} ({lines_of(paths[name])}) <- {only}")
+
+
+def _print_line(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +18,20 @@ from isles.config.interop.deepspeed import (
     deepspeed_keys,
     deepspeed_settings,
     missing_deepspeed,
-    read_deepspeed_file,
     resolve_stage,
 )
-from isles.config.rules import check_rules
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig
 from isles.errors import ConfigError
-from tests.deadline import DEADLINE_S
+from tests.deadline import run_program
+from tests.documents import ROOT, blocks
 from tests.each import each
 
 # The example of the document that asks for DeepSpeed, as it stands there.
-EXAMPLE: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": 16,
-    "gradient_clipping": 0.3,
-    "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
-    "bf16": {"enabled": True},
-    "zero_optimization": {
-        "stage": 2,
-        "contiguous_gradients": True,
-        "overlap_comm": True,
-        "reduce_scatter": True,
-        "reduce_bucket_size": 5e8,
-        "allgather_bucket_size": 5e8,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-    },
-}
+S1 = ROOT / "tests" / "seeds" / "S1.md"
+EXAMPLE = json.loads(next(block.text for block in blocks(S1) if block.language == "json"))
 CPU = {"device": "cpu", "pin_memory": True}
+NVME = {"device": "nvme"}
 
 
 def run_config(
@@ -63,10 +50,9 @@ def run_config(
     )
 
 
-def write(folder: Path, content: Any) -> Path:
+def write(folder: Path, content: dict[str, Any]) -> Path:
     path = folder / "ds_config.json"
-    text = content if isinstance(content, str) else json.dumps(content, indent=1)
-    path.write_text(text)
+    path.write_text(json.dumps(content, indent=1))
     return path
 
 
@@ -99,35 +85,22 @@ def test_the_documents_offloading_of_both_loads_with_stage_3(tmp_path: Path) -> 
 
 
 def test_all_that_is_auto_comes_from_the_run_file(tmp_path: Path) -> None:
-    auto = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto", "loss_scale_window": 500},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-        },
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {
-                "warmup_min_lr": "auto",
-                "warmup_max_lr": "auto",
-                "warmup_num_steps": "auto",
-                "total_num_steps": "auto",
-            },
-        },
-        "zero_optimization": {
-            "stage": "auto",
-            "overlap_comm": "auto",
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "offload_optimizer": {"device": "auto", "pin_memory": True},
-        },
+    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    rates = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    zero = ("stage", "overlap_comm", "reduce_bucket_size", "stage3_prefetch_bucket_size")
+
+    def auto(*names: str) -> dict[str, Any]:
+        return dict.fromkeys(names, "auto")
+
+    content = {
+        **auto(*batch, "gradient_clipping"),
+        "bf16": auto("enabled"),
+        "fp16": auto("enabled") | {"loss_scale_window": 500},
+        "optimizer": {"type": "AdamW", "params": auto("lr", "betas", "eps", "weight_decay")},
+        "scheduler": {"type": "WarmupDecayLR", "params": auto(*rates)},
+        "zero_optimization": auto(*zero) | {"offload_optimizer": CPU | auto("device")},
     }
-    path = write(tmp_path, auto)
+    path = write(tmp_path, content)
     config = run_config(
         path,
         {"zero_stage": 1, "reduce_bucket_size": 1000, "offload_optimizer": "cpu"},
@@ -138,84 +111,55 @@ def test_all_that_is_auto_comes_from_the_run_file(tmp_path: Path) -> None:
     )
     assert deepspeed_file_issues(path, config) == []
     settings = settings_of(config)
-    zero = settings["zero_optimization"]
-    assert zero["stage"] == 1 and zero["reduce_bucket_size"] == 1000 and zero["overlap_comm"]
-    assert zero["offload_optimizer"] == CPU
-    assert "stage3_prefetch_bucket_size" not in zero, "DeepSpeed has its own default"
+    found = settings["zero_optimization"]
+    assert found["stage"] == 1 and found["reduce_bucket_size"] == 1000 and found["overlap_comm"]
+    assert found["offload_optimizer"] == CPU
+    assert "stage3_prefetch_bucket_size" not in found, "DeepSpeed has its own default"
     assert settings["fp16"] == {"enabled": True, "loss_scale_window": 500}
     assert not {"bf16", "optimizer", "scheduler"} & settings.keys()
     assert settings["gradient_clipping"] == 0.0
     assert "auto" not in json.dumps(settings)
 
 
-# What stands in the JSON; what in the run file; words of the one fault.
-CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
-    ({"train_batch_size": 64}, {"global_batch_size": 32}, ["train_batch_size is 64", "is 32"]),
-    (
-        {"train_micro_batch_size_per_gpu": 4},
-        {"micro_batch_size": 2},
-        ["train_micro_batch_size_per_gpu is 4", "training.micro_batch_size is 2"],
-    ),
-    ({"gradient_accumulation_steps": 5}, {}, ["gradient_accumulation_steps is 5", "no number"]),
-    ({"gradient_clipping": 0.3}, {}, ["gradient_clipping is 0.3", "max_grad_norm is 1"]),
-    ({"bf16": {"enabled": True}}, {"precision": "32-true"}, ["bf16.enabled is true", "32-true"]),
-    (
-        {"fp16": {"enabled": True, "loss_scale": 128}},
-        {"precision": "fp16-mixed"},
-        ["fp16.loss_scale is 128", "adapts it"],
-    ),
-    (
-        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
-        {"learning_rate": 3e-4},
-        ["optimizer.params.lr is 1e-05", "learning_rate is 0.0003"],
-    ),
-    (
-        {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.999]}}},
-        {},
-        ["betas is [0.9, 0.999]", "[0.9, 0.95]"],
-    ),
-    ({"optimizer": {"type": "Lamb"}}, {}, ["optimizer.type is Lamb", "adamw"]),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": {}}},
-        {"lr_scheduler_type": "cosine"},
-        ["scheduler.type is WarmupLR", "cosine"],
-    ),
-    (
-        {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_type": "log"}}},
-        {"lr_scheduler_type": "linear"},
-        ["warmup_type is log", "straight line"],
-    ),
-    ({"zero_optimization": {"stage": 0}}, {}, ["stage is 0"]),
-    (
-        {"zero_optimization": {"stage": 2, "offload_param": CPU}},
-        {},
-        ["works with ZeRO stage 3 only"],
-    ),
-    (
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-        {},
-        ["offload_param nvme needs a folder"],
-    ),
-    ({"zero_optimization": {"cpu_offload": True}}, {}, ["cpu_offload is not DeepSpeed's to say"]),
-    ({"zero_optimization": {"stag": 2}}, {}, ["stag is no key of DeepSpeed"]),
-    ({"zero_optimization": True}, {}, ["zero_optimization is true, not an object"]),
-    ({"zero_optimisation": {}}, {}, ["zero_optimisation is no key of DeepSpeed"]),
-    ({"tensorboard": {"enabled": True}}, {}, ["tensorboard is not DeepSpeed's to say"]),
-    ({"zero_force_ds_cpu_optimizer": True}, {}, ["zero_force_ds_cpu_optimizer is true"]),
-]
+ADAM = {"type": "AdamW"}
+DECAY = {"type": "WarmupDecayLR", "params": {"warmup_type": "log"}}
+FP16 = {"fp16": {"enabled": True, "loss_scale": 128}}
+MICRO = "train_micro_batch_size_per_gpu"
 
 
-@each(("content", "training", "words"), CONTRADICTIONS)
+@each(
+    ("content", "training", "words"),
+    [
+        ({"train_batch_size": 64}, {"global_batch_size": 32}, "train_batch_size is 64.* is 32"),
+        ({MICRO: 4}, {"micro_batch_size": 2}, f"{MICRO} is 4.*training.micro_batch_size is 2"),
+        ({"gradient_accumulation_steps": 5}, {}, "accumulation_steps is 5.*no number"),
+        ({"gradient_clipping": 0.3}, {}, "gradient_clipping is 0.3.*max_grad_norm is 1"),
+        ({"bf16": {"enabled": True}}, {"precision": "32-true"}, "bf16.enabled is true.*32-true"),
+        (FP16, {"precision": "fp16-mixed"}, "fp16.loss_scale is 128.*adapts it"),
+        ({"optimizer": ADAM | {"params": {"lr": 1e-5}}}, {}, "params.lr is 1e-05.* is 0.0004"),
+        ({"optimizer": ADAM | {"params": {"betas": [0.9, 0.999]}}}, {}, "betas is .*0.999.*0.95"),
+        ({"optimizer": {"type": "Lamb"}}, {}, "optimizer.type is Lamb.*adamw"),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, {}, "type is WarmupLR.*cosine"),
+        ({"scheduler": DECAY}, {"lr_scheduler_type": "linear"}, "type is log.*straight line"),
+        ({"zero_optimization": {"stage": 0}}, {}, "stage is 0"),
+        ({"zero_optimization": {"stage": 2, "offload_param": CPU}}, {}, "with ZeRO stage 3 only"),
+        ({"zero_optimization": {"stage": 3, "offload_param": NVME}}, {}, "nvme needs a folder"),
+        ({"zero_optimization": {"cpu_offload": True}}, {}, "cpu_offload is not DeepSpeed's to say"),
+        ({"zero_optimization": {"stag": 2}}, {}, "stag is no key of DeepSpeed"),
+        ({"zero_optimization": True}, {}, "zero_optimization is true, not an object"),
+        ({"tensorboard": {"enabled": True}}, {}, "tensorboard is not DeepSpeed's to say"),
+        ({"zero_force_ds_cpu_optimizer": True}, {}, "zero_force_ds_cpu_optimizer is true"),
+    ],
+)
 def test_a_contradiction_is_named_with_both_values(
-    tmp_path: Path, content: dict[str, Any], training: dict[str, Any], words: list[str]
+    tmp_path: Path, content: dict[str, Any], training: dict[str, Any], words: str
 ) -> None:
     path = write(tmp_path, content)
-    issues = deepspeed_file_issues(path, run_config(path, **training))
-    assert len(issues) == 1, issues
-    assert issues[0].what.startswith(f"{path}:"), "file and line"
-    assert all(word in issues[0].what for word in words), issues[0].what
-    assert issues[0].fix
-    assert issues[0].keys[-1] == "strategy.config_file"
+    (issue,) = deepspeed_file_issues(path, run_config(path, **training))
+    assert issue.what.startswith(f"{path}:"), "file and line"
+    assert re.search(words, issue.what), issue.what
+    assert issue.fix
+    assert issue.keys[-1] == "strategy.config_file"
 
 
 def test_every_contradiction_is_named_at_once_with_its_line(tmp_path: Path) -> None:
@@ -246,15 +190,6 @@ def test_offloading_of_the_run_file_needs_the_stage_of_the_file(tmp_path: Path) 
     assert issue.keys[0] == "strategy.offload_param"
 
 
-@each(
-    ("training", "words"),
-    [({"precision": "bf16-true"}, "no fp32 weights"), ({"optimizer": "muon"}, "whole matrices")],
-)
-def test_what_deepspeed_cannot_do_is_refused(training: dict[str, Any], words: str) -> None:
-    (issue,) = check_rules(run_config(None, **training))
-    assert words in issue.what and issue.fix
-
-
 def test_accumulation_is_checked_against_the_ranks(tmp_path: Path) -> None:
     path = write(tmp_path, {"gradient_accumulation_steps": 4})
     config = run_config(path, global_batch_size=32, micro_batch_size=2)
@@ -272,24 +207,17 @@ def test_accumulation_is_checked_against_the_ranks(tmp_path: Path) -> None:
         ("{", "no JSON"),
         ("[]", "no JSON object"),
         ('{"fp16": {"a": 1, "a": 2}}', "a stands here and on line 1"),
+        (None, "no such file"),
+        # Lines are known between tabs, too.
+        ('{\n\t"zero_optimization":\t{\n\t\t"stag":\t2\n\t}\n}\n', ":3 zero_optimization.stag"),
     ],
 )
-def test_what_is_no_deepspeed_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    path = write(tmp_path, text)
+def test_what_is_no_deepspeed_file_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "ds_config.json"
+    if text is not None:
+        path.write_text(text)
     (issue,) = deepspeed_file_issues(path, run_config(path))
     assert str(path) in issue.what and words in issue.what
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "missing.json"
-    (issue,) = deepspeed_file_issues(path, run_config(path))
-    assert "missing.json" in issue.what and "no such file" in issue.what
-
-
-def test_lines_are_known_between_tabs_too(tmp_path: Path) -> None:
-    path = write(tmp_path, '{\n\t"fp16":\t{\n\t\t"enabled":\ttrue\n\t}\n}\n')
-    file = read_deepspeed_file(path)
-    assert file.where("fp16.enabled") == f"{path}:3 fp16.enabled"
 
 
 def test_settings_without_a_file_come_from_the_strategy() -> None:
@@ -317,9 +245,6 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.M
 
 @pytest.mark.long
 def test_the_known_keys_are_those_of_the_installed_deepspeed() -> None:
-    import subprocess
-    import sys
-
     code = """
 import json
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig as Zero
@@ -328,9 +253,8 @@ from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfi
 zero = [n for name, f in Zero.model_fields.items() for n in (name, f.alias or name)]
 print(json.dumps([zero, [*Optimizer.model_fields, *Param.model_fields]]))
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True
-    )
+    result = run_program([sys.executable, "-c", code])
+    assert result.returncode == 0, result.stderr
     zero, offload = json.loads(result.stdout.splitlines()[-1])
     table = deepspeed_keys()
     named = [*table["same"], *table["fixed"]]

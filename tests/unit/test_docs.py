@@ -1,29 +1,31 @@
 """Pages that are right: links, commands, run files, generated parts, and where each block is tried.
 
 A command block is typed by tests/e2e/test_doc_blocks.py, unless a comment stands before it:
-`<!-- seen: … -->` names tests, or a script that `.ci/run` starts, whose text has what the block's
-lines start, with their verbs and flags; or a page that has the very same lines. `<!-- needs: … -->`
+`<!-- seen: … -->` names tests, scripts or pages that have its verbs and flags; `<!-- needs: … -->`
 says what is not here. Files and commands of other tools have `<!-- not isles: Axolotl -->`.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
-from itertools import takewhile
 from pathlib import Path
 
+import pytest
 import yaml
 
+from isles.check.finding import IDS
+from isles.cli import main
 from isles.config.clusters import of_cluster
+from isles.config.keys import run_schema
 from isles.config.load import Base, load_run_file
 from isles.config.resolve import resolve
-from isles.errors import ConfigError, ConfigErrors
+from isles.errors import ConfigError, ConfigErrors, ExitCode
+from isles.facts.troubleshooting import by_id
 from tests.deadline import run_program
 from tests.documents import (
     ALL_PAGES,
@@ -33,6 +35,7 @@ from tests.documents import (
     Block,
     blocks,
     broken_links,
+    is_key,
     isles_fault,
     named_in_text,
     simple_commands,
@@ -50,9 +53,13 @@ BASE: Mapping[str, object] = {
 LENGTHS = ("max_steps", "num_train_epochs", "max_time")
 # Blocks that nothing here can run. Each one more is one fewer that is known to work.
 MOST_NEEDS = 21
-GROUPS = ("checkpoint", "config", "data")
-# Programs that only start, show or prepare another.
-AROUND = {"cd", "bash", "python", "srun", "echo", "for", "do", "done", "export"}
+FILES = (".py", ".json", ".yaml", ".sqlite")
+# What looks like a key or an id: Python's names, and keys that a page says are none.
+NO_KEYS = {
+    *("isles.report", "torch.distributed", "torch.float32", "torch.bfloat16"),
+    *("model.dtype", "training.mixed_precision"),
+}
+GROUPS = (["checkpoint"], ["config"], ["data"])
 
 
 def faults(judge: Callable[[Path, Block], object]) -> list[str]:
@@ -78,8 +85,26 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 def test_the_reference_is_what_the_schema_says() -> None:
-    done = run_program([sys.executable, ROOT / "docs" / "make_run_file.py", "--check"])
-    assert done.returncode == 0, done.stdout + done.stderr
+    """And the tables of names of other tools are those that isles reads."""
+    for script in ("make_run_file.py", "make_coming_from.py"):
+        done = run_program([sys.executable, ROOT / "docs" / script, "--check"])
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_example_of_an_error_is_what_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = read(ROOT / "docs" / "coming-from.md")
+    (shown,) = re.findall(r"^\$ isles config show run\.yaml\n(.*?)^```", page, re.M | re.S)
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {name_or_path: llama-2m, init: scratch}\n"
+        "sequence_len: 512\n"
+        "data: {sources: [{path: python-docs}]}\n"
+        "training: {max_steps: 5, gradient_accumulation_steps: 4, precision: bf16}\n"
+    )
+    assert main(["config", "show", str(path)]) == ExitCode.USER
+    assert capsys.readouterr().err.replace(f"{path}", "run.yaml") == shown
 
 
 def test_paths_named_in_the_architecture_exist() -> None:
@@ -102,6 +127,20 @@ def test_commands_between_backticks_exist() -> None:
         for page in ALL_PAGES
         for text, word in named_in_text(page.read_text(encoding="utf-8"))
         if word.startswith("-") or " ".join(text.split()[:3]) not in source
+    ]
+    assert not unknown, unknown
+
+
+def test_keys_and_ids_between_backticks_exist() -> None:
+    sections = {*run_schema()["properties"], "launcher"}
+    roots = sections | {id.partition(".")[0] for id in (*by_id(), *IDS)}
+    unknown = [
+        f"{page.name}: {name}"
+        for page in ALL_PAGES
+        for name in re.findall(r"`([a-z_]+(?:\.[a-z0-9_]+)+)(?:`|: )", read(page))
+        if name.partition(".")[0] in roots
+        and not name.endswith(FILES)
+        and not (is_key(name) or name in by_id() or name in IDS or name in NO_KEYS)
     ]
     assert not unknown, unknown
 
@@ -155,8 +194,7 @@ def test_every_mark_is_true() -> None:
         ("isles train run.yaml --dry", "--dry"),
         ("isles train run.yaml training.max_stepps=5", "max_stepps"),
         ("isles status && isles lgos", "lgos"),
-        ("python benchmarks/loop.py --quik", "--quik"),
-        ("torchrun --nproc_per_nod=2 -m isles.train run.yaml", "--nproc_per_nod"),
+        ("torchrun --nproc_per_node=2 exmaples/ddp.py", "exmaples/ddp.py"),
         ("make tset", "tset"),
     ],
 )
@@ -167,7 +205,7 @@ def test_a_wrong_command_is_found(line: str, word: str) -> None:
 def test_a_wrong_section_and_a_command_that_no_test_runs_are_found() -> None:
     assert "trianing" in run_file_fault("trianing: {max_steps: 5}", PAGES[0])
     test = "tests/e2e/test_train.py::test_a_whole_run_and_what_it_leaves"
-    for line in ("isles train --frobnicate", "isles checkpoint frobnicate", "./frobnicate 1"):
+    for line in ("isles train --frobnicate", "isles checkpoint frobnicate"):
         assert "frobnicate" in mark_fault(Block(1, "sh", f"{line}\n", "seen", test)), line
 
 
@@ -196,54 +234,19 @@ def command_fault(program: str, *words: str) -> str:
         case "make":
             targets = re.findall(r"^([a-z-]+):", read(ROOT / "Makefile"), re.M)
             return ", ".join(name for name in words if "=" not in name and name not in targets)
-        case "python" | "python3":
-            return script_fault(words, known="")
-        case "torchrun":
-            return script_fault(words, known=module_text("torch.distributed.run"))
-        case "bash" | "sbatch" | "qsub":
-            name = next((word for word in words if word[0] != "-"), "")
-            # The scripts of an example may write others.
-            written = [
-                path for e in EXAMPLES for path in e.rglob("*.py") if f'"{name}"' in read(path)
-            ]
-            return "" if file_text(name) or written else f"there is no {name}"
+        case "python" | "python3" | "torchrun" | "bash" | "sbatch" | "qsub":
+            name = next(
+                (word for word in words if re.fullmatch(r"[\w./-]+\.(py|sh|pbs)", word)), ""
+            )
+            return "" if is_script(name) else f"there is no {name}"
     return ""
 
 
-def script_fault(words: tuple[str, ...], known: str) -> str:
-    """What is wrong with a script, or `-m` and a module; and with flags, its own or `known`."""
-    own = list(takewhile(lambda word: word[0] == "-" and word not in ("-m", "-c"), words))
-    rest = words[len(own) :]
-    if not rest or rest[0] == "-c":
-        return ""
-    text = module_text(rest[1]) if rest[0] == "-m" else file_text(rest[0])
-    if not text:
-        return f"there is no {rest[1] if rest[0] == '-m' else rest[0]}"
-    flags = [word.partition("=")[0] for word in words if re.match(r"--\w", word)]
-    names = set(re.findall(r"--[a-z][\w-]*", (text + known).replace('"--', " --")))
-    return ", ".join(flag for flag in flags if flag not in names and "." not in flag)
-
-
-def module_text(name: str) -> str:
-    """The program that `python -m` runs, without importing it; empty: there is none."""
-    path = Path(*name.split("."))
-    package = importlib.util.find_spec(path.parts[0])
-    if package is None or not package.submodule_search_locations:
-        return ""
-    folder = Path(package.submodule_search_locations[0]).parent
-    files = (folder / path.with_suffix(".py"), folder / path / "__main__.py")
-    return next((read(file) for file in files if file.is_file()), "")
-
-
-def file_text(name: str) -> str:
-    """The text of a file of the repository or an example, with tables of flags beside it."""
+def is_script(name: str) -> bool:
+    """Whether the repository or an example has it, or a script of an example writes it."""
     places = [folder / name for folder in (ROOT, *EXAMPLES, *(e / "scripts" for e in EXAMPLES))]
-    file = next((place for place in places if name and place.is_file()), None)
-    if file is None:
-        return ""
-    tables = "".join(read(path) for path in file.parent.glob("*_flags.py"))
-    flags = re.findall(r'^ +(?:Flag\()?"([a-z][\w.-]+)",', tables, re.M)
-    return read(file) + "".join(f" --{flag} --no-{flag}" for flag in flags)
+    scripts = (path for example in EXAMPLES for path in example.rglob("*.py"))
+    return any(p.exists() for p in places) or any(f'"{name}"' in read(path) for path in scripts)
 
 
 @cache
@@ -311,95 +314,38 @@ def mark_fault(block: Block) -> str:
         file, _, function = name.partition("::")
         if not (ROOT / file).is_file():
             return f"there is no {file}"
-        if file.startswith("tests/"):
-            if function not in functions_of(file.removeprefix("tests/")):
-                return f"there is no {name}"
-        elif not (name.endswith(".md") or file == ".ci/run" or is_started_by_ci(file)):
-            return f".ci/run does not start {file}"
-    return "; ".join(missing(block, names))
-
-
-def missing(block: Block, names: list[str]) -> list[str]:
-    """What of a block is in none of the tests, scripts and pages that it names."""
-    pages = [name for name in names if name.endswith(".md")]
-    typed = {line for name in pages for line in typed_on(name)}
-    text = "\n".join(text_of(name) for name in names if name not in pages)
-    plain = text.replace("torch.distributed.run", "torchrun").replace("_", "-")
-    return [
-        f"{' '.join(words)}: {piece}"
-        for line in block.lines
-        if plain_line(line) not in typed
-        for words in simple_commands(line)
-        # A script that is named runs itself.
-        if words[0] not in names
-        for piece in wanted(words)
-        if not re.search(rf"(?<![\w-]){re.escape(piece.replace('_', '-'))}(?![\w-])", plain)
+        if file.startswith("tests/") and function not in functions_of(file.removeprefix("tests/")):
+            return f"there is no {name}"
+        if file.startswith("examples/") and f"python {file}\n" not in read(ROOT / "Makefile"):
+            return f"no target of the Makefile starts {file}"
+    text = "".join(texts_of(tuple(names))).replace("_", "-")
+    found = (words for line in block.lines for words in simple_commands(line))
+    missing = [
+        word
+        for words in found
+        for word in wanted(words)
+        if not re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text)
     ]
+    return f"not in any of them: {missing}" if missing else ""
 
 
 def wanted(words: list[str]) -> list[str]:
-    """What a test that runs a command must have in it: its program, its verbs and its flags."""
-    words = [Path(word).name if "/" in word and word[0] != "-" else word for word in words]
-    words = words[next((n for n, word in enumerate(words) if word not in AROUND), len(words)) :]
-    if not words:
-        return []
-    program, *rest = words
-    flags = [word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
-    if program == "isles":
-        return [*rest[: 2 if rest[0] in GROUPS else 1], *flags]
-    return [" ".join(words)] if program == "make" else [program, *flags]
-
-
-def plain_line(line: str) -> str:
-    """A line without the remark behind it."""
-    return re.sub(r"\s+#.*", "", line)
+    """The verb of isles that a line types, and the flags of any program."""
+    rest = words[words.index("isles") + 1 :] if "isles" in words else []
+    flags = [word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)]
+    return [word.replace("_", "-") for word in (*rest[: 2 if rest[:1] in GROUPS else 1], *flags)]
 
 
 @cache
-def typed_on(name: str) -> frozenset[str]:
-    """The lines of a page that tests/e2e/test_doc_blocks.py types."""
-    typed = (block for block in blocks(ROOT / name) if block.is_shell and not block.kind)
-    return frozenset(plain_line(line) for block in typed for line in block.lines)
-
-
-@cache
-def text_of(name: str) -> str:
-    """The strings of a test's module and of helpers that it imports; or a script's text."""
-    file = ROOT / name.partition("::")[0]
-    if file.suffix != ".py":
-        return read(file)
-    seen, waiting = {file}, [file]
-    found: list[str] = []
+def texts_of(names: tuple[str, ...]) -> list[str]:
+    """What tests, scripts and pages say: also helpers and seed documents that a test takes."""
+    waiting = [ROOT / name.partition("::")[0] for name in names]
+    found: dict[Path, str] = {}
     while waiting:
-        tree = ast.parse(read(waiting.pop()))
-        found += strings(tree)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom):
-                helper = ROOT / f"{(node.module or '').replace('.', '/')}.py"
-                if (
-                    helper.is_relative_to(ROOT / "tests")
-                    and helper.is_file()
-                    and helper not in seen
-                ):
-                    seen.add(helper)
-                    waiting.append(helper)
-    return "\n".join(found)
-
-
-def strings(tree: ast.Module) -> list[str]:
-    """The strings of a module, without docstrings; and the seed documents that it reads."""
-    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    found = [
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said
-    ]
-    seeds = set(re.findall(r"\bS\d(?=\.md\b)", "\n".join(found)))
-    return [*found, *(read(ROOT / "tests" / "seeds" / f"{seed}.md") for seed in sorted(seeds))]
-
-
-def is_started_by_ci(file: str) -> bool:
-    """Whether .ci/run calls a target of the Makefile that starts this script."""
-    targets = re.findall(r"^make ([a-z]+)$", read(ROOT / ".ci" / "run"), re.M)
-    recipes = re.findall(r"^([a-z]+):.*\n((?:\t.*\n)+)", read(ROOT / "Makefile"), re.M)
-    return any(name in targets and f"python {file}\n" in recipe for name, recipe in recipes)
+        if (file := waiting.pop()) not in found:
+            found[file] = read(file)
+            helpers = re.findall(r"^from (tests\.[\w.]+) import", found[file], re.M)
+            others = [ROOT / f"{name.replace('.', '/')}.py" for name in helpers]
+            others += [ROOT / "tests/seeds" / seed for seed in re.findall(r"S\d\.md", found[file])]
+            waiting += [other for other in others if file.suffix == ".py" and other.is_file()]
+    return list(found.values())

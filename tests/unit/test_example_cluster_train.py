@@ -105,7 +105,6 @@ def test_help_and_the_environment_that_it_would_have(place: Path) -> None:
     ("line", "what", "fix"),
     [
         ("./cluster_train.sh x.yaml 2 2", "node_rank is '2'", "from 0 to 1"),
-        ("./cluster_train.sh x.yaml two", "num_nodes is 'two'", "from 1 to 1024"),
         ("./cluster_train.sh x.yaml 08 7 h 99999", "master_port is '99999'", "from 1 to 65535"),
         ("./cluster_train.sh x.yaml 1 0 h 29500 more", "there are 6 words", "--help"),
         ("./cluster_train.sh --nodes=2", "no option --nodes=2", "--help"),
@@ -127,7 +126,7 @@ HINTS = (
 
 
 def test_an_environment_that_is_not_there(place: Path) -> None:
-    """With conda, and then without."""
+    """With conda, and then without; where none is asked for, it goes on without."""
     for has_conda in (True, False):
         done = typed(place, "CONDA_ENV=nope ./cluster_train.sh", has_conda=has_conda)
         assert done.returncode == 2
@@ -136,10 +135,7 @@ def test_an_environment_that_is_not_there(place: Path) -> None:
             assert text in done.stderr and text in log
         assert ("conda is not on PATH" in log) == (not has_conda)
         shutil.rmtree(place / "logs")
-
-
-def test_without_conda_it_says_so_and_goes_on(place: Path) -> None:
-    done = typed(place, "./cluster_train.sh", has_conda=False)
+    done = typed(place, "./cluster_train.sh")
     assert done.returncode == 0 and "conda is not on PATH: going on" in done.stdout
 
 
@@ -181,13 +177,8 @@ def test_nccl_without_a_gpu(place: Path) -> None:
     done = start(place, "config/train_config.yaml", BACKEND="nccl", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     said = done.stdout[done.stdout.index("error: ") :]
-    for text in (
-        "NCCL initialization failed",
-        "Check GPU compatibility",
-        "Verify CUDA installation",
-        "Try `BACKEND=gloo` for debugging",
-    ):
-        assert text in said
+    hints = ("Check GPU compatibility", "Verify CUDA installation", "Try `BACKEND=gloo` for debug")
+    assert [text for text in ("NCCL initialization failed", *hints) if text not in said] == []
 
 
 def inside(place: Path, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -240,36 +231,22 @@ def at_the_end(place: Path, script: str, wait_s: int = 60) -> subprocess.Complet
 
 
 MET = "echo 'check 5/5 PyTorch distributed: right'; "
+FULL = "echo 'torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB'"  # torch's words
+TERM = "kill -TERM $PPID; while :; do read -rt 1 <> <(:); done"
+LEVERS = ("Reduce batch size in config", "Use gradient accumulation", "Enable mixed precision")
 
 
 @each(
     ("script", "code", "words"),
     [
         (MET, 0, ("training has finished",)),
-        (
-            # What torch prints.
-            MET
-            + "echo 'torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB'; exit 1",
-            4,
-            (
-                "error: CUDA out of memory\n",
-                "Reduce batch size in config",
-                "Use gradient accumulation",
-                "Enable mixed precision training",
-            ),
-        ),
+        (f"{MET}{FULL}; exit 1", 4, ("error: CUDA out of memory\n", *LEVERS)),
         ("echo 'error: NCCL initialization failed: rank 3'; exit 1", 2, ("rank 3",)),
         (MET + "exit 7", 3, ("training has ended with exit code 7", "LOG_LEVEL=DEBUG")),
         ("exit 1", 5, ("the ranks of 2 nodes have not met at 127.0.0.1:", "node_rank")),
         ("exec sleep 100", 5, ("have not met at", "within 1 s")),
-        (
-            MET + "trap 'echo saving; exit 9' TERM; kill -TERM $PPID; "
-            "while :; do read -rt 1 <> <(:); done",
-            143,
-            ("saving\n", "ended by SIGTERM"),
-        ),
+        (f"{MET}trap 'echo saving; exit 9' TERM; {TERM}", 143, ("saving\n", "ended by SIGTERM")),
     ],
-    ids=["finished", "memory", "nccl", "failed", "lost", "late", "stopped"],
 )
 def test_its_end_is_told(place: Path, script: str, code: int, words: tuple[str, ...]) -> None:
     """By what torchrun and its ranks print, by their exit code, and by what did not come."""

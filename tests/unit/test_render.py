@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +13,7 @@ from isles.config.load import load_run_file
 from isles.config.sections.strategy import DeepSpeedStrategyConfig
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.render import Kind, Rendered, render
+from tests.deadline import run_program
 from tests.each import each
 from tests.golden import check_golden
 
@@ -40,18 +39,11 @@ def rendered(tmp_path: Path, to: Kind, *overrides: str, more: str = "") -> Rende
     return render(load_run_file(path, overrides), to, overrides=overrides)
 
 
-def bash_reads(tmp_path: Path, text: str) -> None:
-    (tmp_path / "script.sh").write_text(text)
-    subprocess.run(["bash", "-n", tmp_path / "script.sh"], check=True)
-
-
 def test_torchrun_on_hosts_of_different_sizes(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(RUN + HOME)
-    loaded = load_run_file(path, ())
-    text = render(loaded, "torchrun", overrides=("training.max_steps=9",)).text
+    text = render(load_run_file(path), "torchrun", overrides=("training.max_steps=9",)).text
     check_golden("torchrun-hosts.sh", text.replace(str(tmp_path), "."))
-    bash_reads(tmp_path, text)
 
 
 def test_torchrun_on_one_node(tmp_path: Path) -> None:
@@ -60,19 +52,12 @@ def test_torchrun_on_one_node(tmp_path: Path) -> None:
     assert "--nnodes=1 --nproc_per_node=2 --node_rank=0" in text
     assert f"-m isles.train {tmp_path}/run.yaml {' '.join(here)}" in text
     assert "case" not in text
-    bash_reads(tmp_path, text)
 
 
 def test_torchrun_of_unknown_nodes_asks_for_the_address(tmp_path: Path) -> None:
     text = rendered(tmp_path, "torchrun", "clusters.0.nodes=2", "clusters.0.gpus_per_node=8").text
     (tmp_path / "script.sh").write_text(text)
-    done = subprocess.run(
-        ["bash", tmp_path / "script.sh", "0"],
-        env={"PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_program(["bash", tmp_path / "script.sh", "0"], env={"PATH": "/usr/bin:/bin"})
     assert done.returncode != 0
     assert "MASTER_ADDR: set it to the address" in done.stderr
 
@@ -91,23 +76,19 @@ def test_a_script_of_the_users_own(tmp_path: Path) -> None:
 
 def test_job_scripts_of_a_run_file_without_a_queue(tmp_path: Path) -> None:
     gpus = ("clusters.0.nodes=2", "clusters.0.gpus_per_node=8", "clusters.0.device=cuda")
-    sbatch = rendered(tmp_path, "sbatch", *gpus).text
+    sbatch, pbs = (rendered(tmp_path, to, *gpus).text for to in ("sbatch", "pbs"))
     assert "#SBATCH --nodes=2\n" in sbatch
     assert "#SBATCH --gres=gpu:8\n" in sbatch
-    assert "the run file's launcher is local" in sbatch
-    pbs = rendered(tmp_path, "pbs", *gpus).text
     assert "#PBS -l select=2:ncpus=8:ngpus=8:mpiprocs=1\n" in pbs
-    assert "the run file's launcher is local" in pbs
     for text in (sbatch, pbs):
-        bash_reads(tmp_path, text)
-        assert "isles.agent.conclude" not in text  # nothing of isles but its trainer
+        assert "the run file's launcher is local" in text
+        assert run_program(["bash", "-n"], input=text).returncode == 0
+        assert "isles.agent" not in text  # nothing of isles but its trainer
 
 
 def test_what_the_one_queue_says_is_taken_over_for_the_other(tmp_path: Path) -> None:
-    more = (
-        "clusters:\n  - launcher: {kind: slurm, partition: gpu, account: physics, time: 2h}\n"
-        "    gpus_per_node: 4\n"
-    )
+    slurm = "{kind: slurm, partition: gpu, account: physics, time: 2h}"
+    more = f"clusters: [{{launcher: {slurm}, gpus_per_node: 4}}]\n"
     text = rendered(tmp_path, "pbs", more=more).text
     assert "#PBS -A physics\n" in text
     assert "#PBS -l walltime=02:00:00\n" in text
@@ -169,37 +150,29 @@ def test_the_json_of_deepspeed_counts_with_all_ranks(tmp_path: Path) -> None:
     assert data["gradient_accumulation_steps"] == 2
 
 
-FSDP: list[tuple[str, dict[str, Any]]] = [
-    ("{kind: fsdp}", {"reshard_after_forward": True, "cpu_offload": False}),
-    ("{kind: fsdp, sharding_strategy: SHARD_GRAD_OP}", {"reshard_after_forward": False}),
-    ("{kind: fsdp, cpu_offload: true}", {"cpu_offload": True}),
-    (
-        "{kind: fsdp, transformer_layer_cls_to_wrap: [LlamaDecoderLayer]}",
-        {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-    ),
-]
-
-
-@pytest.mark.parametrize(("strategy", "expected"), FSDP)
-def test_the_trainer_takes_the_fsdp_json(
-    tmp_path: Path, strategy: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_takes_the_fsdp_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import TrainingArguments
 
-    data = json.loads(rendered(tmp_path, "fsdp-json", f"strategy={strategy}").text)
-    assert expected.items() <= data.items()
-    (tmp_path / "fsdp.json").write_text(json.dumps(data))
     # The Trainer leaves its wishes to Accelerate there.
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), fsdp=True, fsdp_config=str(tmp_path / "fsdp.json"), use_cpu=True
-    )
-    plugin = arguments.fsdp_plugin_args
-    assert plugin["fsdp_version"] == 2
-    assert plugin["reshard_after_forward"] is data["reshard_after_forward"]
-    assert plugin.get("cpu_offload", False) is data["cpu_offload"]
-    if "transformer_layer_cls_to_wrap" in data:
-        assert plugin["transformer_cls_names_to_wrap"] == "LlamaDecoderLayer"
+    for strategy, reshards, offloads, layer in (
+        ("{kind: fsdp}", True, False, None),
+        ("{kind: fsdp, sharding_strategy: SHARD_GRAD_OP}", False, False, None),
+        ("{kind: fsdp, cpu_offload: true}", True, True, None),
+        ("{kind: fsdp, transformer_layer_cls_to_wrap: [A]}", True, False, "A"),
+    ):
+        text = rendered(tmp_path, "fsdp-json", f"strategy={strategy}").text
+        (tmp_path / "fsdp.json").write_text(text)
+        plugin = TrainingArguments(
+            output_dir=str(tmp_path),
+            fsdp=True,
+            fsdp_config=str(tmp_path / "fsdp.json"),
+            use_cpu=True,
+        ).fsdp_plugin_args
+        assert plugin["fsdp_version"] == 2
+        assert plugin["reshard_after_forward"] is reshards
+        assert plugin.get("cpu_offload", False) is offloads
+        assert plugin.get("transformer_cls_names_to_wrap") == layer
 
 
 @each(

@@ -44,17 +44,10 @@ def test_a_script_needs_neither_model_nor_data(tmp_path: Path) -> None:
     assert "llama" not in text
     assert load_resolved(text) == resolved
     shown = show(resolved)
-    for word in ("model", "data:", "strategy", "learning_rate", "checkpoint"):
-        assert word not in shown
+    assert not [word for word in ("model", "data:", "strategy", "checkpoint") if word in shown]
     # What is shown is a run file that means the same.
     again = resolve(load(tmp_path, show(resolved, origins=False)), num_gpus=0)
     assert again.config == resolved.config
-
-
-def test_what_torchrun_is_given(tmp_path: Path) -> None:
-    config = load(tmp_path).config
-    command = ["train_phase2.py", "--epochs", "20", "--lr", "0.0001", "--name", "007"]
-    assert script_command(config) == command
 
 
 def test_what_the_script_never_sees_is_refused(tmp_path: Path) -> None:
@@ -76,17 +69,18 @@ def test_what_the_script_never_sees_is_refused(tmp_path: Path) -> None:
     assert "means nothing beside training.script: train_phase2.py is started as it is" in found[0]
 
 
-def test_a_truth_value_is_to_be_quoted(tmp_path: Path) -> None:
+def test_what_torchrun_is_given(tmp_path: Path) -> None:
+    """All arguments as they were written: a truth value is to be quoted."""
+    command = ["train_phase2.py", "--epochs", "20", "--lr", "0.0001", "--name", "007"]
+    assert script_command(load(tmp_path).config) == command
+    quoted = SMALL.replace('"007"', '"true"')
+    assert script_command(load(tmp_path, quoted).config)[-1] == "true"
     with pytest.raises(ConfigErrors) as raised:
         load(tmp_path, SMALL.replace('"007"', "true"))
     (issue,) = raised.value.issues
     assert issue.where == f"{tmp_path}/run.yaml:4 training.script_args.5"
-    assert (issue.what, issue.fix) == (
-        "script_args.5 is true, not text",
-        'put it in quotes: "true"',
-    )
-    text = SMALL.replace('"007"', '"true"')
-    assert script_command(load(tmp_path, text).config)[-1] == "true"
+    assert issue.what == "script_args.5 is true, not text"
+    assert issue.fix == 'put it in quotes: "true"'
 
 
 def test_without_a_script_all_is_as_before(tmp_path: Path) -> None:
@@ -110,12 +104,10 @@ def test_its_time_to_save_survives(tmp_path: Path) -> None:
 
 
 def test_other_arguments_are_another_run(tmp_path: Path) -> None:
-    before = load(tmp_path).config
-    after = load(tmp_path, SMALL, "training.script_args=[--epochs, 3]").config
-    assert [change.key for change in changed_mathematics(before, after)] == ["training.script_args"]
-    assert (
-        changed_mathematics(before, load(tmp_path, SMALL, "clusters.0.max_restarts=0").config) == []
-    )
+    old = load(tmp_path).config
+    new = ("training.script_args=[--epochs, 3]", "clusters.0.max_restarts=0")
+    found = changed_mathematics(old, load(tmp_path, SMALL, *new).config)
+    assert [change.key for change in found] == ["training.script_args"]
 
 
 def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
