@@ -55,12 +55,19 @@ def test_progress_earns_a_restart_until_they_are_used_up(run: tuple[RunDir, Atte
 
 
 def test_a_second_death_at_the_same_step_ends_the_run(run: tuple[RunDir, Attempt]) -> None:
+    root_cause = error_of(1, 1.0, is_script=True)  # a script that reports its steps is no exception
     run[1].last_step.write_text("0 10")
-    assert decide(*run, 0, error_of(1, 1.0), max_restarts=9).decision == "restart"
+    assert decide(*run, 0, root_cause, max_restarts=9).decision == "restart"
     run[1].last_step.write_text("1 10")
-    found = decide(*run, 1, error_of(1, 1.0), max_restarts=9)
+    found = decide(*run, 1, root_cause, max_restarts=9)
     assert found.decision == "fail"
     assert "without progress: at step 10 before, at step 10 now" in (found.root_cause or {})["note"]
+
+
+def test_a_script_that_reports_no_step_is_started_again(run: tuple[RunDir, Attempt]) -> None:
+    for restart in range(3):
+        found = decide(*run, restart, error_of(1, 1.0, is_script=True), max_restarts=3)
+        assert found.decision == "restart"
 
 
 def test_what_would_come_again_ends_the_run_at_once(run: tuple[RunDir, Attempt]) -> None:

@@ -23,7 +23,7 @@ from tests.each import each
 NONSENSE = (
     b"GET / HTTP/1.1\r\n\r\n",
     b"\xff\xfe\n",
-    b"[" * 100_000 + b"\n",
+    b"[" * 60_000 + b"\n",  # deeper than Python reads
     b'{"hello": null}\n',
     b'{"hello": {"node": 1e999}}\n',
 )

@@ -243,16 +243,18 @@ def test_users_who_begin_at_once_get_runs_of_their_own(run_file: Path) -> None:
 def test_of_several_starts_of_one_run_only_one_wins(run_file: Path) -> None:
     run_dir = begin(run_file).run_dir
     end_attempt(run_dir, "stopped")
-    found: list[int] = []
+    won: list[int] = []
+    refused: list[str] = []
 
     def start() -> None:
         try:
-            found.append(new_attempt(run_dir).number)
-        except UserError:
-            found.append(0)
+            won.append(new_attempt(run_dir).number)
+        except UserError as error:
+            refused.append(error.what)
 
     at_once(4, start)
-    assert sorted(found) == [0, 0, 0, 2]
+    assert won == [2]
+    assert len(refused) == 3 and all("is running" in what for what in refused)
     assert {path.name for path in (run_dir.path / "attempts").iterdir()} == {"001", "002"}
 
 

@@ -65,8 +65,8 @@ TUNNELS = (
     facts("two", "tun0 10.8.0.2/32", "eth0 10.0.0.2/24", reached="10.8.0.2"),
 )
 ROUTED = (
-    facts("one", "eth0 10.1.0.1/24", reached="10.1.0.1"),
-    facts("two", "eth0 10.2.0.1/24", reached="10.2.0.1"),
+    facts("one", DOCKER, "eth0 10.1.0.1/24", reached="10.1.0.1"),
+    facts("two", DOCKER, "eth0 10.2.0.1/24", reached="10.2.0.1"),
 )
 
 
