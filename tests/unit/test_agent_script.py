@@ -62,7 +62,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 def test_rank_0_reports_its_steps(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     isles.report(1)
-    isles.report(3, total_steps=3, loss=float("nan"), other=torch.tensor(2.5))
+    isles.report(3, total_steps=3, tokens_per_second=9, loss=float("nan"), own=torch.tensor(2.5))
     monkeypatch.setenv("RANK", "1")
     isles.report(4, loss=1.0)
     monkeypatch.setenv("RANK", "0")
@@ -70,9 +70,10 @@ def test_rank_0_reports_its_steps(run_dir: RunDir, monkeypatch: pytest.MonkeyPat
     isles.report(4, loss=1.0)
     first, last = read_rows(run_dir.metrics)
     assert row_text(first, {}) == "step 1  loss -"
-    assert (last["kind"], last["step"], last["loss"], last["other"]) == ("train", 3, None, 2.5)
+    assert (last["kind"], last["step"], last["loss"], last["own"]) == ("train", 3, None, 2.5)
     status = read_record(run_dir.status) or {}
     assert (status["step"], status["total_steps"], status["loss"]) == (3, 3, None)
+    assert status["tokens_per_second"] == 9
     assert read_last_step(run_dir.attempt(2), 1) == 3
 
 

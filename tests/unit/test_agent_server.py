@@ -24,6 +24,7 @@ NONSENSE = (
     b"GET / HTTP/1.1\r\n\r\n",
     b"\xff\xfe\n",
     b"[" * 60_000 + b"\n",  # deeper than Python reads
+    b"[" * 70_000 + b"\n",  # longer than GREETING_BYTES
     b'{"hello": null}\n',
     b'{"hello": {"node": 1e999}}\n',
 )
