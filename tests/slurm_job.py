@@ -65,8 +65,16 @@ class Job:
         self.attempt = self.run_dir.attempt(1)
         self.attempt.path.mkdir(parents=True)
         self.run_dir.resolved.write_text(dump_resolved(resolve(loaded, nproc=(4,), device="cpu")))
-        job = {"launcher": "slurm", "job_id": "7", "bin_path": str(self.bin)}
-        write_launch(self.attempt, None, world_size=4, device="cpu", command=("sbatch",), **job)
+        write_launch(
+            self.attempt,
+            None,
+            launcher="slurm",
+            job_id="7",
+            world_size=4,
+            device="cpu",
+            command=("sbatch",),
+            bin_path=str(self.bin),
+        )
         for name in ("scontrol", "sbatch", "scancel", "sinfo", "srun", "torchrun", "sacct"):
             self.program(name, "exit 1")
 

@@ -269,9 +269,7 @@ clusters: [{launcher: {kind: pbs, time: 1h}, nodes: 2, gpus_per_node: 1, device:
 """
 
 
-def begin(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, qsub: str, *overrides: str
-) -> Started | str:
+def begin(folder: Path, monkeypatch: pytest.MonkeyPatch, qsub: str, *overrides: str) -> object:
     """Start from a folder that is not `workdir`."""
     version = "[ $1 = --version ] && echo pbs_version = 23 || echo '    job_state = Q'"
     write_program(folder / "bin" / "qstat", version)

@@ -240,7 +240,12 @@ def place(host_run: RunDir) -> Place:
     fleet = Fleet("ssh", (node,), 29500, 1, "cpu", 10.0, "digest")
 
     def make(*, born_at: float = 1.0, begun_at: float = 1.0) -> bool:
-        args = {"fleet": fleet.record(), "resolved": "a: 1\n", "text": "b: 2\n", "token": "t"}
+        args: dict[str, Any] = {
+            "fleet": fleet.record(),
+            "resolved": "a: 1\n",
+            "text": "b: 2\n",
+            "token": "t",
+        }
         args |= {"born_at": born_at, "begun_at": begun_at}
         return make_place(host_run, host_run.attempt(1), args)
 

@@ -210,8 +210,8 @@ def test_a_start_that_is_not_heard_of_after_begin_ends(
     # The launching machine lost its power: the connection stands, and nobody says a word. Also
     # after it has given the start up: nobody is left to close the connection.
     loaded = load_run_file(run_file, [f"output_dir={tmp_path}"])
-    args = {"resolved": dump_resolved(resolve(loaded, num_gpus=0)), "text": loaded.text}
-    args |= {"resume": "auto", "dry_run": False, "join": "", "typed": ""}
+    args: dict[str, Any] = {"resume": "auto", "dry_run": False, "join": "", "typed": ""}
+    args |= {"resolved": dump_resolved(resolve(loaded, num_gpus=0)), "text": loaded.text}
     fleet = Fleet("ssh", (FleetNode(0, "a1", "a1", "10.0.0.1", 1),), 29500, 1, "cpu", 10.0, "d")
     asked = [{"id": 1, "op": "begin", "args": {**args, "fleet": fleet.record()}}]
     if is_given_up:

@@ -24,7 +24,7 @@ class Reduced:
     def __init__(self, function: object, *args: object) -> None:
         self.call = function, args
 
-    def __reduce__(self) -> object:
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return self.call
 
 
