@@ -1,14 +1,44 @@
-"""The deadline of whatever a test waits for, and a program that is run within it."""
+"""The deadline of whatever a test waits for: a condition, threads, or the end of a program."""
 
 from __future__ import annotations
 
+import select
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 DEADLINE_S = 600.0
 """Of a machine whose cores others keep busy: who reaches it has met a fault. A time that is
 promised to people is no deadline: its test passes a clock in."""
+
+
+def until(condition: Callable[[], T], what: str = "") -> T:
+    """Look again and again until a condition holds, for as long as the deadline; its answer."""
+    end = time.monotonic() + DEADLINE_S
+    while not (found := condition()):
+        assert time.monotonic() < end, f"not within {DEADLINE_S:.0f} s: {what}"
+        select.select([], [], [], 0.01)
+    return found
+
+
+def at_once(num: int, work: Callable[[], object]) -> None:
+    """Let threads begin the same work at one moment, and wait for their end."""
+    barrier = threading.Barrier(num)
+
+    def one() -> None:
+        barrier.wait(DEADLINE_S)
+        work()
+
+    threads = [threading.Thread(target=one) for _ in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
 
 
 def run_program(

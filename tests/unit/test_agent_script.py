@@ -1,4 +1,5 @@
-"""A user's own script: what is made of its end, when it is taken for stuck, and its stacks."""
+"""A user's own script: what it reports, what is made of its end, when it is taken for stuck, and
+its stacks."""
 
 from __future__ import annotations
 
@@ -6,45 +7,36 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+import isles
 from isles.agent.hang import keep_hang_files, new_hang_files
 from isles.agent.script.run import failed_record
 from isles.agent.script.stacks import RUNNER, Answer, open_file, read_stacks
-from isles.agent.script.watch import ScriptWatch, Signs, overdue, script_hang
+from isles.agent.script.watch import ScriptWatch, Signs, overdue
+from isles.config.load import load_run_file
+from isles.config.resolve import resolve
 from isles.config.sections.training import WatchdogConfig
-from isles.errors import ExitCode
+from isles.errors import ExitCode, UserError
+from isles.launch.worker import run_verb
+from isles.monitor.follow import row_text
+from isles.monitor.table import checkpoint_lines
+from isles.run.begin import begin_run
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import read_record, write_record
-from tests.deadline import DEADLINE_S
+from isles.run.records import read_record, read_rows, write_record
+from isles.run.restarts import read_last_step
+from tests.deadline import DEADLINE_S, until
 from tests.each import each
 from tests.ranks import rank_env
 from tests.runs import bare_run
+from tests.unit.test_begin import end_attempt
 
 CONFIG = WatchdogConfig(min_time=60.0, slow_factor=10.0, max_silence=1800.0)
-
-SCRIPT = """\
-import pickle, sys, threading
-from multiprocessing import get_context
-
-class Thing:
-    pass
-
-def hang(reader):
-    reader.read(1)
-
-if __name__ == "__main__":
-    assert sys.argv[1:] == ["--x", "1"], sys.argv
-    assert sys.path[0] == __file__.rpartition("/")[0], sys.path
-    assert set(globals()) == set(KNOWN), sorted(globals())
-    assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-    print("ready", flush=True)
-    hang(sys.stdin)
-    raise ValueError("odd")
-"""
+STEPS = Signs(steps=100.0, any=100.0, num_steps=50, longest_s=40.0, last=50)
 
 TRACEBACK = """\
 sum 6
@@ -54,6 +46,63 @@ Traceback (most recent call last):
 RuntimeError: no such shard
 terminate called after throwing an instance of 'std::system_error'
 """
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """That of the rank 0 which this process is: attempt 2, restart 1."""
+    monkeypatch.setenv("ISLES_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("ISLES_ATTEMPT", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("RANK", "0")
+    run_dir = RunDir(tmp_path)
+    run_dir.attempt(2).path.mkdir(parents=True)
+    return run_dir
+
+
+def test_rank_0_reports_its_steps(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    isles.report(1)
+    isles.report(3, total_steps=3, tokens_per_second=9, loss=float("nan"), own=torch.tensor(2.5))
+    monkeypatch.setenv("RANK", "1")
+    isles.report(4, loss=1.0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("ISLES_RUN_DIR")  # not started by isles
+    isles.report(4, loss=1.0)
+    first, last = read_rows(run_dir.metrics)
+    assert row_text(first, {}) == "step 1  loss -"
+    assert (last["kind"], last["step"], last["loss"], last["own"]) == ("train", 3, None, 2.5)
+    status = read_record(run_dir.status) or {}
+    assert (status["step"], status["total_steps"], status["loss"]) == (3, 3, None)
+    assert status["tokens_per_second"] == 9
+    assert read_last_step(run_dir.attempt(2), 1) == 3
+
+
+def test_a_full_disk_does_not_end_the_script(run_dir: RunDir) -> None:
+    run_dir.metrics.symlink_to("/dev/full")
+    isles.report(1, loss=1.0)
+    run_dir.metrics.unlink()
+    isles.report(2, loss=0.5)
+    assert [row["step"] for row in read_rows(run_dir.metrics)] == [2]
+
+
+def test_a_script_is_spoken_of_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("name: own\ntraining: {script: mine.py}\n")
+
+    def begin(*overrides: str) -> str:
+        resolved = resolve(load_run_file(Path("run.yaml"), overrides), num_gpus=0)
+        begun = begin_run(resolved, "", "auto")
+        end_attempt(begun.run_dir, "stopped")
+        return begun.note
+
+    begin()
+    assert begin() == "going on with own-1: its script is started again"
+    other = "ended with other values; this is a new run: own-2 (`--resume runs/own-1` goes on with"
+    assert other in begin("training.script_args=[a]")
+    (line,) = checkpoint_lines(RunDir(Path("runs/own-1")))
+    assert line == "own-1 runs mine.py, a script of your own, which keeps checkpoints by itself"
+    with pytest.raises(UserError, match="isles does not know its model"):
+        run_verb("generate", RunDir(Path("runs/own-1")), {})
 
 
 def script_error(folder: Path, code: int, log: str) -> dict[str, Any]:
@@ -77,12 +126,11 @@ def script_error(folder: Path, code: int, log: str) -> dict[str, Any]:
 def test_the_error_is_the_one_that_the_script_has_raised(
     tmp_path: Path, code: int, log: str, what: str
 ) -> None:
-    error = script_error(tmp_path, code, log)
+    error, is_raised = script_error(tmp_path, code, log), "failed" in what
     assert error["what"] == what
-    assert error["will_recur"] == (code > 0 or "failed" in what)
-    assert ("mine.py:14" in error["where"]) == ("failed" in what)
-    first = error["traceback"].splitlines()[0]
-    assert first == (TRACEBACK if "failed" in what else log).splitlines()["failed" in what]
+    assert error["will_recur"] == (code > 0 or is_raised)
+    assert ("mine.py:14" in error["where"]) == is_raised
+    assert error["traceback"].startswith("Traceback" if is_raised else log.splitlines()[0])
 
 
 def test_the_errors_that_an_error_came_from_are_shown(tmp_path: Path) -> None:
@@ -92,79 +140,22 @@ def test_the_errors_that_an_error_came_from_are_shown(tmp_path: Path) -> None:
     assert trace.startswith("Traceback") and trace.count("Traceback") == 2
 
 
-def test_a_script_that_reports_steps_is_stuck_when_they_stop_coming() -> None:
-    signs = Signs(steps=100.0, any=100.0, num_steps=50, longest_s=40.0, last=50)
-    assert not overdue(signs, CONFIG, 499.0, None)
-    said = overdue(signs, CONFIG, 501.0, None)
-    assert said == "no step was reported for 6m 41s since step 50 (40s between two at most before)"
-    assert not overdue(signs, CONFIG, 501.0, total_steps=50), "it may export what it has trained"
-    few = Signs(steps=100.0, any=100.0, num_steps=2, longest_s=0.1, last=2)
-    assert not overdue(few, CONFIG, 1000.0, None), "too few to know what is usual"
-
-
-def test_a_script_that_reports_nothing_is_stuck_when_no_rank_prints() -> None:
-    signs = Signs(steps=0.0, any=100.0)
-    assert not overdue(signs, CONFIG, 1899.0, None)
-    assert "no rank has printed or reported anything for 30m" in overdue(
-        signs, CONFIG, 1901.0, None
-    )
-    never = CONFIG.model_copy(update={"max_silence": None})
-    assert not overdue(signs, never, 1e6, None)
-
-
-def test_who_is_frozen_or_does_not_answer_comes_first() -> None:
-    waits = {"at": "at x.py:1 f()", "waits_in": "all_reduce", "stacks": "", "frozen": ""}
-    busy = {**waits, "waits_in": "", "at": "at my.py:9 read()"}
-    hosts = ["a", "b", "c"]
-    assert script_hang({0: waits, 1: waits}, hosts, 5).root_causes == (2,)
-    assert "rank 2 on c does not answer" in script_hang({0: waits, 1: waits}, hosts, 5).text
-    frozen = script_hang({0: busy, 1: waits, 2: {**busy, "frozen": "it is frozen"}}, hosts, 5)
-    assert frozen.root_causes == (2,)
-    behind = script_hang({0: waits, 1: busy, 2: waits}, hosts, 5)
-    assert behind.text == "rank 1 on b is behind: running, at my.py:9 read()"
-
-
-def ask(pid: int, file: int) -> Answer:
-    return read_stacks({0: (pid, file)})[0]
-
-
-def test_stacks_are_had_from_outside_and_the_script_notices_nothing(tmp_path: Path) -> None:
-    file, path = open_file(), tmp_path / "my.py"
-    known = "KNOWN = [*globals(), 'KNOWN', 'pickle', 'sys', 'threading', 'get_context', 'Thing', "
-    path.write_text(f"{known}'hang']\n{SCRIPT}")
-    child = subprocess.Popen(
-        [sys.executable, "-u", str(RUNNER), str(file), str(path), "--x", "1"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        pass_fds=[file],
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == b"ready\n", child.communicate()
-    deadline = time.monotonic() + DEADLINE_S
-    while "hang()" not in ask(child.pid, file)["at"]:  # it may still be at its print
-        assert time.monotonic() < deadline
-    for _ in range(2):
-        answer = ask(child.pid, file)
-        assert answer["at"].endswith("my.py:9 hang()"), answer
-        assert answer["stacks"].count("hread 0x") == 2 and not answer["frozen"]
-    os.kill(child.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-    assert "frozen" in ask(child.pid, file)["frozen"]
-    os.kill(child.pid, signal.SIGCONT)
-    _, errors = child.communicate(b"x", timeout=DEADLINE_S)
-    text = errors.decode()
-    assert child.returncode == 1 and text.endswith("ValueError: odd\n")
-    assert "script/main.py" not in text and f'File "{tmp_path}/my.py", line 19' in text
-    os.close(file)
-
-
-def test_a_process_that_would_not_survive_the_question_is_not_asked(tmp_path: Path) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    answer = ask(child.pid, 0)
-    assert answer["stacks"] == "" and "gives no stacks" in answer["at"]
-    child.communicate(b"\n", timeout=DEADLINE_S)
-    assert child.returncode == 0
+@each(
+    ("signs", "now_s", "total_steps", "why"),
+    [
+        (STEPS, 499.0, None, ""),
+        (STEPS, 501.0, None, "no step was reported for 6m 41s since step 50 (40s between two"),
+        (STEPS, 501.0, 50, ""),  # it may export what it has trained
+        (Signs(100.0, 100.0, num_steps=2, longest_s=0.1, last=2), 1000.0, None, ""),  # too few
+        (Signs(0.0, 100.0), 1899.0, None, ""),
+        (Signs(0.0, 100.0), 1901.0, None, "no rank has printed or reported anything for 30m"),
+    ],
+)
+def test_a_script_is_stuck_when_no_step_comes_or_nothing_at_all(
+    signs: Signs, now_s: float, total_steps: int | None, why: str
+) -> None:
+    found = overdue(signs, CONFIG, now_s, total_steps)
+    assert found.startswith(why) and bool(found) == bool(why)
 
 
 class Watched:
@@ -188,12 +179,12 @@ class Watched:
 
 
 def test_a_last_word_while_the_ranks_are_asked_is_seen(tmp_path: Path) -> None:
-    """The script prints, while it is asked, and then hangs elsewhere: that is told as well."""
     script = Watched(tmp_path, max_silence=10.0)
     script.look(1.0, printed=1)
     assert not script.watch.question
     script.look(12.0, printed=1)
     assert script.watch.question == 1
+    # It prints while it is asked, and then hangs elsewhere: that is reported as well.
     script.look(13.0, printed=2, at="at my.py:1 f()")
     assert not script.watch.question
     script.look(14.0, printed=2)
@@ -237,3 +228,65 @@ def test_hosts_without_a_common_disk_report_their_stacks(tmp_path: Path) -> None
     assert note.startswith("rank 1 is behind; stacks of the ranks")
     there.nodes.touch()
     assert new_hang_files(there) == {}, "the coordinator sees this folder"
+
+
+SCRIPT = """\
+KNOWN = [*globals(), "KNOWN", "pickle", "sys", "threading", "Thing", "hang"]
+import pickle, sys, threading
+
+class Thing:
+    pass
+
+def hang(reader):
+    reader.read(1)
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == ["--x", "1"], sys.argv
+    assert sys.path[0] == __file__.rpartition("/")[0], sys.path
+    assert set(globals()) == set(KNOWN), sorted(globals())
+    assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    print("ready", flush=True)
+    hang(sys.stdin)
+    raise ValueError("odd")
+"""
+
+
+def ask(pid: int, file: int) -> Answer:
+    return read_stacks({0: (pid, file)})[0]
+
+
+def test_stacks_are_had_from_outside_and_the_script_notices_nothing(tmp_path: Path) -> None:
+    file, path = open_file(), tmp_path / "my.py"
+    path.write_text(SCRIPT)
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(
+        [sys.executable, "-u", str(RUNNER), str(file), str(path), "--x", "1"],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        pass_fds=[file],
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"ready\n", child.communicate()
+    until(lambda: "hang()" in ask(child.pid, file)["at"], "it is past its print")
+    answer = ask(child.pid, file)
+    assert answer["at"].endswith("my.py:8 hang()"), answer
+    assert answer["stacks"].count("hread 0x") == 2 and not answer["frozen"]
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    assert "frozen" in ask(child.pid, file)["frozen"]
+    os.kill(child.pid, signal.SIGCONT)
+    _, errors = child.communicate(b"x", timeout=DEADLINE_S)
+    text = errors.decode()
+    assert child.returncode == 1 and text.endswith("ValueError: odd\n")
+    assert "script/main.py" not in text and f'File "{path}", line 18' in text
+    os.close(file)
+
+
+def test_a_process_that_would_not_survive_the_question_is_not_asked() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    answer = ask(child.pid, 0)
+    assert answer["stacks"] == "" and "gives no stacks" in answer["at"]
+    child.communicate(b"\n", timeout=DEADLINE_S)
+    assert child.returncode == 0

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -16,16 +15,14 @@ import psutil
 
 from isles.agent.workers import Ranks
 from isles.errors import ExitCode
-from tests.deadline import DEADLINE_S
+from tests.deadline import DEADLINE_S, run_program, until
 from tests.each import each
 from tests.runs import nothing_left
 
 
 def end_as(how: str, mark: Path) -> int:
-    """What a rank may do; `mark` appears when it has begun."""
-    rank = os.environ["RANK"]
-    (mark / rank).touch()
-    match how.split()[int(rank)]:
+    """What a rank does, by its word in `how`."""
+    match how.split()[int(os.environ["RANK"])]:
         case "done":
             return 0
         case "requeue":
@@ -55,12 +52,6 @@ def started(how: str, mark: Path) -> Iterator[Ranks]:
         ranks.end(signal.SIGKILL, DEADLINE_S)
 
 
-def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < deadline
-
-
 @each(
     ("how", "done", "failed"),
     [
@@ -70,7 +61,7 @@ def until(what: Callable[[], bool]) -> None:
         ("interrupted done", {0: 130, 1: 0}, {}),
     ],
 )
-def test_each_end_is_told(
+def test_each_end_is_seen(
     tmp_path: Path, how: str, done: dict[int, int], failed: dict[int, int]
 ) -> None:
     with started(how, tmp_path) as ranks:
@@ -78,18 +69,11 @@ def test_each_end_is_told(
         assert ranks.are_all(done) == (not failed)
 
 
-def test_a_killed_rank_has_the_number_of_its_signal(tmp_path: Path) -> None:
-    with started("wait wait", tmp_path) as ranks:
-        until((tmp_path / "1").exists)
-        ranks.signal(signal.SIGKILL)
-        until(lambda: ranks.look() == ({}, {0: -9, 1: -9}))
-
-
-def test_whoever_does_not_end_is_killed(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_end_is_killed(tmp_path: Path) -> None:
     with started("deaf", tmp_path) as ranks:
         until((tmp_path / "deaf").exists)
         ranks.end(signal.SIGTERM, 0.2)
-        assert ranks.look() == ({}, {0: -9})
+        assert ranks.look() == ({}, {0: -9}), "the number of its signal"
 
 
 class Held:
@@ -146,10 +130,7 @@ def test_a_rank_that_is_forked_as_the_agent_dies_ends_too(tmp_path: Path) -> Non
 
 
 def test_who_holds_the_ranks_imports_nothing_heavy() -> None:
-    """torch is for the fork server alone: each further import of it delays the first step."""
+    # torch is for the fork server alone: each further import of it delays the first step.
     code = "import sys, isles.agent.__main__\n"
     code += "print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    assert run_program([sys.executable, "-c", code]).stdout.strip() == "[]"

@@ -1,4 +1,5 @@
-"""The launcher pbs without a PBS: its script word for word, and what its commands' answers mean."""
+"""The launcher pbs without a PBS: its script word for word, what the answers of its commands mean,
+the nodes of a job, and a start up to `qsub`."""
 
 from __future__ import annotations
 
@@ -8,22 +9,18 @@ import pytest
 
 from isles.config.load import load_run_file
 from isles.config.sections.cluster import PbsLauncherConfig
-from isles.errors import ConfigError, PreflightError
+from isles.errors import CommunicationError, ConfigError, PreflightError, UserError
+from isles.launch.base import Started, StartOptions
 from isles.launch.queue.job import QueueJob
-from isles.launch.queue.pbs import (
-    Dialect,
-    Pbs,
-    ended_as,
-    pending,
-    read_attributes,
-    write_dialect,
-)
-from isles.launch.queue.script import JobText, job_script, pbs_options, rendered_script
+from isles.launch.queue.pbs import Dialect, Pbs, PbsAllocation, write_dialect
+from isles.launch.queue.script import JobText, job_script, rendered_script
 from isles.launch.queue.status import queue_job
+from isles.launch.start import start
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 from tests.each import each
 from tests.golden import check_golden
+from tests.programs import write_program
 
 RUN = """\
 name: llama-1b
@@ -46,99 +43,81 @@ clusters:
     environment: {venv: /home/me/venv, modules: [cuda/12.8], variables: {HF_HOME: /scratch/hf}}
     network: {profile: infiniband}
 """
+RUN_DIR = "/home/me/train/runs/llama-1b-1"
+ONE_NODE = ("clusters.0.nodes=1", "clusters.0.device=cpu")
+NO_LIMIT = ("clusters.0.launcher.time=null", "clusters.0.launcher.requeue=false")
 
 
-def script(tmp_path: Path, dialect: Dialect, *overrides: str, alone: bool = False) -> str:
-    path = tmp_path / "run.yaml"
-    path.write_text(RUN)
-    config = load_run_file(path, overrides).config
-    launcher = config.clusters[0].launcher
+def make_script(
+    folder: Path, dialect: Dialect, *overrides: str, run_dir: str | None = RUN_DIR
+) -> str:
+    """The script of a job; without a run directory the one that needs no isles."""
+    (folder / "run.yaml").write_text(RUN)
+    config = load_run_file(folder / "run.yaml", overrides).config
+    cluster = config.clusters[0]
+    launcher = cluster.launcher
     assert isinstance(launcher, PbsLauncherConfig)
-    per_node = config.clusters[0].gpus_per_node
-    assert isinstance(per_node, int)
-    device = "cpu" if config.clusters[0].device == "cpu" else "cuda"
     job = JobText(
         launcher=launcher.model_copy(update={"dialect": dialect}),
-        nodes=config.clusters[0].max_nodes,
-        nproc=per_node,
-        device=device,
+        nodes=cluster.max_nodes,
+        nproc=4,
+        device="cpu" if cluster.device == "cpu" else "cuda",
         workdir="/home/me/train",
-        run_dir=None if alone else "/home/me/train/runs/llama-1b-1",
-        attempt=0 if alone else 1,
+        run_dir=run_dir,
+        attempt=0 if run_dir is None else 1,
     )
-    if not alone:
+    if run_dir is not None:
         return job_script(config, job)
     command = ["-m", "isles.train", "run.yaml"]
     return rendered_script(config, job, command, path="/home/me/train/job.sh")
 
 
-def test_the_openpbs_script(tmp_path: Path) -> None:
-    check_golden("pbs-openpbs.sh", script(tmp_path, "openpbs"))
+@each(
+    ("golden", "dialect", "overrides", "run_dir"),
+    [
+        ("pbs-openpbs.sh", "openpbs", (), RUN_DIR),
+        ("pbs-torque.sh", "torque", (), RUN_DIR),
+        ("pbs-one-node.sh", "openpbs", (*ONE_NODE, *NO_LIMIT), RUN_DIR),
+        ("pbs-alone.sh", "openpbs", (), None),
+    ],
+)
+def test_the_script_word_for_word(
+    tmp_path: Path, golden: str, dialect: Dialect, overrides: tuple[str, ...], run_dir: str | None
+) -> None:
+    check_golden(golden, make_script(tmp_path, dialect, *overrides, run_dir=run_dir))
 
 
-def test_the_torque_script(tmp_path: Path) -> None:
-    check_golden("pbs-torque.sh", script(tmp_path, "torque"))
-
-
-def test_the_script_of_one_node(tmp_path: Path) -> None:
-    small = ("clusters.0.nodes=1", "clusters.0.launcher.time=null", "clusters.0.device=cpu")
-    text = script(tmp_path, "openpbs", *small, "clusters.0.launcher.requeue=false")
-    check_golden("pbs-one-node.sh", text)
-
-
-def test_the_script_that_needs_no_run_directory(tmp_path: Path) -> None:
-    check_golden("pbs-alone.sh", script(tmp_path, "openpbs", alone=True))
-
-
-def requests(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("#PBS -l")]
-
-
-def test_a_request_of_the_users_own_replaces_ours(tmp_path: Path) -> None:
-    own = "clusters.0.launcher.resources=select=2:ncpus=8:model=bro:mpiprocs=1"
-    assert requests(script(tmp_path, "openpbs", own)) == [
-        "#PBS -l select=2:ncpus=8:model=bro:mpiprocs=1",
-        "#PBS -l walltime=24:00:00",
-    ]
-
-
-def test_torques_memory_is_that_of_the_whole_job(tmp_path: Path) -> None:
-    assert "#PBS -l mem=400gb" in requests(script(tmp_path, "torque"))
+def test_values_that_pbs_would_misread(tmp_path: Path) -> None:
+    overrides = ["queue=my queue", "resources='select=2:ncpus=8:model=bro'"]
+    overrides = [f"clusters.0.launcher.{text}" for text in overrides]
+    text = make_script(tmp_path, "openpbs", *overrides, run_dir="/my runs/x-1")
+    assert "#PBS -q 'my queue'\n" in text
+    assert "#PBS -o '/my runs/x-1/attempts/001/pbs.out'\n" in text
+    requests = [line for line in text.splitlines() if line.startswith("#PBS -l")]
+    assert requests == ["#PBS -l select=2:ncpus=8:model=bro", "#PBS -l walltime=24:00:00"]
+    with pytest.raises(ConfigError, match="before the colon for a host"):
+        make_script(tmp_path, "openpbs", run_dir="/runs:1/x-1")
     with pytest.raises(ConfigError, match="memory_per_node much is no size"):
-        script(tmp_path, "torque", "clusters.0.launcher.memory_per_node=much")
+        make_script(tmp_path, "torque", "clusters.0.launcher.memory_per_node=much")
 
 
-def test_no_gpus_are_asked_for_on_cpus(tmp_path: Path) -> None:
-    text = script(tmp_path, "openpbs", "clusters.0.device=cpu")
-    assert "ngpus" not in text
-    assert "NCCL" not in text
-
-
-def program(folder: Path, name: str, text: str) -> None:
-    folder.mkdir(exist_ok=True)
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-
-
-@pytest.mark.parametrize(
-    ("said", "dialect"),
+@each(
+    ("answer", "dialect"),
     [
         ("echo 'pbs_version = 23.06.06'", "openpbs"),
         ("echo 'pbs_version = PBSPro_13.1.0.160576'", "openpbs"),
         ("echo 'Version: 6.1.2' >&2; echo 'Commit: 6611' >&2", "torque"),
+        ("echo 'Unknown option: version' >&2; exit 2", None),
+        ("echo GE 8.1.9", None),
     ],
 )
-def test_which_pbs_it_is_is_asked(tmp_path: Path, said: str, dialect: str) -> None:
-    program(tmp_path / "bin", "qstat", said)
-    assert Pbs(str(tmp_path / "bin")).dialect() == dialect
-
-
-@pytest.mark.parametrize("said", ["echo 'Unknown option: version' >&2; exit 2", "echo GE 8.1.9"])
-def test_the_qstat_of_another_queue_is_no_pbs(tmp_path: Path, said: str) -> None:
-    program(tmp_path / "bin", "qstat", said)
+def test_which_pbs_it_is_is_asked(tmp_path: Path, answer: str, dialect: str | None) -> None:
+    write_program(tmp_path / "qstat", answer)
+    if dialect is not None:
+        assert Pbs(str(tmp_path)).dialect() == dialect
+        return
     with pytest.raises(PreflightError, match="this is no PBS"):
-        Pbs(str(tmp_path / "bin")).dialect()
+        Pbs(str(tmp_path)).dialect()
 
 
 def test_no_qstat_names_the_folder_that_was_looked_in(tmp_path: Path) -> None:
@@ -148,132 +127,186 @@ def test_no_qstat_names_the_folder_that_was_looked_in(tmp_path: Path) -> None:
     assert "bin_path" in caught.value.fix
 
 
-ANSWER = """\
+def submitted(folder: Path, qstat: str, dialect: Dialect = "openpbs") -> QueueJob:
+    """The job of a run; `qstat`: bash that answers for PBS."""
+    write_program(folder / "bin" / "qstat", qstat)
+    run_dir = RunDir(folder / "run")
+    attempt = run_dir.attempt(1)
+    attempt.path.mkdir(parents=True)
+    write_dialect(attempt, dialect)
+    return QueueJob(run_dir, attempt, "7.srv", Pbs(str(folder / "bin")))
+
+
+def job_text(letter: str, comment: str, status: str) -> str:
+    """Bash that prints a job as `qstat -f` does."""
+    return f"""\
 cat <<END
 Job Id: 7.srv
     Job_Name = tiny
-    job_state = {state}
+    job_state = {letter}
     comment = {comment}
-\t{rest}
     exec_host = a1/0*4+a2/0*4
     Resource_List.walltime = 01:00:00
     resources_used.walltime = 00:10:00
-    {more}
+    Exit_status = {status}
 END
 """
 
 
-def job(tmp_path: Path, answer: str, dialect: Dialect = "openpbs") -> QueueJob:
-    program(tmp_path / "bin", "qstat", answer)
-    run_dir = RunDir(tmp_path / "run")
-    attempt = run_dir.attempt(1)
-    attempt.path.mkdir(parents=True, exist_ok=True)
-    write_dialect(attempt, dialect)
-    return QueueJob(run_dir, attempt, "7.srv", Pbs(str(tmp_path / "bin")))
+@each(
+    ("letter", "comment", "status", "words"),
+    [
+        # A long attribute goes on after a tab.
+        ("Q", "Can Never \n\tRun: Insufficient", "", "no nodes of this kind (Can Never Run: Ins"),
+        ("Q", "Not Running: Insufficient amount of resource: ngpus", "", "of this kind are taken"),
+        ("Q", "Not Running: Queue not started", "", "stopped by the administrator"),
+        ("Q", "Not Running: User has reached queue gpu running job limit.", "", "of the user"),
+        ("Q", "Not Running: Would conflict with reservation", "", "run into a reservation"),
+        ("H", "", "", "it is held"),
+        ("W", "", "", "start time"),
+        ("Q", "", "", "has not said why"),
+        ("Q", "Something new", "", "it waits: Something new"),
+        ("R", "Job run at", "", "on a1+a2; its time limit is in 50m"),
+        ("F", "", "0", "its script ended"),
+        ("F", "", "85", "exit status 85"),
+        ("F", "", "265", "killed by signal 9"),
+        ("F", "", "137", "killed by signal 9"),
+        ("F", "", "-27", "limit of memory"),
+        ("F", "", "", "deleted before it ran"),
+    ],
+)
+def test_a_job_in_words(tmp_path: Path, letter: str, comment: str, status: str, words: str) -> None:
+    report = submitted(tmp_path, job_text(letter, comment, status)).look()
+    assert words in report.reason
+    assert report.state == {"R": "running", "F": "ended"}.get(letter, "pending")
 
 
-def test_a_waiting_job_says_why(tmp_path: Path) -> None:
-    text = ANSWER.format(state="Q", comment="Can Never ", rest="Run: Insufficient amount", more="")
-    report = job(tmp_path, text).look()
-    assert report.state == "pending"
-    assert "it can never run" in report.reason
-    assert "Can Never Run: Insufficient amount" in report.reason
-    assert "pbsnodes" in report.fix
-
-
-def test_a_running_job_says_where_and_how_long(tmp_path: Path) -> None:
-    report = job(tmp_path, ANSWER.format(state="R", comment="Job run", rest="", more="")).look()
-    assert report.state == "running"
-    assert report.reason.startswith("on a1+a2; its time limit is in 50m")
+def test_torque_shows_ended_jobs_without_x(tmp_path: Path) -> None:
+    answer = f'case "$*" in *-x*) exit 1;; esac\n{job_text("C", "", "271")}'
+    report = submitted(tmp_path, answer, "torque").look()
+    assert (report.state, report.reason) == ("ended", "it was deleted (qdel)")
 
 
 def test_a_job_over_its_time_names_the_key_to_change(tmp_path: Path) -> None:
-    answer = ANSWER.format(state="F", comment="over", rest="", more="Exit_status = -29")
-    pbs_job = job(tmp_path, answer)
-    report = pbs_job.look()
-    assert report.state == "ended"
+    job = submitted(tmp_path, job_text("F", "over", "-29"))
     # It had been asked to save, and was too slow.
-    pbs_job.attempt.stop_request.write_text('{"kind": "save", "requeue": true}')
-    pbs_job.write_outcome(report)
-    outcome = read_record(pbs_job.attempt.outcome) or {}
+    write_record(job.attempt.stop_request, {"kind": "save", "requeue": True})
+    job.write_outcome(job.look())
+    outcome = read_record(job.attempt.outcome) or {}
     assert outcome["state"] == "failed"
     assert "limit of time" in outcome["error"]["what"]
     assert "launcher.time" in outcome["error"]["fix"]
 
 
-def test_torque_shows_ended_jobs_without_x(tmp_path: Path) -> None:
-    answer = 'case "$*" in *-x*) exit 1;; esac\n' + ANSWER.format(
-        state="C", comment="", rest="", more="exit_status = 271"
-    )
-    report = job(tmp_path, answer, "torque").look()
-    assert (report.state, report.reason) == ("ended", "it was deleted (qdel)")
-
-
 def test_the_job_that_goes_on_in_place_of_the_first_is_asked_for(tmp_path: Path) -> None:
-    pbs_job = job(tmp_path, 'test "$3" = 9.srv && echo "    job_state = R"')
-    (pbs_job.attempt.path / "job-id").write_text("9.srv\n")
-    bin_path = str(tmp_path / "bin")
-    launch = {"launcher": "pbs", "job_id": "7.srv", "bin_path": bin_path}
-    write_record(pbs_job.attempt.launch, launch)
-    found = queue_job(pbs_job.run_dir, pbs_job.attempt)
+    job = submitted(tmp_path, 'test "$3" = 9.srv && echo "    job_state = R"')
+    (job.attempt.path / "job-id").write_text("9.srv\n")
+    launch = {"launcher": "pbs", "job_id": "7.srv", "bin_path": str(tmp_path / "bin")}
+    write_record(job.attempt.launch, launch)
+    found = queue_job(job.run_dir, job.attempt)
     assert found is not None and found.look().state == "running"
 
 
-@each(
-    ("letter", "comment", "words"),
-    [
-        (
-            "Q",
-            "Not Running: Insufficient amount of resource: ngpus",
-            "nodes of this kind are taken",
-        ),
-        ("Q", "Not Running: Queue not started", "stopped by the administrator"),
-        ("Q", "Not Running: User has reached queue gpu running job limit.", "limit of the user"),
-        ("Q", "Not Running: Would conflict with reservation or top job", "reservation"),
-        ("H", "", "it is held"),
-        ("W", "", "start time"),
-        ("Q", "", "has not said why"),
-        ("Q", "Something new", "it waits: Something new"),
-    ],
-)
-def test_reasons_in_words(letter: str, comment: str, words: str) -> None:
-    assert words in pending(letter, comment, "7")[0]
+def allocation(folder: Path, nodes: str, num_nodes: int, **more: object) -> PbsAllocation:
+    """The nodes of a job, as its script sees them."""
+    attempt = RunDir(folder).attempt(1)
+    attempt.path.mkdir(parents=True, exist_ok=True)
+    (folder / "nodes").write_text(nodes)
+    environ = {"PBS_JOBID": "12.srv", "PBS_NODEFILE": str(folder / "nodes")}
+    environ |= {"PBS_O_WORKDIR": str(folder)}
+    launcher = PbsLauncherConfig.model_validate({"bin_path": str(folder / "bin"), **more})
+    return PbsAllocation(launcher, attempt, environ, num_nodes)
 
 
-@each(
-    ("status", "words"),
-    [
-        ("0", "its script ended"),
-        ("85", "exit status 85"),
-        ("265", "killed by signal 9"),
-        ("137", "killed by signal 9"),
-        ("-27", "limit of memory"),
-        ("", "deleted before it ran"),
-    ],
-)
-def test_ends_in_words(status: str, words: str) -> None:
-    assert words in ended_as(status, "")[0]
+def test_each_host_is_one_node_and_gets_the_jobs_own_script(tmp_path: Path) -> None:
+    pbsdsh = write_program(tmp_path / "bin" / "pbsdsh", "exit 0")
+    job = allocation(tmp_path, "10.0.0.1\n10.0.0.1\n10.0.0.2\n10.0.0.2\n", 2)
+    assert [node.name for node in job.nodes] == ["10.0.0.1", "10.0.0.2"]
+    attempt, log = RunDir(tmp_path).attempt(1), tmp_path / "node-%n.log"
+    task = ["/bin/bash", "-l", str(attempt.script), "--fleet", "f", "--log", str(log)]
+    assert job.on_all_nodes(["--fleet", "f"], log) == [[str(pbsdsh), "--", *task]]
+    write_dialect(attempt, "torque")
+    assert job.on_all_nodes([], log)[0][1] == "-u", "one task a node, not one a core"
+    pbsdsh.unlink()
+    commands = job.on_all_nodes(["--fleet", "f"], log)
+    assert [words[4] for words in commands] == ["10.0.0.1", "10.0.0.2"], "by ssh instead"
+    with pytest.raises(CommunicationError, match=r"has 1 hosts \(a1\), and the run is for 2"):
+        allocation(tmp_path, "a1\na1\n", 2)
 
 
-def test_a_long_attribute_goes_on_after_a_tab() -> None:
-    text = "Job Id: 1\n    comment = one \n\ttwo\n    queue = q = r\n"
-    assert read_attributes(text) == {"comment": "one two", "queue": "q = r"}
+def test_one_node_opens_no_port_to_the_network(tmp_path: Path) -> None:
+    assert [node.address for node in allocation(tmp_path, "a1\na1\n", 1).nodes] == ["127.0.0.1"]
 
 
-def test_values_that_pbs_would_misread(tmp_path: Path) -> None:
-    config = load_run_file(_written(tmp_path), ()).config
-    launcher = PbsLauncherConfig(queue="my queue", account="it's")
-
-    def lines(run_dir: str) -> list[str]:
-        return pbs_options(config, JobText(launcher, 1, 1, "cpu", "/", run_dir=run_dir, attempt=1))
-
-    text = lines("/my runs/x-1")
-    assert {"-q 'my queue'", "-o '/my runs/x-1/attempts/001/pbs.out'"} <= set(text)
-    with pytest.raises(ConfigError, match="before the colon for a host"):
-        lines("/runs:1/x-1")
+def test_it_saves_before_the_time_limit_if_there_is_one(tmp_path: Path) -> None:
+    assert allocation(tmp_path, "a1\n", 1).save_at() is None
+    early = allocation(tmp_path, "a1\n", 1, time="1h", save_before="5m").save_at()
+    late = allocation(tmp_path, "a1\n", 1, time="2h", save_before="5m").save_at()
+    assert early is not None and late is not None and 3500 < late - early < 3700
 
 
-def _written(folder: Path) -> Path:
-    path = folder / "run.yaml"
-    path.write_text(RUN)
-    return path
+def test_the_job_is_submitted_again_once(tmp_path: Path) -> None:
+    job, script = allocation(tmp_path, "a1\n", 1), RunDir(tmp_path).attempt(1).script
+    qsub = write_program(tmp_path / "bin" / "qsub", 'echo "$PWD $*" >>"$0.calls"; echo 13.srv')
+    calls = qsub.with_name("qsub.calls")
+    assert "it goes on as PBS job 13.srv" in job.queue_again()
+    assert script.with_name("job-id").read_text().split() == ["13.srv"]
+    assert calls.read_text() == f"{tmp_path} {script}\n"
+    # Without an answer it may have been taken: then it finds the end on record, and ends.
+    write_program(qsub, 'echo >>"$0.calls"; exec sleep 60')
+    job.submit_s = 0.5
+    with pytest.raises(UserError, match="qsub has not answered within"):
+        job.queue_again()
+    assert len(calls.read_text().splitlines()) == 2
+
+
+SMALL = """\
+name: tiny
+model: {name_or_path: llama-2m, init: scratch}
+data: {sources: [{type: fake}], seq_length: 32}
+training: {max_steps: 2, global_batch_size: 4}
+clusters: [{launcher: {kind: pbs, time: 1h}, nodes: 2, gpus_per_node: 1, device: cpu}]
+"""
+
+
+def begin(folder: Path, monkeypatch: pytest.MonkeyPatch, qsub: str, *overrides: str) -> object:
+    """Start from a folder that is not `workdir`."""
+    version = "[ $1 = --version ] && echo pbs_version = 23 || echo '    job_state = Q'"
+    write_program(folder / "bin" / "qstat", version)
+    write_program(folder / "bin" / "qsub", qsub)
+    (folder / "here").mkdir()
+    (folder / "my work").mkdir()
+    monkeypatch.chdir(folder / "here")
+    Path("run.yaml").write_text(SMALL)
+    places = f"clusters.0.launcher.bin_path={folder}/bin", f"clusters.0.workdir={folder}/my work"
+    options = StartOptions(Path("run.yaml"), (*places, *overrides), "auto", False, str, str)
+    return start(options)
+
+
+def test_paths_are_those_of_workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = begin(tmp_path, monkeypatch, "echo 7.server")
+    assert isinstance(started, Started)
+    assert started.run_dir.path == tmp_path / "my work" / "runs" / "tiny-1"
+    assert (read_record(started.attempt.launch) or {})["job_id"] == "7.server"
+    text = started.attempt.script.read_text()
+    assert f"cd '{tmp_path}/my work' || exit 1" in text
+    assert f"isles.agent '{started.run_dir.path}' --attempt 1" in text
+    assert not list((tmp_path / "here").glob("runs*"))
+
+
+def test_a_job_that_is_refused_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="Unknown queue") as error:
+        begin(tmp_path, monkeypatch, "echo 'qsub: Unknown queue' >&2; exit 1")
+    assert "run.yaml" in error.value.where and "qstat -Q" in error.value.fix
+    assert not list(tmp_path.rglob("tiny-*"))
+
+
+@each("option", ["-J 1-4", "-t 0-3"])
+def test_an_array_of_jobs_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    extra = f"clusters.0.launcher.extra=[{option}]"
+    with pytest.raises(ConfigError, match="would start the same run many times"):
+        begin(tmp_path, monkeypatch, "echo 7[].server", extra)

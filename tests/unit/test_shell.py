@@ -15,31 +15,17 @@ from isles.launch.ssh.channel import Channel, open_channel
 from isles.launch.ssh.shell import Shell, on_all
 from tests.deadline import DEADLINE_S
 from tests.each import each
+from tests.programs import write_program
 
-FakeSsh = Callable[[str], None]
+FakeSsh = Callable[[str], object]
 
 
 @pytest.fixture
 def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSsh:
     """Puts a program ssh first on PATH; `$last` is the command that is to run on the host."""
     folder = tmp_path / "bin"
-    folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-
-    def write(body: str) -> None:
-        program = folder / "ssh"
-        lines = ["#!/bin/bash", f'echo "$*" >> {tmp_path}/calls', 'last="${@: -1}"', body]
-        program.write_text("\n".join(lines) + "\n")
-        program.chmod(0o755)
-
-    return write
-
-
-RUN_HERE = '[ "$1" = -G ] && { echo "controlmaster false"; exit 0; }; exec sh -c "$last"'
-
-
-def says(text: str) -> str:
-    return f'[ "$1" = -G ] && exit 0; echo "{text}" >&2; exit 255'
+    return lambda lines: write_program(folder / "ssh", f'last="${{@: -1}}"\n{lines}')
 
 
 @pytest.mark.parametrize(
@@ -50,7 +36,7 @@ def says(text: str) -> str:
 def test_a_command_arrives_word_for_word_in_every_login_shell(
     fake_ssh: FakeSsh, login: str
 ) -> None:
-    fake_ssh(RUN_HERE.replace("exec sh", f"exec {login}"))
+    fake_ssh(f'exec {login} -c "$last"')
     words = ["two  words", "it's", "$HOME", "a\nb", '"', "*", "\\", "!!", "`id`", "ü", "\\x41"]
     words += ["\t", "a long word " * 700]
     done = Shell("me@host").run([sys.executable, "-c", "import sys; print(sys.argv[1:])", *words])
@@ -58,16 +44,12 @@ def test_a_command_arrives_word_for_word_in_every_login_shell(
     script = f"cd /\n[ $PWD = / ] && echo {'so many words ' * 700}"
     done = Shell("me@host").run(["bash", "-c", script])
     assert done.stdout.split() == ["so", "many", "words"] * 700, done.stderr
-
-
-def test_stdin_and_the_exit_status_travel(fake_ssh: FakeSsh) -> None:
-    fake_ssh(RUN_HERE)
     done = Shell("me@host").run(["bash", "-c", "cat; echo no >&2; exit 3"], stdin="text")
     assert (done.returncode, done.stdout, done.stderr) == (3, "text", "no\n")
 
 
 @each(
-    ("said", "what", "fix"),
+    ("line", "what", "fix"),
     [
         ("me@host: Permission denied (publickey).", "refuses the key", "ssh-copy-id me@host"),
         ("Could not resolve hostname host: Name or service", "no such host", "~/.ssh/config"),
@@ -75,30 +57,27 @@ def test_stdin_and_the_exit_status_travel(fake_ssh: FakeSsh) -> None:
         ("connect to host host port 22: Connection timed out", "does not answer", "ping host"),
         ("connect to host host port 22: No route to host", "does not answer", "ping host"),
         ("Host key verification failed.", "key is not known", "by hand, and compare"),
+        (
+            "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!\nHost key verification failed",
+            "another key than it had",
+            "ssh-keygen -R host",
+        ),
         ("kex_exchange_identification: read: reset", "cannot connect", "by hand: ssh me@host"),
     ],
 )
 def test_what_ssh_says_becomes_what_to_type(
-    fake_ssh: FakeSsh, said: str, what: str, fix: str
+    fake_ssh: FakeSsh, line: str, what: str, fix: str
 ) -> None:
-    fake_ssh(says(said))
+    fake_ssh(f'echo "{line}" >&2; exit 255')
     with pytest.raises(PreflightError) as error:
         Shell("me@host").run(["true"])
-    assert what in error.value.what and said in error.value.what
+    assert what in error.value.what and line.splitlines()[-1] in error.value.what
     assert fix in error.value.fix
     assert error.value.where == "host me@host"
 
 
-def test_a_changed_host_key_is_not_just_an_unknown_one(fake_ssh: FakeSsh) -> None:
-    fake_ssh(says("WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!\nHost key verification failed"))
-    with pytest.raises(PreflightError) as error:
-        Shell("me@host").run(["true"])
-    assert "another key than it had" in error.value.what
-    assert "ssh-keygen -R host" in error.value.fix
-
-
 def test_a_host_that_goes_silent_is_named(fake_ssh: FakeSsh) -> None:
-    fake_ssh('[ "$1" = -G ] && exit 0; exec sleep 60')
+    fake_ssh("exec sleep 60")
     with pytest.raises(PreflightError, match=r"no answer within 0 s to: uptime") as error:
         Shell("me@host").run(["uptime"], timeout_s=0.2)
     assert error.value.where == "host me@host"
@@ -113,7 +92,7 @@ def test_without_ssh_it_says_what_to_install(
     assert "apt install openssh-client" in error.value.fix
 
 
-def test_all_places_are_tried_and_all_faults_kept() -> None:
+def test_all_places_are_tried_and_all_failures_kept() -> None:
     def work(number: int) -> int:
         if number % 2:
             raise UserError(f"odd: {number}")
@@ -149,14 +128,12 @@ def test_a_node_answers_and_ends_with_its_connection() -> None:
 
 
 def test_what_a_login_prints_is_no_answer(fake_ssh: FakeSsh) -> None:
-    fake_ssh(
-        '[ "$1" = -G ] && exit 0; echo "Welcome!"; echo "{}"; echo hush >&2; exec sh -c "$last"'
-    )
+    fake_ssh('echo "Welcome!"; echo "{}"; echo hush >&2; exec sh -c "$last"')
     with open_channel(Shell("host"), python=sys.executable, lines=["echo from .bashrc"]) as channel:
         assert channel.call("facts", timeout_s=DEADLINE_S)["executable"] == sys.executable
 
 
-@pytest.mark.parametrize(
+@each(
     ("lines", "python", "what"),
     [
         ([], "/nowhere/python", "/nowhere/python cannot be run there"),
@@ -174,17 +151,17 @@ def test_a_host_that_cannot_run_isles_says_why(lines: list[str], python: str, wh
     assert "clusters[0]" in error.value.fix
 
 
-def test_an_older_isles_there_is_not_taken_for_none(tmp_path: Path) -> None:
+@each("module", ["isles.launch.ssh.node", "isles.later"])
+def test_an_older_isles_there_is_not_taken_for_none(tmp_path: Path, module: str) -> None:
     (tmp_path / "isles").mkdir()
     (tmp_path / "isles" / "__init__.py").touch()
     older = [f"export PYTHONPATH={tmp_path}", f"cd {tmp_path}"]
-    for module in ("isles.launch.ssh.node", "isles.later"):
-        with (
-            open_channel(Shell(), python=sys.executable, lines=older, module=module) as channel,
-            pytest.raises(PreflightError, match=r"another version of isles, .* isles\.la") as error,
-        ):
-            channel.call("facts", timeout_s=DEADLINE_S)
-        assert error.value.id == "version.isles" and "isles setup" in error.value.fix
+    with (
+        open_channel(Shell(), python=sys.executable, lines=older, module=module) as channel,
+        pytest.raises(PreflightError, match=r"another version of isles, .* isles\.la") as error,
+    ):
+        channel.call("facts", timeout_s=DEADLINE_S)
+    assert error.value.id == "version.isles" and "isles setup" in error.value.fix
 
 
 def test_a_node_that_dies_is_no_hang() -> None:

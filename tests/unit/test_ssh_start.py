@@ -25,7 +25,6 @@ from isles.launch.remote.sync import rsync_argv
 from isles.launch.ssh import start as launch_ssh
 from isles.launch.ssh.channel import READY
 from isles.launch.ssh.environment import path_elsewhere, quoted, setting_lines
-from isles.launch.ssh.facts import machine_id
 from isles.launch.ssh.hosts import Host
 from isles.launch.ssh.shell import Shell, on_all
 from isles.launch.ssh.start import interruptible
@@ -33,9 +32,11 @@ from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 from isles.run.remote import RemoteRun, list_remotes
-from tests.deadline import DEADLINE_S
+from tests.deadline import DEADLINE_S, run_program
+from tests.each import each
+from tests.programs import write_program
 
-FLEET = Fleet("ssh", (FleetNode(0, "a1", "a1", "10.0.0.1", 1),), 29500, 1, "cpu", 10.0, "digest")
+OVER_SSH = "clusters.0.launcher={kind: ssh, hosts: [a1]}"
 
 
 def test_ctrl_c_does_not_wait_for_the_slowest_host() -> None:
@@ -68,116 +69,86 @@ def test_signals_are_the_run_s_once_it_is_there() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def section(**more: Any) -> ClusterConfig:
-    return ClusterConfig.model_validate({"launcher": {"kind": "ssh", "hosts": ["a1"]}, **more})
+def section(**environment: Any) -> ClusterConfig:
+    launcher = {"kind": "ssh", "hosts": ["a1"]}
+    return ClusterConfig.model_validate({"launcher": launcher, "environment": environment})
 
 
-def bash(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "-c", script],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+def bash(*lines: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return run_program(["bash", "-c", "\n".join(lines)], env={**os.environ, **environ})
 
 
 def test_a_home_is_that_of_the_user_there(tmp_path: Path) -> None:
-    work, venv = tmp_path / "it's my work", tmp_path / "my venv" / "bin"
+    work, activate = tmp_path / "it's my work", tmp_path / "my venv" / "bin" / "activate"
     work.mkdir()
-    venv.mkdir(parents=True)
-    (venv / "activate").write_text("echo activated\n")
-    cluster = section(environment={"venv": "~/my venv"})
-    lines = setting_lines(cluster, "~/it's my work")
-    done = bash("\n".join([*lines, "pwd"]), HOME=str(tmp_path))
+    activate.parent.mkdir(parents=True)
+    activate.write_text("echo activated\n")
+    lines = setting_lines(section(venv="~/my venv"), "~/it's my work")
+    done = bash(*lines, "pwd", HOME=str(tmp_path))
     assert (done.stdout, done.stderr) == (f"activated\n{work}\n", "")
-    shell = Shell("a1")
-    assert rsync_argv(shell, SyncConfig(paths=(".",)), "~/my work")[-1] == "a1:my work/"
-    assert rsync_argv(shell, SyncConfig(paths=(".",)), "/x")[-1] == "a1:/x/"
+    for given, path in (("~/my work", "my work/"), ("/x", "/x/"), ("~", "./"), ("~/", "./")):
+        assert rsync_argv(Shell("a1"), SyncConfig(paths=(".",)), given)[-1] == f"a1:{path}"
     for home in ("~", "~/"):
-        assert rsync_argv(shell, SyncConfig(paths=(".",)), home)[-1] == "a1:./"
         assert bash(f"cd {quoted(home)}; pwd", HOME=str(tmp_path)).stdout == f"{tmp_path}\n"
 
 
-def test_module_and_conda_are_found_without_a_login(tmp_path: Path) -> None:
-    """A shell that ssh starts for a command has read no profile, and no interactive .bashrc."""
-    conda = tmp_path / "miniconda3" / "condabin" / "conda"
-    conda.parent.mkdir(parents=True)
-    conda.write_text("#!/bin/sh\necho 'conda() { echo conda $*; }'\n")
-    conda.chmod(0o755)
-    profile = tmp_path / "profile"
-    profile.write_text("module() { echo module $*; }\n")
-    given = {"setup": ["module use here"], "modules": ["gcc/12"], "conda": "train"}
-    script = "\n".join(setting_lines(section(environment=given), "/"))
-    script = script.replace("/etc/profile", str(profile))
-    done = bash(script, HOME=str(tmp_path), PATH="/usr/bin:/bin")
-    said = ["module use here", "module load gcc/12", "conda activate train"]
-    assert (done.stdout.splitlines(), done.stderr) == (said, "")
-
-
-def test_a_run_in_a_home_is_in_the_home_of_each_user(
-    run_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", "/home/ann")
-    run_dir = Path("/home/ann/work/runs/a-1")
-    for workdir, output_dir, path in (
+@each(
+    ("workdir", "output_dir", "path"),
+    [
         ("~/work", "runs", "~/work/runs/a-1"),
         ("/data", "~/work/runs", "~/work/runs/a-1"),
-        ("/home/ann/work", "runs", str(run_dir)),
-        ("~/work", "/home/ann/work/runs", str(run_dir)),
-    ):
-        values = [f"output_dir={output_dir}", f"clusters.0.workdir={workdir}"]
-        values.append("clusters.0.launcher={kind: ssh, hosts: [a1]}")
-        config = load_run_file(run_file, values).config
-        assert path_elsewhere(run_dir, config) == path
+        ("/home/ann/work", "runs", "/home/ann/work/runs/a-1"),
+        ("~/work", "/home/ann/work/runs", "/home/ann/work/runs/a-1"),
+    ],
+)
+def test_a_run_in_a_home_is_in_the_home_of_each_user(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, workdir: str, output_dir: str, path: str
+) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    values = [f"output_dir={output_dir}", f"clusters.0.workdir={workdir}", OVER_SSH]
+    config = load_run_file(run_file, values).config
+    assert path_elsewhere(Path("/home/ann/work/runs/a-1"), config) == path
 
 
-def test_pip_that_never_ends_is_said(
+def test_module_and_conda_are_found_without_a_login(tmp_path: Path) -> None:
+    # A shell that ssh starts for a command has read no profile, and no interactive .bashrc.
+    conda = tmp_path / "miniconda3" / "condabin" / "conda"
+    write_program(conda, "echo 'conda() { echo conda $*; }'")
+    profile = tmp_path / "profile"
+    profile.write_text("module() { echo module $*; }\n")
+    given = section(setup=["module use here"], modules=["gcc/12"], conda="train")
+    lines = [line.replace("/etc/profile", str(profile)) for line in setting_lines(given, "/")]
+    done = bash(*lines, HOME=str(tmp_path), PATH="/usr/bin:/bin")
+    calls = ["module use here", "module load gcc/12", "conda activate train"]
+    assert (done.stdout.splitlines(), done.stderr) == (calls, "")
+
+
+def test_pip_that_never_ends_is_reported(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ssh = tmp_path / "bin" / "ssh"
-    ssh.parent.mkdir()
-    ssh.write_text('#!/bin/sh\n[ "$1" = -G ] || exec tail -f /dev/null\n')
-    ssh.chmod(0o755)
+    ssh = write_program(tmp_path / "bin" / "ssh", "exec tail -f /dev/null")
     monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(launch_setup, "_INSTALL_S", 0.5)
-    loaded = load_run_file(run_file, ["clusters.0.launcher={kind: ssh, hosts: [a1]}"])
+    loaded = load_run_file(run_file, [OVER_SSH])
     with pytest.raises(PreflightError, match="it has not been set up within 0s") as caught:
         launch_setup.setup(loaded, check=False, print_line=str)
     assert caught.value.where == "host a1" and "grep pip" in caught.value.fix
 
 
 def test_half_a_venv_is_made_again(tmp_path: Path) -> None:
-    """Without Debian's python3-venv there is a bin/python after the fault, and no pip."""
+    # Without Debian's python3-venv there is a bin/python after the failure, and no pip.
     tools, venv = tmp_path / "tools", tmp_path / "venv"
-    tools.mkdir()
     python = tools / "python{}.{}".format(*sys.version_info[:2])
     half = f'[ "$2" = venv ] || exit 0; mkdir -p {venv}/bin; cp $0 {venv}/bin/python; exit 1'
-    python.write_text(f"#!/bin/bash\n{half}\n")
-    python.chmod(0o755)
-    environment = section(environment={"venv": str(venv)}).environment
-    script = "\n".join([*_make_lines(environment, str(tmp_path)), "echo goes on"])
+    write_program(python, half)
+    lines = [*_make_lines(section(venv=str(venv)).environment, str(tmp_path)), "echo goes on"]
     for _ in range(2):
-        assert bash(script, PATH=f"{tools}:{os.environ['PATH']}").returncode == 1
-
-
-def remote(path: str) -> RemoteRun:
-    return RemoteRun("tiny-1", "me@a1", path, (), "python3", "ssh", ("me@a1",), 1.0)
-
-
-def test_a_run_that_cannot_be_remembered_goes_on_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    warnings: list[str] = []
-    remember(tmp_path / "file" / "runs", remote("/data/runs/tiny-1"), warnings.append)
-    (warning,) = warnings
-    assert "tiny-1 has started, and cannot be remembered here" in warning
-    assert "on me@a1: /data/runs/tiny-1" in warning
+        assert bash(*lines, PATH=f"{tools}:{os.environ['PATH']}").returncode == 1
 
 
 def started_on(run_file: Path, run_dir: Path, machine: str) -> Started:
-    """What `isles train` has in hand once a run has started with a head that says so of itself."""
-    loaded = load_run_file(run_file, ["clusters.0.launcher={kind: ssh, hosts: [a1]}"])
+    """What `isles train` has in hand once a run has started on the machine with this number."""
+    loaded = load_run_file(run_file, [OVER_SSH])
     options = StartOptions(run_file, (), "auto", False, str, str)
     cluster = loaded.config.clusters[0]
     nobody: Any = None
@@ -189,26 +160,39 @@ def started_on(run_file: Path, run_dir: Path, machine: str) -> Started:
     return start._started({"run_dir": str(run_dir), "elsewhere": str(run_dir), "attempt": 1})
 
 
-@pytest.mark.parametrize(
-    ("is_here", "folder", "is_remembered"),
-    [(True, "runs", False), (True, "other/runs", True), (False, "runs", True)],
+@each(
+    ("here", "first_host", "folder", "is_remembered"),
+    [
+        ("m", "m", "runs", False),
+        ("m", "m", "other/runs", True),
+        ("m", "another", "runs", True),
+        ("", "", "runs", True),  # macOS has no number of the boot: they may be two machines
+    ],
 )
 def test_a_run_that_is_not_in_the_own_folder_is_remembered(
-    run_file: Path, tmp_path: Path, is_here: bool, folder: str, is_remembered: bool
+    run_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    here: str,
+    first_host: str,
+    folder: str,
+    is_remembered: bool,
 ) -> None:
-    run_dir = tmp_path / folder / "tiny-1"
-    started = started_on(run_file, run_dir, machine_id() if is_here else "another")
-    remembered = list_remotes(tmp_path / "runs")
-    assert [run.path for run in remembered] == ([str(run_dir)] if is_remembered else [])
-    assert (started.remote is not None) == is_remembered
+    monkeypatch.setattr(launch_ssh, "machine_id", lambda: here)
+    run_dir = run_file.parent / folder / "tiny-1"
+    assert (started_on(run_file, run_dir, first_host).remote is not None) == is_remembered
+    remembered = [run.path for run in list_remotes(run_file.parent / "runs")]
+    assert (str(run_dir) in remembered) == is_remembered
 
 
-def test_two_machines_that_cannot_be_told_apart_are_two(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On macOS there is no number of the boot."""
-    monkeypatch.setattr(launch_ssh, "machine_id", str)
-    assert started_on(run_file, tmp_path / "runs" / "tiny-1", "").remote is not None
+def test_a_run_that_cannot_be_remembered_goes_on_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    warnings: list[str] = []
+    path = "/data/runs/tiny-1"
+    remote = RemoteRun("tiny-1", "me@a1", path, (), "python3", "ssh", ("me@a1",), 1.0)
+    remember(tmp_path / "file" / "runs", remote, warnings.append)
+    (warning,) = warnings
+    assert "tiny-1 has started, and cannot be remembered here" in warning
+    assert f"on me@a1: {path}" in warning
 
 
 _FORGETFUL = """
@@ -219,19 +203,17 @@ main()
 """
 
 
-@pytest.mark.parametrize("is_given_up", [False, True])
+@each("is_given_up", [False, True])
 def test_a_start_that_is_not_heard_of_after_begin_ends(
     run_file: Path, tmp_path: Path, is_given_up: bool
 ) -> None:
-    """The launching machine lost its power: the connection stands, and nobody says a word.
-
-    Also after it has given the start up: nobody is left to close the connection.
-    """
-    loaded = load_run_file(run_file)
-    text = dump_resolved(resolve(loaded, num_gpus=0))
-    args = {"resolved": text, "text": loaded.text, "resume": "auto", "dry_run": False}
-    args |= {"join": "", "typed": ""}
-    asked = [{"id": 1, "op": "begin", "args": {**args, "fleet": FLEET.record()}}]
+    # The launching machine lost its power: the connection stands, and nobody says a word. Also
+    # after it has given the start up: nobody is left to close the connection.
+    loaded = load_run_file(run_file, [f"output_dir={tmp_path}"])
+    args: dict[str, Any] = {"resume": "auto", "dry_run": False, "join": "", "typed": ""}
+    args |= {"resolved": dump_resolved(resolve(loaded, num_gpus=0)), "text": loaded.text}
+    fleet = Fleet("ssh", (FleetNode(0, "a1", "a1", "10.0.0.1", 1),), 29500, 1, "cpu", 10.0, "d")
+    asked = [{"id": 1, "op": "begin", "args": {**args, "fleet": fleet.record()}}]
     if is_given_up:
         asked.append({"id": 2, "op": "end", "args": {"what": "another host is down"}})
     pipe = subprocess.PIPE
@@ -246,6 +228,5 @@ def test_a_start_that_is_not_heard_of_after_begin_ends(
             assert node.wait(DEADLINE_S) == 2
         finally:
             node.kill()
-    attempt = RunDir(tmp_path / "runs" / "tiny-1").attempt(1)
-    outcome = read_record(attempt.outcome) or {}
+    outcome = read_record(RunDir(tmp_path / "tiny-1").attempt(1).outcome) or {}
     assert ("another host" if is_given_up else "was not heard of any more") in outcome["reason"]
