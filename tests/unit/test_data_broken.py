@@ -237,7 +237,7 @@ def test_any_row_is_either_trained_on_or_named(tokenizer: Any, kind: str):
 def test_many_bad_rows_are_listed_and_few_are_left_out(
     tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    rows = [{"messages": []} if n % 3 == 0 else GOOD["chat"] for n in range(3000)]
+    rows = [{"messages": []} if n % 4 == 0 else GOOD["chat"] for n in range(4000)]
     file = write_rows(tmp_path / "a.jsonl", rows)
 
     def make(limit: float) -> TokenStore:
@@ -245,19 +245,19 @@ def test_many_bad_rows_are_listed_and_few_are_left_out(
         return TokenStore.open(prepare_file(tokenizer, file, tmp_path / "c", **keys))
 
     # Nobody waits for the rest of a large file to learn of its first bad rows.
-    with pytest.raises(DataError, match="342 of the first 1024 rows") as caught:
+    with pytest.raises(DataError, match="256 of the first 1024 rows") as caught:
         make(0.0)
-    assert f"{file}:28: " in caught.value.what
-    with pytest.raises(DataError, match="1000 of 3000 rows") as caught:
+    assert f"{file}:37: " in caught.value.what
+    with pytest.raises(DataError, match="1000 of 4000 rows") as caught:
         make(0.1)
     error = caught.value
     assert error.what.count("holds no message") == 10 and "and 990 more" in error.what
-    assert "it takes 0.34 here" in error.fix
-    store = make(0.34)
-    assert len(store.document_ends) == 2000
-    assert "bad_rows=1000" in caplog.text and f"{file}:28" in caplog.text
+    assert "it takes 0.25 here" in error.fix
+    store = make(0.25)
+    assert len(store.document_ends) == 3000
+    assert "bad_rows=1000" in caplog.text and f"{file}:37" in caplog.text
     manifest = store.manifest
-    assert (manifest["rows"], manifest["bad"], manifest["empty"]) == (3000, 1000, 0)
+    assert (manifest["rows"], manifest["bad"], manifest["empty"]) == (4000, 1000, 0)
     assert manifest["first_bad"][0][0] == f"{file}:1"
-    with pytest.raises(DataError, match="1000 of 3000 rows"):  # also of what was prepared before
+    with pytest.raises(DataError, match="1000 of 4000 rows"):  # also of what was prepared before
         make(0.0)

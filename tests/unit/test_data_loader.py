@@ -128,7 +128,7 @@ def test_text_beside_isolated_chats_gets_positions_too():
 
 def test_any_step_can_be_asked_for():
     with closing(loader_of(fake(), 4, 4)) as loader:
-        for seen in (0, 4, 40, 8, 8, 12):
+        for seen in (0, 4, 40, 2045, 8, 8, 12):
             (batch,) = loader.step(seen).micro_batches
             assert batch.sample_ids == tuple(range(seen, seen + 4))
             assert batch.input_ids_BT.dtype == batch.targets_BT.dtype == torch.int64

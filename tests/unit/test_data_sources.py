@@ -258,8 +258,8 @@ def test_a_long_text_is_read_on_from_any_piece(
 ):
     """It is cut between characters where it has no lines."""
     monkeypatch.setattr(read, "WHOLE_BYTES", 2000)
-    monkeypatch.setattr(read, "PIECE_BYTES", 701)  # odd: not between two characters of two bytes
-    path, text = tmp_path / name, "\n".join(TEXTS[:100]) + "x" + "ä" * 3000
+    monkeypatch.setattr(read, "PIECE_BYTES", 703)  # three bytes behind the start of a character
+    path, text = tmp_path / name, "\n".join(TEXTS[:100]) + "x" + "😀" * 1500
     path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
     pieces = texts_of(file_chunks(path, COLUMNS, {}))
     assert len(pieces) > 10 and "".join(pieces) == text
