@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isles.data.order import PERIOD, SampleOrder, key_from, permute, shares
+from tests.each import each
 
 sizes = st.lists(st.integers(1, 60), min_size=1, max_size=4)
 seeds = st.integers(0, 2**63 - 1)
@@ -45,6 +46,12 @@ def test_a_sample_depends_on_its_index_alone(
     for place, sample_id in enumerate(ids):
         alone = SampleOrder(sizes, weights, seed).locate(np.array([sample_id]))
         assert (alone[0][0], alone[1][0]) == (together[0][place], together[1][place])
+
+
+@each("weights", [None, [1.0]])
+def test_every_epoch_has_an_order_of_its_own(weights: list[float] | None):
+    _, sample = SampleOrder([500], weights, seed=2).locate(np.arange(1000))
+    assert not np.array_equal(sample[:500], sample[500:])
 
 
 def test_a_period_holds_the_sources_in_proportion():

@@ -64,18 +64,23 @@ def tokens_read(stream: Stream, made: Made) -> list[int]:
     return tokens
 
 
-@each("name", ["a.jsonl", "a.parquet"])
-def test_segments_follow_on_without_losing_a_token(tmp_path: Path, tokenizer: Any, name: str):
+@each(("name", "packing"), [("a.jsonl", True), ("a.parquet", True), ("a.jsonl", False)])
+def test_segments_follow_on_without_losing_a_token(
+    tmp_path: Path, tokenizer: Any, name: str, packing: bool
+):
     write_rows(tmp_path / "a.jsonl", ROWS)
     write_parquet(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=300)
-    stream = stream_of(tmp_path / name, tokenizer, validation_fraction=0.1)
+    stream = stream_of(tmp_path / name, tokenizer, validation_fraction=0.1, packing=packing)
     held_out = stream.hold_out(0, len(TEXTS))
     assert 0.05 < sum(held_out) / len(TEXTS) < 0.15
     kept = [text for text, held in zip(TEXTS, held_out, strict=True) if not held]
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in kept]
     epoch = [token for document in ids for token in document]
     made = segments(stream, tmp_path / "one", 20)
-    tokens = tokens_read(stream, made)
+    if packing:
+        tokens = tokens_read(stream, made)
+    else:  # whole documents
+        tokens = [token for _, store in made for token in store.tokens.tolist()]
     assert len(tokens) > 2 * len(epoch)
     assert tokens == (epoch * (len(tokens) // len(epoch) + 1))[: len(tokens)]
     assert made[-1][0].begin.epoch >= 2
