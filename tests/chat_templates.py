@@ -147,22 +147,7 @@ COUNTING_DOWN = """\
 {%- endfor -%}
 """
 
-SPECIAL = (
-    "<s>",
-    "</s>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "[INST]",
-    "[/INST]",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|start|>",
-    "<|message|>",
-    "<|channel|>",
-    "<|return|>",
-)
+SPECIAL = ["<s>", "</s>", "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>"]
 """Tokens of their own in the tokenizer that tests use."""
+SPECIAL += ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>"]
+SPECIAL += ["<|end|>", "<|start|>", "<|message|>", "<|channel|>", "<|return|>"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,52 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from isles.config.sections.data import DataConfig, SourceConfig
 from isles.config.sections.model import ModelConfig
-from isles.config.sections.run import RunConfig
-from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
-from isles.config.sections.training import TrainingConfig
-from isles.data import builders
-from isles.data.builders import Ranges
-from isles.data.loader import Loader
-from isles.data.mix import Dataset
-from isles.data.order import SampleOrder
-from isles.data.tokens.store import TokenStore
+from isles.data.tokens.tokenizer import train_tokenizer
 from isles.dist.batch import Batch, cu_seqlens, isolation_inputs
-from isles.dist.split import even_split
-from isles.dist.world import World, join_world, leave_world
 from isles.facts.models import ISOLATED
 from isles.models.attention import use_maskless_attention
-from isles.models.build import (
-    build_empty_model,
-    build_model,
-    fill_model,
-    set_gradient_checkpointing,
-)
-from isles.run.env import RankEnv
+from isles.models.build import build_model
+from isles.run.paths import RunDir
+from isles.run.records import read_rows
 from isles.strategies.sequence import whole
-from isles.train.optimizer import make_optimizers
-from isles.train.strategy import (
-    is_sharded,
-    make_engine,
-    needs_fixed_length,
-    resolve_mesh,
-    runs_in_step,
-    use_attention,
-)
+from tests.data import write_rows
+from tests.dist.test_same_mathematics import largest_difference
 from tests.each import each
-from tests.ranks import run_ranks
+from tests.ranks import train_to_end
 from tests.unit.test_no_sync import ReadsToHost
 
 SEQ_LENGTH = 48
-STEPS = 3
-
 COMMON = {
-    "vocab_size": 96,
+    "vocab_size": 320,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -65,178 +39,99 @@ COMMON = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
+WINDOWS = ["sliding_attention", "full_attention"]
+GPT2 = {"vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **COMMON},
-    "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": 96,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 64,
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-    },
-    "mistral": {"model_type": "mistral", **COMMON, "sliding_window": 7},
-    "gemma3_text": {
-        "model_type": "gemma3_text",
-        **COMMON,
-        "sliding_window": 7,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
+    "llama": COMMON,
+    "gpt2": {**GPT2, **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)},
+    "mistral": {**COMMON, "sliding_window": 7},
+    "gemma3_text": {**COMMON, "sliding_window": 7, "layer_types": WINDOWS},
 }
+PLACES = [*(n for small in range(4, 20) for n in (small, SEQ_LENGTH - small)), 20, 50, 60, 80]
+"""Of each conversation. Two fill a sample exactly; then one leaves padding, and three are cut."""
+UNPACKED, PACKED = len(PLACES), 20
+"""Samples, all of which make one step."""
 
 
-def chats() -> TokenStore:
-    """Conversations of very different lengths, trained in part, some longer than a sample."""
+def write_model(folder: Path, kind: str) -> Path:
+    folder.mkdir()
+    content = {"model_type": kind, **MODELS[kind]}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def write_run(folder: Path, kind: str) -> Path:
+    """A run file that trains on conversations of which a part is trained."""
     rng = np.random.default_rng(0)
-    lengths = [*rng.integers(3, 30, 36).tolist(), 49, 60, 80]
-    ends = np.cumsum(lengths)
-    tokens = rng.integers(3, 96, ends[-1]).astype(np.uint16)
-    trained = rng.random(ends[-1]) < 0.6
-    return TokenStore(Path("nowhere"), "chats", tokens, ends, 2, 95, trained, "chat")
-
-
-def train(
-    world: World, folder: Path, strategy: Any, keys: dict[str, Any], *, packs: bool, isolates: bool
-) -> tuple[dict[str, Tensor], list[float]]:
-    """Some steps over all conversations each: the weights, and the loss of each step."""
-    config = RunConfig(
-        model=ModelConfig(
-            name_or_path=str(folder), init="scratch", attn_implementation=keys.get("attn", "sdpa")
-        ),
-        data=DataConfig(sources=(SourceConfig(type="fake"),), seq_length=SEQ_LENGTH),
-        training=TrainingConfig(
-            max_steps=STEPS,
-            optimizer="sgd",
-            precision="32-true",
-            weight_decay=0.0,
-            gradient_checkpointing=keys.get("checkpointing", "none"),
-        ),
-        strategy=strategy,
-    )
-    store = chats()
-    ends = np.asarray(store.document_ends)
-    part = builders.whole(
-        store,
-        Ranges(np.concatenate([[0], ends[:-1]]), ends),
-        SEQ_LENGTH,
-        packs=packs,
-        isolates=isolates,
-        too_long="truncate",
-    )
-    dataset = Dataset(
-        [part],
-        SampleOrder([part.num_samples], None, 0),
-        SEQ_LENGTH,
-        trims=not needs_fixed_length(config),
-    )
-    mesh = resolve_mesh(strategy, world)
-    if is_sharded(strategy):
-        model = build_empty_model(config.model, dtype=torch.float32, vocab_size=None)
-    else:
-        model = build_model(
-            config.model, device=world.device, dtype=torch.float32, seed=0, vocab_size=None
-        )
-    set_gradient_checkpointing(model, config.training.gradient_checkpointing)
-    use_attention(model, strategy, mesh, world.device, config.training)
-    fill = functools.partial(fill_model, config=config.model, seed=0)
-    optimizers = functools.partial(make_optimizers, config.training)
-    engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)
-    split = even_split(part.num_samples, mesh.dp_size, 4, in_step=runs_in_step(strategy))
-    loader = Loader(dataset, split=split, dp_rank=mesh.dp_rank, device=world.device)
-    losses, samples = [], 0
-    for _ in range(STEPS):
-        step = loader.step(samples)
-        total = torch.zeros(())
-        for index, batch in enumerate(step.micro_batches):
-            is_last = index == len(step.micro_batches) - 1
-            total += engine.forward_backward(batch, loss_divisor=step.loss_divisor, is_last=is_last)
-        engine.optimizer_step(lr=0.3, max_norm=None)
-        losses.append(sum(world.gather(float(total))) / step.loss_divisor)
-        samples = step.next_sample
-    loader.close()
-    # A pipeline's ranks have different weights, and each is somewhere.
-    mine = {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in engine.state_dict().items()
-        if isinstance(value, Tensor) and name.startswith("model.")
+    rows = []
+    for places in PLACES:
+        ids = rng.integers(3, 260, places + 1)
+        labels = np.where(rng.random(places + 1) < 0.6, ids, -100)
+        labels[1] = ids[1]
+        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    train_tokenizer(["some words"], 260).save_pretrained(folder / "tokenizer")
+    training = {"max_steps": 3, "optimizer": "sgd", "learning_rate": 0.3, "warmup_steps": 0}
+    training |= {"lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": None}
+    content = {
+        "output_dir": str(folder / "runs"),
+        "model": {"name_or_path": str(write_model(folder / "model", kind)), "init": "scratch"},
+        "tokenizer": {"name_or_path": str(folder / "tokenizer")},
+        "data": {
+            "sources": [{"path": str(write_rows(folder / "a.jsonl", rows)), "type": "tokens"}],
+            "seq_length": SEQ_LENGTH,
+            "validation_fraction": 0,
+        },
+        "training": {**training, "micro_batch_size": 2, "precision": "32-true", "logging_steps": 1},
+        "balance": "even",
+        "checkpoint": {"every_steps": None, "every_minutes": None, "export_on_finish": False},
+        "track": ["jsonl"],
     }
-    every: dict[str, Tensor] = {}
-    for other in world.gather(mine):
-        every |= other
-    return every, losses
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
 
 
-def compare(
-    env: RankEnv, folder: Path, strategy: Any, keys: dict[str, Any]
-) -> tuple[float, float, float]:
-    """How far packed training is from unpacked, with documents apart and not; and how far it goes.
-
-    The largest difference of a weight, relative to the largest weight of its tensor.
-    """
-    world = join_world(env, device="cpu", timeout_s=60)
-    try:
-        run = functools.partial(train, world, folder)
-        unpacked, losses = run(DDPStrategyConfig(), {}, packs=False, isolates=False)
-        packed, packed_losses = run(strategy, keys, packs=True, isolates=True)
-        leaking, _ = run(DDPStrategyConfig(), {}, packs=True, isolates=False)
-    finally:
-        leave_world()
-    assert packed.keys() == unpacked.keys() and len(packed) > 10
-    assert packed_losses == pytest.approx(losses, rel=1e-5)
-    assert losses[-1] < losses[0] - 0.01
-    return distance(packed, unpacked), distance(leaking, unpacked), losses[0] - losses[-1]
+def trained(run_file: Path, ranks: int, samples: int, *options: str) -> RunDir:
+    size = f"training.global_batch_size={samples}"
+    run_dir, code = train_to_end(run_file, ranks, size, *options, resume="no")
+    assert code == 0, options
+    return run_dir
 
 
-def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    return max(
-        float((one[name] - other[name]).abs().max() / other[name].abs().max()) for name in other
-    )
+def losses(run_dir: RunDir) -> list[float]:
+    found = [row["loss"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    assert len(found) == 3 and found[-1] < found[0] - 0.01
+    return found
 
 
-def make_folder(tmp_path: Path, model: str) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
-    return tmp_path
+@pytest.mark.brief("llama", "gemma3_text")
+@pytest.mark.parametrize("kind", MODELS)
+def test_packed_training_is_unpacked_training(tmp_path: Path, kind: str) -> None:
+    run_file = write_run(tmp_path, kind)
+    unpacked = trained(run_file, 1, UNPACKED, "data.packing=false")
+    packed = trained(run_file, 2, PACKED, "strategy.kind=fsdp")
+    assert largest_difference(packed, unpacked) < 1e-5
+    assert losses(packed) == pytest.approx(losses(unpacked), rel=1e-5)
+    leaking = trained(run_file, 1, PACKED, "data.isolate_documents=false")
+    assert largest_difference(leaking, unpacked) > 1e-3, "documents that see each other are told"
 
 
-@pytest.mark.brief("llama-", "gemma3_text-")
-@pytest.mark.parametrize(
-    ("model", "keys"),
-    [
-        ("llama", {}),
-        ("llama", {"attn": "eager"}),
-        ("llama", {"checkpointing": "full"}),
-        ("gpt2", {}),
-        ("mistral", {}),
-        ("gemma3_text", {}),
-    ],
-    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else value,
-)
-def test_packed_training_is_unpacked_training(
-    tmp_path: Path, model: str, keys: dict[str, Any]
-) -> None:
-    env = RankEnv(0, 0, 1, 1, 0, None)
-    folder = make_folder(tmp_path, model)
-    apart, leaking, _ = compare(env, folder, DDPStrategyConfig(), keys)
-    assert apart < 1e-5
-    assert leaking > 1e-3, "documents that see each other would be told"
+WAYS = [
+    (1, "model.attn_implementation=eager"),
+    (1, "training.gradient_checkpointing=full"),
+    (2, "strategy={kind: fsdp, cp_size: 2}"),
+    (2, "strategy={kind: fsdp, cp_size: 2, cp_method: ulysses}"),
+    (2, "strategy={kind: fsdp, pp_size: 2}"),
+]
 
 
-@pytest.mark.brief("fsdp")
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        FSDPStrategyConfig(),
-        FSDPStrategyConfig(cp_size=2),
-        FSDPStrategyConfig(cp_size=2, cp_method="ulysses"),
-        FSDPStrategyConfig(pp_size=2),
-    ],
-    ids=["fsdp", "allgather", "ulysses", "pipeline"],
-)
-def test_packed_training_is_unpacked_training_over_ranks(tmp_path: Path, strategy: Any) -> None:
-    for apart, leaking, _ in run_ranks(compare, 2, make_folder(tmp_path, "llama"), strategy, {}):
-        assert apart < 1e-5
-        assert leaking > 1e-3
+@pytest.mark.long
+def test_packed_training_is_the_same_in_every_way(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, "llama")
+    unpacked = trained(run_file, 1, UNPACKED, "data.packing=false")
+    for ranks, option in WAYS:
+        packed = trained(run_file, ranks, PACKED, option)
+        assert largest_difference(packed, unpacked) < 1e-5, option
 
 
 def tiny(kind: str) -> Any:
@@ -306,22 +201,18 @@ def test_documents_of_a_row_are_as_if_alone(kind: str) -> None:
 
 def test_a_packed_step_reads_nothing_back(tmp_path: Path) -> None:
     """The mask is made on the device: no number comes to the host, as a GPU would be waited for."""
-    world = join_world(RankEnv(0, 0, 1, 1, 0, None), device="cpu", timeout_s=10)
-    try:
-        config = ModelConfig(name_or_path=str(make_folder(tmp_path, "llama")), init="scratch")
-        model = build_model(
-            config, device=world.device, dtype=torch.float32, seed=0, vocab_size=None
-        )
-        assert use_maskless_attention(model)
-        positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
-        batch = Batch(positions, positions, (0,), position_ids_BT=positions)
-        with ReadsToHost() as reads:
-            part = whole(batch, model)
-            model(**part.inputs, use_cache=False).logits.sum().backward()
-        assert reads.count == 0
-        model.set_attn_implementation("sdpa")
-        with ReadsToHost() as reads:
-            model(input_ids=positions, position_ids=positions, use_cache=False)
-        assert reads.count > 0, "the counter sees what it should see"
-    finally:
-        leave_world()
+    folder = write_model(tmp_path / "model", "llama")
+    config = ModelConfig(name_or_path=str(folder), init="scratch")
+    cpu = torch.device("cpu")
+    model = build_model(config, device=cpu, dtype=torch.float32, seed=0, vocab_size=None)
+    assert use_maskless_attention(model)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
+    batch = Batch(positions, positions, (0,), position_ids_BT=positions)
+    with ReadsToHost() as reads:
+        part = whole(batch, model)
+        model(**part.inputs, use_cache=False).logits.sum().backward()
+    assert reads.count == 0
+    model.set_attn_implementation("sdpa")
+    with ReadsToHost() as reads:
+        model(input_ids=positions, position_ids=positions, use_cache=False)
+    assert reads.count > 0, "the counter sees what it should see"

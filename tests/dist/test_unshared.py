@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +22,7 @@ from isles.run.checkpoints import PARTIAL_PREFIX, list_checkpoints, verify_check
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
+from tests.disks import small_disk
 from tests.dist.test_resume import same_bits, with_dropout
 from tests.dist.test_strategy_resume import CONSTANT, check_state
 from tests.ports import free_port
@@ -31,48 +31,35 @@ from tests.ranks import Gang, run_ranks, start_ranks, train_to_end
 SAVES = ("checkpoint.every_steps=4", "checkpoint.keep=2", "training.logging_steps=1")
 
 
-def host_of(rank: int, counts: tuple[int, ...]) -> tuple[int, int]:
-    """The host of a rank, where hosts have so many, and its number there."""
-    for host, count in enumerate(counts):
-        if rank < count:
-            return host, rank
-        rank -= count
-    raise AssertionError(rank)
-
-
 def there(run: Path, host: int) -> RunDir:
     """The run directory as a host knows it."""
     return RunDir(run if host == 0 else run.parents[1] / f"host-{host}" / run.name)
 
 
-def rank_on_host(
-    env: RankEnv, run: Path, attempt: int, resume_from: Path | None, counts: tuple[int, ...]
-) -> int:
-    """One rank, which sees the disk of its host alone."""
+def rank_on_host(env: RankEnv, run: Path, attempt: int, resume_from: Path | None) -> int:
+    """A rank that is alone on its host, and sees the disk of that alone."""
     from isles.train.worker import run_rank
 
-    host, local = host_of(env.rank, counts)
-    env = replace(env, local_rank=local, local_world_size=counts[host])
-    run_dir = there(run, host)
+    run_dir = there(run, env.rank)
+    env = replace(env, local_rank=0, local_world_size=1)
     return run_rank(run_dir, run_dir.attempt(attempt), env, resume_from)
 
 
 def start_on_hosts(
-    run_file: Path, counts: tuple[int, ...], *overrides: str, resume: str = "auto"
+    run_file: Path, hosts: int, *overrides: str, resume: str = "auto"
 ) -> tuple[RunDir, Attempt, Gang]:
-    """Begin or resume a run on the first host, as a launcher does, and start all ranks."""
+    """Begin or resume a run on the first host, as a launcher does, and start a rank on each."""
     loaded = load_run_file(run_file, overrides)
-    resolved = resolve(loaded, num_gpus=0, world_size=sum(counts))
+    resolved = resolve(loaded, num_gpus=0, world_size=hosts)
     begun = begin_run(resolved, loaded.text, resume)
     attempt = new_attempt(begun.run_dir, loaded.text)
     attempt.launch.unlink()
-    for host in range(1, len(counts)):
+    for host in range(1, hosts):
         run_dir = there(begun.run_dir.path, host)
         run_dir.attempt(attempt.number).path.mkdir(parents=True)
         shutil.copy(begun.run_dir.resolved, run_dir.resolved)
-    arguments = (begun.run_dir.path, attempt.number, begun.resume_from, counts)
-    gang = start_ranks(rank_on_host, sum(counts), *arguments)
-    return begun.run_dir, attempt, gang
+    arguments = (begun.run_dir.path, attempt.number, begun.resume_from)
+    return begun.run_dir, attempt, start_ranks(rank_on_host, hosts, *arguments)
 
 
 def left_on(host: int, run_dir: RunDir) -> list[str]:
@@ -86,32 +73,22 @@ def log_of(gang: Gang) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [
-        ("{kind: ddp}", ("data.streaming=true", "data.validation_fraction=0")),
-        ("{kind: deepspeed, zero_stage: 2}", ("checkpoint.async_save=false",)),
-    ],
-    ids=["ddp", "zero2"],
-)
-def test_killed_and_resumed_it_equals_the_run_on_one_disk(
-    run_file: Path, strategy: str, options: tuple[str, ...]
-) -> None:
+def test_killed_and_resumed_it_equals_the_run_on_one_disk(run_file: Path) -> None:
     with_dropout(run_file)
-    options = (*SAVES, f"strategy={strategy}", "training.max_steps=12", *options)
+    stream = ("data.streaming=true", "data.validation_fraction=0", "strategy={kind: ddp}")
+    options = (*SAVES, *stream, "training.max_steps=12")
     shared, code = train_to_end(run_file, 2, *options)
     assert code == 0
     runs = f"output_dir={run_file.parent / 'apart'}"
-    run_dir, _, gang = start_on_hosts(run_file, (1, 1), *options, runs)
+    run_dir, _, gang = start_on_hosts(run_file, 2, *options, runs)
     while not list_checkpoints(run_dir):
         assert not gang.wait_or_timeout(0.01), log_of(gang)[-3000:]
     os.kill(gang.processes[-1].pid or 0, signal.SIGKILL)
     gang.kill()
     for info in list_checkpoints(run_dir):
         assert verify_checkpoint(info.path) == []
-    again, _, gang = start_on_hosts(run_file, (1, 1), *options, runs)
-    codes = gang.wait()
-    assert codes == [0, 0], log_of(gang)[-3000:]
+    again, _, gang = start_on_hosts(run_file, 2, *options, runs)
+    assert gang.wait() == [0, 0], log_of(gang)[-3000:]
     assert again.path == run_dir.path
     assert "disks of their own" in log_of(gang) and "travels to ranks=[1]" in log_of(gang)
     assert same_bits(shared, again)
@@ -127,25 +104,23 @@ def test_one_machine_and_more_hosts_go_on_from_it(run_file: Path) -> None:
     assert code == 0
     runs = (*CONSTANT, f"output_dir={run_file.parent / 'apart'}")
     first = (*runs, "training.max_steps=4", "strategy={kind: fsdp}")
-    run_dir, _, gang = start_on_hosts(run_file, (1, 1), *first)
+    run_dir, _, gang = start_on_hosts(run_file, 2, *first)
     assert gang.wait() == [0, 0], log_of(gang)[-3000:]
     alone = train_to_end(run_file, 1, *runs, "training.max_steps=8", resume=str(run_dir.path))
     assert alone == (run_dir, 0)
-    third = (*runs, "training.max_steps=12", "strategy={kind: deepspeed, zero_stage: 1}")
-    _, _, gang = start_on_hosts(run_file, (1, 1, 1), *third, resume=str(run_dir.path))
+    zero = ("strategy={kind: deepspeed, zero_stage: 2}", "checkpoint.async_save=false")
+    third = (*runs, "training.max_steps=12", *zero)
+    _, _, gang = start_on_hosts(run_file, 3, *third, resume=str(run_dir.path))
     assert gang.wait() == [0, 0, 0], log_of(gang)[-3000:]
     for step in (4, 8, 12):
         check_state(reference, run_dir, step, f"step {step}")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 def test_a_full_disk_of_another_host_is_named(run_file: Path) -> None:
     runs = run_file.parent / "apart"
     disk = runs.parent / "host-1"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(disk)], check=True)
-    try:
-        run_dir, attempt, gang = start_on_hosts(run_file, (1, 1), *SAVES, f"output_dir={runs}")
+    with small_disk(disk, "160k"):
+        run_dir, attempt, gang = start_on_hosts(run_file, 2, *SAVES, f"output_dir={runs}")
         codes = gang.wait()
         # Who hears of it a step later may have lost the other by then.
         assert {ExitCode.TRAINING} <= set(codes) <= {ExitCode.TRAINING, ExitCode.COMMUNICATION}
@@ -157,8 +132,6 @@ def test_a_full_disk_of_another_host_is_named(run_file: Path) -> None:
         assert str(disk) in said and "rank 1 on " in said
         assert list_checkpoints(run_dir) == []
         assert left_on(1, run_dir) == []
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def by_hand(env: RankEnv, folder: Path, run_file: Path, port: int, words: list[str]) -> Any:
@@ -190,9 +163,8 @@ def test_torchrun_by_hand_where_the_other_host_has_the_data(run_file: Path, word
     run_dir = RunDir(head / "runs" / "tiny-1")
     assert verify_checkpoint(list_checkpoints(run_dir)[-1].path) == []
     (kept,) = (other / "runs").glob(".of-*/tiny-1")
-    names = sorted(path.name for path in run_dir.tokenizer.iterdir())
-    for name in names:
-        assert (kept / "tokenizer" / name).read_bytes() == (run_dir.tokenizer / name).read_bytes()
+    for file in run_dir.tokenizer.iterdir():
+        assert (kept / "tokenizer" / file.name).read_bytes() == file.read_bytes()
     assert list((other / "runs" / "tiny-1").iterdir()) == []
 
 
@@ -205,6 +177,13 @@ def fault_of(action: Callable[[], object]) -> str:
     raise AssertionError("it went through")
 
 
+class Done:
+    """An operation that is over."""
+
+    def wait(self, *_: object) -> None:
+        """At once."""
+
+
 def send(env: RankEnv, folder: Path, small: Path) -> dict[str, Any]:
     """What ranks 1 and 2 get from rank 0, well and damaged."""
     import torch.distributed as dist
@@ -215,27 +194,23 @@ def send(env: RankEnv, folder: Path, small: Path) -> dict[str, Any]:
     def go(mine: Path, **files: str) -> list[int]:
         return broadcast_folder(mine, world, src=0, needs=env.rank > 0, files=files or None)
 
-    world = join_world(env, device="cpu", timeout_s=60)
-    source, mine = folder / "0", folder / str(env.rank) / "copy"
-    mine.parent.mkdir(exist_ok=True)
-    found: dict[str, Any] = {}
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found["first"] = go(source if env.rank == 0 else mine)
-    found["grown_mb"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    found["again"] = go(source if env.rank == 0 else mine)
-    spoilt = source if env.rank == 0 else mine.with_name("spoilt")
-    found["gone"] = fault_of(lambda: go(spoilt, gone="0" * 64))
-    found["wrong"] = fault_of(lambda: go(spoilt, tiny="0" * 64))
-    takes = small / "copy" if env.rank == 1 else spoilt
-    found["small"] = fault_of(lambda: go(takes))
-    receive = dist.irecv
-
     def damaged(piece: Any, *args: Any) -> Any:
-        work = receive(piece, *args)
-        work.wait()
+        receive(piece, *args).wait()
         piece[0] += 1
         return Done()
 
+    world = join_world(env, device="cpu", timeout_s=60)
+    source, own = folder / "0", folder / str(env.rank)
+    own.mkdir(exist_ok=True)
+    copy, spoilt = (own / name if env.rank else source for name in ("copy", "spoilt"))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found: dict[str, Any] = {"first": go(copy)}
+    found["grown_mb"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    found["again"] = go(copy)
+    found["gone"] = fault_of(lambda: go(spoilt, gone="0" * 64))
+    found["wrong"] = fault_of(lambda: go(spoilt, tiny="0" * 64))
+    found["small"] = fault_of(lambda: go(small / "copy" if env.rank == 1 else spoilt))
+    receive = dist.irecv
     if env.rank == 2:
         dist.irecv = damaged
     found["damaged"] = fault_of(lambda: go(spoilt))
@@ -250,36 +225,22 @@ def send(env: RankEnv, folder: Path, small: Path) -> dict[str, Any]:
     return found
 
 
-class Done:
-    """An operation that is over."""
-
-    def wait(self, *_: object) -> None:
-        """At once."""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 def test_files_travel_whole_or_not_at_all_in_little_memory(tmp_path: Path) -> None:
-    source = tmp_path / "0"
-    (source / "sub").mkdir(parents=True)
     contents = {"empty": b"", "sub/odd": os.urandom(9 * 2**20 + 17), "tiny": b"x"}
     for name, content in contents.items():
-        (source / name).write_bytes(content)
-    with (source / "large").open("wb") as stream:
+        (tmp_path / "0" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "0" / name).write_bytes(content)
+    with (tmp_path / "0" / "large").open("wb") as stream:
         stream.truncate(160 * 2**20)
     small = tmp_path / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small)], check=True)
-    try:
+    with small_disk(small, "4m"):
         found = run_ranks(send, 3, tmp_path, small)
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
     for rank in (1, 2):
-        for name, content in contents.items():
-            assert (tmp_path / str(rank) / "copy" / name).read_bytes() == content
-        assert (tmp_path / str(rank) / "copy" / "large").stat().st_size == 160 * 2**20
+        copy = tmp_path / str(rank) / "copy"
+        assert {name: (copy / name).read_bytes() for name in contents} == contents
+        assert (copy / "large").stat().st_size == 160 * 2**20
     assert not list(tmp_path.rglob(f"{PARTIAL_PREFIX}*"))
-    gathered = tmp_path / "gathered" / "0"
-    texts = {path.name: path.read_text() for path in gathered.iterdir()}
+    texts = {path.name: path.read_text() for path in (tmp_path / "gathered" / "0").iterdir()}
     assert texts == {f"of-{rank}": f"rank {rank}" for rank in range(3)}
     assert max(result.pop("grown_mb") for result in found) < 48
     assert found[0] == found[1] == found[2], "all ranks say the same"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,25 @@ from isles.data.samples import FAKE_SAMPLES
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.dist.batch import IGNORE_INDEX
 from isles.errors import DataError
-from tests.each import each
+from tests.data import quiet, write_rows
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
+def tokenizer() -> Any:
     return train_tokenizer(["some words, and some more words"], 260)
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    file = tmp_path / "corpus.jsonl"
     rows = [{"text": f"document {i}: " + "words " * (i % 7 + 1)} for i in range(100)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_rows(tmp_path / "corpus.jsonl", rows)
 
 
 def build(data: DataConfig, tokenizer: Any, cache: Path, *, seed: int = 0, **keys: Any):
-    keys = {"progress": lambda text: None, **keys}
-    return build_datasets(data, tokenizer, cache, seed=seed, **keys)
+    return build_datasets(data, tokenizer, cache, seed=seed, progress=quiet, **keys)
 
 
-def section(*paths: Path | str, weights: tuple[float, ...] | None = None, **keys: Any):
+def section(*paths: Path, weights: tuple[float, ...] | None = None, **keys: Any):
     sources = tuple(
         SourceConfig(path=str(path), weight=weights[i] if weights else None)
         for i, path in enumerate(paths)
@@ -44,50 +40,34 @@ def section(*paths: Path | str, weights: tuple[float, ...] | None = None, **keys
     return DataConfig(sources=sources, **keys)
 
 
-@each("packing", [True, False])
-def test_training_and_validation_set(tokenizer, corpus: Path, tmp_path: Path, packing: bool):
-    data = section(corpus, seq_length=16, packing=packing, validation_fraction=0.1)
-    training, validation = build(data, tokenizer, tmp_path / "cache")
-    assert validation is not None
-    assert training.num_samples > 5 * validation.num_samples > 0
-    assert 0 < training.vocab_size_needed <= 260
-    inputs, targets, _ = training.rows(np.arange(training.num_samples))
-    assert inputs.shape == (training.num_samples, 16)
-    assert training.num_targets(np.arange(training.num_samples)) == (targets != -100).sum()
-    # All ranks and all restarts see the same; another seed holds out other documents.
-    again, _ = build(data, tokenizer, tmp_path / "cache")
-    assert np.array_equal(again.rows(np.arange(9))[0], training.rows(np.arange(9))[0])
-    other, _ = build(data, tokenizer, tmp_path / "cache", seed=1)
-    assert not np.array_equal(other.rows(np.arange(9))[0], training.rows(np.arange(9))[0])
-
-
-def test_documents_do_not_leak(tokenizer, corpus: Path, tmp_path: Path):
+def test_every_start_sees_the_same_and_no_document_leaks(tokenizer, corpus: Path, tmp_path: Path):
     data = section(corpus, seq_length=256, packing=False, validation_fraction=0.3)
-    training, validation = build(data, tokenizer, tmp_path / "cache")
+    parts = build(data, tokenizer, tmp_path / "cache")
+    other = build(data, tokenizer, tmp_path / "cache", seed=1)
+    assert 0 < parts[0].vocab_size_needed <= 260
     texts = []
-    for part in (training, validation):
+    for part in (*parts, *other):
         inputs, targets, _ = part.rows(np.arange(part.num_samples))
-        texts.append(
-            {
-                tokenizer.decode(row[: (goal != IGNORE_INDEX).sum()].tolist()).split(":")[0]
-                for row, goal in zip(inputs, targets, strict=True)
-            }
-        )
+        is_target = targets != IGNORE_INDEX
+        assert part.num_targets(np.arange(part.num_samples)) == is_target.sum()
+        rows = [row[: some.sum()] for row, some in zip(inputs, is_target, strict=True)]
+        texts.append({tokenizer.decode(row.tolist()).split(":")[0] for row in rows})
     assert len(texts[0]) == 70 and len(texts[1]) == 30 and not texts[0] & texts[1]
+    assert texts[3] != texts[1], "another seed holds out others"
+    first = parts[0].rows(np.arange(9))[0]
+    again, _ = build(data, tokenizer, tmp_path / "cache")
+    assert np.array_equal(again.rows(np.arange(9))[0], first)
+    assert not np.array_equal(other[0].rows(np.arange(9))[0], first)
+    whole = section(corpus, seq_length=16, validation_fraction=0.0)
+    assert build(whole, tokenizer, tmp_path / "cache")[1] is None
 
 
-def test_no_validation(tokenizer, corpus: Path, tmp_path: Path):
-    data = section(corpus, seq_length=16, validation_fraction=0.0)
-    assert build(data, tokenizer, tmp_path / "cache")[1] is None
-
-
-def test_weights(tokenizer, corpus: Path, tmp_path: Path):
+def test_sources_are_mixed_by_weight(tokenizer, corpus: Path, tmp_path: Path):
     other = tmp_path / "other.txt"
     other.write_text("ZZZZZZZZ\n" * 2000)
     data = section(corpus, other, weights=(3.0, 1.0), seq_length=16)
-    training, validation = build(data, tokenizer, tmp_path / "cache")
     z = tokenizer("Z")["input_ids"][0]
-    for dataset in (training, validation):
+    for dataset in build(data, tokenizer, tmp_path / "cache"):
         inputs, _, _ = dataset.rows(np.arange(4000))
         assert abs((inputs == z).any(axis=1).mean() - 0.25) < 0.04
 
@@ -109,7 +89,6 @@ def test_fake_data_needs_no_tokenizer(tmp_path: Path):
     assert training.num_samples == training.samples_per_epoch == FAKE_SAMPLES
     assert validation is not None and validation.num_samples == round(0.02 * FAKE_SAMPLES)
     assert training.vocab_size_needed == 77
-    assert training.num_targets(np.arange(5)) == 40
     assert not (tmp_path / "cache").exists()
     with pytest.raises(DataError, match="every source is fake"):
         next(documents_for_tokenizer(data))

@@ -11,118 +11,144 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isles.data.loader import Loader, evaluation_batches
+from isles.data.builders import Ranges, packed, pairs, whole
+from isles.data.loader import Loader, StepData, evaluation_batches
 from isles.data.mix import Dataset
 from isles.data.order import SampleOrder
-from isles.data.samples import FakeSamples
+from isles.data.samples import FakeSamples, Samples
 from isles.dist.batch import IGNORE_INDEX
 from isles.dist.split import even_split
+from tests.data import END, numbered
 from tests.deadline import DEADLINE_S
 
 CPU = torch.device("cpu")
 
 
-class Padded(FakeSamples):
-    """Fake samples of different lengths."""
-
-    def num_targets(self, samples):
-        return 1 + samples % 6
-
-    def lengths(self, samples):
-        return 1 + samples[:, None] % 6
-
-    def read(self, sample, input_ids_RT, targets_RT, position_ids_RT=None):
-        whole = np.empty((2, 1, 6), dtype=np.int64)
-        super().read(sample, *whole)
-        input_ids_RT[:], targets_RT[:] = whole[:, :, : input_ids_RT.shape[1]]
-        targets_RT[:, 1 + sample % 6 :] = IGNORE_INDEX
+def dataset_of(*parts: Samples, seq_length: int = 64, trims: bool = True) -> Dataset:
+    order = SampleOrder([part.num_samples for part in parts], None, 0)
+    return Dataset(parts, order, seq_length, trims=trims)
 
 
-def dataset_of(num_samples: int = 100) -> Dataset:
-    return Dataset([Padded(50, 6, 0, num_samples)], SampleOrder([num_samples], None, 3), 6)
+def chats(lengths: list[int], seq_length: int = 64, *, packs: bool = False) -> Samples:
+    """Conversations of these lengths, of which nearly all is trained."""
+    store = numbered(lengths, "chat", seed=1, share=0.95)
+    how = {"packs": packs, "isolates": True}
+    return whole(store, Ranges.of(store), seq_length, too_long="truncate", **how)
+
+
+def fake(num_samples: int = 100) -> Dataset:
+    return dataset_of(FakeSamples(9, 6, 0, num_samples), seq_length=6)
 
 
 def loader_of(dataset: Dataset, size: int, micro: int, *, rank: int = 0, ranks=1, device=CPU):
-    return Loader(
-        dataset,
-        split=even_split(size, ranks, micro, in_step=False),
-        dp_rank=rank,
-        device=device,
-    )
+    split = even_split(size, ranks, micro, in_step=False)
+    return Loader(dataset, split=split, dp_rank=rank, device=device)
 
 
-@given(st.integers(1, 4), st.integers(0, 9), st.integers(1, 5), st.integers(0, 300))
-@settings(max_examples=40, deadline=None)
-def test_ranks_share_the_same_global_batch(ranks: int, extra: int, micro: int, seen: int):
-    dataset, size = dataset_of(), ranks + extra
-    ids: list[int] = []
-    rows: list[torch.Tensor] = []
-    num_targets = 0
+@given(st.integers(1, 4), st.integers(0, 9), st.integers(1, 5), st.integers(0, 300), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_ranks_share_the_same_global_batch(
+    ranks: int, extra: int, micro: int, seen: int, packs: bool
+):
+    """So that a run goes on at its cursor on any number of ranks."""
+    dataset, size = dataset_of(chats([*range(3, 60)] * 2, packs=packs)), ranks + extra
+    steps: list[StepData] = []
     for rank in range(ranks):
         with closing(loader_of(dataset, size, micro, rank=rank, ranks=ranks)) as loader:
-            step = loader.step(seen)
+            steps.append(loader.step(seen))
+    batches = [batch for step in steps for batch in step.micro_batches]
+    ids = [i for batch in batches for i in batch.sample_ids]
+    assert ids == list(range(seen, seen + size))
+    targets = sum(int((batch.targets_BT != IGNORE_INDEX).sum()) for batch in batches)
+    computed = sum(batch.input_ids_BT.numel() for batch in batches)
+    read = sum(int((batch.input_ids_BT != END).sum()) for batch in batches)
+    for step in steps:
         assert (step.first_sample, step.next_sample) == (seen, seen + size)
-        for batch in step.micro_batches:
-            assert len(batch.sample_ids) == len(batch.input_ids_BT) <= micro
-            ids += batch.sample_ids
-            rows.append(batch.input_ids_BT)
-            num_targets += int((batch.targets_BT != IGNORE_INDEX).sum())
-        tokens = step.global_tokens
-    expected = np.arange(seen, seen + size)
-    assert ids == expected.tolist() and num_targets == tokens
-    assert np.array_equal(torch.cat(rows).numpy(), dataset.rows(expected)[0])
+        assert step.global_tokens == step.loss_divisor == targets
+        assert step.input_tokens == read
+        assert step.padding_share == pytest.approx(1 - read / computed)
+    for batch in batches:
+        assert len(batch.sample_ids) == len(batch.input_ids_BT) <= micro
+        rows = dataset.rows(np.array(batch.sample_ids))
+        assert np.array_equal(batch.input_ids_BT.numpy(), rows.input_ids_BT)
+        assert np.array_equal(batch.targets_BT.numpy(), rows.targets_BT)
+        trained = (batch.targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten()
+        if batch.places_N is None:
+            assert len(trained) == batch.targets_BT.numel(), "there is nothing to choose"
+        else:
+            assert torch.equal(batch.places_N, trained)
+        assert (batch.position_ids_BT is not None) == packs
+        if batch.position_ids_BT is not None and batch.cu_seqlens_N is not None:
+            begins = (batch.position_ids_BT.flatten() == 0).nonzero().flatten()
+            assert batch.cu_seqlens_N.tolist() == [*begins.tolist(), batch.targets_BT.numel()]
 
 
-def test_resume_on_other_ranks_sees_each_sample_once():
-    dataset = dataset_of()
-    seen: list[int] = []
-    cursor = 0
-    for ranks, steps in ((2, 3), (1, 2), (3, 4)):
-        loaders = [loader_of(dataset, 12, 2, rank=rank, ranks=ranks) for rank in range(ranks)]
-        for _ in range(steps):
-            data = [loader.step(cursor) for loader in loaders]
-            seen += [i for step in data for batch in step.micro_batches for i in batch.sample_ids]
-            cursor = data[0].next_sample
-        for loader in loaders:
-            loader.close()
-    assert seen == list(range(9 * 12))
+def test_a_step_of_pairs_has_two_rows_each_and_counts_pairs():
+    lengths = [n for i in range(20) for n in (5 + i, 25 - i)]
+    store = numbered(lengths, "preference", share=0.9)
+    dataset = dataset_of(pairs(store, Ranges.of(store), 32, too_long="truncate"), seq_length=32)
+    with closing(loader_of(dataset, 6, 4)) as loader:
+        step = loader.step(0)
+    assert [len(batch.sample_ids) for batch in step.micro_batches] == [4, 2]
+    assert [len(batch.input_ids_BT) for batch in step.micro_batches] == [8, 4]
+    assert step.loss_divisor == 6
+    targets = [int((batch.targets_BT != IGNORE_INDEX).sum()) for batch in step.micro_batches]
+    assert step.global_tokens == sum(targets)
+    batch = step.micro_batches[0]
+    alone = batch.sample(2)
+    assert torch.equal(alone.input_ids_BT, batch.input_ids_BT[4:6])
+    assert alone.sample_ids == (batch.sample_ids[2],)
+
+
+def test_rows_are_only_as_long_as_the_longest_of_a_batch():
+    part = chats([*range(3, 60)])
+    trimmed, fixed = (dataset_of(part, trims=trims) for trims in (True, False))
+    for first in range(0, 50, 5):
+        ids = np.arange(first, first + 5)
+        rows, untrimmed = trimmed.rows(ids), fixed.rows(ids)
+        longest = int(trimmed.lengths(ids).max())
+        width = rows.targets_BT.shape[1]
+        assert longest <= width < longest + 8 and width % 8 == 0
+        assert np.array_equal(rows.input_ids_BT, untrimmed.input_ids_BT[:, :width])
+        assert np.array_equal(rows.targets_BT, untrimmed.targets_BT[:, :width])
+        assert (untrimmed.targets_BT[:, width:] == IGNORE_INDEX).all()
+        assert untrimmed.targets_BT.shape[1] == 64
+
+
+def test_text_beside_isolated_chats_gets_positions_too():
+    text = numbered([30] * 20)
+    stream = packed(text, Ranges.of(text), 16)
+    dataset = dataset_of(stream, chats([6] * 39, 16, packs=True), seq_length=16)
+    assert dataset.isolates
+    positions = dataset.rows(np.arange(dataset.num_samples)).position_ids_BT
+    assert positions is not None
+    restarts = (positions == 0).sum(axis=1)
+    assert set(restarts.tolist()) == {1, 4}, "text is one document a row; 3 chats and padding"
 
 
 def test_any_step_can_be_asked_for():
-    dataset = dataset_of()
-    with closing(loader_of(dataset, 4, 4)) as loader:
-        for seen in (0, 4, 40, 8, 8, 12):
+    with closing(loader_of(fake(), 4, 4)) as loader:
+        for seen in (0, 4, 40, 2045, 8, 8, 12):
             (batch,) = loader.step(seen).micro_batches
             assert batch.sample_ids == tuple(range(seen, seen + 4))
             assert batch.input_ids_BT.dtype == batch.targets_BT.dtype == torch.int64
 
 
-def test_the_next_step_is_read_in_the_background():
+def test_the_next_step_is_read_in_the_background_and_so_are_its_errors():
     asked = threading.Event()
 
-    class Told(Dataset):
-        def rows(self, sample_ids):
-            if sample_ids[0] == 4:
-                assert threading.current_thread() is not threading.main_thread()
-                asked.set()
-            return super().rows(sample_ids)
-
-    dataset = Told([FakeSamples(9, 6, 0, 100)], SampleOrder([100], None, 0), 6)
-    with closing(loader_of(dataset, 4, 4)) as loader:
-        loader.step(0)
-        assert asked.wait(DEADLINE_S)
-
-
-def test_an_error_in_the_background_comes_out_of_step():
     class Broken(Dataset):
         def rows(self, sample_ids):
             if 6 in sample_ids:
+                assert threading.current_thread() is not threading.main_thread()
+                asked.set()
                 raise OSError("the disk is gone")
             return super().rows(sample_ids)
 
     dataset = Broken([FakeSamples(9, 6, 0, 100)], SampleOrder([100], None, 0), 6)
     with closing(loader_of(dataset, 4, 2)) as loader:
         loader.step(0)
+        assert asked.wait(DEADLINE_S)
         for _ in range(2):
             with pytest.raises(OSError, match="the disk is gone"):
                 loader.step(4)
@@ -132,18 +158,11 @@ def test_an_error_in_the_background_comes_out_of_step():
 @given(st.integers(1, 5), st.integers(0, 30), st.integers(1, 4))
 @settings(max_examples=40, deadline=None)
 def test_evaluation_reads_each_sample_once(ranks: int, num_samples: int, micro: int):
-    dataset = dataset_of(20)
+    sizes = {"micro_batch_size": micro, "dp_size": ranks}
     ids = [
         i
         for rank in range(ranks)
-        for batch in evaluation_batches(
-            dataset,
-            num_samples,
-            micro_batch_size=micro,
-            dp_rank=rank,
-            dp_size=ranks,
-            device=CPU,
-        )
+        for batch in evaluation_batches(fake(20), num_samples, dp_rank=rank, device=CPU, **sizes)
         for i in batch.sample_ids
     ]
     assert ids == list(range(min(num_samples, 20)))
@@ -151,16 +170,15 @@ def test_evaluation_reads_each_sample_once(ranks: int, num_samples: int, micro: 
 
 @pytest.mark.gpu
 def test_batches_on_a_gpu_are_those_on_the_cpu():
-    dataset = dataset_of()
+    dataset = dataset_of(chats([*range(3, 60)]))
     device = torch.device("cuda", 0)
     with (
         closing(loader_of(dataset, 8, 3, device=device)) as there,
         closing(loader_of(dataset, 8, 3)) as here,
     ):
         for seen in range(0, 80, 8):
-            for gpu, cpu in zip(
-                there.step(seen).micro_batches, here.step(seen).micro_batches, strict=True
-            ):
+            steps = there.step(seen).micro_batches, here.step(seen).micro_batches
+            for gpu, cpu in zip(*steps, strict=True):
                 assert gpu.input_ids_BT.device == device and gpu.sample_ids == cpu.sample_ids
                 assert torch.equal(gpu.input_ids_BT.cpu(), cpu.input_ids_BT)
                 assert torch.equal(gpu.targets_BT.cpu(), cpu.targets_BT)

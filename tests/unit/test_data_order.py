@@ -13,20 +13,6 @@ sizes = st.lists(st.integers(1, 60), min_size=1, max_size=4)
 seeds = st.integers(0, 2**63 - 1)
 
 
-@each("n", [*range(1, 40), 64, 97, 127, 128, 129, 1000, 65_536, 65_537, 99_991])
-def test_permute_is_a_bijection(n: int):
-    placed = permute(np.arange(n), n, key_from(3))
-    assert np.array_equal(np.sort(placed), np.arange(n))
-
-
-@given(st.integers(2**40, 2**62), seeds)
-@settings(max_examples=20, deadline=None)
-def test_permute_stays_inside_huge_ranges(n: int, seed: int):
-    index = np.array([0, 1, 2, n // 2, n - 2, n - 1])
-    placed = permute(index, n, key_from(seed))
-    assert len(set(placed.tolist())) == 6 and placed.min() >= 0 and placed.max() < n
-
-
 def test_permute_looks_shuffled():
     n = 20_000
     placed = permute(np.arange(n), n, key_from(0))
@@ -62,6 +48,12 @@ def test_a_sample_depends_on_its_index_alone(
         assert (alone[0][0], alone[1][0]) == (together[0][place], together[1][place])
 
 
+@each("weights", [None, [1.0]])
+def test_every_epoch_has_an_order_of_its_own(weights: list[float] | None):
+    _, sample = SampleOrder([500], weights, seed=2).locate(np.arange(1000))
+    assert not np.array_equal(sample[:500], sample[500:])
+
+
 def test_a_period_holds_the_sources_in_proportion():
     order = SampleOrder([1000, 10, 50], [3.0, 1.0, 1e-9], seed=5)
     for period in (0, 4):
@@ -89,3 +81,11 @@ def test_shares_add_up(weights: list[float], slots: int):
     assert sum(dealt) == slots and min(dealt) >= 1
     for share, weight in zip(dealt, weights, strict=True):
         assert share < weight / sum(weights) * slots + 1 + 1e-6 or share == 1
+
+
+def test_streams_are_mixed_exactly_and_nothing_is_skipped():
+    order = SampleOrder(None, [3, 1], 7)
+    source, number = order.locate(np.arange(3 * PERIOD))
+    for k, share in enumerate((3 / 4, 1 / 4)):
+        assert (number[source == k] == np.arange((source == k).sum())).all(), "in order, each once"
+        assert (source[:PERIOD] == k).sum() == share * PERIOD

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -25,7 +25,10 @@ from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
 from isles.errors import CommunicationError, DataError
 from isles.run.checkpoints import hash_file
+from tests.data import quiet, write_rows
 from tests.deadline import DEADLINE_S
+from tests.disks import small_disk
+from tests.each import each
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +37,7 @@ class Letters:
     """A slow tokenizer, as far as data/ needs one: a character is an id."""
 
     is_fast = False
-    eos_token_id: int | None = 1
+    eos_token_id = 1
     name_or_path = "letters"
 
     def __init__(self, size: int = 300) -> None:
@@ -56,7 +59,7 @@ def letters(tokenizer: Any = None) -> Encoder:
 
 
 class Told:
-    """A source that follows lines on standard input: `more` is a document, the end the end."""
+    """A source that follows lines on standard input: each is a document, the end the end."""
 
     name = "told"
 
@@ -66,21 +69,26 @@ class Told:
     def rows(self, parser: Parser) -> Rows:
         yield Row("told", {PLAIN: "first"})
         for line in sys.stdin:
-            if line == "fail\n":
-                raise DataError("told to fail", where="told:1", fix="tell it something else")
             # Larger than a batch: what came before is written.
             yield Row("told", {PLAIN: line * 2**18 + "b"})
             sys.stdout.write("written\n")
             sys.stdout.flush()
 
 
+def prepare_told(cache: Path, lines: list[str], **options: Any) -> int:
+    """Prepare what is told; the number of documents."""
+    folder = prepare(Told(), letters(), cache, progress=lines.append, **options)
+    assert leftovers(cache) == [folder.name]
+    return TokenStore.open(folder).document_ends.size
+
+
 @contextmanager
-def preparing(cache: Path, script: str = "") -> Iterator[subprocess.Popen[str]]:
+def preparing(cache: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that prepares `Told` and has begun."""
-    script = script or (
+    script = (
         "import sys, pathlib\n"
-        "from tests.unit.test_data_prepare import Told, letters, prepare\n"
-        "prepare(Told(), letters(), pathlib.Path(sys.argv[1]), progress=lambda text: None)\n"
+        "from tests.unit.test_data_prepare import Told, letters, prepare, quiet\n"
+        "prepare(Told(), letters(), pathlib.Path(sys.argv[1]), progress=quiet)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(cache)],
@@ -103,10 +111,6 @@ def preparing(cache: Path, script: str = "") -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=DEADLINE_S)
 
 
-def quiet(_: str) -> None:
-    """Nobody listens."""
-
-
 def leftovers(cache: Path) -> list[str]:
     """The folders in a cache."""
     return [entry.name for entry in cache.iterdir() if entry.is_dir()]
@@ -114,9 +118,8 @@ def leftovers(cache: Path) -> list[str]:
 
 @pytest.fixture
 def source(tmp_path: Path):
-    file = tmp_path / "rows.jsonl"
     rows = ["alpha", "", "be\n", "gamma delta"]
-    file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": row} for row in rows])
     return open_source(SourceConfig(path=str(file)))
 
 
@@ -144,14 +147,8 @@ def test_prepared_once_and_the_same_bytes_again(source, tmp_path: Path):
     assert first.name == second.name
     for file in first.iterdir():
         assert file.read_bytes() == (second / file.name).read_bytes()
-
-
-def test_another_source_or_tokenizer_is_another_folder(source, tmp_path: Path):
-    folders = {prepare(source, letters(), tmp_path, progress=quiet)}
-    folders.add(prepare(source, letters(Letters(301)), tmp_path, progress=quiet))
     os.utime(source.files[0], ns=(0, 0))
-    folders.add(prepare(source, letters(), tmp_path, progress=quiet))
-    assert len(folders) == 3
+    assert prepare(source, letters(), tmp_path / "a", progress=quiet) != first
 
 
 def test_large_vocabularies_take_four_bytes(source, tmp_path: Path):
@@ -160,21 +157,19 @@ def test_large_vocabularies_take_four_bytes(source, tmp_path: Path):
     assert (folder / "tokens.bin").stat().st_size == 22 * 4
 
 
-@pytest.mark.parametrize("damage", ["cut", "no tokens", "no manifest", "half a manifest"])
+@each(
+    ("file", "size"),
+    [("tokens.bin", 42), ("tokens.bin", None), ("manifest.json", 50), ("manifest.json", None)],
+)
 def test_a_damaged_folder_is_noticed_and_prepared_anew(
-    source, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+    source, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, size: int | None
 ):
     folder = prepare(source, letters(), tmp_path, progress=quiet)
     whole = (folder / "tokens.bin").read_bytes()
-    match damage:
-        case "cut":
-            os.truncate(folder / "tokens.bin", len(whole) - 2)
-        case "no tokens":
-            (folder / "tokens.bin").unlink()
-        case "no manifest":
-            (folder / "manifest.json").unlink()
-        case "half a manifest":
-            os.truncate(folder / "manifest.json", 50)
+    if size is None:
+        (folder / file).unlink()
+    else:
+        os.truncate(folder / file, size)
     with pytest.raises(DataError, match="not whole"):
         TokenStore.open(folder)
     assert prepare(source, letters(), tmp_path, progress=quiet) == folder
@@ -192,21 +187,10 @@ def test_a_source_that_changes_meanwhile(tmp_path: Path):
             file.write_text("other text")
             return super().__call__(texts, **keys)
 
+    opened = open_source(SourceConfig(path=str(file)))
     with pytest.raises(DataError, match="changed while it was read"):
-        prepare(
-            open_source(SourceConfig(path=str(file))),
-            letters(Growing()),
-            tmp_path / "c",
-            progress=quiet,
-        )
+        prepare(opened, letters(Growing()), tmp_path / "c", progress=quiet)
     assert leftovers(tmp_path / "c") == []
-
-
-def test_a_tokenizer_without_end_of_text(source, tmp_path: Path):
-    tokenizer = Letters()
-    tokenizer.eos_token_id = None
-    with pytest.raises(DataError, match="no eos_token"):
-        prepare(source, letters(tokenizer), tmp_path / "c", progress=quiet)
 
 
 def test_a_cache_that_cannot_be_a_folder(source, tmp_path: Path):
@@ -223,10 +207,11 @@ def test_kill_9_leaves_nothing_that_is_taken_for_whole(tmp_path: Path):
         process.send_signal(signal.SIGKILL)
         process.wait(DEADLINE_S)
         assert leftovers(tmp_path) == [half]
-    other = prepare(BuiltIn("python-docs"), letters(Letters(10_000)), tmp_path, progress=quiet)
+    docs = BuiltIn("python-docs")
+    other = prepare(docs, letters(Letters(10_000)), tmp_path, progress=quiet)
     assert leftovers(tmp_path) == [other.name]  # what the dead one left is gone
     with preparing(tmp_path) as process:
-        prepare(BuiltIn("python-docs"), letters(Letters(10_001)), tmp_path, progress=quiet)
+        prepare(docs, letters(Letters(10_001)), tmp_path, progress=quiet)
         process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0  # what a living one writes is not
     folder = prepare(Told(), letters(), tmp_path, progress=quiet)
@@ -234,97 +219,62 @@ def test_kill_9_leaves_nothing_that_is_taken_for_whole(tmp_path: Path):
     assert TokenStore.open(folder).document_ends.size == 3
 
 
-def test_two_processes_prepare_the_same(tmp_path: Path):
+@each("dies", [False, True])
+def test_who_waits_takes_what_the_other_made_or_goes_on_when_it_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("more\n"))
+    waits = threading.Event()
+    counts: list[int] = []
+
+    class Lines(list[str]):
+        def append(self, line: str) -> None:
+            super().append(line)
+            waits.set()
+
+    lines = Lines()
     with preparing(tmp_path) as first:
-        tokens: list[Path] = []
-
-        def second() -> None:
-            tokens.append(prepare(Told(), letters(), tmp_path, progress=quiet))
-
-        thread = threading.Thread(target=second)
+        thread = threading.Thread(target=lambda: counts.append(prepare_told(tmp_path, lines)))
         thread.start()
+        assert waits.wait(DEADLINE_S) and "another process prepares it" in lines[0]
+        if dies:
+            first.kill()
         first.communicate(timeout=DEADLINE_S)
         thread.join(DEADLINE_S)
-        assert first.returncode == 0 and leftovers(tmp_path) == [tokens[0].name]
-        assert TokenStore.open(tokens[0]).document_ends.size == 3  # the first one's
-
-
-def test_who_waits_goes_on_when_the_other_dies(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("more\n"))
-    with preparing(tmp_path) as first:
-        told = threading.Event()
-        lines: list[str] = []
-        tokens: list[Path] = []
-
-        def second() -> None:
-            def hear(line: str) -> None:
-                lines.append(line)
-                told.set()
-
-            tokens.append(prepare(Told(), letters(), tmp_path, progress=hear))
-
-        thread = threading.Thread(target=second)
-        thread.start()
-        assert told.wait(DEADLINE_S) and "another process prepares it" in lines[0]
-        first.kill()
-        thread.join(DEADLINE_S)
-    assert leftovers(tmp_path) == [tokens[0].name]
-    assert TokenStore.open(tokens[0]).document_ends.size == 2  # its own
+    assert counts == [2 if dies else 3], "its own has one less"
 
 
 def test_who_waits_does_not_wait_for_ever(tmp_path: Path):
     with preparing(tmp_path) as process:
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(CommunicationError, match="has written nothing for 0 s"):
-            prepare(Told(), letters(), tmp_path, progress=quiet, no_progress_s=0.3)
+            prepare_told(tmp_path, [], no_progress_s=0.3)
         process.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="mounting a small disk takes root")
 def test_a_full_disk(tmp_path: Path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("this machine lets nobody mount")
-    try:
-        text = tmp_path / "a.txt"
+    disk, text = tmp_path / "disk", tmp_path / "a.txt"
+    source = SourceConfig(path=str(text))
+    with small_disk(disk, "1m"):
         text.write_text("some text\n" * 100_000)
-        source = open_source(SourceConfig(path=str(text)))
         with pytest.raises(DataError, match="disk full") as caught:
-            prepare(source, letters(), disk / "cache", progress=quiet)
+            prepare(open_source(source), letters(), disk / "cache", progress=quiet)
         assert caught.value.where == str(disk / "cache")
         assert " bytes are free" in caught.value.what
         assert "data.cache_dir" in caught.value.fix
         assert leftovers(disk / "cache") == []
         text.write_text("some text\n" * 1000)
-        prepare(open_source(SourceConfig(path=str(text))), letters(), disk / "c", progress=quiet)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        prepare(open_source(source), letters(), disk / "cache", progress=quiet)
 
 
 def test_a_file_that_may_not_grow(tmp_path: Path):
-    script = (
-        "import resource, sys, pathlib\n"
-        "from tests.unit.test_data_prepare import Letters, SourceConfig, letters\n"
-        "from tests.unit.test_data_prepare import open_source, prepare\n"
-        "from isles.errors import DataError\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "cache = pathlib.Path(sys.argv[1])\n"
-        "source = open_source(SourceConfig(path='python-docs'))\n"
-        "try: prepare(source, letters(Letters(70_000)), cache, progress=print)\n"
-        "except DataError as error: sys.exit(str(error))\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert ended.returncode == 1 and "a file may not grow further" in ended.stderr, ended.stderr
-    assert str(tmp_path) in ended.stderr and "Traceback" not in ended.stderr
-    assert leftovers(tmp_path) == []
+    encoder, docs = letters(Letters(70_000)), BuiltIn("python-docs")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(DataError, match="a file may not grow further") as caught:
+            prepare(docs, encoder, tmp_path / "cache", progress=quiet)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(tmp_path) in caught.value.where
+    assert leftovers(tmp_path / "cache") == []

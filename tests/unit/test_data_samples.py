@@ -1,187 +1,300 @@
-"""Split, packing and padding: each token where it belongs."""
+"""Samples of a store: each token where it belongs, none lost, none mixed up, little padding."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import time
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isles.data.builders import Ranges, cut, packed, split_store
-from isles.data.mix import Dataset
-from isles.data.order import SampleOrder
-from isles.data.samples import FakeSamples, Samples
+from isles.config.sections.data import DataConfig, SourceConfig
+from isles.data.builders import (
+    Ranges,
+    best_fit,
+    cut,
+    make_table,
+    packed,
+    pairs,
+    split_store,
+    whole,
+)
+from isles.data.mix import split_samples
+from isles.data.samples import FakeSamples, SampleTable
 from isles.data.tokens.store import TokenStore
 from isles.dist.batch import IGNORE_INDEX
+from isles.errors import DataError
+from tests.data import END, numbered
 
-END = 9999
-"""The end-of-text id of the stores below; all other ids count up from 0."""
-
-lengths = st.lists(st.integers(1, 40), min_size=1, max_size=30)
-
-
-def store_of(lengths: list[int]) -> TokenStore:
-    """Documents of these lengths; the tokens are their places, so that each is known again."""
-    ends = np.cumsum(lengths)
-    tokens = np.arange(ends[-1], dtype=np.uint16)
-    return TokenStore(Path("nowhere"), "counted", tokens, ends, END, int(ends[-1]) - 1)
-
-
-def everything(store: TokenStore) -> Ranges:
-    training, validation = split_store(store, 0, seed=0)
-    assert validation is None
-    return training
-
-
-def read_all(part: Samples, seq_length: int) -> tuple[np.ndarray, np.ndarray]:
-    inputs = np.full((part.num_samples, seq_length), -7, dtype=np.int64)
-    targets = np.full_like(inputs, -7)
-    for sample in range(part.num_samples):
-        part.read(sample, inputs[sample : sample + 1], targets[sample : sample + 1])
-    assert (inputs >= 0).all() and ((targets >= 0) | (targets == IGNORE_INDEX)).all()
-    everyone = np.arange(part.num_samples)
-    counted = (targets != IGNORE_INDEX).sum(axis=1)
-    assert np.array_equal(part.num_targets(everyone), counted)
-    # A shorter row that holds the sample's length holds the same, less padding.
-    lengths = part.lengths(everyone)[:, 0]
-    assert ((targets != IGNORE_INDEX) <= (np.arange(seq_length) < lengths[:, None])).all()
-    for sample in range(part.num_samples):
-        short = np.full((2, 1, lengths[sample]), -7, dtype=np.int64)
-        part.read(sample, *short)
-        assert np.array_equal(short[0, 0], inputs[sample, : lengths[sample]])
-        assert np.array_equal(short[1, 0], targets[sample, : lengths[sample]])
-    return inputs, targets
+documents = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+ways = st.sampled_from(["truncate", "drop"])
 
 
 def tokens_of(ranges: Ranges | None) -> list[int]:
     if ranges is None:
         return []
-    return [
-        token
-        for start, end in zip(ranges.starts, ranges.ends, strict=True)
-        for token in range(start, end)
-    ]
+    pieces = zip(ranges.starts, ranges.ends, strict=True)
+    return [token for start, end in pieces for token in range(start, end)]
 
 
-# Split
+def read_all(part: SampleTable, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Inputs, targets and positions, [samples, R, width]; they are as long as it says."""
+    shape = (part.num_samples, part.rows_per_sample, width)
+    inputs, targets = np.full((2, *shape), -7, dtype=np.int64)
+    positions = np.tile(np.arange(width), (*shape[:2], 1))
+    everyone = np.arange(part.num_samples)
+    lengths = part.lengths(everyone)
+    for sample in range(part.num_samples):
+        part.read(sample, inputs[sample], targets[sample], positions[sample])
+        # A shorter row that holds the sample's length holds the same, less padding.
+        longest = lengths[sample].max()
+        short = np.full((2, shape[1], longest), -7, dtype=np.int64)
+        part.read(sample, *short)
+        assert np.array_equal(short[0], inputs[sample, :, :longest])
+        assert np.array_equal(short[1], targets[sample, :, :longest])
+    assert (inputs >= 0).all() and ((targets >= 0) | (targets == IGNORE_INDEX)).all()
+    counted = (targets != IGNORE_INDEX).sum(axis=(1, 2))
+    assert np.array_equal(part.num_targets(everyone), counted)
+    behind = np.arange(width) >= lengths[:, :, None]
+    assert (inputs[behind] == END).all() and (targets[behind] == IGNORE_INDEX).all()
+    assert part.counts.used == lengths.sum()
+    return inputs, targets, positions
 
 
-@given(lengths, st.floats(0, 0.5), st.integers(0, 10**9))
+# What is held out
+
+
+@given(
+    documents,
+    st.sampled_from(["text", "chat", "preference"]),
+    st.floats(0, 0.5),
+    st.integers(0, 10**9),
+)
 @settings(max_examples=100, deadline=None)
-def test_each_token_is_in_exactly_one_part(lengths: list[int], fraction: float, seed: int):
-    store = store_of(lengths)
+def test_each_token_is_trained_on_or_held_out(
+    lengths: list[int], kind: str, fraction: float, seed: int
+) -> None:
+    each = 2 if kind == "preference" else 1
+    store = numbered(lengths * each, kind)
     training, validation = split_store(store, fraction, seed)
-    assert sorted(tokens_of(training) + tokens_of(validation)) == list(range(sum(lengths)))
+    assert sorted(tokens_of(training) + tokens_of(validation)) == list(range(len(store.tokens)))
     assert tokens_of(training)
-    if len(lengths) > 1 and fraction > 0:
+    assert tokens_of(split_store(store, fraction, seed)[0]) == tokens_of(training)
+    if fraction == 0 or (len(lengths) == 1 and kind != "text"):
+        assert validation is None
+    elif len(lengths) > 1:
         assert validation is not None
-        held_out = len(validation.starts)
-        assert held_out == min(max(round(fraction * len(lengths)), 1), len(lengths) - 1)
-        assert set(validation.ends) <= set(store.document_ends)
-    again = split_store(store, fraction, seed)
-    assert tokens_of(again[0]) == tokens_of(training)
+        held_out = np.searchsorted(store.document_ends, validation.ends)
+        assert np.array_equal(store.document_ends[held_out], validation.ends)
+        number = min(max(round(fraction * len(lengths)), 1), len(lengths) - 1)
+        assert len(held_out) == each * number
+        if each == 2:
+            assert (held_out[0::2] % 2 == 0).all() and (held_out[1::2] == held_out[0::2] + 1).all()
 
 
-def test_the_split_depends_on_the_seed():
-    parts = {tuple(tokens_of(split_store(store_of([5] * 40), 0.25, seed)[1])) for seed in range(9)}
-    assert len(parts) == 9
-
-
-def test_the_tail_of_a_single_document_is_held_out():
-    training, validation = split_store(store_of([100]), 0.1, seed=0)
+def test_the_tail_of_a_single_text_is_held_out() -> None:
+    training, validation = split_store(numbered([100]), 0.1, seed=0)
     assert tokens_of(training) == list(range(90))
     assert tokens_of(validation) == list(range(90, 100))
 
 
-@given(lengths, st.floats(0.01, 0.5))
-@settings(max_examples=50, deadline=None)
-def test_joined_ranges_hold_the_same_tokens(lengths: list[int], fraction: float):
-    for ranges in split_store(store_of(lengths), fraction, 0):
-        if ranges is not None:
-            joined = ranges.joined()
-            assert tokens_of(joined) == tokens_of(ranges)
-            assert (joined.starts[1:] > joined.ends[:-1]).all()
+# Text
 
 
-# Packed
-
-
-@given(lengths, st.integers(2, 50), st.floats(0, 0.5))
-@settings(max_examples=100, deadline=None)
-def test_packed_samples_are_the_stream(lengths: list[int], seq_length: int, fraction: float):
-    store = store_of(lengths)
+@given(documents, st.integers(2, 50), st.floats(0, 0.5), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_packed_text_is_one_stream(
+    lengths: list[int], seq_length: int, fraction: float, isolated: bool
+) -> None:
+    """Also where parts are held out. Isolated, no document predicts the next."""
+    store = numbered(lengths)
     for ranges in split_store(store, fraction, seed=1):
-        stream = np.array(tokens_of(ranges))
-        if ranges is None or len(stream) <= seq_length:
+        if ranges is None:
             continue
-        part = packed(store, ranges, seq_length)
-        inputs, targets = read_all(part, seq_length)
-        assert part.num_samples == (len(stream) - 1) // seq_length
-        used = part.num_samples * seq_length
-        assert np.array_equal(inputs.ravel(), stream[:used])
-        assert np.array_equal(targets.ravel(), stream[1 : used + 1])
+        stream = np.array(tokens_of(ranges))
+        part = packed(store, ranges, seq_length, isolates=isolated)
+        if len(stream) == 1:
+            assert part.num_samples == 0
+            continue
+        assert part.num_samples == max((len(stream) - 1) // seq_length, 1)
+        used = min(part.num_samples * seq_length, len(stream) - 1)
+        inputs, targets, positions = (x[:, 0] for x in read_all(part, seq_length))
+        assert np.array_equal(inputs.ravel()[:used], stream[:used])
+        wanted = stream[1 : used + 1]
+        if isolated:
+            wanted = np.where(np.isin(wanted, ranges.starts), IGNORE_INDEX, wanted)
+        assert np.array_equal(targets.ravel()[:used], wanted)
+        places = np.arange(seq_length)
+        begins = np.isin(inputs, ranges.starts) | (inputs == END)
+        begins[:, 1:] &= (inputs != END)[:, 1:] | (inputs != END)[:, :-1]
+        counted = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+        assert np.array_equal(positions, counted if isolated else np.tile(places, (len(inputs), 1)))
 
 
-@given(st.integers(2, 20), st.integers(2, 40))
-@settings(max_examples=60, deadline=None)
-def test_a_short_stream_is_one_padded_sample(num_tokens: int, seq_length: int):
-    if num_tokens > seq_length:
-        return
-    store = store_of([1] * num_tokens)
-    part = packed(store, everything(store), seq_length)
-    inputs, targets = read_all(part, seq_length)
-    assert part.num_samples == 1
-    assert inputs[0, : num_tokens - 1].tolist() == list(range(num_tokens - 1))
-    assert (inputs[0, num_tokens - 1 :] == END).all()
-    assert targets[0, : num_tokens - 1].tolist() == list(range(1, num_tokens))
-    assert (targets[0, num_tokens - 1 :] == IGNORE_INDEX).all()
-
-
-def test_a_single_token_is_no_sample():
-    store = store_of([1])
-    assert packed(store, everything(store), 4).num_samples == 0
-    assert cut(store, everything(store), 4).num_samples == 0
-
-
-# One document a sample
-
-
-@given(lengths, st.integers(2, 17))
+@given(documents, st.integers(2, 17))
 @settings(max_examples=100, deadline=None)
-def test_each_token_but_a_documents_first_is_a_target_once(lengths: list[int], seq_length: int):
-    store = store_of(lengths)
-    part = cut(store, everything(store), seq_length)
+def test_each_token_but_a_documents_first_is_a_target_once(
+    lengths: list[int], seq_length: int
+) -> None:
+    store = numbered(lengths)
+    part = cut(store, Ranges.of(store), seq_length)
     if part.num_samples == 0:
         assert max(lengths) == 1
         return
-    inputs, targets = read_all(part, seq_length)
+    inputs, targets, _ = (x[:, 0] for x in read_all(part, seq_length))
     firsts = np.cumsum(lengths) - lengths
-    expected = sorted(set(range(sum(lengths))) - set(firsts.tolist()))
     trained = targets != IGNORE_INDEX
-    assert targets[trained].tolist() == expected
+    assert targets[trained].tolist() == sorted({*range(sum(lengths))} - {*firsts.tolist()})
     assert np.array_equal(inputs[trained], targets[trained] - 1)
-    # Nothing is trained behind padding, and no sample holds two documents.
-    assert (np.diff(trained.astype(int), axis=1) <= 0).all()
-    documents = np.searchsorted(store.document_ends, targets, side="right")
-    for row in range(part.num_samples):
-        assert len(set(documents[row, trained[row]].tolist())) == 1
+    owners = np.searchsorted(store.document_ends, targets, side="right")
+    assert all(len({*row[some]}) == 1 for row, some in zip(owners, trained, strict=True))
 
 
-# Fake
+# Whole documents
 
 
-def test_fake_samples_depend_on_seed_and_index_alone():
-    inputs, targets = read_all(FakeSamples(100, 64, seed=1, num_samples=50), 64)
+def expected_targets(store: TokenStore, seq_length: int, too_long: str) -> list[int]:
+    """What is trained on, from the documents themselves."""
+    found: list[int] = []
+    start = 0
+    for end in store.document_ends.tolist():
+        kept = range(start + 1, min(end, start + seq_length + 1))
+        if too_long == "truncate" or end - start <= seq_length + 1:
+            found += [i for i in kept if store.trained is None or store.trained[i]]
+        start = end
+    return found
+
+
+@given(documents, st.integers(2, 45), st.booleans(), st.booleans(), ways, st.integers(0, 9))
+@settings(max_examples=200, deadline=None)
+def test_whole_documents_train_on_what_is_marked_and_nothing_else(
+    lengths: list[int], seq_length: int, packs: bool, isolated: bool, too_long: Any, seed: int
+) -> None:
+    store = numbered(lengths, "chat", seed=seed)
+    if seed == 0:  # as with train_on: all
+        store = replace(store, trained=None)
+    how = {"packs": packs, "isolates": isolated, "too_long": too_long}
+    part = whole(store, Ranges.of(store), seq_length, **how)
+    expected = expected_targets(store, seq_length, too_long)
+    if part.num_samples == 0:
+        assert not expected
+        return
+    inputs, targets, positions = (x[:, 0] for x in read_all(part, seq_length))
+    trained = targets != IGNORE_INDEX
+    assert trained.any(axis=1).all() and sorted(targets[trained].tolist()) == expected
+    # A target follows its input in one document.
+    assert np.array_equal(inputs[trained] + 1, targets[trained])
+    # Positions count from the start of the document, or of the sample.
+    firsts = np.concatenate([[0], store.document_ends[:-1]])
+    used = inputs != END
+    owner = np.searchsorted(store.document_ends, inputs, side="right")
+    if packs and isolated:
+        assert np.array_equal(positions[used], inputs[used] - firsts[owner[used]])
+    else:
+        assert (positions == np.arange(seq_length)).all()
+    if not packs:
+        assert all(len(set(o[u])) == 1 for o, u in zip(owner, used, strict=True))
+    counts = part.counts
+    assert counts.documents - counts.dropped == len(set(owner[used].tolist()))
+    cut_off = sum(n > seq_length + 1 for n in lengths)
+    if too_long == "drop":
+        assert counts.too_long == cut_off and counts.truncated == 0
+    else:
+        assert counts.too_long == 0 and counts.truncated <= cut_off
+    assert counts.padding_share == pytest.approx(1 - used.sum() / used.size)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=20),
+    st.integers(2, 35),
+    ways,
+)
+@settings(max_examples=100, deadline=None)
+def test_pairs_stay_together(
+    lengths: list[tuple[int, int]], seq_length: int, too_long: Any
+) -> None:
+    store = numbered([n for pair in lengths for n in pair], "preference")
+    part = pairs(store, Ranges.of(store), seq_length, too_long=too_long)
+    if part.num_samples == 0:
+        return
+    inputs, targets, positions = read_all(part, seq_length)
+    assert (positions == np.arange(seq_length)).all()
+    firsts = inputs[:, :, 0]
+    starts = np.concatenate([[0], store.document_ends[:-1]])
+    owners = np.searchsorted(starts, firsts)
+    assert np.array_equal(starts[owners], firsts), "a row begins with its document"
+    assert (owners[:, 0] % 2 == 0).all() and (owners[:, 1] == owners[:, 0] + 1).all()
+    trained = targets != IGNORE_INDEX
+    assert trained.any(axis=2).all() and np.array_equal(inputs[trained] + 1, targets[trained])
+    if too_long == "drop":
+        assert all(max(lengths[owner // 2]) <= seq_length + 1 for owner in owners[:, 0])
+
+
+# Which documents share a sample
+
+
+@given(st.lists(st.integers(1, 50), max_size=200), st.integers(0, 30))
+@settings(max_examples=100, deadline=None)
+def test_every_document_is_in_one_sample_that_holds_it(lengths: list[int], more: int) -> None:
+    sizes = np.array(lengths, dtype=np.int64)
+    capacity = max(lengths, default=1) + more
+    order, ends = best_fit(sizes, capacity)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    pieces = np.split(order, ends[:-1]) if len(ends) else []
+    for piece in pieces:
+        assert len(piece) and sizes[piece].sum() <= capacity
+        assert (np.diff(piece) > 0).all()
+    # First fit or better leaves at most one half empty: two such would have been one.
+    assert sum(2 * sizes[piece].sum() <= capacity for piece in pieces) <= 1
+
+
+def test_packing_is_close_to_perfect_quick_and_always_the_same() -> None:
+    """On lengths as chats have them: a million documents, hardly any padding."""
+    lengths = np.random.default_rng(0).lognormal(np.log(300), 0.9, 10**6)
+    sizes = np.clip(lengths.astype(np.int64), 1, 2048)
+    start = time.process_time()
+    _, ends = best_fit(sizes, 2048)
+    assert time.process_time() - start < 30, "it is not done in a loop over documents"
+    assert 0 <= 1 - sizes.sum() / (2048 * len(ends)) < 0.001
+    first, second = best_fit(sizes[:5000], 2048), best_fit(sizes[:5000].copy(), 2048)
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_what_changes_the_samples_changes_the_content() -> None:
+    chat, text = numbered([5, 9, 3, 7, 30], "chat"), numbered([5, 9, 3, 7, 30])
+    ranges = Ranges.of(chat)
+    parts = [
+        whole(chat, ranges, length, packs=packs, isolates=apart, too_long=too_long)
+        for length in (40, 41)
+        for packs, apart in ((True, True), (True, False), (False, False))
+        for too_long in ("truncate", "drop")
+    ]
+    parts += [packed(text, ranges, n, isolates=apart) for n in (8, 9) for apart in (True, False)]
+    assert len({part.content for part in parts}) == len(parts)
+
+
+# Made up
+
+
+def test_fake_samples_depend_on_seed_and_index_alone() -> None:
+    def read(seed: int) -> tuple[np.ndarray, np.ndarray]:
+        part = FakeSamples(100, 64, seed=seed, num_samples=50)
+        inputs, targets = np.full((2, 50, 1, 64), -7, dtype=np.int64)
+        for sample in reversed(range(50)):
+            part.read(sample, inputs[sample], targets[sample])
+        return inputs[:, 0], targets[:, 0]
+
+    inputs, targets = read(1)
     assert np.array_equal(inputs[:, 1:], targets[:, :-1])
     assert inputs.min() == 0 and inputs.max() == 99
     assert len({tuple(row) for row in inputs.tolist()}) == 50
-    again, _ = read_all(FakeSamples(100, 64, seed=1, num_samples=50), 64)
-    other, _ = read_all(FakeSamples(100, 64, seed=2, num_samples=50), 64)
-    assert np.array_equal(inputs, again) and not np.array_equal(inputs, other)
+    assert np.array_equal(inputs, read(1)[0]) and not np.array_equal(inputs, read(2)[0])
 
 
-def test_fake_pairs_begin_alike_and_train_on_the_rest():
+def test_fake_pairs_begin_alike_and_train_on_the_rest() -> None:
     part = FakeSamples(100, 9, seed=1, num_samples=5, pairs=True)
     inputs, targets = np.zeros((2, 5, 2, 9), dtype=np.int64)
     for sample in range(5):
@@ -193,23 +306,50 @@ def test_fake_pairs_begin_alike_and_train_on_the_rest():
     assert part.num_targets(np.arange(5)).tolist() == [10] * 5
 
 
-# Dataset
+# From the run file
 
 
-@given(lengths, lengths, st.booleans(), st.booleans(), st.integers(0, 100))
-@settings(max_examples=60, deadline=None)
-def test_targets_are_counted_without_reading(
-    first: list[int], second: list[int], packing: bool, weighted: bool, seed: int
-):
-    kind = packed if packing else cut
-    stores = [store_of([*first, 2]), store_of([*second, 3])]
-    parts = [kind(store, everything(store), 5) for store in stores]
-    sizes = [part.num_samples for part in parts]
-    order = SampleOrder(sizes, [1.0, 2.0] if weighted else None, seed)
-    dataset = Dataset(parts, order, 5)
-    ids = np.arange(2 * dataset.num_samples + 3)
-    inputs, targets, _ = dataset.rows(ids)
-    assert inputs.shape == targets.shape == (len(ids), 5) and inputs.dtype == np.int64
-    assert dataset.num_targets(ids) == (targets != IGNORE_INDEX).sum()
-    assert dataset.samples_per_epoch == dataset.num_samples == sum(sizes)
-    assert dataset.vocab_size_needed == 1 + max(store.max_token_id for store in stores)
+def section(**keys: object) -> DataConfig:
+    keys = {"seq_length": 64, "validation_fraction": 0.0, **keys}
+    return DataConfig.model_validate({"sources": [{"path": "x", "type": "chat"}], **keys})
+
+
+def test_the_run_file_says_what_is_packed_and_kept_apart() -> None:
+    found = {}
+    for kind in ("chat", "text"):
+        store = numbered([20] * 30, kind)
+        source = SourceConfig.model_validate({"path": "x", "type": kind})
+        for keys in ({}, {"packing": False}, {"isolate_documents": False}):
+            part = make_table(section(**keys), source, store, Ranges.of(store))
+            how = part.content.split(":")[2]
+            found[kind, *keys] = how, part.isolates, part.num_samples
+    assert found == {
+        ("chat",): ("packed", True, 10),
+        ("chat", "packing"): ("single", False, 30),
+        ("chat", "isolate_documents"): ("packed", False, 10),
+        ("text",): ("packed", False, 9),
+        ("text", "packing"): ("documents", False, 30),
+        ("text", "isolate_documents"): ("packed", False, 9),
+    }
+
+
+def test_what_cannot_be_used_is_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    store = numbered([10] * 30 + [200] * 4, "chat", share=1.0)
+    assert store.trained is not None
+    store.trained[:20] = False  # the first two documents
+    data = section(too_long="drop")
+    train, held_out = split_samples(data, data.sources[0], store, 0)
+    assert held_out is None
+    assert (train.counts.too_long, train.counts.untrained, train.counts.dropped) == (4, 2, 6)
+    assert "6 of 34 documents are left out: 4 longer than seq_length 64, 2 without" in caplog.text
+
+
+def test_nothing_to_train_on_is_an_error() -> None:
+    store = numbered([200] * 4, "chat")
+    drops, cuts = section(too_long="drop"), section()
+    with pytest.raises(DataError, match="none of 4 documents can be trained on: 4 are longer") as e:
+        split_samples(drops, drops.sources[0], store, 0)
+    assert "data.too_long: truncate" in e.value.fix
+    untrained = replace(store, trained=np.zeros(800, dtype=np.bool_))
+    with pytest.raises(DataError, match="no token that is trained lies in the first 64 tokens"):
+        split_samples(cuts, cuts.sources[0], untrained, 0)

@@ -1,13 +1,12 @@
-"""Documents out of files, folders, datasets and Python itself."""
+"""Rows out of files, folders, datasets and Python itself, from the first and from any place on."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import os
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,22 @@ import pytest
 
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.mix import documents_for_tokenizer
-from isles.data.sources.find import open_hub, open_source
-from isles.data.sources.parse import make_parser
-from isles.data.sources.read import PIECE_BYTES, WHOLE_BYTES
-from isles.data.sources.rows import PLAIN
+from isles.data.sources import read
+from isles.data.sources.find import HubStream, open_hub, open_source
+from isles.data.sources.parse import TextParser, make_parser
+from isles.data.sources.read import PIECE_BYTES, WHOLE_BYTES, file_chunks
+from isles.data.sources.rows import PLAIN, Chunk, Row
 from isles.errors import DataError
-from tests.deadline import DEADLINE_S
+from tests.data import write_parquet, write_rows
 from tests.each import each
+
+TEXTS = [f"document {i} " + "word " * (i * 7919 % 60) for i in range(700)]
+COLUMNS = TextParser("text")
 
 
 def documents(path: Path | str, **keys: Any) -> list[str]:
     source = SourceConfig(path=str(path), **keys)
     return list(documents_for_tokenizer(DataConfig(sources=(source,))))
-
-
-def rows_of(source: Any, name: str = "text") -> list[Any]:
-    """The values of one column of an opened source."""
-    return [row.columns[name] for row in source.rows(make_parser(SourceConfig(text_column=name)))]
 
 
 def error_of(path: Path | str, **keys: Any) -> DataError:
@@ -40,27 +38,48 @@ def error_of(path: Path | str, **keys: Any) -> DataError:
     return caught.value
 
 
-def write_rows(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+# Files
 
 
-def write_parquet(path: Path, columns: dict[str, list[Any]]) -> Path:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+@each(
+    ("name", "content", "texts"),
+    [
+        ("a.txt", "\ufeffzwölf\r\n\nBoxkämpfer".encode(), ["zwölf\r\n\nBoxkämpfer"]),
+        (
+            "a.jsonl",
+            b'{"text": "a\\u00e9\\ud83d\\ude00", "n": 1}\n\n{"text": ""}\n{"text": "b\\nc"}',
+            ["aé😀", "b\nc"],
+        ),
+        ("a.json", b'{"text": "a"}\n{"text": "b"}\n', ["a", "b"]),
+        ("b.json", b'\xef\xbb\xbf \n[\n{"text": "a"},\n  {"text": "b"}\n]\n', ["a", "b"]),
+        ("a.csv", b'n,text\n1,"a, ""b""\nc"\n\n2,d\n', ['a, "b"\nc', "d"]),
+        ("long.csv", b"text\n" + b"x" * 200_000 + b"\n", ["x" * 200_000]),
+        ("a.tsv", b"text\tn\nx y\t1\n", ["x y"]),
+    ],
+    ids=lambda row: row[0],
+)
+def test_a_file_is_read_by_its_ending_packed_or_not(
+    tmp_path: Path, name: str, content: bytes, texts: list[str]
+):
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
+    assert documents(tmp_path / name) == documents(tmp_path / f"{name}.gz") == texts
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), path)
-    return path
+
+def test_an_array_under_the_name_of_lines_is_told(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_bytes(b'[{"text": "a"}\n]')
+    assert "NAME.json" in error_of(tmp_path / "a.jsonl").fix
 
 
-# Text
-
-
-def test_a_text_file_is_one_document(tmp_path: Path):
-    file = tmp_path / "a.txt"
-    file.write_bytes("\ufeffzwölf\r\n\nBoxkämpfer".encode())
-    assert documents(file) == ["zwölf\r\n\nBoxkämpfer"]
+def test_parquet(tmp_path: Path):
+    texts = [f"row {i}" for i in range(3000)]
+    file = write_parquet(tmp_path / "a.parquet", {"id": list(range(3000)), "body": texts})
+    assert documents(file, text_column="body") == texts
+    error = error_of(file, text_column="bodi")
+    assert "there are: id, body" in error.what and "to body" in error.fix
+    error = error_of(file, text_column="id")
+    assert f"{file} row 0: column 'id' holds int '0', not text" in error.what
+    assert "3000 of 3000 rows" in error.what and "column of strings" in error.fix
 
 
 def test_a_large_text_file_is_cut_at_lines(tmp_path: Path):
@@ -78,30 +97,8 @@ def test_a_large_text_file_is_cut_at_lines(tmp_path: Path):
     assert f"offset {size}" in error.what and error.where == f"{file}:{size // 2001 + 1}"
 
 
-def test_a_large_text_file_without_lines_is_cut_between_characters(tmp_path: Path):
-    file = tmp_path / "large.txt.gz"
-    text = "x" + "ä" * (WHOLE_BYTES // 2)
-    with gzip.open(file, "wb", compresslevel=1) as stream:
-        stream.write(text.encode())
-    assert "".join(documents(file)) == text
-
-
-def test_a_missing_file_suggests_its_neighbour(tmp_path: Path):
-    (tmp_path / "corpus.txt").write_text("x")
-    assert "did you mean corpus.txt?" in error_of(tmp_path / "corpsu.txt").fix
-    assert str(tmp_path.absolute()) in error_of(tmp_path / "no" / "such" / "file.txt").fix
-
-
 @each("closed", ["file", "folder"])
 def test_no_read_permission(closed: str):
-    script = (
-        "import os, sys\n"
-        "from tests.unit.test_data_sources import documents\n"
-        "from isles.errors import DataError\n"
-        "if os.getuid() == 0: os.setuid(65534)\n"
-        "try: documents(sys.argv[1])\n"
-        "except DataError as error: sys.exit(str(error))\n"
-    )
     with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to other users
         folder = Path(name) / "folder"
         folder.mkdir()
@@ -109,20 +106,28 @@ def test_no_read_permission(closed: str):
         file.write_text("text")
         Path(name).chmod(0o755)
         (file if closed == "file" else folder).chmod(0)
-        ended = subprocess.run(
-            [sys.executable, "-c", script, str(file)],
-            capture_output=True,
-            check=False,
-            text=True,
-            timeout=DEADLINE_S,
-        )
-        folder.chmod(0o700)
-    assert ended.returncode == 1
-    assert "no read permission" in ended.stderr and str(file) in ended.stderr, ended.stderr
-    assert "chmod" in ended.stderr
+        user = os.geteuid()
+        try:
+            if user == 0:
+                os.seteuid(65534)
+            error = error_of(file)
+        finally:
+            os.seteuid(user)
+            folder.chmod(0o700)
+    assert "no read permission" in error.what and error.where == str(file)
+    assert "chmod" in error.fix
 
 
-# Globs and folders
+def test_identity_follows_the_files(tmp_path: Path):
+    file = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
+    source = open_source(SourceConfig(path=str(file)))
+    before = source.identity()
+    assert before == source.identity() and json.loads(json.dumps(before)) == before
+    os.utime(file, ns=(0, 0))
+    assert source.identity() != before
+
+
+# Paths
 
 
 def test_a_glob_is_sorted_and_goes_deep(tmp_path: Path):
@@ -134,73 +139,18 @@ def test_a_glob_is_sorted_and_goes_deep(tmp_path: Path):
     assert documents(tmp_path / "**/*.txt") == ["a.txt", "b.txt", "x/c.txt", "x/y/d.txt"]
 
 
-def test_a_glob_without_a_match_names_pattern_and_folder(
+def test_a_path_that_names_nothing_says_what_is_near(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/corpus").write_text("x")
+    assert documents("data/corpus") == ["x"], "a path, and no id of the hub"
+    assert "did you mean corpus?" in error_of("data/corpse").fix
+    assert str(tmp_path) in error_of(tmp_path / "no" / "such" / "file.txt").fix
+    assert f"{tmp_path}/data/**/*.jsonl" in error_of(tmp_path / "data").fix
     error = error_of("data/*.jsonl")
     assert "data/*.jsonl" in error.what and str(tmp_path) in error.where
-
-
-def test_a_plain_folder_suggests_the_glob(tmp_path: Path):
-    (tmp_path / "a.md").write_text("x")
-    assert f"{tmp_path}/**/*.jsonl" in error_of(tmp_path).fix
-
-
-def test_a_relative_path_is_a_path_and_not_a_hub_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/corpus").write_text("x")
-    assert documents("data/corpus") == ["x"]
-    assert "did you mean corpus?" in error_of("data/corpse").fix
-
-
-# JSON lines
-
-
-@each("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
-def test_json_lines(tmp_path: Path, name: str):
-    file = tmp_path / name
-    content = b'{"text": "a\\u00e9\\ud83d\\ude00", "n": 1}\n\n{"text": ""}\n{"text": "b\\nc"}'
-    file.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    assert documents(file) == ["aé😀", "b\nc"]
-
-
-@each("name", ["a.json", "a.json.gz"])
-def test_a_json_array(tmp_path: Path, name: str):
-    file = tmp_path / name
-    content = b'\xef\xbb\xbf \n[\n{"text": "a"},\n  {"text": "b"}\n]\n'
-    file.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    assert documents(file) == ["a", "b"]
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b'[{"text": "a"}\n]')
-    assert "NAME.json" in error_of(file).fix
-
-
-def test_csv(tmp_path: Path):
-    file = tmp_path / "a.csv"
-    file.write_text('n,text\n1,"a, ""b""\nc"\n\n2,d\n')
-    assert documents(file) == ['a, "b"\nc', "d"]
-    (tmp_path / "a.tsv").write_text("text\tn\nx y\t1\n")
-    assert documents(tmp_path / "a.tsv") == ["x y"]
-    file.write_text("text\n" + "x" * 200_000 + "\n")
-    assert documents(file) == ["x" * 200_000]
-
-
-# Parquet
-
-
-def test_parquet(tmp_path: Path):
-    texts = [f"row {i}" for i in range(3000)]
-    file = write_parquet(tmp_path / "a.parquet", {"id": list(range(3000)), "body": texts})
-    assert documents(file, text_column="body") == texts
-    error = error_of(file, text_column="bodi")
-    assert "there are: id, body" in error.what and "to body" in error.fix
-    error = error_of(file, text_column="id")
-    assert f"{file} row 0: column 'id' holds int '0', not text" in error.what
-    assert "3000 of 3000 rows" in error.what and "column of strings" in error.fix
 
 
 # Datasets
@@ -219,8 +169,8 @@ def test_saved_datasets(tmp_path: Path):
     assert "there are: train, test" in error.what and "to test" in error.fix
     assert "there are: text, n" in error_of(tmp_path / "one", text_column="body").what
     assert "2 of 2 rows" in error_of(tmp_path / "one", text_column="n").what
-    source = open_source(SourceConfig(path=str(tmp_path / "one")))
-    assert source.identity() == open_source(SourceConfig(path=str(tmp_path / "one"))).identity()
+    one = SourceConfig(path=str(tmp_path / "one"))
+    assert open_source(one).identity() == open_source(one).identity()
     for arrow in (tmp_path / "one").glob("*.arrow"):
         arrow.write_bytes(b"junk")
     assert "cannot be loaded" in error_of(tmp_path / "one").what
@@ -234,63 +184,105 @@ def test_hub_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_parquet(tmp_path / "repo/data/train-0.parquet", {"text": ["a", "b"]})
     write_parquet(tmp_path / "repo/data/test-0.parquet", {"text": ["c"]})
     repo = str(tmp_path / "repo")
-    assert rows_of(open_hub(repo, None, "train")) == ["a", "b"]
-    source = open_hub(repo, None, "test")
-    assert rows_of(source) == ["c"]
-    assert source.identity() == open_hub(repo, None, "test").identity()
-    assert source.identity() != open_hub(repo, None, "train").identity()
+    train, test = open_hub(repo, None, "train"), open_hub(repo, None, "test")
+    for source, texts in ((train, ["a", "b"]), (test, ["c"])):
+        assert texts_of(source.chunks(COLUMNS)) == texts
+    assert test.identity() == open_hub(repo, None, "test").identity() != train.identity()
     with pytest.raises(DataError, match=r"\['test', 'train'\]|\['train', 'test'\]"):
         open_hub(repo, None, "validation")
     with pytest.raises(DataError, match="no-such-subset"):
         open_hub(repo, "no-such-subset", "train")
 
 
-def test_a_hub_id_that_cannot_be_reached(tmp_path: Path):
-    script = (
-        "import sys\n"
-        "from isles.config.sections.data import SourceConfig\n"
-        "from isles.data.sources.find import open_source\n"
-        "from isles.errors import DataError\n"
-        "try: open_source(SourceConfig(path='no-such-owner/no-such-data'))\n"
-        "except DataError as error: sys.exit(str(error))\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert ended.returncode == 1
-    assert "no-such-owner/no-such-data: cannot be loaded" in ended.stderr
-    assert "does not exist in" in ended.stderr and "Traceback" not in ended.stderr
+def test_a_hub_id_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    error = error_of("no-such-owner/no-such-data")
+    assert error.what.startswith("cannot be loaded") and error.where == "no-such-owner/no-such-data"
+    assert "does not exist in" in error.fix
 
 
-# Built in
-
-
-def test_python_docs():
-    texts = documents("python-docs")
-    assert len(texts) > 60 and sum(map(len, texts)) > 300_000
-    assert any('"assert" statement' in text for text in texts)
-    assert texts == documents("python-docs")
-
-
-def test_python_stdlib():
-    source = open_source(SourceConfig(path="python-stdlib"))
-    rows = source.rows(make_parser(SourceConfig()))
+def test_what_every_python_carries():
+    docs = documents("python-docs")
+    assert len(docs) > 60 and sum(map(len, docs)) > 300_000
+    assert any('"assert" statement' in text for text in docs)
+    assert docs == documents("python-docs")
+    library = open_source(SourceConfig(path="python-stdlib"))
+    rows = library.rows(make_parser(SourceConfig()))
     texts = [row.columns[PLAIN] for row, _ in zip(rows, range(50), strict=False)]
     assert len(texts) == 50 and sum(map(len, texts)) > 100_000
-    identity = source.identity()
-    assert "python" in identity
+    assert "python" in library.identity()
 
 
-def test_identity_follows_the_files(tmp_path: Path):
-    file = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
-    source = open_source(SourceConfig(path=str(file)))
-    before = source.identity()
-    assert before == source.identity() and json.loads(json.dumps(before)) == before
-    os.utime(file, ns=(0, 0))
-    assert source.identity() != before
+# From any place on, for streams
+
+
+def texts_of(chunks: Any) -> list[str]:
+    rows = [row for chunk in chunks for row in chunk.rows]
+    assert all(isinstance(row, Row) for row in rows), rows
+    return [row.columns.get("text", row.columns.get(PLAIN)) for row in rows]
+
+
+def assert_read_on(chunks: Callable[[Any], Any], texts: list[str]) -> None:
+    """What is read from each chunk on, by where it begins, is what follows in the whole."""
+    whole: list[Chunk] = list(chunks(None))
+    assert len(whole) >= 3 and texts_of(whole) == texts
+    for number, chunk in enumerate(whole):
+        begin = json.loads(json.dumps(chunk.begin))
+        following = list(chunks(begin))
+        assert [c.rows for c in following] == [c.rows for c in whole[number:]]
+        assert following[0].begin == chunk.begin
+    assert list(chunks(whole[-1].end)) == []
+    assert [chunk.end for chunk in whole[:-1]] == [chunk.begin for chunk in whole[1:]]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """The same texts in files of all kinds."""
+    lines = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS]).read_text()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in TEXTS]))
+    (tmp_path / "a.csv").write_text("text\n" + "".join(f'"{text}"\n' for text in TEXTS))
+    columns = {"n": range(len(TEXTS)), "text": TEXTS}
+    write_parquet(tmp_path / "a.parquet", columns, row_group_size=300)
+    return {path.name: path for path in tmp_path.glob("a.*")}
+
+
+@each("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.parquet"])
+def test_a_file_is_read_on_from_any_place(files: dict[str, Path], name: str):
+    assert_read_on(lambda begin: file_chunks(files[name], COLUMNS, begin or {}), TEXTS)
+
+
+@each("name", ["a.txt", "a.txt.gz"])
+def test_a_long_text_is_read_on_from_any_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """It is cut between characters where it has no lines."""
+    monkeypatch.setattr(read, "WHOLE_BYTES", 2000)
+    monkeypatch.setattr(read, "PIECE_BYTES", 703)  # three bytes behind the start of a character
+    path, text = tmp_path / name, "\n".join(TEXTS[:100]) + "x" + "😀" * 1500
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    pieces = texts_of(file_chunks(path, COLUMNS, {}))
+    assert len(pieces) > 10 and "".join(pieces) == text
+    assert_read_on(lambda begin: file_chunks(path, COLUMNS, begin or {}), pieces)
+
+
+def test_saved_datasets_are_read_on_from_any_row(tmp_path: Path):
+    import datasets
+
+    dataset = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(len(TEXTS)))})
+    dataset.save_to_disk(str(tmp_path / "saved"))
+    source = open_source(SourceConfig(path=str(tmp_path / "saved")), streams=True)
+    assert_read_on(lambda begin: source.chunks(COLUMNS, begin), TEXTS)
+
+
+def test_hub_datasets_are_read_on_from_the_librarys_state(tmp_path: Path):
+    import datasets
+
+    names = []
+    for part in range(3):
+        rows = [{"text": text} for text in TEXTS[part * 240 : part * 240 + 240]]
+        names.append(str(write_rows(tmp_path / f"{part}.jsonl", rows)))
+    cache = str(tmp_path / "cache")
+    builder = datasets.load_dataset_builder("json", data_files=names, cache_dir=cache)
+    source = HubStream("three files", builder, "train")
+    assert_read_on(lambda begin: source.chunks(COLUMNS, begin), TEXTS)

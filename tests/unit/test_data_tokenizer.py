@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,15 +21,19 @@ from isles.data.tokens.tokenizer import (
     vocabulary_size,
 )
 from isles.errors import DataError
-from tests.deadline import DEADLINE_S
+from tests.deadline import run_program
 from tests.each import each
 
 DOCS = DataConfig(sources=(SourceConfig(path="python-docs"),))
 
 
+def train_on_docs():
+    return train_tokenizer(documents_for_tokenizer(DOCS), 600)
+
+
 @pytest.fixture(scope="module")
 def trained():
-    return train_tokenizer(documents_for_tokenizer(DOCS), 600)
+    return train_on_docs()
 
 
 def test_a_trained_tokenizer_gives_text_back(trained):
@@ -44,17 +47,11 @@ def test_a_trained_tokenizer_gives_text_back(trained):
 
 def test_training_is_deterministic_over_processes(trained):
     script = (
-        "from isles.data.tokens.tokenizer import train_tokenizer, tokenizer_digest\n"
-        "from tests.unit.test_data_tokenizer import DOCS, documents_for_tokenizer\n"
-        "print(tokenizer_digest(train_tokenizer(documents_for_tokenizer(DOCS), 600)))\n"
+        "from tests.unit.test_data_tokenizer import tokenizer_digest, train_on_docs\n"
+        "print(tokenizer_digest(train_on_docs()))\n"
     )
-    other = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=DEADLINE_S,
-    )
+    other = run_program([sys.executable, "-c", script])
+    assert other.returncode == 0, other.stderr
     assert other.stdout.strip() == tokenizer_digest(trained)
 
 
@@ -83,20 +80,19 @@ def test_long_documents_are_tokenized_in_pieces(border: str):
     assert max(sizes) <= PIECE_CHARS and min(sizes[1:-2]) > PIECE_CHARS // 2
 
 
-def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(DataError, match="holds no tokenizer") as caught:
-        load_tokenizer(str(tmp_path))
-    assert "train_vocab_size" in caught.value.fix
-    with pytest.raises(DataError, match="no such folder"):
-        load_tokenizer(str(tmp_path / "none"))
-
-
-def test_a_damaged_tokenizer_is_an_error(trained, tmp_path: Path):
-    trained.save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{broken")
-    with pytest.raises(DataError, match="cannot be loaded"):
-        load_tokenizer(str(tmp_path))
+def test_what_is_no_tokenizer_is_an_error(trained, tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    trained.save_pretrained(tmp_path / "damaged")
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{broken")
+    for name, what in [
+        ("none", "no such folder"),
+        ("model", "holds no tokenizer"),
+        ("damaged", "cannot be loaded"),
+    ]:
+        with pytest.raises(DataError, match=what) as caught:
+            load_tokenizer(str(tmp_path / name))
+        assert "train_vocab_size" in caught.value.fix
 
 
 def test_a_tokenizer_without_end_of_text_is_an_error():

@@ -10,6 +10,7 @@ from torch import Tensor
 from isles.dist.batch import IGNORE_INDEX
 from isles.strategies.objective import DPO
 from isles.strategies.sequence import Part
+from tests.each import each
 from tests.unit.test_loss_head import T, V, assert_same, build, gradients
 
 BETA = 0.3
@@ -31,7 +32,7 @@ def scores(model: torch.nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return (each * known).sum(-1)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@each("smoothing", [0.0, 0.1])
 def test_loss_gradients_and_figures_are_those_of_the_formula(smoothing: float) -> None:
     model, twin = build(), build()
     tokens, targets = pairs()
@@ -50,12 +51,13 @@ def test_loss_gradients_and_figures_are_those_of_the_formula(smoothing: float) -
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     assert_same(gradients(model), gradients(twin), 1e-5)
     figures = objective.take_figures(of_training=True)
-    assert figures["reward_chosen"].item() == pytest.approx(chosen.sum().item(), rel=1e-4)
-    assert figures["reward_rejected"].item() == pytest.approx(rejected.sum().item(), rel=1e-4)
-    assert figures["reward_margin"].item() == pytest.approx(
-        (chosen - rejected).sum().item(), rel=1e-4
-    )
-    assert figures["reward_accuracy"].item() == (chosen > rejected).sum().item()
+    for name, value in {
+        "reward_chosen": chosen,
+        "reward_rejected": rejected,
+        "reward_margin": chosen - rejected,
+        "reward_accuracy": chosen > rejected,
+    }.items():
+        assert figures[name].item() == pytest.approx(value.sum().item(), rel=1e-4), name
     assert not objective.take_figures(of_training=True), "they are taken once"
     assert not objective.take_figures(of_training=False)
 
@@ -81,9 +83,8 @@ def test_a_pair_without_targets_counts_for_nothing() -> None:
     targets[2:] = IGNORE_INDEX
     objective = DPO(model, beta=BETA)
     reference = torch.tensor([-50.0, -49.0, 0.0, 0.0])
-    loss = objective.loss_sum(model, Part({"input_ids": tokens}, targets, reference_B=reference))
-    alone = DPO(model, beta=BETA).loss_sum(
-        model, Part({"input_ids": tokens[:2]}, targets[:2], reference_B=reference[:2])
-    )
+    both = Part({"input_ids": tokens}, targets, reference_B=reference)
+    one = Part({"input_ids": tokens[:2]}, targets[:2], reference_B=reference[:2])
+    loss, alone = objective.loss_sum(model, both), DPO(model, beta=BETA).loss_sum(model, one)
     assert loss.item() == pytest.approx(alone.item(), rel=1e-5)
     assert objective.take_figures(of_training=True)["reward_accuracy"].item() <= 1

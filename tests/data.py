@@ -1,0 +1,65 @@
+"""Builders for tests of data: files of rows, and the tokens that are made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from isles.config.sections.data import SourceConfig
+from isles.data.sources.find import open_source
+from isles.data.tokens.encode import Encoder
+from isles.data.tokens.prepare import prepare
+from isles.data.tokens.store import TokenStore
+
+END = 9999
+"""End of text in stores that are numbered; all their other ids count up from 0."""
+
+
+class Numbered(TokenStore):
+    """Tokens are their places, so that each is known again."""
+
+    digest = "numbered"
+
+
+def numbered(
+    lengths: Sequence[int], kind: str = "text", *, seed: int = 0, share: float = 0.5
+) -> TokenStore:
+    """Documents of these lengths, of which, unless they are text, a share of tokens is trained."""
+    ends = np.cumsum(lengths)
+    size = int(ends[-1])
+    trained = None if kind == "text" else np.random.default_rng(seed).random(size) < share
+    tokens = np.arange(size, dtype=np.uint32)
+    return Numbered(Path("nowhere"), "counted", tokens, ends, END, size - 1, trained, kind)
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    """A file of JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, columns: Mapping[str, Any], **options: Any) -> Path:
+    """A Parquet file with these columns."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(dict(columns)), path, **options)
+    return path
+
+
+def prepare_file(
+    tokenizer: Any, path: Path, cache: Path, *, max_bad_fraction: float = 0.0, **source: Any
+) -> Path:
+    """The folder with the tokens of one source, in this cache."""
+    config = SourceConfig(path=str(path), **source)
+    opened, encoder = open_source(config), Encoder(config, tokenizer)
+    return prepare(opened, encoder, cache, progress=quiet, max_bad_fraction=max_bad_fraction)
+
+
+def quiet(_: str) -> None:
+    """Nobody listens."""
