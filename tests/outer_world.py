@@ -55,7 +55,7 @@ class World:
     # What clusters ask.
 
     def join(
-        self, own: str, /, version: int = 0, outer_params: str | list[str] = ZERO, **more: object
+        self, own: str, version: int = 0, outer_params: str | list[str] = ZERO, **more: object
     ) -> JoinAnswer:
         is_one = isinstance(outer_params, str)
         values = {

@@ -183,11 +183,13 @@ def test_bytes_that_no_encoder_writes_are_refused() -> None:
 
 @given(
     st.binary(min_size=604, max_size=604),
-    st.sampled_from(["none", "bf16", "int8", "topk:0.08", "topk:0.7"]),
+    st.sampled_from(["none", "bf16", "int8", "int4", "topk:0.08", "topk:0.7"]),
 )
 @settings(max_examples=60, deadline=None)
 def test_a_strangers_bytes_are_refused_or_harmless(noise: bytes, codec: str) -> None:
-    n = {"none": 151, "bf16": 302, "int8": 592, "topk:0.08": 12, "topk:0.7": 343}[codec]
+    n = {"none": 151, "bf16": 302, "int8": 592, "int4": 1072, "topk:0.08": 12, "topk:0.7": 343}[
+        codec
+    ]
     data = noise[: size(codec, n)]
     assert len(data) == size(codec, n), size(codec, n)
     try:

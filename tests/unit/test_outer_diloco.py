@@ -133,6 +133,21 @@ def test_all_clusters_keep_the_same_bits(codec: str) -> None:
         assert len({cluster.share.outer_param.numpy().tobytes() for cluster in clusters}) == 1
 
 
+def test_with_rate_one_the_weights_become_the_mean_of_the_clusters_by_tokens() -> None:
+    """After every step of SGD that is data parallel training."""
+    clusters = [One("none", PLAIN) for _ in range(2)]
+    for turn in range(5):
+        for number, one in enumerate(clusters):
+            one.learn(10 * turn + number)
+        wanted = 0.25 * clusters[0].local + 0.75 * clusters[1].local
+        average = mean(
+            clusters[0].codec, [(clusters[0].contribute(), 1.0), (clusters[1].contribute(), 3.0)]
+        )
+        for one in clusters:
+            one.apply(average, "on_time", 2)
+            assert torch.allclose(one.local, wanted, rtol=0, atol=1e-6)
+
+
 def test_who_learns_nothing_has_the_bits_of_the_others() -> None:
     """Also where the engine rounds the weights that it is given, as DeepSpeed does under bf16."""
     one, idle = One("none", OuterSettings()), One("none", OuterSettings())
