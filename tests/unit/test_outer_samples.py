@@ -45,6 +45,15 @@ def test_what_was_read_of_the_reserve_is_told_and_not_held() -> None:
     assert own.holding([]) == [(0, 4), (7, 9)] and own.take_read(14) == told
 
 
+def test_what_was_lost_to_others_is_read_and_told_when_it_is_leased_again() -> None:
+    own = OwnSamples(ME)
+    own.add([(0, 8)])
+    own.lose([(4, 8)], cursor=0)
+    own.add([(4, 6)])
+    assert own.numbers(0, 6).tolist() == [0, 1, 2, 3, 4, 5] and own.holding([]) == [(0, 6)]
+    assert own.take_read(6) == [(0, 6)]
+
+
 STEPS = st.lists(
     st.tuples(st.sampled_from(["deal", "read", "tell", "owe", "lose", "save"]), st.integers(1, 9)),
     max_size=40,
