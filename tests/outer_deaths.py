@@ -10,14 +10,16 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 import isles.outer.average  # noqa: F401  torch, once for all children
 from isles.outer.hub.files import Incoming, average, norm_of
-from isles.outer.messages import CHUNK_BYTES, Contribution, digest_of, hash_chunks
-from tests.outer_world import World, member_id
+from isles.outer.messages import CHUNK_BYTES, digest_of, hash_chunks
+from isles.outer.samples import Interval
+from tests.outer_world import World, after, member_id
 
 TURNS, NUMBERS = 6, CHUNK_BYTES // 4 + 5
 PIECES = [[NUMBERS]]
@@ -29,55 +31,50 @@ def open_world(folder: Path) -> World:
     return World(folder, dead_after_s=1e9)
 
 
-def requests() -> list[Callable[[World], None]]:
+def requests() -> list[Callable[[World], object]]:
     """What clusters ask, one after the other; each is asked again until it is answered."""
-
-    def ask(name: str, outer_step: int) -> list[Callable[[World], None]]:
-        samples: list[tuple[int, int]] = []
-
-        def lease(world: World) -> None:
-            world.lease(name, outer_step + 1, 3)
-
-        def contribute(world: World) -> None:
-            samples[:] = world.lease(name, outer_step + 1, 3)
-            path = world.do(world.core.part_path, member_id(name), outer_step)
-            number = int(path.stem)
-            data = np.full(NUMBERS, outer_step + number, np.float32).tobytes()
-            source = world.folder.parent / f"{name}.part"
-            source.write_bytes(data)
-            incoming = Incoming(path, len(data))
-            for index, sha256 in enumerate(hash_chunks(source)):
-                chunk = data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
-                incoming.put(index, chunk, sha256)
-            digest = digest_of(hash_chunks(source))
-            incoming.seal(digest)
-            norm = norm_of("none", PIECES[0], path)
-            part = Contribution(
-                id=member_id(name), tokens=number, steps=1, samples=samples, digest=digest
-            )
-            world.do(world.core.complete, outer_step, part, norm)
-
-        def contribute_once(world: World) -> None:
-            if not world.do(world.core.is_counted, member_id(name), outer_step):
-                contribute(world)
-
-        return [lease, contribute_once]
-
-    def decide(world: World) -> None:
-        job = world.do(world.core.rounds.close)
-        if job is not None:
-            world.do(world.core.commit, job.outer_step, *average("none", PIECES[0], job))
-            world.do(world.core.sweep)
-
-    found: list[Callable[[World], None]] = [
-        lambda world: world.join("a", pieces=PIECES) and None,
-        lambda world: world.join("b", pieces=PIECES) and None,
+    found: list[Callable[[World], object]] = [
+        partial(World.join, own=name, pieces=PIECES) for name in "ab"
     ]
     for outer_step in range(TURNS):
-        found += [*ask("a", outer_step), *ask("b", outer_step), decide]
         for name in "ab":
-            found.append(lambda world, n=name, t=outer_step: world.applied(n, t, f"{t:064x}"))
+            found.append(partial(_lease, name=name, outer_step=outer_step))
+            found.append(partial(_contribute, name=name, outer_step=outer_step))
+        found.append(_decide)
+        for name in "ab":
+            digest = after(outer_step)
+            found.append(
+                partial(World.applied, name=name, outer_step=outer_step, outer_params=digest)
+            )
     return found
+
+
+def _lease(world: World, name: str, outer_step: int) -> list[Interval]:
+    return world.lease(name, outer_step + 1, 3)
+
+
+def _contribute(world: World, name: str, outer_step: int) -> None:
+    if world.do(world.core.is_counted, member_id(name), outer_step):
+        return
+    samples = _lease(world, name, outer_step)
+    path = world.do(world.core.part_path, member_id(name), outer_step)
+    number = int(path.stem)
+    data = np.full(NUMBERS, outer_step + number, np.float32).tobytes()
+    source = world.folder.parent / f"{name}.part"
+    source.write_bytes(data)
+    incoming, hashes = Incoming(path, len(data)), hash_chunks(source)
+    for index, sha256 in enumerate(hashes):
+        incoming.put(index, data[index * CHUNK_BYTES :][:CHUNK_BYTES], sha256)
+    incoming.seal(digest_of(hashes))
+    norm = norm_of("none", PIECES[0], path)
+    world.complete(name, outer_step, samples, tokens=number, norm=norm)
+
+
+def _decide(world: World) -> None:
+    job = world.do(world.core.rounds.close)
+    if job is not None:
+        world.do(world.core.commit, job.outer_step, *average("none", PIECES[0], job))
+        world.do(world.core.sweep)
 
 
 def die_again_and_again(folder: Path) -> tuple[int, int]:
@@ -107,7 +104,7 @@ def die_again_and_again(folder: Path) -> tuple[int, int]:
     return deaths, longest
 
 
-def _work(folder: Path, asked: list[Callable[[World], None]], steps: int, writer: int) -> None:
+def _work(folder: Path, asked: list[Callable[[World], object]], steps: int, writer: int) -> None:
     left = steps
 
     def count(step: str) -> None:

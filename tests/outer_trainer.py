@@ -1,15 +1,13 @@
-"""A cluster for tests without a model: random weights, real outer steps, a real link.
-
-To be started by `tests.ranks`; what a test does with several of them is `Clusters`.
-"""
+"""Clusters for tests, without a model: random weights, real outer steps, real links."""
 
 from __future__ import annotations
 
 import hashlib
-import json
+import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,17 @@ from isles.outer.client.client import HubClient
 from isles.outer.cluster import Cluster
 from isles.outer.codec import Codec, parse_codec
 from isles.outer.diloco import OuterSettings
+from isles.outer.hub import __main__ as hub
 from isles.outer.layout import make_layout
 from isles.outer.messages import Adopt, Apply, Join, Lease, Pending, Reset, SendState
 from isles.run.env import RankEnv
-from tests.ranks import Gang
+from isles.run.records import read_record, write_record
+from tests.deadline import DEADLINE_S
+from tests.outer_world import member_id
+from tests.ranks import Gang, start_ranks
 
-DEADLINE_S = 500.0
 SAMPLES = 8
-TOKENS = {"a": 100, "b": 200, "c": 300, "d": 400, "e": 500}
+TOKENS = {"a": 100, "b": 200, "c": 300, "d": 400}
 SHAPES = {"embed": (300, 40), "layers.0.w": (130, 70), "layers.1.w": (130, 70), "norm": (70,)}
 PIECE = 4096
 
@@ -37,7 +38,7 @@ PIECE = 4096
 class Numbers:
     """Weights as `Cluster` needs them."""
 
-    def __init__(self, seed: int, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, seed: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.values = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
 
@@ -58,9 +59,10 @@ class Numbers:
         for value in self.values.values():
             value.add_(0.01 * torch.randn(value.shape, generator=generator))
 
-    def digest(self) -> str:
-        whole = b"".join(value.numpy().tobytes() for value in self.values.values())
-        return hashlib.sha256(whole).hexdigest()
+    def digest(self, names: Sequence[str] | None = None) -> str:
+        """Of all weights, or of these."""
+        values = [self.values[name] for name in names or self.values]
+        return hashlib.sha256(b"".join(value.numpy().tobytes() for value in values)).hexdigest()
 
 
 def mean(codec: Codec, counts: Sequence[int], parts: Sequence[tuple[bytes, float]]) -> bytes:
@@ -74,35 +76,38 @@ def mean(codec: Codec, counts: Sequence[int], parts: Sequence[tuple[bytes, float
 
 
 class Trainer:
-    """Takes part until it has applied so many turns; what it saw stands in NAME.json."""
+    """Takes part until it has applied so many turns; what it saw stands in NAME.json.
+
+    Options: codec, fragments, turns, join (the file of the join line); scale of the weights and
+    their seed, identity, link (settings of `HubClient`).
+    """
 
     def __init__(self, env: RankEnv, folder: Path, name: str, options: dict[str, Any]) -> None:
         self.folder, self.name, self.options = folder, name, options
         self.world = join_world(env, device="cpu", timeout_s=DEADLINE_S)
-        shapes = {n: (rows * options.get("scale", 1), *rest) for n, (rows, *rest) in SHAPES.items()}
+        scale, self.fragments = options.get("scale", 1), options["fragments"]
+        shapes = {n: (rows * scale, *rest) for n, (rows, *rest) in SHAPES.items()}
         self.weights = Numbers(options.get("seed", 0), shapes)
-        layout = make_layout(
-            self.weights.trained_shapes(),
+        self.layout = make_layout(
+            shapes,
             parse_codec(options["codec"]),
-            num_fragments=options["fragments"],
-            piece_numbers=PIECE * options.get("scale", 1),
+            num_fragments=self.fragments,
+            piece_numbers=PIECE * scale,
         )
-        self.fragments, self.layout = options["fragments"], layout
-        self.cluster = Cluster(self.weights, self.world, layout, OuterSettings())
+        self.cluster = Cluster(self.weights, self.world, self.layout, OuterSettings())
         self.cluster.begin()
-        self.version, self.contributed = 0, -1
+        self.version, self.contributed, self.steps = 0, -1, 0
         self.is_ready = self.is_refused = False
         self.samples: list[tuple[int, int]] = []
-        self.listed: dict[int, list[tuple[int, int]]] = {}
+        self.sent: dict[int, list[tuple[int, int]]] = {}
         self.seen: list[str] = []
-        self.history: dict[int, list[Any]] = {}
-        self.steps = 0
+        self.history: dict[int, dict[str, Any]] = {}
         join = Join(
-            id=name.encode().hex().rjust(32, "0"),
+            id=member_id(name),
             name=name,
-            identity={"layout": layout.digest, "lr": options.get("identity", "0.7")},
-            codec=layout.codec.text,
-            pieces=[layout.piece_counts(fragment) for fragment in range(self.fragments)],
+            identity={"layout": self.layout.digest, "lr": options.get("identity", "0.7")},
+            codec=self.layout.codec.text,
+            pieces=[self.layout.piece_counts(fragment) for fragment in range(self.fragments)],
             version=0,
             outer_params=self.digests(),
         )
@@ -110,17 +115,22 @@ class Trainer:
             join,
             join_file=Path(options["join"]),
             spool=folder / f"spool-{name}",
-            note=lambda text: self.seen.append(f"{time.time():.2f} {text}"[:400]),
+            note=self.note,
             **options.get("link", {}),
         )
+
+    def note(self, text: object) -> None:
+        self.seen.append(str(text)[:400])
+        sys.stderr.write(f"{time.time():.2f} {self.seen[-1]}\n")
 
     def digests(self) -> list[str]:
         return [self.cluster.digest(fragment) for fragment in range(self.fragments)]
 
-    def note_heartbeat(self, timeout_s: float) -> None:
+    def look(self, timeout_s: float) -> None:
+        """Do what the link says."""
         self.link.wait(timeout_s)
         for command in self.link.poll():
-            self.seen.append(f"{time.time():.2f} {command}"[:400])
+            self.note(command)
             match command:
                 case Lease():
                     self.samples += command.samples
@@ -137,9 +147,8 @@ class Trainer:
                     self.link.reset_done()
         state = self.link.state
         self.is_ready = state.is_joined and not state.is_behind
-        if state.refusal is not None and not self.is_refused:
-            kind = getattr(state.refusal, "kind", "")
-            (self.folder / f"{self.name}.refused").write_text(f"{kind} {state.refusal.what}")
+        if state.refusal is not None:
+            self.note(f"refused: {state.refusal.what}")
             self.is_refused = True
         self.write()
 
@@ -154,31 +163,32 @@ class Trainer:
             )
         assert tuple(self.digests()) == event.outer_params
         self.version, self.contributed = event.version, event.version - 1
-        self.samples += [span for spans in self.listed.values() for span in spans]
-        self.listed.clear()
+        self.samples += [span for spans in self.sent.values() for span in spans]
+        self.sent.clear()
         self.link.adopted(self.version, self.digests())
 
     def apply(self, event: Apply) -> None:
-        assert event.outer_step == self.version
-        fragment = event.outer_step % self.fragments
-        is_in = event.outer_step in self.listed and self.name in event.weights
+        outer_step = event.outer_step
+        assert outer_step == self.version
+        fragment = outer_step % self.fragments
+        is_in = outer_step in self.sent and self.name in event.weights
         digest = self.cluster.digest(fragment)
         if event.path is not None:
             mode = "on_time" if is_in else "late"
             digest = self.cluster.apply(fragment, event.path, len(event.weights), mode).digest
         elif fragment in self.cluster.pending:
             self.cluster.drop(fragment)
-        listed = self.listed.pop(event.outer_step, [])
+        samples = self.sent.pop(outer_step, [])
         if not is_in:
-            self.samples += listed
-        self.version = event.outer_step + 1
-        self.history[event.outer_step] = [
-            digest,
-            is_in,
-            sorted(event.weights),
-            event.sent_bytes,
-        ]
-        self.link.applied(event.outer_step, digest)
+            self.samples += samples
+        self.version = outer_step + 1
+        self.history[outer_step] = {
+            "outer_params": digest,
+            "weights": self.weights.digest(self.layout.fragments[fragment].names),
+            "is_in": is_in,
+            "names": sorted(event.weights),
+        }
+        self.link.applied(outer_step, digest)
 
     def may_contribute(self) -> bool:
         """Whether it is this cluster's turn; a file of the test may hold all back."""
@@ -194,52 +204,52 @@ class Trainer:
         path = self.link.contribution_path(outer_step)
         self.cluster.snapshot(outer_step % self.fragments)
         self.cluster.encode(outer_step % self.fragments, path)
-        self.listed[outer_step], self.samples = self.samples, []
+        self.sent[outer_step], self.samples = self.samples, []
         self.contributed = outer_step
-        sent = Pending(outer_step, TOKENS[self.name], 1, tuple(self.listed[outer_step]), self.steps)
-        self.link.contribute(sent)
+        samples = tuple(self.sent[outer_step])
+        self.link.contribute(Pending(outer_step, TOKENS[self.name], 1, samples, self.steps))
         self.link.lease(SAMPLES)
         self.link.report(step=self.steps, since=1, tokens_per_s=1e3, phase="waiting")
 
-    def write(self, *, is_done: bool = False) -> None:
-        record = {
-            "version": self.version,
-            "history": self.history,
-            "is_ready": self.is_ready,
-            "seen": self.seen,
-            "weights": self.weights.digest() if is_done else "",
-            "outer_params": self.digests() if is_done else [],
-        }
-        path = self.folder / f"{self.name}.json"
-        partial = path.with_suffix(".new")
-        partial.write_text(json.dumps(record))
-        partial.replace(path)
+    def write(self, **more: Any) -> None:
+        known = {"version": self.version, "is_ready": self.is_ready}
+        record = {**known, "history": self.history, "seen": self.seen, **more}
+        write_record(self.folder / f"{self.name}.json", record, durable=False)
 
     def run(self) -> int:
         """Until the test says that it is the end; 1: it was not let in."""
-        turns = self.options["turns"]
         self.link.lease(SAMPLES)
-        self.write()
         end = time.monotonic() + DEADLINE_S
-        while self.version < turns and not self.is_refused:
-            assert time.monotonic() < end, "\n".join(self.seen[-40:])
-            if self.may_contribute():
-                self.contribute()
-            self.note_heartbeat(0.2)
-        self.write(is_done=True)
         # The others may need this one for what they have missed.
         while not (self.folder / "end").exists() and not self.is_refused:
             assert time.monotonic() < end, "nobody has said that it is the end"
-            self.note_heartbeat(0.1)
-        self.write(is_done=True)
+            if self.may_contribute():
+                self.contribute()
+            self.look(0.1)
+        self.write(weights=self.weights.digest(), outer_params=self.digests())
         self.link.close()
         leave_world()
         return int(self.is_refused)
 
 
 def train(env: RankEnv, folder: Path, name: str, options: dict[str, Any]) -> int:
-    """A cluster, until it has applied so many turns."""
     return Trainer(env, folder, name, options).run()
+
+
+def serve(env: RankEnv, state: Path, settings: Path) -> int:
+    """A hub, until it is killed or told to end; its exit code."""
+    return hub.main([str(state), "--run", "test", "--settings", str(settings)])
+
+
+def until(condition: Callable[[], object], what: str, *gangs: Gang) -> None:
+    """Look again and again, for as long as a deadline, and as all of these processes live."""
+    end = time.monotonic() + DEADLINE_S
+    sentinels = [process.sentinel for gang in gangs for process in gang.processes]
+    while not condition():
+        has_ended = bool(connection.wait(sentinels, 0.02))
+        if (has_ended and not condition()) or time.monotonic() > end:
+            logs = [gang.log.read_text(errors="replace")[-3000:] for gang in gangs]
+            raise AssertionError("\n\n".join([what, *logs]))
 
 
 class Clusters:
@@ -248,33 +258,17 @@ class Clusters:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.running: dict[str, Gang] = {}
-        self.unknown = ""
+        self.refused = ""
         """Who is not let in, and therefore ends by itself."""
 
+    def begin(self, name: str, options: dict[str, Any]) -> None:
+        self.running[name] = start_ranks(train, 1, self.folder, name, options)
+
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Look again and again, for as long as a deadline."""
-        end = time.monotonic() + DEADLINE_S
-        while not condition():
-            self.check()
-            if time.monotonic() > end:
-                words = [f"== {name}\n{self.words(name)}" for name in self.running]
-                raise AssertionError(
-                    "\n\n".join([f"{what}: not within {DEADLINE_S:.0f} s", *words])
-                )
-            time.sleep(0.02)
-
-    def check(self) -> None:
-        for name, gang in self.running.items():
-            if name != self.unknown:
-                assert not gang.wait_or_timeout(0.0), f"{name} has ended\n{self.words(name)}"
-
-    def words(self, name: str) -> str:
-        seen = "\n".join(self.record(name).get("seen", [])[-30:])
-        return f"{seen}\n{self.running[name].log.read_text()[-3000:]}"
+        until(condition, what, *(g for name, g in self.running.items() if name != self.refused))
 
     def record(self, name: str) -> dict[str, Any]:
-        path = self.folder / f"{name}.json"
-        return json.loads(path.read_text()) if path.exists() else {"version": 0, "is_ready": False}
+        return read_record(self.folder / f"{name}.json") or {"version": 0, "is_ready": False}
 
     def hold(self, outer_step: int) -> None:
         """Let nobody contribute to this turn, nor to any after it."""
@@ -286,7 +280,7 @@ class Clusters:
         """Wait until these have applied so many turns."""
         self.until(
             lambda: all(self.record(name)["version"] >= outer_step for name in names),
-            f"{outer_step} turns",
+            f"{outer_step} turns of {names}",
         )
 
     def end(self, turns: int, names: str) -> dict[str, dict[str, Any]]:

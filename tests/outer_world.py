@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from isles.outer.hub.core import Core, events
 from isles.outer.hub.journal import Journal
@@ -11,7 +13,9 @@ from isles.outer.messages import (
     Applied,
     Contribution,
     Heartbeat,
+    HeartbeatAnswer,
     Join,
+    JoinAnswer,
     LeaseRequest,
     LeaveRun,
     RoundAnswer,
@@ -19,6 +23,7 @@ from isles.outer.messages import (
     StateFile,
     StateOffer,
 )
+from isles.outer.samples import Interval
 
 ZERO = "0" * 64
 
@@ -41,33 +46,35 @@ class World:
         self.core.journal.close()
         self.core = self._open()
 
-    def join(
-        self,
-        name: str,
-        version: int = 0,
-        outer_params: str | list[str] = ZERO,
-        called: str = "",
-        **more: object,
-    ):
-        values = {
-            "id": member_id(name),
-            "name": called or name,
-            "identity": {"layout": "a"},
-            "codec": "none",
-            "pieces": [[4]] * self.fragments,
-            "version": version,
-            "outer_params": [outer_params] * self.fragments
-            if isinstance(outer_params, str)
-            else outer_params,
-        }
-        return self.do(self.core.join, Join.model_validate({**values, **more}))
-
     @property
     def do(self):
         """Calls a method as the hub does, in one transaction."""
         return self.core.journal.do
 
-    def heartbeat(self, name: str, step: int = 0, version: int = 0, has: int = 0, **more: bool):
+    # What clusters ask.
+
+    def join(
+        self, own: str, version: int = 0, outer_params: str | list[str] = ZERO, **more: object
+    ) -> JoinAnswer:
+        is_one = isinstance(outer_params, str)
+        values = {
+            "id": member_id(own),
+            "name": own,
+            "identity": {"layout": "a"},
+            "codec": "none",
+            "pieces": [[4]] * self.fragments,
+            "version": version,
+            "outer_params": [outer_params] * self.fragments if is_one else outer_params,
+        }
+        return self.do(self.core.join, Join.model_validate({**values, **more}))
+
+    def join_all(self, names: str) -> None:
+        for name in names:
+            self.join(name)
+
+    def heartbeat(
+        self, name: str, step: int = 0, version: int = 0, has: int = 0, **more: Any
+    ) -> HeartbeatAnswer:
         heartbeat = Heartbeat(id=member_id(name), step=step, version=version, has=has, **more)
         return self.do(self.core.heartbeat, heartbeat)
 
@@ -75,7 +82,7 @@ class World:
         """A cluster has nothing left to contribute: after how many turns all end, if they do."""
         return self.heartbeat(name, version=self.core.rounds.next, ends=True).ended
 
-    def lease(self, name: str, number: int, samples: int) -> list[tuple[int, int]]:
+    def lease(self, name: str, number: int, samples: int) -> list[Interval]:
         body = LeaseRequest(id=member_id(name), number=number, samples=samples)
         return list(self.do(self.core.lease, body).samples)
 
@@ -83,45 +90,25 @@ class World:
         self,
         name: str,
         outer_step: int,
-        samples=(),
+        samples: Iterable[Interval] = (),
         tokens: int = 10,
         norm: float = 1.0,
-        failure="",
+        failure: str = "",
     ) -> None:
-        body = Contribution(
-            id=member_id(name),
-            tokens=tokens,
-            steps=1,
-            samples=list(samples),
-            digest=ZERO,
-        )
+        """A contribution has come."""
+        spans, id = list(samples), member_id(name)
+        body = Contribution(id=id, tokens=tokens, steps=1, samples=spans, digest=ZERO)
         self.do(self.core.complete, outer_step, body, norm, failure)
-
-    def close(self) -> list[str] | None:
-        """Who takes part in the turn that is closed now, and commit it; None: it waits."""
-        job = self.do(self.core.rounds.close)
-        if job is None:
-            return None
-        average = (ZERO, 16) if job.parts else ("", 0)
-        self.do(self.core.commit, job.outer_step, *average)
-        self.do(self.core.sweep)
-        return sorted(self.answer(job.outer_step).weights)
-
-    def answer(self, outer_step: int) -> RoundAnswer:
-        return self.core.rounds.answer(outer_step)
 
     def applied(self, name: str, outer_step: int, outer_params: str) -> None:
         body = Applied(id=member_id(name), outer_step=outer_step, outer_params=outer_params)
         self.do(self.core.applied, body)
 
-    def leave(self, name: str, *, has_finished: bool = False) -> None:
-        self.do(self.core.leave, LeaveRun(id=member_id(name), has_finished=has_finished))
-
     def held(self, name: str, outer_step: int) -> bool:
         return self.do(self.core.held, member_id(name), outer_step)
 
-    def drop_silent(self) -> None:
-        self.do(self.core.membership.drop_silent)
+    def leave(self, name: str, *, has_finished: bool = False) -> None:
+        self.do(self.core.leave, LeaveRun(id=member_id(name), has_finished=has_finished))
 
     def want_state(self, name: str) -> StateAnswer:
         return self.do(lambda: self.core.states.want(self.core.caller(member_id(name))))
@@ -141,12 +128,60 @@ class World:
         self.do(self.core.sweep)
         return number
 
+    # What the hub does by itself.
+
+    def close(self) -> list[str] | None:
+        """Who takes part in the turn that is closed now, and commit it; None: it waits."""
+        job = self.do(self.core.rounds.close)
+        if job is None:
+            return None
+        average = (ZERO, 16) if job.parts else ("", 0)
+        self.do(self.core.commit, job.outer_step, *average)
+        self.do(self.core.sweep)
+        return sorted(self.answer(job.outer_step).weights)
+
+    def turns(self, names: str, *outer_steps: int) -> None:
+        """All of these contribute to each of these turns, and apply its average."""
+        for outer_step in outer_steps:
+            for name in names:
+                self.complete(name, outer_step)
+            assert self.close() == list(names)
+            for name in names:
+                self.applied(name, outer_step, after(outer_step))
+
+    def drop_silent(self) -> None:
+        self.do(self.core.membership.drop_silent)
+
+    def drop(self, name: str, *, for_long: bool = False) -> None:
+        """Only this one is not heard; for so long that its samples are leased to others, or not."""
+        for seconds in (11.0, 300.0) if for_long else (11.0,):
+            self.now += seconds
+            for row in self.core.membership.living():
+                if row["name"] != name:
+                    self.core.membership.touch(row["number"])
+            self.drop_silent()
+
+    # What it knows.
+
+    def answer(self, outer_step: int) -> RoundAnswer:
+        return self.core.rounds.answer(outer_step)
+
+    def number(self, name: str) -> int:
+        """A member's number, also of one that has left."""
+        sql = "SELECT number FROM members WHERE id = ?"
+        return self.core.journal.number(sql, member_id(name))
+
     def events(self, kind: str) -> list[str]:
         return [f"{e['member']}: {e['what']}" for e in events(self.core) if e["kind"] == kind]
 
 
 def member_id(name: str) -> str:
     return name.encode().hex().rjust(32, "0")
+
+
+def after(outer_step: int) -> str:
+    """The digest of outer parameters after a turn."""
+    return f"{outer_step + 1:064x}"
 
 
 def participants(journal: Journal) -> list[list[int]]:

@@ -8,7 +8,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,8 @@ from isles.launch.start import start
 from isles.run.join_line import JoinLine, ask_hub
 from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import RunDir
-from tests.deadline import DEADLINE_S
+from tests.deadline import DEADLINE_S, run_program
+from tests.each import each
 
 RUN = """\
 name: tiny
@@ -66,12 +67,9 @@ def given(tmp_path: Path, text: str = RUN, **changes: Any) -> str:
 @pytest.fixture(scope="module")
 def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The state directory of a hub that runs."""
-    folder = tmp_path_factory.mktemp("meeting")
-    state = folder / "state"
-    _, is_new = open_hub(
-        state, run="tiny", settings={}, listen="127.0.0.1:0", run_file=given(folder)
-    )
-    assert is_new
+    folder = tmp_path_factory.mktemp("hub")
+    state, text = folder / "state", given(folder)
+    open_hub(state, run="tiny", settings={}, listen="127.0.0.1:0", run_file=text)
     yield state
     assert end_hub(state) and not end_hub(state)
 
@@ -92,18 +90,8 @@ def issues(line: JoinLine, joiner: Joiner) -> str:
 
 def test_what_is_given_says_nothing_of_machines_folders_or_people(tmp_path: Path) -> None:
     text = given(tmp_path)
-    for word in (
-        "/home/a",
-        "wandb",
-        "alps",
-        "evil",
-        "WHO",
-        "hub.example",
-        "max_rate",
-        "1h",
-        "  mic",
-    ):
-        assert word not in text
+    own = ("/home/a", "wandb", "alps", "evil", "WHO", "hub.example", "max_rate", "1h", "  mic")
+    assert [word for word in own if word in text] == []
     assert yaml.safe_load(text)["training"]["max_steps"] == 8
     limited = RUN.replace("max_steps: 8,", "lr_scheduler_type: constant,")
     assert yaml.safe_load(given(tmp_path, limited))["training"]["max_time"] == "1h", "its length"
@@ -115,7 +103,7 @@ def test_a_cluster_needs_no_run_file(line: JoinLine) -> None:
     config = found.config
     assert config.name == "tiny-home" and config.output_dir == "/x"
     (cluster,) = config.clusters
-    assert cluster.name == "home" and cluster.nodes == 4 and cluster.gpus_per_node == 8
+    assert (cluster.name, cluster.nodes, cluster.gpus_per_node) == ("home", 4, 8)
     assert cluster.launcher.model_dump()["partition"] == "gpu"
     assert cluster.environment.setup == () and config.track == ("jsonl", "tensorboard")
     assert config.training.max_steps == 8 and config.training.micro_batch_size == "auto"
@@ -124,21 +112,23 @@ def test_a_cluster_needs_no_run_file(line: JoinLine) -> None:
     # Where a value is from can be seen, and the text of the run says it all again.
     assert found.origins["training.max_steps"] == f"tiny@{line.address}"
     assert found.origins["clusters.0.nodes"] == "command line"
-    again = load_run_file(Path("again.yaml"), text=found.text)
-    assert again.config == config
+    assert load_run_file(Path("again.yaml"), text=found.text).config == config
 
 
 def test_a_name_that_lives_already_is_told_before_the_queue(line: JoinLine, tmp_path: Path) -> None:
     found = joining_run(line, Joiner(None, (f"output_dir={tmp_path}",), "home"))
-    said: list[str] = []
     answer = {"members": [{"name": "home", "state": "living"}, {"name": "b", "state": "left"}]}
-    warn_of(answer, line, found, "b", said.append)
-    assert not said
-    warn_of(answer, line, found, "home", said.append)
-    assert len(said) == 1 and "home takes part already" in said[0] and "--name" in said[0]
+
+    def told(name: str) -> list[str]:
+        said: list[str] = []
+        warn_of(answer, line, found, name, said.append)
+        return said
+
+    assert told("b") == []
+    (text,) = told("home")
+    assert "home takes part already" in text and "--name" in text
     (tmp_path / "tiny-home-1").mkdir()
-    warn_of(answer, line, found, "home", said.append)
-    assert len(said) == 1, "it may be this one that goes on"
+    assert told("home") == [], "it may be this one that goes on"
 
 
 def test_a_run_file_of_the_site_needs_only_its_clusters(line: JoinLine, tmp_path: Path) -> None:
@@ -174,7 +164,7 @@ def test_what_must_be_equal_is_compared_by_key(line: JoinLine, tmp_path: Path) -
     assert joining_run(line, Joiner(path, own)).config.training.global_batch_size == 8
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "typed", "what"),
     [
         ({"model": {"trust_remote_code": True}}, "model.trust_remote_code=true", "Python code"),
@@ -195,20 +185,17 @@ def test_nothing_from_elsewhere_is_trusted(
     joining_run(line, Joiner(None, (typed,), "b"))
 
 
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
+def test_a_hub_may_say_what_it_likes(line: JoinLine, state: Path) -> None:
+    for text, what in (
         ("name: x\n", "does not take"),
         ("!!python/object/apply:os.system [touch /tmp/x]", "does not take"),
         ("name: t\ntraining: {script: x.py}\n", "not of several clusters"),
         (RUN.replace("clusters:", "nonsense: 3\nclusters:"), "nonsense"),
-    ],
-)
-def test_a_hub_may_say_what_it_likes(line: JoinLine, state: Path, text: str, what: str) -> None:
-    (state / "run.yaml").write_text(text)
-    with pytest.raises(PreflightError, match=what) as caught:
-        joining_run(line, Joiner(name="b"))
-    assert caught.value.fix
+    ):
+        (state / "run.yaml").write_text(text)
+        with pytest.raises(PreflightError, match=what) as caught:
+            joining_run(line, Joiner(name="b"))
+        assert caught.value.fix
     # Even if it were to send what it must not: a script, and where this machine writes.
     (state / "run.yaml").write_text(RUN)
     found = joining_run(line, Joiner(name="b", overrides=("data.sources.0.path=x",)))
@@ -216,43 +203,64 @@ def test_a_hub_may_say_what_it_likes(line: JoinLine, state: Path, text: str, wha
 
 
 @contextmanager
-def unknown(says: bytes) -> Iterator[int]:
-    """Something that is no hub, and says this to whoever comes; its port."""
+def listening(talk: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Something that is no hub, and does this with whoever comes; its port."""
+    held: list[socket.socket] = []
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                held.append(server.accept()[0])
+                talk(held[-1])
+
     with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            with suppress(OSError):
-                while True:
-                    held.append(server.accept()[0])
-                    held[-1].sendall(says)
-
-        held: list[socket.socket] = []
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield server.getsockname()[1]
         server.shutdown(socket.SHUT_RDWR)
         thread.join(DEADLINE_S)
-        for connection in held:
-            connection.close()
+    for connection in held:
+        connection.close()
 
 
 def test_who_does_not_answer_is_named(line: JoinLine, state: Path) -> None:
     assert ask_hub(line, "/v1/status", 20)["run"] == "tiny"
     assert local_line(state) == line
-    for other, kind, what in (
+    with listening(lambda other: other.sendall(b"SSH-2.0\r\n" * 9)) as port:
+        other = replace(line, port=port)
+        with pytest.raises(PreflightError, match="no hub"):
+            ask_hub(other, "/v1/status", 20)
+    with (
+        listening(lambda _: None) as port,
+        pytest.raises(CommunicationError, match=r"within 0\.2 s"),
+    ):
+        ask_hub(replace(line, port=port), "/v1/status", 0.2)
+    for wrong, kind, what in (
+        (other, CommunicationError, "no hub listens"),
         (replace(line, token=TOKEN), PreflightError, "token"),
         (replace(line, fingerprint=b"x" * 32), PreflightError, "certificate"),
         (replace(line, host="nowhere.invalid"), CommunicationError, "no host nowhere.invalid"),
     ):
         with pytest.raises(kind, match=what) as caught:
-            ask_hub(other, "/v1/status", 20)
+            ask_hub(wrong, "/v1/status", 20)
         assert line.token not in str(caught.value) and caught.value.fix
-    with unknown(b"SSH-2.0\r\n" * 9) as port, pytest.raises(PreflightError, match="no hub"):
-        ask_hub(replace(line, port=port), "/v1/status", 20)
-    with pytest.raises(CommunicationError, match="no hub listens"):
-        ask_hub(replace(line, port=port), "/v1/status", 20)
-    with unknown(b"") as port, pytest.raises(CommunicationError, match=r"within 0\.2 s"):
-        ask_hub(replace(line, port=port), "/v1/status", 0.2)
+
+
+def test_a_stranger_with_a_certificate_of_its_own_gets_no_token(
+    line: JoinLine, state: Path
+) -> None:
+    """It is told nothing before its certificate is looked at."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(state / "certificate.pem", state / "key.pem")
+    heard: list[bytes] = []
+
+    def talk(connection: socket.socket) -> None:
+        with context.wrap_socket(connection, server_side=True) as tls:
+            heard.append(tls.recv(1 << 16))
+
+    with listening(talk) as port, pytest.raises(PreflightError, match="certificate"):
+        ask_hub(replace(line, port=port, fingerprint=b"x" * 32), "/v1/status", 20)
+    assert heard == [b""] or not heard
 
 
 def test_a_hub_is_found_again_and_not_changed_under_way(state: Path, tmp_path: Path) -> None:
@@ -270,11 +278,7 @@ def test_where_a_hub_listens() -> None:
     assert listen_address("127.0.0.1:29400", "") == "127.0.0.1:29400"
     assert listen_address("192.0.2.77:29400", "") == "0.0.0.0:29400", "behind a router"
     assert listen_address("192.0.2.77:443", "127.0.0.1:29400") == "127.0.0.1:29400"
-    for public, listen in (
-        ("", "0.0.0.0:29400"),
-        ("nothing", ""),
-        ("", "x:y"),
-    ):
+    for public, listen in (("", "0.0.0.0:29400"), ("nothing", ""), ("", "x:y")):
         with pytest.raises(ConfigError) as caught:
             listen_address(public, listen)
         assert caught.value.where in ("--listen", "--public") and caught.value.fix
@@ -293,10 +297,10 @@ def test_the_line_is_read_from_a_file_stdin_or_the_command(
     assert "there is no such file" in said and "not a join line" in said and TOKEN not in said
 
 
-# Delivery.
+# Delivery: the line is in the file `join` of the run, and nowhere else.
 
 
-def options(tmp_path: Path, *overrides: str, **more: Any) -> StartOptions:
+def options(tmp_path: Path, *overrides: str) -> StartOptions:
     path = tmp_path / "own.yaml"
     path.write_text(
         "name: own\nmodel: {name_or_path: llama-2m, init: scratch}\n"
@@ -305,20 +309,18 @@ def options(tmp_path: Path, *overrides: str, **more: Any) -> StartOptions:
         f"outer: {{kind: diloco, sync_every: 4}}\noutput_dir: {tmp_path}/runs\n"
         "clusters: [{device: cpu, gpus_per_node: 1}]\n"
     )
-    return StartOptions(path, overrides, "auto", False, str, str, join=LINE, **more)
+    return StartOptions(path, overrides, "auto", False, str, str, join=LINE)
 
 
 def assert_only_in_its_file(run_dir: RunDir) -> None:
-    """The line is in the file `join`, which others cannot read, and nowhere else."""
     assert run_dir.join_line.read_text() == f"{LINE}\n"
     assert run_dir.join_line.stat().st_mode & 0o777 == 0o600
     files = [path for path in run_dir.path.rglob("*") if path.is_file()]
-    assert [path for path in files if TOKEN in path.read_text(errors="replace")] == [
-        run_dir.join_line
-    ]
+    holders = [path for path in files if TOKEN in path.read_text(errors="replace")]
+    assert holders == [run_dir.join_line]
 
 
-@pytest.mark.parametrize(("kind", "program"), [("pbs", "qsub"), ("slurm", "sbatch")])
+@each(("kind", "program"), [("pbs", "qsub"), ("slurm", "sbatch")])
 def test_a_queue_is_given_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, program: str
 ) -> None:
@@ -377,7 +379,7 @@ def test_over_ssh_it_travels_by_stdin_to_the_first_host(run_file: Path) -> None:
         start_timeout_s=60.0,
         digest="",
     )
-    args = {
+    begin = {
         "resolved": dump_resolved(resolve(loaded, num_gpus=0)),
         "text": loaded.text,
         "resume": "auto",
@@ -391,7 +393,7 @@ def test_over_ssh_it_travels_by_stdin_to_the_first_host(run_file: Path) -> None:
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as node:
         assert node.stdin is not None and node.stdout is not None
         said = node.stdout.readline()
-        for op, values in (("begin", args), ("end", {"what": "enough"})):
+        for op, values in (("begin", begin), ("end", {"what": "enough"})):
             node.stdin.write(json.dumps({"id": 1, "op": op, "args": values}) + "\n")
             node.stdin.flush()
             said += node.stdout.readline()
@@ -411,36 +413,7 @@ def test_over_a_login_node_it_is_the_first_line_of_stdin(tmp_path: Path) -> None
     script = copied_file_script(there, [], str(program), [there, secret], secret=secret)
     assert TOKEN not in script
     text = "name: x\n\n  odd: \\n %s 'quoted'\n"
-    done = subprocess.run(
-        ["bash", "-c", script],
-        input=f"{LINE}\n{text}",
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=True,
-    )
+    done = run_program(["bash", "-c", script], input=f"{LINE}\n{text}")
+    assert done.returncode == 0
     assert done.stdout == f"-m isles {there} {secret}\n{text}{LINE}\n700\n"
     assert not Path(there).parent.exists()
-
-
-def test_a_stranger_with_a_certificate_of_its_own_gets_no_token(
-    line: JoinLine, state: Path
-) -> None:
-    """It is told nothing before its certificate is looked at."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(state / "certificate.pem", state / "key.pem")
-    heard: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            connection, _ = server.accept()
-            with connection, context.wrap_socket(connection, server_side=True) as tls:
-                heard.append(tls.recv(1 << 16))
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        other = replace(line, port=server.getsockname()[1], fingerprint=b"x" * 32)
-        with pytest.raises(PreflightError, match="certificate"):
-            ask_hub(other, "/v1/status", 20)
-        thread.join(DEADLINE_S)
-    assert heard == [b""] or not heard

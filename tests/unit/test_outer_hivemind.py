@@ -77,8 +77,7 @@ def test_a_new_host_goes_on_from_what_clusters_hold(tmp_path: Path) -> None:
 
 def test_no_average_is_applied_that_some_living_cluster_lacks(tmp_path: Path) -> None:
     world = World(tmp_path, dead_after_s=10.0)
-    for name in "abc":
-        world.join(name)
+    world.join_all("abc")
     for name in "abc":
         world.complete(name, 0)
     world.close()

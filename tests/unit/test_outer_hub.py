@@ -24,7 +24,7 @@ from isles.outer.messages import CHUNK_BYTES, digest_of, hash_chunks
 from isles.outer.samples import Interval, joined
 from isles.run.join_line import JoinLine, encode
 from tests.each import each
-from tests.outer_world import ZERO, World, member_id, overlaps
+from tests.outer_world import ZERO, World, after, member_id, overlaps
 
 # The ledger of samples.
 
@@ -38,15 +38,13 @@ class Ledger(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.world = World(Path(self.folder.name), wait="time_boxed", time_box_s=1.0)
-        self.held: dict[str, list[int]] = {}
+        self.held: dict[str, list[int]] = {name: [] for name in "abc"}
         """By cluster: what it may train on, in the order in which it reads."""
         self.sent: dict[tuple[str, int], list[int]] = {}
         self.leases = Counter[str]()
         self.averaged: set[int] = set()
         self.read: set[int] = set()
-        for name in "abc":
-            self.world.join(name)
-            self.held[name] = []
+        self.world.join_all("abc")
 
     @rule(name=NAMES, amount=st.integers(1, 40))
     def lease(self, name: str, amount: int) -> None:
@@ -60,10 +58,9 @@ class Ledger(RuleBasedStateMachine):
     def contribute(self, name: str, part: float, is_sound: bool) -> None:
         held = self.held[name]
         count = int(len(held) * part)
-        outer_step = self.world.core.rounds.next
-        if self.world.core.rounds.is_counted(outer_step, _number(self.world, name)):
-            outer_step += 1
-        if self.world.core.rounds.is_counted(outer_step, _number(self.world, name)):
+        rounds, number = self.world.core.rounds, self.world.number(name)
+        outer_step = rounds.next + int(rounds.is_counted(rounds.next, number))
+        if rounds.is_counted(outer_step, number):
             return
         spans = joined([(n, n + 1) for n in held[:count]])
         try:
@@ -90,7 +87,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def die(self, name: str) -> None:
-        _drop(self.world, name)
+        self.world.drop(name)
 
     @rule(name=NAMES)
     def come_back(self, name: str) -> None:
@@ -113,16 +110,15 @@ class Ledger(RuleBasedStateMachine):
 
     def _of_others(self, name: str) -> set[int]:
         """What is averaged, or lies in blocks of another."""
-        journal = self.world.core.journal
-        number = journal.number("SELECT number FROM members WHERE id = ?", member_id(name))
         sql = "SELECT start, stop FROM blocks WHERE owner NOT IN (?, ?)"
-        return set(_numbers(tuple(row) for row in journal.rows(sql, FREE, number)))
+        rows = self.world.core.journal.rows(sql, FREE, self.world.number(name))
+        return set(_numbers(tuple(row) for row in rows))
 
     @rule(name=NAMES)
     def stay_away_and_start_again(self, name: str) -> None:
         for other in "abc":
             self.world.heartbeat(other)
-        _drop(self.world, name, for_long=True)
+        self.world.drop(name, for_long=True)
         with pytest.raises(Refusal, match="does not know this cluster"):
             self.world.heartbeat(name)
         self.start_again(name)
@@ -146,7 +142,7 @@ class Ledger(RuleBasedStateMachine):
         """Whoever is left is leased all that is not averaged."""
         world = self.world
         for name in "bca":
-            _drop(world, name, for_long=True)
+            world.drop(name, for_long=True)
         for _ in range(4):
             self.close()
         assert world.core.rounds.state(world.core.rounds.next) == "future"
@@ -172,34 +168,20 @@ def _numbers(spans: Iterable[Interval]) -> list[int]:
     return [number for start, stop in spans for number in range(start, stop)]
 
 
-def _number(world: World, name: str) -> int:
-    return int(world.core.membership.find(member_id(name))["number"])
-
-
-def _drop(world: World, name: str, *, for_long: bool = False) -> None:
-    """Everybody is heard but one; for so long that its samples are dealt to others, or not."""
-    for seconds in (11.0, 300.0) if for_long else (11.0,):
-        world.now += seconds
-        for row in world.core.membership.living():
-            if row["name"] != name:
-                world.core.membership.touch(row["number"])
-        world.drop_silent()
-
-
 def test_a_cluster_that_comes_back_goes_on_in_its_own_block(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.join("a"), world.join("b")
+    world.join_all("ab")
     assert world.lease("a", 1, 10) == [(0, 10)]
     world.complete("a", 0, [(0, 4)]), world.complete("b", 0)
     world.close()
-    _drop(world, "a")
+    world.drop("a")
     assert world.lease("b", 1, 4) == [(10, 14)], "a may still come back"
     # It goes on from a checkpoint before the average that has four of its samples.
     assert world.join("a", version=1, holding=[(0, 10)]).lost == [(0, 4)]
     world.leave("a")
     assert world.lease("b", 2, 4) == [(14, 18)], "it pauses"
     assert world.join("a", version=1, holding=[(4, 10)]).lost == []
-    _drop(world, "a", for_long=True)
+    world.drop("a", for_long=True)
     assert world.lease("b", 3, 2) == [(4, 10)], "what was given back comes first, and whole"
     with pytest.raises(Refusal, match="does not know this cluster"):
         world.heartbeat("a")
@@ -227,10 +209,8 @@ def test_blocks_of_a_hub_that_was_lost_are_gone_on_with(tmp_path: Path) -> None:
 
 def test_all_waits_for_the_living_and_names_them(tmp_path: Path) -> None:
     world = World(tmp_path, wait="all")
-    for name in "abc":
-        world.join(name)
-    world.complete("a", 0)
-    world.complete("c", 0)
+    world.join_all("abc")
+    world.complete("a", 0), world.complete("c", 0)
     assert world.close() is None
     assert world.answer(0).waits_for == ["b"]
     world.now = 10.5
@@ -240,20 +220,26 @@ def test_all_waits_for_the_living_and_names_them(tmp_path: Path) -> None:
     assert world.close() == ["a", "c"]
 
 
-def test_min_clusters_counts_on_nobody_who_has_finished(tmp_path: Path) -> None:
-    world = World(tmp_path, min_clusters=2)
-    world.join("a"), world.join("b")
-    world.leave("b")
+def test_min_clusters_holds_a_turn_until_there_are_so_many(tmp_path: Path) -> None:
+    world = World(tmp_path, wait="time_boxed", time_box_s=1.0, min_clusters=2)
+    world.join("a")
     world.complete("a", 0)
-    assert world.close() is None, "b pauses, and comes back"
+    world.now = 500.0
+    assert world.close() is None
     world.join("b")
+    world.complete("b", 0)
+    assert world.close() == ["a", "b"]
+    world.leave("b")
+    world.complete("a", 1)
+    assert world.close() is None, "b pauses, and comes back"
+    world.join("b", version=1)
     world.leave("b", has_finished=True)
-    assert world.close() == ["a"]
+    assert world.close() == ["a"], "nobody is left to count on"
 
 
 def test_a_cluster_that_lives_but_stands_still_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     world = World(tmp_path, wait="all", still_after_s=100.0)
-    world.join("a"), world.join("b")
+    world.join_all("ab")
     world.heartbeat("b", step=7)
     world.complete("a", 0)
     while world.now < 100.0:
@@ -267,18 +253,14 @@ def test_a_cluster_that_lives_but_stands_still_is_not_waited_for_for_ever(tmp_pa
 
 def test_time_boxed_goes_on_without_the_late(tmp_path: Path) -> None:
     world = World(tmp_path, wait="time_boxed", time_box_s=5.0)
-    world.join("a"), world.join("b")
+    world.join_all("ab")
     assert world.heartbeat("b").open == []
     world.now = 100.0
     world.heartbeat("b")
     world.complete("a", 0)
     world.now = 102.0
-    [outer_step] = world.heartbeat("b").open
-    assert (outer_step.due_in_s, outer_step.contributed, outer_step.waits_for) == (
-        3.0,
-        ["a"],
-        ["b"],
-    )
+    [opened] = world.heartbeat("b").open
+    assert (opened.due_in_s, opened.contributed, opened.waits_for) == (3.0, ["a"], ["b"])
     assert world.close() is None
     world.now = 105.0
     assert world.close() == ["a"]
@@ -293,8 +275,7 @@ def test_time_boxed_goes_on_without_the_late(tmp_path: Path) -> None:
 
 def test_quorum_has_a_grace(tmp_path: Path) -> None:
     world = World(tmp_path, wait="quorum", quorum=2, grace_s=3.0)
-    for name in "abc":
-        world.join(name)
+    world.join_all("abc")
     world.complete("a", 0)
     world.now = 50.0
     assert world.close() is None and world.heartbeat("c").open[0].due_in_s is None
@@ -302,17 +283,6 @@ def test_quorum_has_a_grace(tmp_path: Path) -> None:
     world.now = 52.9
     assert world.close() is None
     world.now = 53.0
-    assert world.close() == ["a", "b"]
-
-
-def test_min_clusters_holds_a_turn_until_there_are_so_many(tmp_path: Path) -> None:
-    world = World(tmp_path, wait="time_boxed", time_box_s=1.0, min_clusters=2)
-    world.join("a")
-    world.complete("a", 0)
-    world.now = 500.0
-    assert world.close() is None
-    world.join("b")
-    world.complete("b", 0)
     assert world.close() == ["a", "b"]
 
 
@@ -328,16 +298,15 @@ def test_a_newcomer_is_not_waited_for_in_a_turn_that_has_begun(tmp_path: Path) -
 
 def test_a_turn_that_was_closed_is_averaged_over_the_same_after_a_restart(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.join("b"), world.join("a")
-    world.complete("a", 0, tokens=3)
-    world.complete("b", 0, tokens=5)
+    world.join_all("ba")
+    world.complete("a", 0, tokens=3), world.complete("b", 0, tokens=5)
     job = world.do(world.core.rounds.close)
     world.restart()
     world.heartbeat("a")
     assert world.do(world.core.rounds.close) == job
     assert job is not None and [tokens for _, tokens in job.parts] == [3, 5]  # by name
+    world.join("c")
     with pytest.raises(Refusal, match="decided without"):
-        world.join("c")
         world.complete("c", 0)
 
 
@@ -350,9 +319,10 @@ def test_a_turn_that_was_closed_is_averaged_over_the_same_after_a_restart(tmp_pa
         ({"identity": {"layout": "b"}}, "other_run", "layout is b in b and a in the run"),
         ({"codec": "int8"}, "other_run", "codec is int8 in b and none in the run"),
         ({"pieces": [[5]]}, "other_run", "pieces"),
-        ({"called": "a"}, "name_taken", "called 'a'"),
+        ({"name": "a"}, "name_taken", "called 'a'"),
         ({"version": 3}, "ahead", "applied 3 rounds"),
         ({"protocol": 99}, "protocol", "version 99"),
+        ({"outer_params": [ZERO] * 2}, "malformed", "2 digests for 1 fragments"),
     ],
 )
 def test_who_does_not_fit_is_told_why(tmp_path: Path, change: dict, kind: str, says: str) -> None:
@@ -368,10 +338,10 @@ def test_who_does_not_fit_is_told_why(tmp_path: Path, change: dict, kind: str, s
 
 def test_a_dead_clusters_name_can_be_taken_over(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.join("a"), world.join("b")
+    world.join_all("ab")
     world.lease("a", 1, 8)
-    _drop(world, "a")
-    world.join("b2", called="a")
+    world.drop("a")
+    world.join("b2", name="a")
     with pytest.raises(Refusal, match="does not know this cluster"):
         world.heartbeat("a")
 
@@ -381,24 +351,18 @@ def test_standings_and_stragglers(tmp_path: Path) -> None:
     assert world.join("a").standing == "first"
     assert world.join("b").standing == "current"
     assert world.join("c", outer_params="1" * 64).standing == "behind"  # other initial weights
-    for outer_step in range(6):
-        world.complete("a", outer_step)
-        world.complete("b", outer_step)
+    world.turns("ab", 0, 1)
+    for outer_step in range(2, 6):
+        world.complete("a", outer_step), world.complete("b", outer_step)
         assert world.close() == ["a", "b"]
-        world.applied("a", outer_step, f"{outer_step + 1:064x}")
-        if outer_step < 2:
-            world.applied("b", outer_step, f"{outer_step + 1:064x}")
+        world.applied("a", outer_step, after(outer_step))
     # The third average was kept until the sixth was there: b has missed too many.
-    assert (
-        world.heartbeat("b").command == "pull" and "round 2" in world.heartbeat("b").command_reason
-    )
+    told = world.heartbeat("b")
+    assert told.command == "pull" and "round 2" in told.command_reason
     with pytest.raises(Refusal, match="must pull the state"):
         world.complete("b", 6)
-    outer_params = [f"{5:064x}", f"{4:064x}"]
-    late = world.join(
-        "b", version=5, outer_params=outer_params
-    )  # turns 3 and 4 are of fragments 1 and 0
-    assert late.standing == "late"
+    outer_params = [after(4), after(3)]  # turns 3 and 4 are of fragments 1 and 0
+    assert world.join("b", version=5, outer_params=outer_params).standing == "late"
     assert world.join("b", version=4, outer_params=outer_params).standing == "behind"
     assert world.join("b", version=2, outer_params=outer_params).standing == "behind"
     assert not world.answer(2).is_kept and world.answer(3).is_kept
@@ -407,14 +371,12 @@ def test_standings_and_stragglers(tmp_path: Path) -> None:
 def test_nobody_is_behind_by_what_was_known_of_him_before(tmp_path: Path) -> None:
     """That the first turn was applied is on its way, or lost with another host, as others go on."""
     world = World(tmp_path, keep_averages=1)
-    world.join("a"), world.join("b")
+    world.join_all("ab")
     for outer_step in range(2):
         world.complete("a", outer_step), world.complete("b", outer_step)
         assert world.close() == ["a", "b"]
-    assert (
-        world.heartbeat("a", version=1).command == ""
-        and world.heartbeat("b", version=2).command == ""
-    )
+    assert world.heartbeat("a", version=1).command == ""
+    assert world.heartbeat("b", version=2).command == ""
     world.restart()
     assert world.join("c").standing == "behind"
     assert world.want_state("c").source == "b"
@@ -425,7 +387,7 @@ def test_nobody_is_behind_by_what_was_known_of_him_before(tmp_path: Path) -> Non
 
 def test_who_has_kept_what_it_lacks_needs_nobody(tmp_path: Path) -> None:
     world = World(tmp_path, keep_averages=1)
-    world.join("a"), world.join("b")
+    world.join_all("ab")
     for outer_step in range(6):
         world.complete("a", outer_step), world.complete("b", outer_step), world.close()
     assert world.join("a", version=2).standing == "behind"
@@ -442,8 +404,7 @@ def test_who_has_kept_what_it_lacks_needs_nobody(tmp_path: Path) -> None:
 
 def test_who_has_other_weights_pulls_the_state(tmp_path: Path) -> None:
     world = World(tmp_path)
-    for name in "abc":
-        world.join(name)
+    world.join_all("abc")
     for name in "abc":
         world.complete(name, 0)
     world.close()
@@ -470,37 +431,28 @@ def test_who_comes_when_all_others_have_finished_hears_it(tmp_path: Path) -> Non
 
 def test_a_state_is_asked_of_the_most_advanced_and_of_another_if_it_is_idle(tmp_path: Path) -> None:
     world = World(tmp_path, source_s=20.0, keep_averages=2, dead_after_s=1000.0)
-    world.join("a"), world.join("b")
-    for outer_step in range(3):
-        world.complete("a", outer_step), world.complete("b", outer_step)
-        world.close()
-        (
-            world.applied("a", outer_step, f"{outer_step + 1:064x}"),
-            world.applied("b", outer_step, f"{outer_step + 1:064x}"),
-        )
+    world.join_all("ab")
+    world.turns("ab", 0, 1, 2)
     assert world.join("n").standing == "behind"
     assert world.want_state("n").source == "a"
     assert world.heartbeat("a").send_state and not world.heartbeat("n").send_state
     world.now = 21.0
     assert world.want_state("n").source == "b"  # a has sent nothing
     assert world.heartbeat("b").send_state and not world.heartbeat("a").send_state
-    number = world.offer_state("b", 3, f"{3:064x}")
-    assert world.offer_state("b", 3, f"{3:064x}") == number  # it goes on
+    number = world.offer_state("b", 3, after(2))
+    assert world.offer_state("b", 3, after(2)) == number  # it goes on
     with pytest.raises(Refusal, match="not the run's"):
         world.offer_state("b", 3, ZERO)
     world.core.states.complete(number)
     world.leave("a")
     for outer_step in range(3, 9):  # its averages stay as long as somebody pulls
-        world.complete("b", outer_step)
-        assert world.close() == ["b"]
-        world.applied("b", outer_step, f"{outer_step + 1:064x}")
+        world.turns("b", outer_step)
         world.now += 100.0
         world.core.states.touch()
     answer = world.want_state("n")
     assert (answer.state, answer.version) == (number, 3) and world.answer(3).is_kept
     world.now += 1000.0
-    world.complete("b", 9)
-    world.close()
+    world.turns("b", 9)
     assert not world.answer(3).is_kept and world.answer(8).is_kept
     assert world.want_state("n").state is None
 
@@ -510,10 +462,8 @@ def test_a_state_is_asked_of_the_most_advanced_and_of_another_if_it_is_idle(tmp_
 
 def test_outliers_and_what_is_not_finite_are_refused_by_name(tmp_path: Path) -> None:
     world = World(tmp_path, outlier=10.0)
-    world.join("a"), world.join("b")
-    for outer_step in range(3):
-        world.complete("a", outer_step), world.complete("b", outer_step)
-        assert world.close() == ["a", "b"]
+    world.join_all("ab")
+    world.turns("ab", 0, 1, 2)
     leased = world.lease("b", 1, 5)
     world.complete("a", 3), world.complete("b", 3, leased, norm=10.5)
     assert world.close() == ["a"]
@@ -571,8 +521,11 @@ def test_a_file_survives_a_crash_as_far_as_its_bytes_do(tmp_path: Path) -> None:
     hashes = hash_chunks(source)
     path = tmp_path / "in" / "file"
     incoming = Incoming(path, len(data))
-    for index in (2, 0):
+
+    def put(incoming: Incoming, index: int) -> None:
         incoming.put(index, data[index * CHUNK_BYTES :][:CHUNK_BYTES], hashes[index])
+
+    put(incoming, 2), put(incoming, 0)
     with pytest.raises(Refusal, match="chunk 1 has sha256"):
         incoming.put(1, bytes(CHUNK_BYTES), hashes[1])
     with pytest.raises(Refusal, match="of the 3 chunks are missing"):
@@ -582,13 +535,12 @@ def test_a_file_survives_a_crash_as_far_as_its_bytes_do(tmp_path: Path) -> None:
         stream.write(b"torn")
     again = Incoming(path, len(data))
     assert [i for i, sha256 in again.received().items() if sha256 == hashes[i]] == [2]
-    for index in (0, 1):
-        again.put(index, data[index * CHUNK_BYTES :][:CHUNK_BYTES], hashes[index])
+    put(again, 0), put(again, 1)
     with pytest.raises(Refusal, match="missing or not what was announced"):
         again.seal(ZERO)
     again.seal(digest_of(hashes))
     assert path.read_bytes() == data
-    again.put(0, data[:CHUNK_BYTES], hashes[0])  # the same again is no fault
+    put(again, 0)  # the same again is no fault
     other = data[1 : CHUNK_BYTES + 1]
     with pytest.raises(Refusal, match="complete already"):
         again.put(0, other, hashlib.sha256(other).hexdigest())
@@ -600,12 +552,8 @@ def test_a_join_line_survives_a_mail_and_shows_no_secret(tmp_path: Path) -> None
     text = line.secret_text()
     assert JoinLine.parse(f" {text[:30]}\n  {text[30:]}\n") == line
     assert token not in str(line) and token not in repr(line)
-    for broken in (
-        text[:-1],
-        text.replace("isles:", "https:"),
-        "",
-        text.replace(":8443", ":99999"),
-    ):
+    wrong_port, wrong_kind = text.replace(":8443", ":99999"), text.replace("isles:", "https:")
+    for broken in (text[:-1], wrong_kind, "", wrong_port):
         with pytest.raises(ConfigError) as caught:
             JoinLine.parse(broken)
         assert token not in str(caught.value)

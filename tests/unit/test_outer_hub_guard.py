@@ -1,4 +1,4 @@
-"""What the hub does not let clusters do, and what it says of itself."""
+"""What the hub does not let clusters do, when it ends, and what it says of itself."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.rules import Refusal
 from isles.outer.hub.work import AwakeClock
 from isles.outer.messages import Join
-from tests.each import each
 from tests.outer_world import ZERO, World, member_id
 
 RUN = {"layout": "a", "outer.lr": "0.7", "steps of the run": "100"}
-
-
-# What must be equal.
 
 
 def test_what_differs_is_named_with_both_values_and_changed_only_by_all(tmp_path: Path) -> None:
@@ -49,9 +45,11 @@ def test_what_differs_is_named_with_both_values_and_changed_only_by_all(tmp_path
         world.join("a", identity={**longer, "layout": "z"})
 
 
-@each(
-    "change",
-    [
+def test_a_join_that_is_none_is_not_taken() -> None:
+    body = {"id": member_id("a"), "name": "a", "identity": RUN, "codec": "none"}
+    body |= {"pieces": [[4]], "version": 0, "outer_params": [ZERO]}
+    Join.model_validate(body)
+    for change in (
         {"protocol": "2"},
         {"name": "../x"},
         {"id": "A" * 32},
@@ -62,23 +60,14 @@ def test_what_differs_is_named_with_both_values_and_changed_only_by_all(tmp_path
         {"outer_params": ["0" * 63]},
         {"holding": [[3]]},
         {"more": 1},
-    ],
-)
-def test_a_join_that_is_none_is_not_taken(change: dict) -> None:
-    body = {"id": member_id("a"), "name": "a", "identity": RUN, "codec": "none"}
-    body |= {"pieces": [[4]], "version": 0, "outer_params": [ZERO]}
-    Join.model_validate(body)
-    with pytest.raises(ValidationError):
-        Join.model_validate({**body, **change}, strict=True)
-
-
-# Members that speak for others, and fill the disk.
+    ):
+        with pytest.raises(ValidationError):
+            Join.model_validate({**body, **change}, strict=True)
 
 
 def test_a_state_is_taken_of_whom_it_is_asked_and_as_large_as_it_is(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.join("a")
-
     with pytest.raises(Refusal, match="no state is asked"):
         world.offer_state("a", 0, ZERO)
     world.join("n", outer_params="1" * 64)
@@ -99,16 +88,11 @@ def test_a_cluster_that_never_ends_its_pull_does_not_fill_the_disk(tmp_path: Pat
     world.core.states.complete(world.offer_state("a", 0, ZERO))
     kept = []
     for outer_step in range(40):
-        world.complete("a", outer_step)
-        world.close()
-        world.applied("a", outer_step, ZERO)
+        world.turns("a", outer_step)
         world.want_state("n")
         kept.append(world.core.rounds.next - world.core.rounds.kept_since)
     # The state is too old by now: there will be another.
     assert max(kept) == 2 * 16 and kept[-1] == 2
-
-
-# Its own memory, and its own clock.
 
 
 def test_a_damaged_memory_is_named(tmp_path: Path) -> None:
@@ -148,24 +132,28 @@ def test_it_is_over_when_all_have_finished_and_alone_when_the_rest_is_not_heard(
     tmp_path: Path,
 ) -> None:
     world = World(tmp_path)
-    found = [world.core.membership.end_kind()]
-    world.join("a"), world.join("b")
-    for name, has_finished in (("b", False), ("a", True)):  # b was stopped: it comes back
-        world.leave(name, has_finished=has_finished)
-        found.append(world.core.membership.end_kind())
+
+    def kind() -> str:
+        return world.core.membership.end_kind()
+
+    assert kind() == ""
+    world.join_all("ab")
+    world.leave("b")  # stopped: it comes back
+    assert kind() == ""
+    world.leave("a", has_finished=True)
+    assert kind() == "alone"
     world.join("b")
-    found.append(world.core.membership.end_kind())
+    assert kind() == ""
     world.leave("b", has_finished=True)
     world.restart()
-    found.append(world.core.membership.end_kind())
+    assert kind() == "over"
     world.join("a")
-    assert [*found, world.core.membership.end_kind()] == ["", "", "alone", "", "over", ""]
+    assert kind() == ""
 
 
 def test_all_end_together_when_nothing_is_left_of_any(tmp_path: Path) -> None:
     world = World(tmp_path, min_clusters=2, dead_after_s=10.0)
-    for name in "abc":
-        world.join(name)
+    world.join_all("abc")
     assert world.end("a") is None
     world.complete("b", 0), world.complete("c", 0)
     assert world.close() == ["b", "c"], "a has nothing to contribute"
@@ -190,7 +178,7 @@ def test_all_end_together_when_nothing_is_left_of_any(tmp_path: Path) -> None:
 
 def test_the_end_waits_for_who_may_come_back_with_steps_of_its_own(tmp_path: Path) -> None:
     world = World(tmp_path, dead_after_s=10.0)
-    world.join("a"), world.join("b")
+    world.join_all("ab")
     world.now = 11.0
     assert world.end("a") is None
     world.drop_silent()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,40 +11,33 @@ from hypothesis import strategies as st
 from isles.errors import UserError
 from isles.outer.codec import Codec, parse_codec
 from isles.outer.layout import PIECE_NUMBERS, Fragment, Piece, make_layout
-from isles.outer.trainer.sync import LEAST, MOST, auto_sync_every
 from tests.each import each
 
 INT8 = Codec("int8")
-
-
-def shapes(blocks: int = 6) -> dict[str, tuple[int, ...]]:
-    """A small Llama's."""
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (512, 32)}
-    for block in range(blocks):
-        found[f"model.layers.{block}.mlp.experts.3.weight"] = (64, 32)
-        found[f"model.layers.{block}.norm.weight"] = (32,)
-    return found | {"model.norm.weight": (32,), "lm_head.weight": (512, 32)}
+SHAPES: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (512, 32)}
+for block in range(6):
+    SHAPES[f"model.layers.{block}.mlp.experts.3.weight"] = (64, 32)
+    SHAPES[f"model.layers.{block}.norm.weight"] = (32,)
+SHAPES |= {"model.norm.weight": (32,), "lm_head.weight": (512, 32)}
 
 
 @each("fragments", [1, 2, 3, 6, 7])
 def test_every_number_lies_in_one_piece_of_one_fragment(fragments: int) -> None:
-    layout = make_layout(shapes(), INT8, num_fragments=fragments, piece_numbers=1000)
-    covered: dict[str, list[int]] = {name: [] for name in shapes()}
+    layout = make_layout(SHAPES, INT8, num_fragments=fragments, piece_numbers=1000)
+    covered: dict[str, list[int]] = {name: [] for name in SHAPES}
     for fragment in layout.fragments:
-        assert [p.name for p in fragment.pieces] == sorted(
-            (p.name for p in fragment.pieces), key=list(shapes()).index
-        )
+        names = [piece.name for piece in fragment.pieces]
+        assert names == sorted(names, key=list(SHAPES).index)
         for name, places in fragment.by_name():
             for piece in (fragment.pieces[place] for place in places):
                 assert piece.name == name and piece.count <= 1000
                 covered[name] += range(piece.start, piece.stop)
-    for name, shape in shapes().items():
-        size = shape[0] * (shape[1] if len(shape) > 1 else 1)
-        assert covered[name] == list(range(size))
+    for name, shape in SHAPES.items():
+        assert covered[name] == list(range(math.prod(shape)))
 
 
 def test_blocks_are_dealt_in_strides_and_ends_to_the_smallest() -> None:
-    layout = make_layout(shapes(), INT8, num_fragments=3)
+    layout = make_layout(SHAPES, INT8, num_fragments=3)
     blocks = [{n.split(".")[2] for n in f.names if ".layers." in n} for f in layout.fragments]
     assert blocks == [{"0", "3"}, {"1", "4"}, {"2", "5"}]
     ends = ("model.embed_tokens.weight", "lm_head.weight")
@@ -62,27 +57,25 @@ def test_shares_are_runs_that_cover_all_and_are_balanced(counts: list[int], size
 
 
 def test_what_differs_shows_in_the_digest() -> None:
-    base = make_layout(shapes(), INT8).digest
-    other_name = {name.replace("norm", "ln"): shape for name, shape in shapes().items()}
-    transposed = shapes() | {"lm_head.weight": (32, 512)}
-    digests = {
-        base,
-        make_layout(other_name, INT8).digest,
-        make_layout(transposed, INT8).digest,
-        make_layout(shapes(), INT8, num_fragments=2).digest,
-        make_layout(shapes(), Codec("int4")).digest,
-        make_layout(shapes(), parse_codec("topk:0.02")).digest,
-        make_layout(shapes(), parse_codec("topk:0.03")).digest,
-        make_layout(shapes(), INT8, piece_numbers=4096).digest,
-        make_layout(dict(reversed(shapes().items())), INT8).digest,
-    }
-    assert len(digests) == 9
-    assert make_layout(shapes(), INT8).digest == base
+    other_name = {name.replace("norm", "ln"): shape for name, shape in SHAPES.items()}
+    layouts = [
+        make_layout(SHAPES, INT8),
+        make_layout(other_name, INT8),
+        make_layout(SHAPES | {"lm_head.weight": (32, 512)}, INT8),
+        make_layout(SHAPES, INT8, num_fragments=2),
+        make_layout(SHAPES, Codec("int4")),
+        make_layout(SHAPES, parse_codec("topk:0.02")),
+        make_layout(SHAPES, parse_codec("topk:0.03")),
+        make_layout(SHAPES, INT8, piece_numbers=4096),
+        make_layout(dict(reversed(SHAPES.items())), INT8),
+    ]
+    assert len({layout.digest for layout in layouts}) == len(layouts)
+    assert make_layout(SHAPES, INT8).digest == layouts[0].digest
 
 
 def test_too_many_fragments_are_refused_with_the_reason() -> None:
     with pytest.raises(UserError, match="only 9 would have anything"):
-        make_layout(shapes(), INT8, num_fragments=12)
+        make_layout(SHAPES, INT8, num_fragments=12)
     with pytest.raises(UserError):
         make_layout({}, INT8)
 
@@ -90,12 +83,3 @@ def test_too_many_fragments_are_refused_with_the_reason() -> None:
 def test_large_parameters_are_cut_at_the_codecs_blocks() -> None:
     layout = make_layout({"w": (3, 2**20)}, INT8)
     assert layout.piece_counts(0) == [PIECE_NUMBERS] * 3
-
-
-def test_sync_every_follows_from_the_link() -> None:
-    """A round of 800 MB over 10 MB/s is 80 s; at most 5 % of the inner steps' time."""
-    link = {"size_bytes": 800_000_000, "link_bytes_per_s": 10e6, "max_overhead": 0.05}
-    assert auto_sync_every(step_s=2.0, **link) == 800
-    assert pytest.approx(80.0) == 800 * 2.0 * 0.05
-    assert auto_sync_every(step_s=1000.0, **link) == LEAST
-    assert auto_sync_every(step_s=0.001, **link) == MOST
