@@ -96,7 +96,7 @@ def start_isles(lab: Lab, number: int) -> float:
     """Seconds to the first step of `isles train`."""
     command = [str(BIN / "isles"), "train", "/shared/isles.yaml", "--resume", "no"]
     begun = time.time()
-    done = lab.run("ctl", ["sh", "-c", f"cd /shared && {' '.join(command)}"], timeout_s=DEADLINE_S)
+    done = lab.run("ctl", ["sh", "-c", f"cd /shared && {' '.join(command)}"])
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
     return first_step_at(lab, "isles", number) - begun

@@ -20,7 +20,7 @@ from isles.monitor.stop import wait_for_end
 from isles.run.begin import new_attempt
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record
+from isles.run.records import read_record, read_rows
 from isles.run.stop import kill_now
 from tests.deadline import DEADLINE_S
 
@@ -78,6 +78,21 @@ def bare_run(path: Path) -> RunDir:
     return run_dir
 
 
+def rows_of(run_dir: RunDir, kind: str = "train") -> list[dict[str, Any]]:
+    """The rows of one kind among a run's metrics."""
+    return [row for row in read_rows(run_dir.metrics) if row["kind"] == kind]
+
+
+def losses_of(run_dir: RunDir) -> list[float]:
+    """The training losses of a run."""
+    return [row["loss"] for row in rows_of(run_dir)]
+
+
+def outer_steps_of(run_dir: RunDir) -> dict[int, dict[str, Any]]:
+    """The outer steps that a cluster has applied, by number."""
+    return {row["outer_step"]: row for row in rows_of(run_dir, "outer")}
+
+
 def processes_of(folder: Path) -> list[psutil.Process]:
     """Processes of the runs in a folder: their command line or environment names it."""
     found = []
@@ -86,6 +101,11 @@ def processes_of(folder: Path) -> list[psutil.Process]:
         if process.pid != os.getpid() and any(str(folder) in word for word in words):
             found.append(process)
     return found
+
+
+def assert_ended(folder: Path) -> None:
+    """All processes of the runs in a folder end by themselves; helpers a moment after the rest."""
+    assert psutil.wait_procs(processes_of(folder), DEADLINE_S)[1] == []
 
 
 @contextmanager

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import signal
-import subprocess
 import sys
-import time
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.deadline import DEADLINE_S
 from tests.documents import ROOT
+from tests.e2e.typed import Command
 from tests.lab.home import write_inputs
 
 BINS = Path(sys.executable).absolute().parent
@@ -25,6 +22,7 @@ BINS = Path(sys.executable).absolute().parent
 FOLLOWED = {"isles logs -f": "phase=training", "tail -f": "\n", "tensorboard ": "Press CTRL+C"}
 # The folder and the variables outlive the line that sets them, as in a shell.
 SHELL = """\
+exec 2>&1
 cd "$(cat "$STATE/cwd")" && [ ! -f "$STATE/env" ] || . "$STATE/env"
 eval "$1"
 code=$?
@@ -44,14 +42,6 @@ if match is None or (match[1] and set(match[1].split(",")) - set(known)):
 """
 
 
-@dataclass(frozen=True)
-class Said:
-    """The exit code of a line, and its output on both streams."""
-
-    code: int
-    text: str
-
-
 class Terminal:
     """A shell in a folder.
 
@@ -66,11 +56,10 @@ class Terminal:
         self._state = home / "state" / name
         self._state.mkdir(parents=True, exist_ok=True)
         (self._state / "cwd").write_text(str(folder))
-        path = f"{home / 'bin'}:{BINS}:{os.environ['PATH']}"
-        self._environ = {
-            "HOME": str(home),
-            "PATH": path,
-            "STATE": str(self._state),
+        environ = {
+            "HOME": home,
+            "PATH": f"{home / 'bin'}:{BINS}:{os.environ['PATH']}",
+            "STATE": self._state,
             "USER": "user",
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
@@ -79,43 +68,33 @@ class Terminal:
             "PIP_NO_INDEX": "1",
             "PYTHONUNBUFFERED": "1",
         }
+        # Where the tests run in the background, Ctrl+C would be ignored.
+        program = ("env", "-i", "--default-signal=INT", *(f"{k}={v}" for k, v in environ.items()))
+        self._program = (*program, "bash", "-c", SHELL, "bash")
 
-    def type(self, line: str) -> Said:
-        """Type a line and wait for its end, or end it by Ctrl+C where it only shows something."""
+    def type(self, line: str) -> tuple[int, str]:
+        """Type a line and wait for its end, or end it by Ctrl+C where it only shows something.
+
+        Returns its exit code, and what it has printed.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         seen = next((text for start, text in FOLLOWED.items() if line.startswith(start)), None)
-        process = subprocess.Popen(
-            # Where the tests run in the background, Ctrl+C would be ignored.
-            ["env", "--default-signal=INT", "bash", "-c", SHELL, "bash", line],
-            env=self._environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        text = b""
-        end = time.monotonic() + DEADLINE_S
-        with process.stdout as stream:
-            while select.select([stream], [], [], max(0.0, end - time.monotonic()))[0]:
-                if not (piece := os.read(stream.fileno(), 65536)):
-                    break
-                text += piece
-                if seen is not None and seen.encode() in text:
-                    os.killpg(process.pid, signal.SIGINT)
-                    seen = None
-            else:
-                os.killpg(process.pid, signal.SIGKILL)
-                raise AssertionError(f"{line}: no end within {DEADLINE_S} s\n{text.decode()}")
-        code = process.wait(timeout=DEADLINE_S)
-        was_followed = line.startswith(tuple(FOLLOWED))
-        return Said(0 if was_followed and code in (130, -signal.SIGINT) else code, text.decode())
+        command = Command(line, cwd=self.folder, program=self._program)
+        try:
+            if seen is None:
+                return command.end(), command.out
+            command.until(lambda: seen in command.out)
+            with suppress(ProcessLookupError):
+                os.killpg(command.process.pid, signal.SIGINT)
+            code = command.end()
+            return 0 if code in (130, -signal.SIGINT) else code, command.out
+        finally:
+            command.kill()
 
-    def must(self, line: str) -> str:
-        """Type a line that must end well; what it prints."""
-        said = self.type(line)
-        assert said.code == 0, f"$ {line}\n{said.text}\nexit code {said.code}"
-        return said.text
+    def must(self, line: str) -> None:
+        """Type a line that must end well."""
+        code, text = self.type(line)
+        assert code == 0, f"$ {line}\n{text}\nexit code {code}"
 
 
 class World:
@@ -134,14 +113,11 @@ class World:
         write_inputs(self.home)
         config = self.home / "tiny" / "config.json"
         config.write_text(config.read_text().replace("128", "256"))  # longer texts are generated
-        turns = [("user", f"What follows {n}?") for n in range(40)]
-        answers = [("assistant", f"{n + 1} follows.") for n in range(40)]
-        rows = [
-            {"messages": [{"role": role, "content": text} for role, text in turn]}
-            for turn in zip(turns, answers, strict=True)
-        ]
-        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
-        (self.home / "chats.jsonl").write_text(lines)
+        with (self.home / "chats.jsonl").open("w") as stream:
+            for n in range(40):
+                turn = (("user", f"What follows {n}?"), ("assistant", f"{n + 1} follows."))
+                messages = [{"role": role, "content": text} for role, text in turn]
+                stream.write(f"{json.dumps({'messages': messages})}\n")
         bins = self.home / "bin"
         bins.mkdir()
         (bins / "pip").write_text(f"#!{BINS / 'python'}\n{PIP}")

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import distribution
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from isles.errors import ExitCode
 from tests.deadline import DEADLINE_S
-from tests.lab.home import HOSTS, ISLES, sh, until
-from tests.lab.hosts import Lab, hosts
+from tests.lab import home
+from tests.lab.home import HOSTS, ISLES, left, link_cut, other_torch, sh, undone, until
+from tests.lab.hosts import Lab
 from tests.lab.slurm import slurm
 
-SITE = Path(str(distribution("torch").locate_file("")))
 FAKETIME = "/usr/lib/*/faketime/libfaketime.so.1"
 
 
@@ -29,7 +25,6 @@ class Report:
 
     code: int
     findings: list[dict[str, Any]]
-    seconds: float
 
     def bad(self, finding_id: str) -> dict[str, dict[str, Any]]:
         """Warnings and errors of one id, by where."""
@@ -41,46 +36,23 @@ class Report:
         return {(f["id"], f["where"]) for f in self.findings if f["level"] == "error"}
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with hosts(tmp_path_factory.mktemp("check"), 3) as lab:
-        yield lab
-
-
 def write_run(lab: Lab, **cluster: Any) -> str:
     """A run file for the three hosts, as they see it."""
     launcher = cluster.pop("launcher", {})
     if "kind" not in launcher:
         launcher = {"kind": "ssh", "hosts": list(HOSTS), **launcher}
-    content = {
-        "name": "checked",
-        "output_dir": "/root/out",
-        "model": {"name_or_path": "llama-2m", "init": "scratch"},
-        "tokenizer": {"train_vocab_size": 300},
-        "data": {"sources": [{"path": "/shared/words.txt"}], "seq_length": 64},
-        "training": {"max_steps": 3, "global_batch_size": 6, "learning_rate": 0.001},
-        "clusters": [{"launcher": launcher, "workdir": "/root", **cluster}],
-    }
-    (lab.shared / "words.txt").write_text("a few words\n")
-    (lab.shared / "run.yaml").write_text(yaml.safe_dump(content))
-    return "/shared/run.yaml"
+    training = {"max_steps": 3, "global_batch_size": 6}
+    home.write_run(
+        lab, "checked", output_dir="/root/out", training=training, launcher=launcher, **cluster
+    )
+    return "/shared/checked.yaml"
 
 
-def check(lab: Lab, *args: str, deadline_s: float = DEADLINE_S) -> Report:
+def check(lab: Lab, *args: str) -> Report:
     """Run the command on the laptop."""
-    done = lab.run("ctl", [ISLES, "check", *args, "--json"], timeout_s=deadline_s)
+    done = lab.run("ctl", [ISLES, "check", *args, "--json"])
     assert done.stdout, done.stderr
-    answer = json.loads(done.stdout)
-    return Report(done.returncode, answer["findings"], answer["summary"]["seconds"])
-
-
-def left(lab: Lab) -> Sequence[str]:
-    """Processes of isles that are still on a host."""
-    found = []
-    for host in HOSTS:
-        text = lab.run(host, ["pgrep", "-af", "isles[.]|check_rank"]).stdout
-        found += [f"{host}: {line}" for line in text.splitlines()]
-    return found
+    return Report(done.returncode, json.loads(done.stdout)["findings"])
 
 
 def test_all_is_well(lab: Lab) -> None:
@@ -99,16 +71,11 @@ def test_all_is_well(lab: Lab) -> None:
 def test_hosts_that_cannot_be_asked(lab: Lab) -> None:
     """Key refused, switched off, named twice: each by name, and the others are still checked."""
     keys = "/root/.ssh/authorized_keys"
-    sh(lab, "a2", f"mv {keys} {keys}.away")
-    lab.link("a3", "cut")
-    try:
-        # ~/.ssh/config of the laptop has a ConnectTimeout of its own; the command line wins.
-        names = ["a1", "10.77.1.1", "a2", "a3"]
-        path = write_run(lab, launcher={"hosts": names, "connect_timeout": "2s"})
+    # ~/.ssh/config of the laptop has a ConnectTimeout of its own; the command line wins.
+    names = ["a1", "10.77.1.1", "a2", "a3"]
+    path = write_run(lab, launcher={"hosts": names, "connect_timeout": "2s"})
+    with undone(lab, "a2", f"mv {keys} {keys}.away", f"mv {keys}.away {keys}"), link_cut(lab, "a3"):
         report = check(lab, path, "--no-net")
-    finally:
-        lab.link("a3", "restore")
-        sh(lab, "a2", f"mv {keys}.away {keys}")
     assert report.code == ExitCode.PREFLIGHT
     refused, silent = report.bad("ssh.connect")["a2"], report.bad("ssh.connect")["a3"]
     assert refused["fix"] == "ssh-copy-id a2"
@@ -124,11 +91,8 @@ def test_hosts_that_cannot_be_asked(lab: Lab) -> None:
 def test_python_without_isles_and_a_host_that_hangs(lab: Lab) -> None:
     setup = ["case $(hostname) in a1) export PYTHONPATH=/nowhere;; a3) kill -STOP $$;; esac"]
     python = "/usr/bin/python3"
-    path = write_run(
-        lab,
-        environment={"setup": setup, "python": python},
-        launcher={"connect_timeout": "2s"},
-    )
+    environment = {"setup": setup, "python": python}
+    path = write_run(lab, environment=environment, launcher={"connect_timeout": "2s"})
     report = check(lab, path, "--timeout", "10s")
     assert report.code == ExitCode.PREFLIGHT
     assert "isles setup" in report.bad("isles.installed")["a1"]["fix"]
@@ -139,25 +103,20 @@ def test_python_without_isles_and_a_host_that_hangs(lab: Lab) -> None:
 
 def test_what_is_wrong_on_single_hosts(lab: Lab) -> None:
     """A full disk, little /dev/shm, another torch, a clock an hour ahead, a leased address."""
-    sh(lab, "a1", "mkdir -p /root/out && mount -t tmpfs -o size=4m tmpfs /root/out")
-    sh(lab, "a1", "head -c 4m /dev/zero > /root/out/fill || true")
-    sh(lab, "a3", "mount -o remount,size=16m /dev/shm")
-    sh(lab, "a3", "ip addr change 10.77.1.3/16 dev eth0 valid_lft 3600 preferred_lft 3600")
-    metadata = next(SITE.glob("torch-*.dist-info")) / "METADATA"
-    sh(lab, "a2", f"sed -i.kept 's/^Version: .*/Version: 2.11.0/' {metadata}")
+    disk = "mkdir -p /root/out && mount -t tmpfs -o size=4m tmpfs /root/out && "
+    disk += "head -c 4m /dev/zero > /root/out/fill || true"
+    memory = "mount -o remount,size={} /dev/shm"
+    lease = "ip addr change 10.77.1.3/16 dev eth0 valid_lft {0} preferred_lft {0}"
     clock = f"case $(hostname) in a2) export LD_PRELOAD=$(echo {FAKETIME}) FAKETIME=+1h "
     clock += "FAKETIME_DONT_FAKE_MONOTONIC=1;; esac"
-    try:
-        report = check(lab, write_run(lab, environment={"setup": [clock]}), "--no-net")
-    finally:
-        sh(lab, "a1", "umount /root/out")
-        sh(lab, "a3", "mount -o remount,size=1g /dev/shm")
-        sh(
-            lab,
-            "a3",
-            "ip addr change 10.77.1.3/16 dev eth0 valid_lft forever preferred_lft forever",
-        )
-        sh(lab, "a2", f"mv {metadata}.kept {metadata}")
+    path = write_run(lab, environment={"setup": [clock]})
+    with (
+        undone(lab, "a1", disk, "umount /root/out"),
+        undone(lab, "a3", memory.format("16m"), memory.format("1g")),
+        undone(lab, "a3", lease.format(3600), lease.format("forever")),
+        other_torch(lab, "a2"),
+    ):
+        report = check(lab, path, "--no-net")
     assert report.code == ExitCode.PREFLIGHT
     assert report.errors() == {
         ("disk.free", "a1"),
@@ -180,15 +139,14 @@ def test_ports_that_are_blocked_one_way(lab: Lab) -> None:
     table = "nft add table inet check && nft add chain inet check in "
     table += "'{ type filter hook input priority 0; }' && nft add rule inet check in ip saddr "
     opens = " tcp dport != 22 tcp flags '&' '(syn|ack)' == syn "
-    sh(lab, "a2", f"{table} 10.77.1.1 {opens} drop")
-    sh(lab, "a1", f"{table} 10.77.1.3 {opens} reject with tcp reset")
-    sh(lab, "a3", "ip link set eth0 mtu 1300")
-    try:
+    all_well = "nft delete table inet check"
+    mtu = "ip link set eth0 mtu {}"
+    with (
+        undone(lab, "a2", f"{table} 10.77.1.1 {opens} drop", all_well),
+        undone(lab, "a1", f"{table} 10.77.1.3 {opens} reject with tcp reset", all_well),
+        undone(lab, "a3", mtu.format(1300), mtu.format(1500)),
+    ):
         report = check(lab, write_run(lab))
-    finally:
-        for host in ("a1", "a2"):
-            sh(lab, host, "nft delete table inet check")
-        sh(lab, "a3", "ip link set eth0 mtu 1500")
     assert report.errors() == {("net.connect", "a1 -> a2"), ("net.connect", "a3 -> a1")}
     dropped = report.bad("net.connect")["a1 -> a2"]
     assert "packets are dropped" in dropped["text"]
@@ -209,40 +167,33 @@ def test_a_laptop_that_dies_leaves_nothing_behind(lab: Lab) -> None:
     until(lambda: not left(lab), "the end of every process of the check")
 
 
+# Makes a run directory of a run file.
+RESOLVE = """
+import shutil, sys
+from pathlib import Path
+from isles.config.load import load_run_file
+from isles.config.resolve import dump_resolved, resolve
+file, run_dir = map(Path, sys.argv[1:])
+(run_dir / "attempts" / "001").mkdir(parents=True)
+loaded = load_run_file(file, [f"output_dir={run_dir.parent}"])
+text = dump_resolved(resolve(loaded, nproc=(1, 1), device="cpu"))
+(run_dir / "resolved.yaml").write_text(text)
+shutil.copy(file, run_dir / "run.yaml")
+"""
+
+
 @pytest.mark.long
-def test_the_step_of_a_job(lab: Lab) -> None:
-    """Nodes that can reach one another only over TCP; then one of them does not come."""
-    run_dir = lab.shared / "out" / "checked-1"
-    attempt = run_dir / "attempts" / "001"
-    attempt.mkdir(parents=True)
-    path = write_run(lab, device="cpu")
-    resolving = "import sys; from pathlib import Path; from isles.config.load import *; "
-    resolving += "from isles.config.resolve import *; l = load_run_file(Path(sys.argv[1]), "
-    resolving += "['output_dir=/shared/out']); Path(sys.argv[2]).write_text(dump_resolved("
-    resolving += "resolve(l, nproc=(1, 1), device='cpu')))"
-    resolved = "/shared/out/checked-1/resolved.yaml"
-    assert lab.run("ctl", [sys.executable, "-c", resolving, path, resolved]).returncode == 0
-    (run_dir / "run.yaml").write_text((lab.shared / "run.yaml").read_text())
-
-    def step(node: int, *more: str) -> list[str]:
-        base = [sys.executable, "-m", "isles.check.step", "/shared/out/checked-1"]
-        return [*base, "--attempt", "1", "--node", str(node), "--hosts", "a1,a2", *more]
-
-    master = ("--master", "10.77.1.1:29500")
-    other = lab.popen("a2", step(1, *master))
-    done = lab.run("a1", step(0, *master), timeout_s=DEADLINE_S)
-    out, _ = other.communicate(timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert other.returncode == 0, out
-    record = json.loads((attempt / "check.json").read_text())
-    assert record["summary"]["errors"] == 0
-    ids = {finding["id"] for finding in record["findings"]}
-    assert {"reduce.works", "net.connect", "files.shared"} <= ids
-
-    alone = lab.run("a1", step(0, *master, "--timeout", "1"), timeout_s=DEADLINE_S)
+def test_nodes_of_a_job_that_do_not_come_are_named(lab: Lab) -> None:
+    """A check in a job of which all nodes come is in the tests of both queues."""
+    path, run_dir = write_run(lab, device="cpu"), "/shared/out/checked-1"
+    done = lab.run("ctl", [sys.executable, "-c", RESOLVE, path, run_dir])
+    assert done.returncode == 0, done.stderr
+    step = [sys.executable, "-m", "isles.check.step", run_dir, "--attempt", "1"]
+    step += ["--hosts", "a1,a2", "--master", "10.77.1.1:29500", "--timeout", "1", "--node"]
+    alone = lab.run("a1", [*step, "0"])
     assert alone.returncode == ExitCode.PREFLIGHT
     assert "a2 (node 1)" in alone.stdout
-    lost = lab.run("a2", step(1, *master, "--timeout", "1"), timeout_s=DEADLINE_S)
+    lost = lab.run("a2", [*step, "1"])
     assert lost.returncode == ExitCode.PREFLIGHT
     assert "first node was not reached within 1 s" in lost.stderr
     assert not left(lab)

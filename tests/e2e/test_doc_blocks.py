@@ -15,11 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from isles.launch.hub import end_hub
-from isles.run.paths import RunDir
 from tests.documents import ALL_PAGES, ROOT, Block, blocks, typed_lines
-from tests.e2e.doc_world import BINS, Said, Terminal, World
-from tests.runs import end_here
+from tests.e2e.doc_world import BINS, Terminal, World
+from tests.runs import nothing_left
 
 FIRST = "docs/commands.md"
 """The page whose runs others use."""
@@ -43,12 +41,8 @@ def is_typed(block: Block) -> bool:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     home = tmp_path_factory.mktemp("home")
-    yield World(home)
-    # Where a page failed, what it would have stopped further down.
-    for attempts in home.glob("*/runs/*/attempts"):
-        end_here(RunDir(attempts.parent))
-    for state in home.glob("*/runs/*-hub-*"):
-        end_hub(state)
+    with nothing_left(home):  # where a page failed, what it would have stopped further down
+        yield World(home)
 
 
 @pytest.mark.long
@@ -61,9 +55,9 @@ def test_the_blocks_of_a_page(world: World, name: str) -> None:
         if is_typed(block):
             for line in typed_lines(block):
                 before(world, terminal, line)
-                said = terminal.type(line)
-                fault = fault_of(said, expected_of(block, line))
-                assert not fault, f"{name}:{block.line}\n$ {line}\n{said.text}\n{fault}"
+                code, text = terminal.type(line)
+                fault = fault_of(code, text, expected_of(block, line))
+                assert not fault, f"{name}:{block.line}\n$ {line}\n{text}\n{fault}"
                 after(world, terminal, line)
         elif block.language == "yaml" and block.kind != "not isles":
             write_run_file(page, block, terminal.folder)
@@ -115,12 +109,12 @@ def expected_of(block: Block, line: str) -> list[str]:
     return list(takewhile(lambda shown: not shown.startswith("$ "), behind.splitlines()))
 
 
-def fault_of(said: Said, expected: list[str]) -> str:
+def fault_of(code: int, text: str, expected: list[str]) -> str:
     """What is not as the page says; empty: all of it is."""
     errors = [line for line in expected if line.startswith("error:")]
-    if bool(said.code) != bool(errors):
-        return f"exit code {said.code}"
-    printed = said.text.splitlines()
+    if bool(code) != bool(errors):
+        return f"exit code {code}"
+    printed = text.splitlines()
     if errors:
         pattern = re.escape(errors[0]).replace("…", ".*")
         is_there = any(re.fullmatch(pattern, line) for line in printed)

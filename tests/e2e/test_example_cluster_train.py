@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,14 @@ from tests.deadline import run_program
 from tests.documents import ROOT
 from tests.e2e.typed import run_typed
 from tests.lab.home import sh, until
-from tests.lab.hosts import Lab, hosts
+from tests.lab.hosts import Lab
 from tests.lab.pbs import pbs
-from tests.lab.slurm import job_fields, slurm
+from tests.lab.slurm import job_fields, slurm, wait_for_job
 from tests.ports import free_port
 
 EXAMPLE = ROOT / "examples" / "cluster_train"
 NODES = ("a1", "a2")
+NUM_HOSTS = len(NODES)
 
 # In the place of cluster_train.sh: the words that a job gives it on a node.
 WORDS = """\
@@ -70,21 +70,14 @@ def test_two_nodes_typed_by_hand(tmp_path: Path) -> None:
     assert run_program(["bash", "-c", loop], folder).stdout.count("training has finished") == 2
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with hosts(tmp_path_factory.mktemp("example"), len(NODES)) as lab:
-        yield lab
-
-
 @pytest.mark.long
 def test_a_slurm_job(lab: Lab) -> None:
     """A real Slurm starts one task a node, and every node has its own number."""
     folder = copy(lab.shared / "slurm", cluster_train__sh=WORDS)
     line = "cd /shared/slurm && BACKEND=gloo sbatch --parsable --gres=none cluster_train.sbatch"
-    over = ("COMPLETED", "FAILED", "CANCELLED")
     with slurm(lab):
         job = sh(lab, "ctl", line).strip()
-        until(lambda: job_fields(lab, job)["JobState"] in over, "the job ends")
+        wait_for_job(lab, job)
         fields = job_fields(lab, job)
     said = (folder / f"slurm-{job}.out").read_text()
     assert (fields["JobState"], fields["JobName"]) == ("COMPLETED", "purrsight-phase2"), said

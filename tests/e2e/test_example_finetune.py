@@ -10,15 +10,17 @@ import pytest
 import yaml
 
 from isles.run.paths import RunDir
-from isles.run.records import read_record, read_rows
-from tests.deadline import DEADLINE_S, run_program
+from isles.run.records import read_record
+from tests.deadline import run_program
 from tests.e2e.typed import run_typed
-from tests.lab.home import sh, until, write_inputs
-from tests.lab.hosts import Lab, hosts
-from tests.lab.slurm import job_fields, slurm
+from tests.lab.home import sh, write_inputs
+from tests.lab.hosts import Lab
+from tests.lab.slurm import slurm, wait_for_job
 from tests.ports import free_port
+from tests.runs import losses_of
 from tests.unit.test_example_finetune import SETUP, copy_programs, guide
 
+NUM_HOSTS = 2
 STEPS, ACCUMULATED = 3, 4
 ZERO_2 = f"{guide('deepspeed --zero')} --gradient_accumulation_steps {ACCUMULATED}"
 DISTRIBUTED = {
@@ -26,7 +28,6 @@ DISTRIBUTED = {
     "fsdp": {"use_fsdp": True, "fsdp_config": "config/fsdp_config.json", "use_deepspeed": False},
 }
 ENVIRON = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
 
 
 def make_project(folder: Path, strategy: str) -> None:
@@ -67,7 +68,7 @@ def setup(folder: Path, words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def losses_of(folder: Path, strategy: str) -> list[float]:
+def trained(folder: Path, strategy: str) -> list[float]:
     """The losses of a run on two ranks, once it has been found to be what was asked for."""
     run_dir = RunDir(folder / "runs" / "tiny-1")
     attempt = run_dir.attempt(1)
@@ -77,7 +78,7 @@ def losses_of(folder: Path, strategy: str) -> list[float]:
     assert resolved["derived"]["strategy"] == strategy
     assert resolved["config"]["training"]["global_batch_size"] == 2 * ACCUMULATED * 2
     assert list((run_dir.path / "logs" / "runs").glob("**/events.*")), "no curves for TensorBoard"
-    losses = [row["loss"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    losses = losses_of(run_dir)
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.05
     return losses
 
@@ -91,7 +92,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     port = free_port()
     setup(folder, f"launcher --config config.yaml --num_gpus_per_node 2 --master_port {port}")
     run_typed(folder, "bash scripts/run_training.sh")
-    return losses_of(folder, "fsdp")
+    return trained(folder, "fsdp")
 
 
 @pytest.mark.long
@@ -110,7 +111,7 @@ def test_a_script_for_each_of_two_nodes_trains(tmp_path: Path, sharded: list[flo
         # Two machines would have a folder each.
         (folder / "scripts/run_training.sh").rename(folder / f"node-{node}.sh")
     run_typed(folder, "bash node-1.sh", "bash node-0.sh")
-    assert losses_of(folder, "deepspeed") == pytest.approx(sharded, abs=0.03)
+    assert trained(folder, "deepspeed") == pytest.approx(sharded, abs=0.03)
 
 
 @pytest.mark.long
@@ -127,8 +128,8 @@ def test_a_fault_is_told_once_by_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def slurm_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with hosts(tmp_path_factory.mktemp("slurm"), 2) as lab, slurm(lab):
+def slurm_lab(lab: Lab) -> Iterator[Lab]:
+    with slurm(lab):
         yield lab
 
 
@@ -151,13 +152,9 @@ def test_the_job_script_trains_by_sbatch(slurm_lab: Lab, sharded: list[float]) -
     line = f"cd /shared/project && env {exports} sbatch --parsable scripts/slurm_job.sh"
     job_id = sh(slurm_lab, "ctl", line).strip()
 
-    def state() -> str | None:
-        found = job_fields(slurm_lab, job_id)["JobState"]
-        return found if found in ENDED else None
-
     log = folder / f"slurm-{job_id}.out"
-    assert until(state, "the job is over", DEADLINE_S) == "COMPLETED", log.read_text()
-    assert losses_of(folder, "deepspeed") == pytest.approx(sharded, abs=0.03)
+    assert wait_for_job(slurm_lab, job_id) == "COMPLETED", log.read_text()
+    assert trained(folder, "deepspeed") == pytest.approx(sharded, abs=0.03)
     attempt = RunDir(folder / "runs" / "tiny-1").attempt(1)
     ranks = [read_record(attempt.rank_record(rank)) or {} for rank in (0, 1)]
     assert [record["host"] for record in ranks] == ["a1", "a2"]

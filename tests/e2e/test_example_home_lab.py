@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,13 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from isles.errors import ExitCode
 from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
-from isles.run.records import read_record, read_rows
+from isles.run.records import read_record
 from tests.chat_templates import GEMMA
 from tests.deadline import DEADLINE_S, run_program
 from tests.documents import ROOT, blocks
 from tests.lab.home import HOSTS, assert_nothing_left, sh, write_inputs
-from tests.lab.hosts import Lab, hosts
+from tests.lab.hosts import Lab
+from tests.runs import losses_of
 
 EXAMPLE = ROOT / "examples" / "home_lab"
 BLOCKS = [block.text for block in blocks(ROOT / "tests/seeds/S4.md") if block.is_shell]
@@ -73,15 +73,14 @@ def make_model(folder: Path, config: PretrainedConfig, **more: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(lab: Lab) -> Lab:
     """Three hosts, as the guide's first four steps leave them; a1 is the main desktop."""
-    with hosts(tmp_path_factory.mktemp("home"), 3) as lab:
-        write_inputs(lab.shared)
-        make_model(lab.shared / "tiny", LlamaConfig(**SHAPE))
-        for host in HOSTS:
-            set_up(lab, host)
-        give_keys(lab)
-        yield lab
+    write_inputs(lab.shared)
+    make_model(lab.shared / "tiny", LlamaConfig(**SHAPE))
+    for host in HOSTS:
+        set_up(lab, host)
+    give_keys(lab)
+    return lab
 
 
 def set_up(lab: Lab, host: str) -> None:
@@ -152,7 +151,7 @@ def test_the_three_torchrun_lines(lab: Lab) -> None:
     run_dir = RunDir(runs(lab, head) / "home-lab-1")
     assert (read_record(run_dir.attempt(1).outcome) or {})["state"] == "finished"
     assert (read_record(run_dir.attempt(1).launch) or {})["world_size"] == 3
-    losses = [row["loss"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    losses = losses_of(run_dir)
     assert losses[-1] < losses[0]
     # Where the guide says that things are.
     assert list(runs(lab, head).rglob("events.out.tfevents.*"))
@@ -168,11 +167,7 @@ def test_a_name_that_nobody_knows_is_said_at_once(lab: Lab) -> None:
     scripts = f"cd ~/{PROJECT}/scripts; export RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
     scripts += "GROUP_RANK=1 TORCHELASTIC_RUN_ID=100 MASTER_PORT=29500 "
     for name, what in (("desk.lan", "no address is known"), ("localhost", "this machine itself")):
-        done = lab.run(
-            "a2",
-            typed(f"{scripts} MASTER_ADDR={name}; python train_distributed.py"),
-            timeout_s=DEADLINE_S,
-        )
+        done = lab.run("a2", typed(f"{scripts} MASTER_ADDR={name}; python train_distributed.py"))
         assert done.returncode == ExitCode.USER, done.stderr
         assert f"rank 0 is on {name}" in done.stderr and what in done.stderr
         assert "--rdzv_backend=static" in done.stderr and "Traceback" not in done.stderr
@@ -182,7 +177,7 @@ def test_a_name_that_nobody_knows_is_said_at_once(lab: Lab) -> None:
 def test_the_single_test(lab: Lab) -> None:
     """As the cheat sheet has it."""
     (command,) = [text.splitlines()[1:3] for text in BLOCKS if "train_single_test.py" in text]
-    done = lab.run("a3", typed("\n".join(command)), timeout_s=DEADLINE_S)
+    done = lab.run("a3", typed("\n".join(command)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("CUDA: False\n")
     assert re.search(r"^train\.smoke +ok", done.stdout, re.M), done.stdout
@@ -193,7 +188,7 @@ def test_the_launcher_checks_and_then_starts(lab: Lab) -> None:
     """Over ssh, on one host, as each costs its time; checkpoints lie where the guide has them."""
     there = "root@192.168.1.100 -- name=launched training.num_train_epochs=1"
     go = f"cd ~/{PROJECT}/scripts; ./launch_cluster.sh {there}"
-    done = lab.run("a1", typed(go), timeout_s=DEADLINE_S)
+    done = lab.run("a1", typed(go))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "root@192.168.1.100: no errors" in done.stdout
     assert "launched-1 is finished" in done.stdout
@@ -204,21 +199,16 @@ def test_the_launcher_checks_and_then_starts(lab: Lab) -> None:
 @pytest.mark.long
 def test_gemma_in_four_bits_from_the_run_file(tmp_path: Path) -> None:
     """gemma_qlora.yaml as it is, but for the model, the hosts and the length."""
-    turns = {"additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"]}
+    marks = {"additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"]}
     config = Gemma2Config(**SHAPE, head_dim=8, sliding_window=64)
-    make_model(tmp_path / "gemma", config, chat_template=GEMMA, **turns)
+    make_model(tmp_path / "gemma", config, chat_template=GEMMA, **marks)
     data = tmp_path / "data" / "processed"
     data.mkdir(parents=True)
-    rows = [
-        [("user", f"What comes after {number}?"), ("assistant", str(number + 1))]
-        for number in range(60)
-    ]
-    (data / "count.jsonl").write_text(
-        "".join(
-            json.dumps({"messages": [{"role": r, "content": c} for r, c in row]}) + "\n"
-            for row in rows
-        )
-    )
+    with (data / "count.jsonl").open("w") as stream:
+        for n in range(60):
+            turns = (("user", f"What comes after {n}?"), ("assistant", str(n + 1)))
+            messages = [{"role": role, "content": text} for role, text in turns]
+            stream.write(json.dumps({"messages": messages}) + "\n")
     values = ("model.name_or_path=gemma", "clusters=[{gpus_per_node: 1, device: cpu}]")
     values += ("training.max_steps=3", "training.num_train_epochs=null", "data.seq_length=128")
     values += ("training.warmup_steps=0",)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,12 +16,13 @@ import yaml
 
 from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
-from isles.run.records import read_record, read_rows
+from isles.run.records import read_record
 from tests.deadline import DEADLINE_S, run_program
 from tests.documents import ROOT
 from tests.e2e.typed import run_typed, typed
 from tests.each import each
 from tests.ports import free_port
+from tests.runs import rows_of
 
 EXAMPLE = ROOT / "examples" / "multicluster"
 SCRIPT = EXAMPLE / "run_training.sh"
@@ -59,44 +57,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture(scope="module")
-def trained(folder: Path) -> RunDir:
-    """The run of the document's first command: two ranks, five steps, made-up tokens."""
+@pytest.mark.long
+def test_two_ranks_train_five_steps(folder: Path) -> None:
+    """The document's first command: made-up tokens, and every figure of the document recorded."""
     (block,) = blocks("2. Basic Torch Distributed Training")
     (text,) = run_typed(folder, with_flags(block, SMALL))
     assert "a new run: runs/multicluster-1" in text
     assert "Traceback" not in text and "note:" not in text
-    return RunDir(folder / "runs" / "multicluster-1")
-
-
-def rows_of(run_dir: RunDir, kind: str) -> list[dict[str, Any]]:
-    return [row for row in read_rows(run_dir.metrics) if row["kind"] == kind]
-
-
-@pytest.mark.long
-def test_two_ranks_train_five_steps(trained: RunDir) -> None:
-    rows = rows_of(trained, "train")
+    run_dir = RunDir(folder / "runs" / "multicluster-1")
+    rows = rows_of(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all(8 < row["loss"] < 10 for row in rows), "random tokens of 8192: ln 8192 is 9.01"
     assert [row["tokens"] for row in rows] == [16 * 64 * step for step in range(1, 6)]
     assert rows[0]["learning_rate"] == 1e-2
     for name in ("tokens_per_second", "elapsed_s", "grad_norm"):
         assert all(row[name] > 0 for row in rows)
-    resolved = yaml.safe_load(trained.resolved.read_text())
+    resolved = yaml.safe_load(run_dir.resolved.read_text())
     assert resolved["derived"]["world_size"] == 2 and resolved["derived"]["grad_accum_steps"] == 2
     assert resolved["origins"]["training.learning_rate"] == "--lr"
-    assert (read_record(trained.summary) or {})["steps"] == 5
-    assert (trained.model / "model.safetensors").is_file()
+    assert (read_record(run_dir.summary) or {})["steps"] == 5
+    assert (run_dir.model / "model.safetensors").is_file()
 
-
-@pytest.mark.long
-def test_every_figure_of_the_document_is_recorded(trained: RunDir) -> None:
-    """By the names that the example's README gives for them."""
-    text = (EXAMPLE / "README.md").read_text(encoding="utf-8").partition("## The figures")[2]
-    there = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, flags=re.M)
+    # By the names that the example's README gives for them.
+    page = (EXAMPLE / "README.md").read_text(encoding="utf-8").partition("## The figures")[2]
+    there = re.findall(r"^\| `(\w+)` \| (.*) \|$", page, flags=re.M)
     names = "Loss step lr Perplexity effective_step total_samples time_taken tokens_per_second"
     assert [name for name, _ in there] == [*names.split(), "outer_lr", "num_peers"]
-    recorded = {*rows_of(trained, "train")[0], *OF_A_TURN, "perplexity"}
+    recorded = {*rows[0], *OF_A_TURN, "perplexity"}
     for name, here in there:
         if name != "outer_lr":
             assert recorded & set(re.findall(r"`(\w+)`", here)), name
@@ -116,7 +103,7 @@ def test_two_nodes_train_on_text(folder: Path, words: Path) -> None:
     said = "\n".join(texts)
     assert said.count("note: --num-workers 4: Does nothing") == 1, "rank 0 says it, on its node"
     (run,) = (folder / "two-nodes").iterdir()
-    rows = rows_of(RunDir(run), "train")
+    rows = rows_of(RunDir(run))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all(0 < row["loss"] < 12 for row in rows)
     assert [info.step for info in list_checkpoints(RunDir(run))] == [2, 4, 5]
@@ -129,15 +116,12 @@ def peer(folder: Path) -> Iterator[str]:
     there = f"/ip4/127.0.0.1/tcp/{free_port()}"
     block = block.replace("/ip4/0.0.0.0/tcp/30001", there)
     with typed(folder, f"exec {block.partition(chr(10))[2].strip()}") as (shell,):
-        end = time.monotonic() + DEADLINE_S
-        while not (found := re.search(rf"--initial_peers ({there}/p2p/\w+)", shell.text)):
-            assert shell.process.poll() is None and time.monotonic() < end, shell.text
-            with suppress(subprocess.TimeoutExpired):
-                shell.process.wait(0.05)
+        address = rf"--initial_peers ({there}/p2p/\w+)"
+        found = shell.until(lambda: re.search(address, shell.text))
         assert (folder / "fixed_private_key.pem").is_file()
         yield found[1]
         shell.process.terminate()
-        assert shell.ended() == 0, shell.text
+        assert shell.end() == 0, shell.text
 
 
 @pytest.mark.long
@@ -148,7 +132,7 @@ def test_one_worker_of_two_ranks_over_hivemind(folder: Path, peer: str) -> None:
     (text,) = run_typed(folder, with_flags(block, f"{SMALLER} --sharding-strategy FULL_SHARD"))
     assert "note:" not in text, "all addresses are on the loopback"
     run_dir = RunDir(folder / "runs" / "multicluster-worker-0-1")
-    assert [row["step"] for row in rows_of(run_dir, "train")] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows_of(run_dir)] == [1, 2, 3, 4, 5]
     rows = rows_of(run_dir, "outer")
     assert [row["step"] for row in rows] == [2, 4, 5]
     assert all(row["weights"].keys() == {"worker-0"} for row in rows)
@@ -161,28 +145,22 @@ def test_one_worker_of_two_ranks_over_hivemind(folder: Path, peer: str) -> None:
 def test_a_coordinator_and_two_workers(folder: Path, peer: str) -> None:
     """Three machines of the document as three groups of processes; a rank for each worker."""
     found = [b for b in blocks("3. Multi-Machine Hivemind Training") if "train_fsdp.py" in b]
-    lines = [
-        with_flags(
-            block.replace("/ip4/MACHINE1_IP/tcp/30001/p2p/PEER_ID", peer).replace(
-                "--nproc_per_node=2", "--nproc_per_node=1"
-            ),
-            f"{SMALLER} --ckpt.path three",
-        )
-        for block in found
-    ]
+    lines = []
+    for block in found:
+        there = block.replace("/ip4/MACHINE1_IP/tcp/30001/p2p/PEER_ID", peer)
+        alone = there.replace("--nproc_per_node=2", "--nproc_per_node=1")
+        lines.append(with_flags(alone, f"{SMALLER} --ckpt.path three"))
     assert len(lines) == 2 and all(f"export PEER_ADDRESS={peer}" in line for line in lines)
     run_typed(folder, *lines)
     turns = []
     for rank in range(2):
         run_dir = RunDir(folder / "three" / f"multicluster-worker-{rank}-1")
-        assert [row["step"] for row in rows_of(run_dir, "train")] == [1, 2, 3, 4, 5]
+        assert [row["step"] for row in rows_of(run_dir)] == [1, 2, 3, 4, 5]
         turns.append(rows_of(run_dir, "outer"))
     for one, other in zip(*turns, strict=True):
         assert one["num_clusters"] == 2
-        assert one["weights"] == other["weights"] and one["weights"].keys() == {
-            "worker-0",
-            "worker-1",
-        }
+        assert one["weights"] == other["weights"]
+        assert one["weights"].keys() == {"worker-0", "worker-1"}
         assert one["digest"] == other["digest"], "the same weights, bit for bit"
     assert [row["step"] for row in turns[0]] == [2, 4, 5]
     first, second = ([tuple(span) for row in rows for span in row["samples"]] for rows in turns)

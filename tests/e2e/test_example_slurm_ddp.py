@@ -14,12 +14,12 @@ import torch
 
 from tests.deadline import run_program
 from tests.documents import ROOT
-from tests.lab.home import sh, until
-from tests.lab.hosts import Lab, hosts
-from tests.lab.slurm import job_fields, slurm
+from tests.lab.home import sh
+from tests.lab.hosts import Lab
+from tests.lab.slurm import OVER, job_fields, slurm, wait_for_job
 
+NUM_HOSTS = 2
 DOCUMENT = (ROOT / "tests" / "seeds" / "S3.md").read_text(encoding="utf-8")
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 NVIDIA_SMI = """\
 #!/bin/sh
@@ -49,19 +49,12 @@ class Site:
 
     def end(self, job: str) -> list[str]:
         """The lines of a job's output, once it has ended well."""
-        fields: dict[str, str] = {}
-
-        def is_over() -> bool:
-            fields.update(job_fields(self.lab, job))
-            # Its script has ended, and Slurm cleans up, which may take it minutes.
-            is_left = fields["JobState"] == "COMPLETING" and fields["ExitCode"] == "0:0"
-            return is_left or fields["JobState"] in OVER
-
-        until(is_over, lambda: f"its end; {fields}")
-        state = fields["JobState"].replace("COMPLETING", "COMPLETED")
+        # Its script may have ended well, and Slurm cleans up, which may take it minutes.
+        state = wait_for_job(self.lab, job, *OVER, "COMPLETING")
         out = (self.folder / f"train_distributed_{job}.out").read_text()
         error = (self.folder / f"train_distributed_{job}.err").read_text()
-        assert state == "COMPLETED", out + error
+        code = job_fields(self.lab, job)["ExitCode"]
+        assert state in ("COMPLETED", "COMPLETING") and code == "0:0", out + error
         return out.splitlines()
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
@@ -70,8 +63,8 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with pytest.MonkeyPatch.context() as patch, hosts(tmp_path_factory.mktemp("ddp"), 2) as lab:
+def site(lab: Lab) -> Iterator[Site]:
+    with pytest.MonkeyPatch.context() as patch:
         # As large as the document's nodes, as far as Slurm is concerned.
         patch.setenv("CPUS", "28")
         patch.setenv("MEM", "204800")

@@ -14,8 +14,10 @@ import pytest
 import torch
 import yaml
 
-from isles.run.records import read_record, read_rows
-from tests.e2e.test_train import isles
+from isles.run.paths import RunDir
+from isles.run.records import read_record
+from tests.e2e.typed import isles
+from tests.runs import losses_of, rows_of
 
 ANSWERS = {
     "What is the capital of France?": "It is Paris.",
@@ -38,33 +40,26 @@ def ask(model: Any, tokenizer: Any, question: str) -> str:
     )
     with torch.no_grad():
         output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    return str(
-        tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    )
+    said = output[0, inputs["input_ids"].shape[1] :]
+    return str(tokenizer.decode(said, skip_special_tokens=True))
 
 
 def load(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(
-        folder
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Four times each row."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
 
 
 def chat_rows(answers: dict[str, str]) -> list[dict[str, Any]]:
     return [
-        {
-            "messages": [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer},
-            ]
-        }
-        for question, answer in answers.items()
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in answers.items()
     ]
 
 
@@ -86,49 +81,33 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (folder / "shape").mkdir()
     (folder / "shape" / "config.json").write_text(json.dumps(shape))
-    write_jsonl(folder / "wrong.jsonl", chat_rows(OTHERS) * 4)
-    write_jsonl(folder / "chat.jsonl", chat_rows(ANSWERS) * 4)
-    write_jsonl(
-        folder / "preferences.jsonl",
-        [
-            {"prompt": question, "chosen": ANSWERS[question], "rejected": OTHERS[question]}
-            for question in ANSWERS
-        ]
-        * 4,
-    )
+    write_jsonl(folder / "wrong.jsonl", chat_rows(OTHERS))
+    write_jsonl(folder / "chat.jsonl", chat_rows(ANSWERS))
+    pairs = [{"prompt": q, "chosen": ANSWERS[q], "rejected": OTHERS[q]} for q in ANSWERS]
+    write_jsonl(folder / "preferences.jsonl", pairs)
+    words = ("model.name_or_path=shape", "model.init=scratch", "tokenizer.train_vocab_size=400")
     base = run_file(folder, "base", path="wrong.jsonl", type="chat")
-    isles(
-        "train",
-        str(base),
-        "model.name_or_path=shape",
-        "model.init=scratch",
-        "tokenizer.train_vocab_size=400",
-        "tokenizer.chat_template=chatml",
-        cwd=folder,
-    )
+    isles("train", base, *words, "tokenizer.chat_template=chatml", cwd=folder)
     return folder
 
 
 def run_file(folder: Path, name: str, *, path: str, type: str, **training: Any) -> Path:
+    sources = [{"path": path, "type": type}]
+    defaults = {
+        "max_steps": 60,
+        "global_batch_size": 4,
+        "micro_batch_size": 4,
+        "learning_rate": 0.005,
+        "warmup_steps": 5,
+        "weight_decay": 0.0,
+        "precision": "32-true",
+        "logging_steps": 5,
+    }
     content = {
         "name": name,
         "model": {"name_or_path": "runs/base-1/model"},
-        "data": {
-            "sources": [{"path": path, "type": type}],
-            "seq_length": 64,
-            "validation_fraction": 0,
-        },
-        "training": {
-            "max_steps": 60,
-            "global_batch_size": 4,
-            "micro_batch_size": 4,
-            "learning_rate": 0.005,
-            "warmup_steps": 5,
-            "weight_decay": 0.0,
-            "precision": "32-true",
-            "logging_steps": 5,
-            **training,
-        },
+        "data": {"sources": sources, "seq_length": 64, "validation_fraction": 0},
+        "training": {**defaults, **training},
         "checkpoint": {"every_steps": None, "every_minutes": None},
         "track": ["jsonl"],
     }
@@ -137,38 +116,32 @@ def run_file(folder: Path, name: str, *, path: str, type: str, **training: Any) 
     return file
 
 
-def losses(folder: Path, name: str) -> tuple[float, float]:
-    rows = read_rows(folder / "runs" / f"{name}-1" / "metrics.jsonl")
-    trained = [row["loss"] for row in rows if row["kind"] == "train"]
-    return trained[0], trained[-1]
+def run_of(folder: Path, name: str) -> RunDir:
+    return RunDir(folder / "runs" / f"{name}-1")
 
 
 def assert_evaluates_as_it_trained(folder: Path, name: str) -> None:
     """`isles eval`, in a process of its own, says what the run recorded at its end."""
-    rows = read_rows(folder / "runs" / f"{name}-1" / "metrics.jsonl")
-    recorded = [row["loss"] for row in rows if row["kind"] == "eval"][-1]
+    recorded = rows_of(run_of(folder, name), "eval")[-1]["loss"]
     assert f"validation loss {recorded:.4f}" in isles("eval", f"{name}-1", cwd=folder).out
 
 
-def assert_answers(folder: Path, answers: dict[str, str]) -> None:
+def answers_of(folder: Path) -> dict[str, str]:
     model, tokenizer = load(folder)
-    said = {question: ask(model, tokenizer, question) for question in answers}
-    assert said == answers
-
-
-@pytest.mark.long
-def test_the_base_learnt_the_wrong_answers(workshop: Path) -> None:
-    assert_answers(workshop / "runs" / "base-1" / "model", OTHERS)
+    return {question: ask(model, tokenizer, question) for question in ANSWERS}
 
 
 @pytest.mark.long
 def test_full_fine_tuning_of_a_chat_model(workshop: Path) -> None:
+    """It starts from what its base has learnt, the wrong answers, and not from chance."""
+    base, tuned = run_of(workshop, "base"), run_of(workshop, "full")
+    assert answers_of(base.model) == OTHERS
     file = run_file(workshop, "full", path="chat.jsonl", type="chat")
-    isles("train", str(file), "data.validation_fraction=0.2", cwd=workshop)
-    first, last = losses(workshop, "full")
+    isles("train", file, "data.validation_fraction=0.2", cwd=workshop)
+    losses = losses_of(tuned)
+    assert losses[-1] < 0.2 < losses[0] < losses_of(base)[0] - 1
     assert_evaluates_as_it_trained(workshop, "full")
-    assert last < 0.2 < first
-    assert_answers(workshop / "runs" / "full-1" / "model", ANSWERS)
+    assert answers_of(tuned.model) == ANSWERS
 
 
 def test_lora_alone_and_merged(workshop: Path) -> None:
@@ -176,38 +149,33 @@ def test_lora_alone_and_merged(workshop: Path) -> None:
 
     file = run_file(workshop, "lora", path="chat.jsonl", type="chat")
     options = ("adapter.type=lora", "adapter.r=32", "training.learning_rate=0.02")
-    options += ("training.max_steps=80",)
-    isles("train", str(file), *options, cwd=workshop)
-    first, last = losses(workshop, "lora")
-    assert last < 0.4 < first, (first, last)
-    adapter = workshop / "runs" / "lora-1" / "model"
+    isles("train", file, *options, "training.max_steps=80", cwd=workshop)
+    losses = losses_of(run_of(workshop, "lora"))
+    assert losses[-1] < 0.4 < losses[0], losses
+    adapter = run_of(workshop, "lora").model
     assert not (adapter / "model.safetensors").exists(), "the adapter alone"
-    base, tokenizer = load(workshop / "runs" / "base-1" / "model")
+    base, tokenizer = load(run_of(workshop, "base").model)
     tuned = PeftModel.from_pretrained(base, adapter).eval()
     said = {question: ask(tuned, tokenizer, question) for question in ANSWERS}
     assert said == ANSWERS
     isles("checkpoint", "export", "lora-1", "--merge-adapter", "--output", "merged", cwd=workshop)
-    assert_answers(workshop / "merged", ANSWERS)
+    assert answers_of(workshop / "merged") == ANSWERS
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_preferences_turn_the_answers_round(workshop: Path, adapter: str) -> None:
-    name = f"dpo-{adapter}"
-    file = run_file(
-        workshop, name, path="preferences.jsonl", type="preference", method="dpo", dpo_beta=0.5
-    )
-    options = ["adapter.type=lora"] if adapter == "lora" else []
-    options += ["training.max_steps=40", "data.validation_fraction=0.2"]
-    shown = isles("train", str(file), *options, cwd=workshop)
-    first, last = losses(workshop, name)
+def test_preferences_turn_the_answers_round(workshop: Path) -> None:
+    """With an adapter; that of all weights is in tests/dist/test_dpo.py."""
+    source = {"path": "preferences.jsonl", "type": "preference"}
+    file = run_file(workshop, "dpo", **source, method="dpo", dpo_beta=0.5, max_steps=40)
+    options = ("adapter.type=lora", "data.validation_fraction=0.2")
+    shown = isles("train", file, *options, cwd=workshop)
+    rows = rows_of(run_of(workshop, "dpo"))
+    first, last = rows[0]["loss"], rows[-1]["loss"]
     assert first == pytest.approx(0.6931, abs=1e-3), "log 2: nothing is preferred yet"
     assert last < 0.1
-    assert_evaluates_as_it_trained(workshop, name)
-    rows = read_rows(workshop / "runs" / f"{name}-1" / "metrics.jsonl")
-    rows = [row for row in rows if row["kind"] == "train"]
+    assert_evaluates_as_it_trained(workshop, "dpo")
     assert rows[-1]["reward_accuracy"] == 1
     assert rows[-1]["reward_chosen"] > rows[-1]["reward_rejected"]
     assert "chosen preferred 100%" in shown.out
-    summary = read_record(workshop / "runs" / f"{name}-1" / "summary.json") or {}
+    summary = read_record(run_of(workshop, "dpo").summary) or {}
     assert summary["last_loss"] == pytest.approx(last)

@@ -6,7 +6,6 @@ import os
 import re
 import select
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,23 +14,26 @@ from isles.errors import ExitCode
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from isles.run.restarts import list_restarts, read_last_step
-from tests.lab.home import assert_nothing_left, isles, left, sh, until, write_run
-from tests.lab.hosts import Lab, hosts
+from tests.lab.home import (
+    assert_nothing_left,
+    isles,
+    left,
+    link_cut,
+    outcome_of,
+    sh,
+    until,
+    write_run,
+)
+from tests.lab.hosts import Lab
 
+NUM_HOSTS = 4
 LONG = {"training": {"max_steps": 100_000}, "output_dir": "/root/runs"}
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with hosts(tmp_path_factory.mktemp("fleet"), 4) as lab:
-        yield lab
 
 
 def start(lab: Lab, name: str, **options: Any) -> Attempt:
     """A run of which nobody is left who started it, with steps done."""
     write_run(lab, name, **LONG, **options)
-    code, text, _ = isles(lab, "train", f"{name}.yaml", "--detach")
-    assert code == 0, text
+    isles(lab, "train", f"{name}.yaml", "--detach")
     attempt = RunDir(lab.root("a1") / "root" / "runs" / f"{name}-1").attempt(1)
     steps(attempt, 0, 3)
     return attempt
@@ -48,17 +50,10 @@ def kill(lab: Lab, host: str, record: dict[str, Any]) -> None:
     sh(lab, host, f"kill -9 {record['pid']}")
 
 
-def ended(attempt: Attempt) -> dict[str, Any]:
-    outcome = until(lambda: read_record(attempt.outcome), "the run ends")
-    assert isinstance(outcome, dict)
-    return outcome
-
-
 def test_a_cut_costs_nothing_a_rank_is_started_again_a_lost_host_ends_the_run(lab: Lab) -> None:
     attempt = start(lab, "fixed")
-    lab.link("a3", "cut")
-    select.select([], [], [], 8.0)  # the cut itself lasts so long
-    lab.link("a3", "restore")
+    with link_cut(lab, "a3"):
+        select.select([], [], [], 8.0)  # the cut itself lasts so long
     steps(attempt, 0, 3)
     assert not list_restarts(attempt), "eight seconds without a network cost no rank"
 
@@ -71,17 +66,14 @@ def test_a_cut_costs_nothing_a_rank_is_started_again_a_lost_host_ends_the_run(la
     assert restart.text.endswith("(restart 1 of 3)")
     assert restart.root_cause is not None and restart.root_cause["host"] == "a2"
 
-    lab.link("a3", "cut")
-    try:
-        outcome = ended(attempt)
+    with link_cut(lab, "a3"):
+        outcome = outcome_of(attempt)
         assert outcome["exit_code"] == ExitCode.COMMUNICATION
         what = str(outcome["error"]["what"])
         assert "node 2 (a3, 10.77.1.3) is lost: it has not been heard of for 2" in what
         assert outcome["error"]["host"] == "a3"
         # Also on the host that nobody reaches.
         assert_nothing_left(lab)
-    finally:
-        lab.link("a3", "restore")
     log = lab.root("a3") / "root" / "runs" / "fixed-1" / "attempts" / "001" / "node-2.log"
     assert re.search(r"a1 \(10.77.1.1:295\d\d\) has not been heard of for", log.read_text())
 
@@ -102,6 +94,6 @@ def test_a_host_that_dies_is_done_without_and_no_run_outlives_its_coordinator(la
     log = lab.root("a2") / "root" / "runs" / "elastic-1" / "attempts" / "001" / "node-1.log"
     gone = r"the coordinator on a1 \(10.77.1.1:295\d\d\), through which .* is gone"
     assert re.search(gone, log.read_text())
-    _, text, _ = isles(lab, "status", "/root/runs/elastic-1", host="a1")
+    text = isles(lab, "status", "/root/runs/elastic-1", host="a1")
     assert "killed: its processes are gone" in text and "node 0" in text, text
     assert not left(lab)

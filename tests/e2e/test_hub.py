@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,12 @@ import pytest
 
 from isles.run.paths import RunDir
 from isles.run.records import read_record
-from tests.deadline import DEADLINE_S
+from tests.deadline import DEADLINE_S, run_program
+from tests.e2e.typed import isles
 from tests.fake_hub import FakeHub, fake_hub
 
 TOKEN = "hf_thisTokenMustNotLeak0123456789"
+PUSH = ("checkpoint.export_on_finish=true", "checkpoint.push_to_hub=me/tiny")
 
 
 def account(role: str = "write", **more: Any) -> dict[str, Any]:
@@ -37,92 +38,65 @@ def hub() -> Iterator[FakeHub]:
         yield running
 
 
-def environment(hub: FakeHub, home: Path, token: str | None = TOKEN) -> dict[str, str]:
+def environment(hub: FakeHub, home: Path, token: str = TOKEN) -> dict[str, str]:
     """Of a user whose hub is the stand-in. Without Xet, which has its own servers."""
-    names = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    names |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-    return names | {"OMP_NUM_THREADS": "1", **({"HF_TOKEN": token} if token else {})}
-
-
-def isles(*words: str, env: dict[str, str], cwd: Path, expected: int = 0) -> str:
-    """Run one command; all that it printed."""
-    command = [sys.executable, "-m", "isles", *words]
-    result = subprocess.run(
-        command, env=env, cwd=cwd, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert result.returncode == expected, result.stdout + result.stderr
-    return result.stdout + result.stderr
+    names = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
+    return names | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": token}
 
 
 @pytest.mark.long
-def test_a_model_arrives_whole_and_a_later_export_takes_its_place(
+def test_a_model_arrives_whole_and_an_upload_that_fails_loses_nothing(
     run_file: Path, tmp_path: Path, hub: FakeHub
 ) -> None:
     env = environment(hub, tmp_path / "home")
-    push = ("checkpoint.export_on_finish=true", "checkpoint.push_to_hub=me/tiny")
     shards = "checkpoint.max_shard_gb=0.0001"
-    said = isles("train", str(run_file), *push, shards, env=env, cwd=tmp_path)
+    said = isles("train", str(run_file), *PUSH, shards, env=env, cwd=tmp_path).text
     run_dir = RunDir(tmp_path / "runs" / "tiny-1")
     assert hub.repos["me/tiny"]["visibility"] == "private"
     arrived = hub.files["me/tiny"]
     assert arrived == {path.name: path.read_bytes() for path in run_dir.model.iterdir()}
-    assert (
-        "model.safetensors.index.json" in arrived and b'folder = "me/tiny"' in arrived["README.md"]
-    )
+    assert "model.safetensors.index.json" in arrived
+    assert b'folder = "me/tiny"' in arrived["README.md"]
     assert hub.messages == ["tiny-1, step 20"]
     assert (read_record(run_dir.summary) or {})["hub"]["url"].endswith("/me/tiny")
 
-    # In one file now: the files of before must not be loaded beside it.
-    resolved = run_dir.resolved.read_text()
-    run_dir.resolved.write_text(resolved.replace("max_shard_gb: 0.0001", "max_shard_gb: 5.0"))
-    words = ("checkpoint", "export", "tiny", "--push-to-hub", "me/tiny", "--output", "again")
-    said += isles(*words, env=env, cwd=tmp_path)
+    # With checkpoints, a token that has run out is no reason not to go on.
+    longer = (*PUSH, "training.max_steps=22", "--resume", str(run_dir.path))
+    without = environment(hub, tmp_path / "home", token="")
+    went_on = isles("train", str(run_file), *longer, env=without, cwd=tmp_path).text
+    assert "there is no token for the hub; the upload at the end may fail" in went_on
+    assert "step 22/22" in went_on and "is finished" in went_on
+    repeat = "isles checkpoint export tiny-1 --push-to-hub me/tiny"
+    assert went_on.count(repeat) == 1
+    assert (read_record(run_dir.summary) or {})["hub"]["error"]
+    assert (run_dir.model / "model.safetensors").is_file()
+
+    hub.refuses_commits = True
+    words = repeat.split()[1:]
+    refused = isles(*words, env=env, cwd=tmp_path, expected=1).text
+    assert "no room left" in refused and "Traceback" not in refused
+    hub.refuses_commits = False
+    said += isles(*words, env=env, cwd=tmp_path).text
     assert "uploaded to" in said
+    # In one file now: the files of before must not be loaded beside it.
     weights = [name for name in hub.files["me/tiny"] if "safetensors" in name]
     assert weights == ["model.safetensors"]
-    assert TOKEN not in said
+    assert TOKEN not in said + refused
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or TOKEN.encode() not in path.read_bytes(), path
-
-
-@pytest.mark.long
-def test_an_upload_that_fails_loses_nothing_and_says_how_to_repeat_it(
-    run_file: Path, tmp_path: Path, hub: FakeHub
-) -> None:
-    env = environment(hub, tmp_path / "home")
-    hub.refuses_commits = True
-    push = ("checkpoint.export_on_finish=true", "checkpoint.push_to_hub=lab/tiny")
-    said = isles("train", str(run_file), *push, env=env, cwd=tmp_path)
-    run_dir = RunDir(tmp_path / "runs" / "tiny-1")
-    assert "no room left" in said and "is finished" in said
-    repeat = "isles checkpoint export tiny-1 --push-to-hub lab/tiny"
-    assert said.count(repeat) == 1
-    assert (run_dir.model / "model.safetensors").is_file()
-    assert "no room left" in (read_record(run_dir.summary) or {})["hub"]["error"]
-    hub.refuses_commits = False
-    isles(*repeat.split()[1:], env=env, cwd=tmp_path)
-    assert "model.safetensors" in hub.files["lab/tiny"]
-
-    # With checkpoints, a token that has run out is no reason not to go on.
-    longer = ("training.max_steps=22", "--resume", str(run_dir.path))
-    without = environment(hub, tmp_path / "home", token=None)
-    said = isles("train", str(run_file), *push, *longer, env=without, cwd=tmp_path)
-    assert "there is no token for the hub; the upload at the end may fail" in said
-    assert "step 22/22" in said and (run_dir.model / "model.safetensors").is_file()
 
 
 @pytest.mark.long
 def test_a_run_that_could_not_upload_does_not_start(
     run_file: Path, tmp_path: Path, hub: FakeHub
 ) -> None:
-    env = environment(hub, tmp_path / "home", token=None)
-    push = ("checkpoint.export_on_finish=true", "checkpoint.push_to_hub=me/tiny")
-    said = isles("train", str(run_file), *push, env=env, cwd=tmp_path, expected=1)
+    env = environment(hub, tmp_path / "home", token="")
+    said = isles("train", str(run_file), *PUSH, env=env, cwd=tmp_path, expected=1).text
     assert "there is no token for the hub" in said and "hf auth login" in said
     assert "Traceback" not in said
     assert not (tmp_path / "runs" / "tiny-1" / "metrics.jsonl").exists()
     words = ("checkpoint", "export", "tiny", "--push-to-hub", "http://hf.co/me")
-    assert "owner/name" in isles(*words, env=env, cwd=tmp_path, expected=1)
+    assert "owner/name" in isles(*words, env=env, cwd=tmp_path, expected=1).text
 
 
 REFUSED = [
@@ -150,16 +124,10 @@ for line in sys.stdin:
 def ask(hub: FakeHub, home: Path, questions: list[tuple[str, str]], limit: float) -> list[str]:
     """What check_push says, in a process whose hub is the stand-in."""
     lines = "".join(f"{repo} {token} {limit}\n" for repo, token in questions)
-    result = subprocess.run(
-        [sys.executable, "-c", _ASK],
-        input=lines,
-        env=environment(hub, home),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=True,
-    )
-    return result.stdout.splitlines()
+    env = {**os.environ, **environment(hub, home)}
+    done = run_program([sys.executable, "-c", _ASK], env=env, input=lines)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def test_what_the_hub_says_of_a_token_decides(hub: FakeHub, tmp_path: Path) -> None:

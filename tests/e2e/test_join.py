@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -14,17 +13,13 @@ import yaml
 from isles.errors import ExitCode
 from isles.run.join_line import JoinLine, ask_hub
 from isles.run.paths import RunDir
-from isles.run.records import read_record, read_rows
+from isles.run.records import read_record
 from tests.deadline import DEADLINE_S
-from tests.e2e.test_train import Command, isles
+from tests.e2e.typed import Command, isles
+from tests.runs import nothing_left, outer_steps_of
 
 STEPS = 40
-"""Turns are due every ten: one before the kill, and some after it."""
-
-
-def turns(run_dir: RunDir) -> dict[int, dict[str, Any]]:
-    """The turns that a cluster has applied, by number."""
-    return {row["outer_step"]: row for row in read_rows(run_dir.metrics) if row["kind"] == "outer"}
+"""Outer steps are due every ten: one before the kill, and some after it."""
 
 
 def kill(pid: int) -> None:
@@ -45,11 +40,11 @@ def test_two_sites_train_one_model_and_the_hub_dies(run_file: Path, tmp_path: Pa
     run_file.write_text(yaml.safe_dump(content))
     opening = ("hub", str(run_file))
     state = tmp_path / "runs" / "tiny-hub-1"
-    first = Command(*opening, cwd=tmp_path)
-    first.until((state / "join").exists)
-    line = JoinLine.read(state / "join")
-    clusters = {}
-    try:
+    with nothing_left(tmp_path):
+        first = Command(*opening, cwd=tmp_path)
+        first.until((state / "join").exists)
+        line = JoinLine.read(state / "join")
+        clusters = {}
         for name, how in (("a", str(state / "join")), ("b", line.secret_text())):
             folder = tmp_path / name
             folder.mkdir()
@@ -61,7 +56,7 @@ def test_two_sites_train_one_model_and_the_hub_dies(run_file: Path, tmp_path: Pa
         words = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
         assert not [text for text in words if line.token in text]
 
-        clusters["a"].until(lambda: 0 in turns(runs["a"]))
+        clusters["a"].until(lambda: 0 in outer_steps_of(runs["a"]))
         kill((read_record(state / "process.json") or {})["pid"])
         assert first.end() == ExitCode.COMMUNICATION and "it goes on where it was" in first.err
         assert "a joined" in first.out and "b joined" in first.out
@@ -69,11 +64,11 @@ def test_two_sites_train_one_model_and_the_hub_dies(run_file: Path, tmp_path: Pa
         assert "goes on at" in again.out and JoinLine.read(state / "join") == line
 
         for command in clusters.values():
-            assert command.end() == 0, command.out + command.err
-        found = {name: turns(run_dir) for name, run_dir in runs.items()}
+            assert command.end() == 0, command.text
+        found = {name: outer_steps_of(run_dir) for name, run_dir in runs.items()}
         assert len(found["a"]) == STEPS // 10 and found["a"].keys() == found["b"].keys()
-        for turn, row in found["a"].items():
-            assert row["digest"] == found["b"][turn]["digest"]
+        for number, row in found["a"].items():
+            assert row["digest"] == found["b"][number]["digest"]
             assert set(row["weights"]) == {"a", "b"}
         status = ask_hub(line, "/v1/status", 20)
         assert status["is_over"] and status["round"] == STEPS // 10
@@ -82,19 +77,11 @@ def test_two_sites_train_one_model_and_the_hub_dies(run_file: Path, tmp_path: Pa
             holders = [p for p, text in texts.items() if line.token.encode() in text]
             assert holders == [run_dir.join_line]
         # Who comes when all is over finishes as well, with the same weights.
-        words = ("join", str(state / "join"), "--name", "c", "device=cpu", "track=[]")
-        late = isles(*words, cwd=tmp_path)
-        assert "all clusters of tiny have finished" in late.err
-        rows = turns(RunDir(tmp_path / "runs" / "tiny-c-1"))
+        late = ("join", str(state / "join"), "--name", "c", "device=cpu", "track=[]")
+        assert "all clusters of tiny have finished" in isles(*late, cwd=tmp_path).err
+        rows = outer_steps_of(RunDir(tmp_path / "runs" / "tiny-c-1"))
         last = STEPS // 10 - 1
         assert rows[last]["digest"] == found["a"][last]["digest"]
         assert ask_hub(line, "/v1/status", 20)["is_over"]
         assert "c        finished" in isles("status", state.name, cwd=tmp_path).out
-    finally:
-        for command in (first, *clusters.values()):
-            if command.process.poll() is None:
-                command.process.kill()
-        Command("stop", "tiny-hub-1", cwd=tmp_path).end()
-        for name, command in clusters.items():
-            if command.process.returncode:
-                Command("stop", f"tiny-{name}-1", "--now", cwd=tmp_path / name).end()
+        isles("stop", "tiny-hub-1", cwd=tmp_path)

@@ -4,39 +4,35 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import yaml
 
 from isles.errors import ExitCode
 from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record
-from isles.run.restarts import read_last_step
 from tests.deadline import DEADLINE_S
-from tests.lab.home import assert_nothing_left, isles, sh, until, write_run
-from tests.lab.hosts import Lab, hosts
+from tests.lab.home import (
+    assert_nothing_left,
+    has_done,
+    isles,
+    outcome_of,
+    sh,
+    until,
+    write_run,
+)
+from tests.lab.hosts import Lab
 
 ADDRESSES = ["10.77.1.1", "10.77.1.2", "10.77.1.3"]
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with hosts(tmp_path_factory.mktemp("manual"), 3) as lab:
-        yield lab
-
-
 def prepare(lab: Lab, name: str, **options: Any) -> tuple[str, list[list[str]]]:
     """`isles train` on the first host; the token of the start, and the words to type on each."""
-    path = write_run(lab, name, output_dir="/root/runs", device="cpu", gpus_per_node=1, **options)
-    content = yaml.safe_load(path.read_text())
-    content["clusters"][0] |= {"launcher": {"kind": "manual", "hosts": ADDRESSES}}
-    del content["clusters"][0]["workdir"]
-    path.write_text(yaml.safe_dump(content))
-    code, text, _ = isles(lab, "train", path.name, host="a1")
-    assert code == 0, text
+    launcher = {"kind": "manual", "hosts": ADDRESSES}
+    shape = {"device": "cpu", "gpus_per_node": 1, "workdir": None}
+    write_run(lab, name, output_dir="/root/runs", launcher=launcher, **shape, **options)
+    text = isles(lab, "train", f"{name}.yaml", host="a1")
     commands = re.findall(r"^ +(\S+ -m isles\.agent .*)", text, re.M)
     assert len(commands) == 3, text
     token = text.split()[-1]
@@ -82,15 +78,14 @@ def test_typed_late_they_wait_train_and_stop_together(lab: Lab) -> None:
     missing = "waiting for node 2 (10.77.1.3)"
     until(lambda: missing in str((read_record(run_dir.status) or {}).get("detail")), "it is named")
     on_a3 = type_on(lab, "a3", third, token)
-    until(lambda: (read_last_step(attempt, 0) or 0) >= 3, "all train")
+    until(lambda: has_done(attempt, 3), "all train")
     sh(lab, "a2", "pkill -INT -f 'isles.agent .*--node [1]'")
     texts = [end(process) for process in (on_a1, on_a2, on_a3)]
     codes = [process.returncode for process in (on_a1, on_a2, on_a3)]
     assert codes == [ExitCode.INTERRUPTED] * 3, texts
     assert missing in texts[1], "who waits says for whom"
     assert "rank 2 of 3" in texts[2]
-    outcome = read_record(attempt.outcome) or {}
-    assert list_checkpoints(run_dir)[-1].step == outcome["step"]
+    assert list_checkpoints(run_dir)[-1].step == outcome_of(attempt)["step"]
     assert_nothing_left(lab)
 
 
@@ -100,18 +95,17 @@ def test_one_that_never_comes_is_named_on_all_and_others_are_refused(lab: Lab) -
     on_a1, on_a2 = type_on(lab, "a1", first, token), type_on(lab, "a2", second, token)
     attempt = RunDir(lab.root("a1") / "root" / "runs" / "missing-1").attempt(1)
     until(lambda: read_record(attempt.node_record(1)), "two have met")
-    on_a3 = type_on(lab, "a3", third, "not the token")
-    said = end(on_a3)
-    assert on_a3.returncode == ExitCode.PREFLIGHT
-    assert "does not know the token of this start" in said and "fix: " in said
-    on_a3 = type_on(lab, "a3", second, token)
-    said = end(on_a3)
-    assert on_a3.returncode == ExitCode.PREFLIGHT
-    assert "node 1 is there already: a2, process" in said
+    for words, said_token, why in (
+        (third, "not the token", "does not know the token of this start"),
+        (second, token, "node 1 is there already: a2, process"),
+    ):
+        on_a3 = type_on(lab, "a3", words, said_token)
+        text = end(on_a3)
+        assert on_a3.returncode == ExitCode.PREFLIGHT and why in text and "fix: " in text, text
     for process in (on_a1, on_a2):
         text = end(process)
         assert process.returncode == ExitCode.COMMUNICATION, text
         assert "node 2 (10.77.1.3) did not come within 20 s" in text
     assert_nothing_left(lab)
-    code, text, _ = isles(lab, "train", "missing.yaml", host="a2")
-    assert code == ExitCode.PREFLIGHT and "the first host is 10.77.1.1, and this machine is" in text
+    text = isles(lab, "train", "missing.yaml", host="a2", expected=ExitCode.PREFLIGHT)
+    assert "the first host is 10.77.1.1, and this machine is" in text

@@ -4,7 +4,6 @@ nodes, real ranks; the queue itself is a small program of ours."""
 from __future__ import annotations
 
 import json
-import select
 import shlex
 import subprocess
 import sys
@@ -18,12 +17,14 @@ import pytest
 
 from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
-from isles.run.records import read_record, read_rows
-from tests.deadline import DEADLINE_S
-from tests.lab.hosts import Lab, hosts
+from isles.run.records import read_record
+from tests.e2e import typed
+from tests.lab.home import PLACE, assert_places, until
+from tests.lab.hosts import Lab
 from tests.lab.pbs import pbs
+from tests.runs import losses_of, rows_of
 
-pytestmark = pytest.mark.lab
+NUM_HOSTS = 2
 
 ISLES = f"{sys.executable} -m isles"
 
@@ -34,6 +35,7 @@ data: {{sources: [{{type: fake}}], seq_length: 32}}
 training:
   {{max_steps: {steps}, global_batch_size: 4, micro_batch_size: 2, precision: 32-true,
    logging_steps: 1, eval_steps: null, eval_samples: 4}}
+strategy: {{kind: {strategy}}}
 balance: even
 checkpoint: {{export_on_finish: false}}
 track: [jsonl]
@@ -57,51 +59,36 @@ class Site:
     def home(self) -> Path:
         return self.lab.shared / self.flavour
 
-    def run_dir(self, name: str) -> RunDir:
-        return RunDir(self.home / "runs" / f"{name}-1")
-
-    def write(
-        self, name: str, launcher: str, steps: int, nodes: int = 2, strategy: str = "ddp"
-    ) -> None:
-        text = RUN.format(name=name, launcher=launcher, steps=steps, nodes=nodes)
-        text = text.replace("balance: even", f"strategy: {{kind: {strategy}}}\nbalance: even")
-        (self.home / f"{name}.yaml").write_text(text)
-
-    def sh(self, command: str, host: str = "ctl") -> subprocess.CompletedProcess[str]:
-        line = f"cd /shared/{self.flavour} && {command}"
-        return self.lab.run(host, ["sh", "-c", line], timeout_s=DEADLINE_S)
+    def sh(self, command: str) -> subprocess.CompletedProcess[str]:
+        return self.lab.run("ctl", ["sh", "-c", f"cd /shared/{self.flavour} && {command}"])
 
     def isles(self, *words: str, code: int = 0) -> str:
         done = self.sh(f"{ISLES} {shlex.join(words)}")
         assert done.returncode == code, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
-    def submit(self, name: str) -> RunDir:
+    def submit(self, name: str, launcher: str, steps: int, strategy: str = "ddp") -> RunDir:
+        """Write a run file for two nodes, and start it."""
+        text = RUN.format(name=name, launcher=launcher, steps=steps, nodes=2, strategy=strategy)
+        (self.home / f"{name}.yaml").write_text(text)
         self.isles("train", f"{name}.yaml", "--detach")
-        return self.run_dir(name)
+        return RunDir(self.home / "runs" / f"{name}-1")
 
     def job(self, run_dir: RunDir) -> dict[str, Any]:
         """How its job stands, by `isles status`."""
         self.isles("status", run_dir.name, "--json")
-        attempt = run_dir.last_attempt()
-        assert attempt is not None
-        return read_record(attempt.job) or {}
+        return read_record(run_dir.attempt(1).job) or {}
 
     def until(self, run_dir: RunDir, condition: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline:
-            if found := condition():
-                return found
-            select.select([], [], [], 0.1)
-        attempt = run_dir.last_attempt()
-        logs = sorted(attempt.path.glob("*.log")) if attempt else []
-        said = "\n".join(f"== {log.name}\n{log.read_text()[-2000:]}" for log in logs)
-        raise AssertionError(f"not within {DEADLINE_S} s\n{said}")
+        def said() -> str:
+            logs = sorted(run_dir.attempt(1).path.glob("*.log"))
+            return "\n".join(f"== {log.name}\n{log.read_text()[-2000:]}" for log in logs)
+
+        return until(condition, said)
 
     def end(self, run_dir: RunDir) -> dict[str, Any]:
         """Its outcome, once its job is over too."""
-        attempt = run_dir.last_attempt()
-        assert attempt is not None
+        attempt = run_dir.attempt(1)
         asked_at = time.monotonic()
 
         def is_over() -> bool:
@@ -122,12 +109,6 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with hosts(tmp_path_factory.mktemp("pbs"), 2) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def site(lab: Lab) -> Iterator[Site]:
     with pbs(lab, ("a1", "a2"), "openpbs"):
         found = Site(lab, "openpbs")
@@ -135,37 +116,36 @@ def site(lab: Lab) -> Iterator[Site]:
         yield found
 
 
-def losses(run_dir: RunDir) -> list[float]:
-    rows = read_rows(run_dir.metrics)
-    return [float(row["loss"]) for row in rows if row["kind"] == "train"]
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(lab: Lab) -> list[float]:
     """Losses of the same run on one machine."""
     home = lab.shared / "local"
     home.mkdir()
-    (home / "run.yaml").write_text(RUN.format(name="r", launcher="{kind: local}", steps=6, nodes=1))
-    done = subprocess.run(
-        [sys.executable, "-m", "isles", "train", "run.yaml"],
-        cwd=home,
-        check=False,
-        timeout=DEADLINE_S,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return losses(RunDir(home / "runs" / "r-1"))
+    local = {"launcher": "{kind: local}", "steps": 6, "nodes": 1, "strategy": "ddp"}
+    (home / "run.yaml").write_text(RUN.format(name="r", **local))
+    typed.isles("train", "run.yaml", cwd=home)
+    return losses_of(RunDir(home / "runs" / "r-1"))
+
+
+def assert_trained(run_dir: RunDir, losses: list[float]) -> None:
+    """The mathematics of one machine; both nodes and their links were looked at before."""
+    assert losses_of(run_dir) == pytest.approx(losses, rel=1e-5)
+    attempt = run_dir.attempt(1)
+    records = [read_record(attempt.rank_record(rank)) or {} for rank in (0, 1)]
+    assert [record["host"] for record in records] == ["a1", "a2"]
+    found = read_record(attempt.findings) or {}
+    assert found["summary"]["errors"] == 0, found
+    seen = {finding["id"]: finding for finding in found["findings"]}
+    assert seen["reduce.works"]["measured"] == "2 ranks"
+    hosts = {finding["where"] for finding in found["findings"] if finding["id"] == "os.kernel"}
+    assert hosts == {"a1", "a2"}
 
 
 def test_two_nodes_train_as_one_machine_does(site: Site, uninterrupted: list[float]) -> None:
-    site.write("ddp", "{kind: pbs, time: 1h, save_before: 5m, check: true}", steps=6)
-    run_dir = site.submit("ddp")
+    launcher = "{kind: pbs, time: 1h, save_before: 5m, check: true}"
+    run_dir = site.submit("ddp", launcher, steps=6)
     assert site.end(run_dir)["state"] == "finished"
-    assert_checked(read_record(run_dir.attempt(1).findings) or {})
-    assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-5)
-    records = [read_record(run_dir.attempt(1).rank_record(rank)) or {} for rank in (0, 1)]
-    assert [record["host"] for record in records] == ["a1", "a2"]
+    assert_trained(run_dir, uninterrupted)
     assert "finished" in site.isles("status")
 
 
@@ -174,9 +154,8 @@ def goes_on(site: Site, name: str, save_after: int) -> RunDir | None:
 
     A busy machine may need longer for the start of one job than for that of another.
     """
-    save_before = f"{7200 - save_after}s"
-    site.write(name, f"{{kind: pbs, time: 2h, save_before: {save_before}}}", steps=10**6)
-    run_dir = site.submit(name)
+    launcher = f"{{kind: pbs, time: 2h, save_before: {7200 - save_after}s}}"
+    run_dir = site.submit(name, launcher, steps=10**6, strategy="fsdp")
     attempt = run_dir.attempt(1)
     site.until(run_dir, lambda: (attempt.path / "job-id").exists() or attempt.outcome.exists())
     checkpoints = list_checkpoints(run_dir)
@@ -190,7 +169,7 @@ def goes_on(site: Site, name: str, save_after: int) -> RunDir | None:
         assert "is running as PBS job" in said or "is queued again as PBS job" in said
         saved = checkpoints[-1].step
         assert saved > 0
-        site.until(run_dir, lambda: len(losses(run_dir)) > saved + 2 or attempt.outcome.exists())
+        site.until(run_dir, lambda: len(losses_of(run_dir)) > saved + 2 or attempt.outcome.exists())
     outcome = read_record(attempt.outcome)
     if outcome is None:
         return run_dir
@@ -199,45 +178,31 @@ def goes_on(site: Site, name: str, save_after: int) -> RunDir | None:
 
 
 @pytest.mark.long
-def test_time_is_up_and_the_next_job_goes_on(site: Site) -> None:
-    """Twenty seconds a job, or as long as the machine needs for the first steps."""
+def test_time_is_up_and_the_next_job_goes_on_until_qdel_by_hand(site: Site) -> None:
+    """Twenty seconds a job, or as long as the machine needs for the first steps; both save."""
     waits = (20, 60, 240)
     found = (goes_on(site, f"long{save_after}", save_after) for save_after in waits)
     run_dir = next((run_dir for run_dir in found if run_dir is not None), None)
     assert run_dir is not None, f"no step within {waits[-1]} s"
-    attempt = run_dir.attempt(1)
-    assert site.job(run_dir)["job_id"] == (attempt.path / "job-id").read_text().strip()
-    site.isles("stop", run_dir.name)
+    job_id = site.job(run_dir)["job_id"]
+    assert job_id == (run_dir.attempt(1).path / "job-id").read_text().strip()
+    site.sh(f"qdel {job_id}")
     outcome = site.end(run_dir)
     assert (outcome["state"], outcome["exit_code"]) == ("stopped", 85)
-    steps = [row["step"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
-    assert steps == list(range(1, outcome["step"] + 1))
+    assert [row["step"] for row in rows_of(run_dir)] == list(range(1, outcome["step"] + 1))
     assert list_checkpoints(run_dir)[-1].step == outcome["step"]
 
 
 @pytest.mark.long
 def test_a_rank_that_is_killed_is_named(site: Site) -> None:
-    site.write("killed", "{kind: pbs, time: 1h}", steps=10**6)
-    run_dir = site.submit("killed")
-    site.until(run_dir, lambda: len(losses(run_dir)) > 1)
+    run_dir = site.submit("killed", "{kind: pbs, time: 1h}", steps=10**6)
+    site.until(run_dir, lambda: len(losses_of(run_dir)) > 1)
     place = read_record(run_dir.attempt(1).rank_record(1)) or {}
     site.lab.run("a2", ["kill", "-KILL", str(place["pid"])])
     outcome = site.end(run_dir)
     assert outcome["state"] == "failed"
     assert outcome["error"]["rank"] == 1
     assert "a2" in outcome["error"]["where"]
-
-
-@pytest.mark.long
-def test_qdel_by_hand_saves(site: Site) -> None:
-    """FSDP this time."""
-    site.write("deleted", "{kind: pbs, time: 1h}", steps=10**6, strategy="fsdp")
-    run_dir = site.submit("deleted")
-    site.until(run_dir, lambda: len(losses(run_dir)) > 1)
-    site.sh(f"qdel {site.job(run_dir)['job_id']}")
-    outcome = site.end(run_dir)
-    assert (outcome["state"], outcome["exit_code"]) == ("stopped", 85)
-    assert list_checkpoints(run_dir)[-1].step == outcome["step"] > 0
 
 
 OWN = """\
@@ -252,14 +217,6 @@ clusters:
     workdir: /shared/openpbs
 """
 
-PLACE = """\
-import json, os, sys
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
-place = {name: os.environ[name] for name in names} | {"host": os.uname().nodename}
-with open(f"place-{place['RANK']}.json", "w") as stream:
-    json.dump([place, sys.argv[1:]], stream)
-"""
-
 
 @pytest.mark.long
 def test_a_script_of_the_users_own_from_a_laptop(site: Site) -> None:
@@ -269,31 +226,16 @@ def test_a_script_of_the_users_own_from_a_laptop(site: Site) -> None:
     site.sh(f"{laptop} && cat >mine.yaml <<'END'\n{OWN}END")
     done = site.sh(f"{laptop} && {ISLES} train mine.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
-    for rank, host in enumerate(("a1", "a2")):
-        place, arguments = json.loads((site.home / f"place-{rank}.json").read_text())
-        assert (place["RANK"], place["GROUP_RANK"], place["host"]) == (str(rank), str(rank), host)
-        assert place["MASTER_ADDR"] == site.lab.address("a1")
-        assert arguments == ["--epochs", "2"]
+    assert_places(site.lab, site.home, "--epochs", "2")
     shown = site.sh(f"{laptop} && {ISLES} status").stdout
     assert "mine-1@a1" in shown and "finished" in shown
 
 
-def assert_checked(found: dict[str, Any]) -> None:
-    """Both nodes and the links between them were looked at, and nothing was wrong."""
-    assert found["summary"]["errors"] == 0, found
-    seen = {finding["id"]: finding for finding in found["findings"]}
-    assert seen["reduce.works"]["measured"] == "2 ranks"
-    hosts = {finding["where"] for finding in found["findings"] if finding["id"] == "os.kernel"}
-    assert hosts == {"a1", "a2"}
-
-
 def test_a_job_that_waits_says_why_and_can_be_taken_back(site: Site) -> None:
-    site.write("much", "{kind: pbs, time: 1h, cpus_per_node: 64}", steps=6)
-    run_dir = site.submit("much")
+    run_dir = site.submit("much", "{kind: pbs, time: 1h, cpus_per_node: 64}", steps=6)
     # The scheduler has not said why in the first moment.
     site.until(run_dir, lambda: "never run" in str(site.job(run_dir).get("reason")))
-    text = site.isles("status", run_dir.name)
-    assert "it can never run" in text
+    assert "it can never run" in site.isles("status", run_dir.name)
     site.isles("stop", run_dir.name)
     assert site.job(run_dir)["state"] == "ended"
     report = json.loads(site.isles("status", run_dir.name, "--json"))
@@ -305,9 +247,8 @@ def test_the_form_of_torque(lab: Lab, uninterrupted: list[float]) -> None:
     with pbs(lab, ("a1", "a2"), "torque"):
         site = Site(lab, "torque")
         site.home.mkdir()
-        site.write("ppn", "{kind: pbs, time: 1h, cpus_per_node: 2, check: true}", steps=6)
-        run_dir = site.submit("ppn")
+        launcher = "{kind: pbs, time: 1h, cpus_per_node: 2, check: true}"
+        run_dir = site.submit("ppn", launcher, steps=6)
         assert "#PBS -l nodes=2:ppn=2\n" in run_dir.attempt(1).script.read_text()
         assert site.end(run_dir)["state"] == "finished"
-        assert_checked(read_record(run_dir.attempt(1).findings) or {})
-        assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-5)
+        assert_trained(run_dir, uninterrupted)

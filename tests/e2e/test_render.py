@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from isles.run.paths import RunDir
-from isles.run.records import read_record, read_rows
-from tests.deadline import DEADLINE_S
+from isles.run.records import read_record
+from tests.deadline import run_program
+from tests.e2e.typed import isles, run_typed
 from tests.ports import free_port
+from tests.runs import losses_of
 
 RUN = """\
 name: tiny
@@ -42,43 +42,31 @@ open(f"rank-{os.environ['RANK']}.txt", "w").write(line)
 """
 
 
-def render(folder: Path, text: str, *words: str) -> Path:
-    """Render to a script, and give it."""
+def render(folder: Path, text: str) -> Path:
+    """Render to a script of torchrun, and give it."""
     (folder / "run.yaml").write_text(text)
-    command = [sys.executable, "-m", "isles", "render", "run.yaml", *words, "-o", "job.sh"]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    isles("render", "run.yaml", "--to", "torchrun", "-o", "job.sh", cwd=folder)
     return folder / "job.sh"
 
 
 @pytest.mark.long
 def test_one_line_for_each_of_two_nodes_trains(tmp_path: Path) -> None:
-    script = render(tmp_path, RUN, "--to", "torchrun")
+    script = render(tmp_path, RUN)
     # The command isles is nowhere to be found: only the trainer is needed.
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    env |= {"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    nodes = [
-        subprocess.Popen(["bash", script, str(node)], cwd="/", env=env, stderr=subprocess.PIPE)
-        for node in (1, 0)  # the order does not matter
-    ]
-    for node in nodes:
-        _, errors = node.communicate(timeout=DEADLINE_S)
-        assert node.returncode == 0, errors.decode()
+    place = f"cd /; export MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} PATH=/usr/bin:/bin"
+    run_typed(tmp_path, *(f"{place}; bash {script} {node}" for node in (1, 0)))  # in any order
     run_dir = RunDir(tmp_path / "runs" / "tiny-1")
     attempt = run_dir.attempt(1)
     assert (read_record(attempt.outcome) or {})["state"] == "finished"
     assert (read_record(attempt.launch) or {})["world_size"] == 2
-    losses = [row["loss"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
-    assert len(losses) == 8
+    assert len(losses_of(run_dir)) == 8
 
 
 def test_a_script_of_the_users_own_is_all_that_runs(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(SCRIPT)
-    script = render(tmp_path, OWN, "--to", "torchrun")
-    env = {**os.environ, "MASTER_PORT": str(free_port())}
-    subprocess.run(["bash", script], cwd="/", env=env, check=True, timeout=DEADLINE_S)
+    script = render(tmp_path, OWN)
+    done = run_program(["bash", script], Path("/"), {**os.environ, "MASTER_PORT": str(free_port())})
+    assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         found = (tmp_path / f"rank-{rank}.txt").read_text()
         assert found == f"{rank} {rank} 2 127.0.0.1 ['--word', 'hello there']"
@@ -86,14 +74,7 @@ def test_a_script_of_the_users_own_is_all_that_runs(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_there_is_not_replaced(tmp_path: Path) -> None:
-    render(tmp_path, RUN, "--to", "pbs")
-    done = subprocess.run(
-        [sys.executable, "-m", "isles", "render", "run.yaml", "--to", "pbs", "-o", "job.sh"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "--force" in done.stderr
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "job.sh").write_text("mine")
+    again = isles("render", "run.yaml", "--to", "pbs", "-o", "job.sh", cwd=tmp_path, expected=1)
+    assert "--force" in again.err and (tmp_path / "job.sh").read_text() == "mine"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,31 @@ import yaml
 from isles.errors import ExitCode
 from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
-from isles.run.records import read_record, read_rows
+from isles.run.records import read_record
 from isles.run.remote import list_remotes
-from isles.run.restarts import read_last_step
 from tests.deadline import DEADLINE_S
 from tests.dist.test_same_mathematics import weights_of
-from tests.lab.home import HOSTS, assert_nothing_left, isles, left, sh, until, write_run
-from tests.lab.hosts import Lab, hosts
+from tests.lab.home import (
+    HOSTS,
+    assert_nothing_left,
+    has_done,
+    isles,
+    left,
+    outcome_of,
+    sh,
+    until,
+    write_run,
+)
+from tests.lab.hosts import Lab
+from tests.runs import losses_of
 
+FAR = ("--output-dir", "/root/runs")
+
+# A process that a run's record names, and nothing more.
 SLEEPER = """
 import os, signal, time
 from pathlib import Path
 from isles.run.begin import new_attempt, write_launch
-from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
 run_dir = RunDir(Path("runs/sync-1"))
@@ -40,21 +52,19 @@ print(os.getpid(), flush=True)
 while True:
     signal.pause()
 """
-"""A process that a run's record names, and nothing more."""
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with hosts(tmp_path_factory.mktemp("ssh"), 3) as lab:
-        # a2 prints a banner and its .bashrc talks; a3 is behind a1, under a name of ~/.ssh/config.
-        sh(lab, "a2", "echo 'Welcome to a2' > /etc/lab/banner; echo 'echo hello' > /root/.bashrc")
-        sh(lab, "a2", "echo 'Banner /etc/lab/banner' >> /etc/lab/sshd_config; kill -HUP 1")
-        jump = "Host attic\n  HostName a3\n  ProxyJump a1\n"
-        sh(lab, "ctl", f"printf '{jump}' | cat - ~/.ssh/config > x && cat x > ~/.ssh/config")
-        # Login shells of which none is bash.
-        for host, shell in (("a1", "/bin/csh"), ("a3", "/usr/bin/fish")):
-            sh(lab, host, f"usermod -s {shell} root")
-        yield lab
+def lab(lab: Lab) -> Lab:
+    # a2 prints a banner and its .bashrc talks; a3 is behind a1, under a name of ~/.ssh/config.
+    sh(lab, "a2", "echo 'Welcome to a2' > /etc/lab/banner; echo 'echo hello' > /root/.bashrc")
+    sh(lab, "a2", "echo 'Banner /etc/lab/banner' >> /etc/lab/sshd_config; kill -HUP 1")
+    jump = "Host attic\n  HostName a3\n  ProxyJump a1\n"
+    sh(lab, "ctl", f"printf '{jump}' | cat - ~/.ssh/config > x && cat x > ~/.ssh/config")
+    # Login shells of which none is bash.
+    for host, shell in (("a1", "/bin/csh"), ("a3", "/usr/bin/fish")):
+        sh(lab, host, f"usermod -s {shell} root")
+    return lab
 
 
 def test_three_hosts_train_as_one_machine(lab: Lab) -> None:
@@ -62,14 +72,12 @@ def test_three_hosts_train_as_one_machine(lab: Lab) -> None:
     nobody watches: the command has left."""
     three = ["a2", "attic", {"ssh": "a1", "gpus": 2}]
     path = write_run(lab, "three", hosts=three, output_dir="/root/runs")
-    code, text, _ = isles(lab, "train", "three.yaml", "--detach")
-    assert code == 0, text
+    text = isles(lab, "train", "three.yaml", "--detach")
     assert "4 CPU processes on 3 hosts (a2: 10.77.1.2, 1 rank, attic: 10.77.1.3, 1 rank" in text
     run_dir = RunDir(lab.root("a2") / "root" / "runs" / "three-1")
     attempt = run_dir.attempt(1)
-    outcome = until(lambda: read_record(attempt.outcome), "the run ends")
-    assert outcome["state"] == "finished", outcome
-    losses = [row["loss"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    assert outcome_of(attempt)["state"] == "finished"
+    losses = losses_of(run_dir)
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.2
     launch = read_record(attempt.launch) or {}
     assert launch["launcher"] == "ssh" and launch["hosts"] == ["a2", "attic", "a1"]
@@ -81,18 +89,14 @@ def test_three_hosts_train_as_one_machine(lab: Lab) -> None:
     text = path.read_text().replace("three", "alone", 1)
     (lab.shared / "alone.yaml").write_text(text)
     local = "clusters=[{gpus_per_node: 4}]"
-    code, text, _ = isles(lab, "train", "alone.yaml", local, "output_dir=/shared/runs", host="a1")
-    assert code == 0, text
+    isles(lab, "train", "alone.yaml", local, "output_dir=/shared/runs", host="a1")
     ours, theirs = weights_of(run_dir), weights_of(RunDir(lab.shared / "runs" / "alone-1"))
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_dry_run_names_the_commands_and_starts_nothing(lab: Lab) -> None:
     write_run(lab, "dry", environment={"variables": {"WORD": "a b"}}, network={"port": 29555})
-    code, text, _ = isles(lab, "train", "dry.yaml", "--dry-run")
-    assert code == 0, text
+    text = isles(lab, "train", "dry.yaml", "--dry-run")
     assert "this would be a new run: dry-1" in text
     assert "export WORD='a b'" in text and "cd /shared || exit 1" in text
     cores = len(os.sched_getaffinity(0))
@@ -113,7 +117,7 @@ def test_a_taken_port_is_not_used(lab: Lab) -> None:
     pid = int(listener.stdout.readline())
     try:
         write_run(lab, "port")
-        _, text, _ = isles(lab, "train", "port.yaml", "--dry-run")
+        text = isles(lab, "train", "port.yaml", "--dry-run", expected=None)
         assert "meeting at 10.77.1.1 port 29501" in text
     finally:
         sh(lab, "a1", f"kill {pid}")
@@ -134,25 +138,23 @@ def test_each_host_may_have_a_user_of_its_own(lab: Lab) -> None:
     more = {"workdir": "~/w", "output_dir": "runs", "training": {"max_steps": 100_000}}
     write_run(lab, "users", hosts=["ann@a1", "bob@a2"], **more)
     values.append("checkpoint.every_steps=2")
-    code, text, _ = isles(lab, "train", "users.yaml", "--detach", *values)
-    assert code == 0, text
+    isles(lab, "train", "users.yaml", "--detach", *values)
     run_dir = RunDir(lab.root("a1") / "home/ann/w/runs/users-1")
     until(lambda: list_checkpoints(run_dir), "a checkpoint")
     assert read_record(lab.root("a2") / "home/bob/w/runs/users-1/node-of.json")
-    assert "[a2 rank 1]" in isles(lab, "logs", "users", "--node", "1")[1]
+    assert "[a2 rank 1]" in isles(lab, "logs", "users", "--node", "1")
     for host in ("a1", "a2"):
         sh(lab, host, "pkill -9 -f isles.agent")
-    assert "killed" in isles(lab, "status", "users-1@ann@a1")[1]
+    assert "killed" in isles(lab, "status", "users-1@ann@a1")
 
     hosts = "clusters.0.launcher.hosts="
-    code, text, _ = isles(lab, "train", "users.yaml", "--dry-run", *values, f"{hosts}[bob@a2]")
+    text = isles(lab, "train", "users.yaml", "--dry-run", *values, f"{hosts}[bob@a2]")
     assert "users-1 is kept by a1, its first host; this is a new run: users-2" in text
     step = list_checkpoints(run_dir)[-1].step
     values += [f"{hosts}[ann@a1]", f"training.max_steps={step + 1}"]
-    code, text, _ = isles(lab, "train", "users.yaml", "--resume", "w/runs/users-1", *values)
-    assert code == 1 and "no run 'w/runs/users-1'" in text
-    code, text, _ = isles(lab, "train", "users.yaml", "--resume", "runs/users-1", *values)
-    assert code == 0, text
+    resume = ("train", "users.yaml", *values, "--resume")
+    assert "no run 'w/runs/users-1'" in isles(lab, *resume, "w/runs/users-1", expected=1)
+    text = isles(lab, *resume, "runs/users-1")
     assert f"step {step + 1}/{step + 1}" in text and f"step {step}/" not in text
     assert "  isles eval users-1@a1\n" in text
 
@@ -194,20 +196,18 @@ def test_setup_installs_once_and_then_finds_it_ready(lab: Lab) -> None:
     isles itself is not."""
     write_run(lab, "fresh", hosts=["a3"], environment={"venv": "/root/fresh"})
     sh(lab, "a3", f"{sys.executable} -m venv --without-pip /root/fresh")
-    site = sh(
-        lab, "a3", "/root/fresh/bin/python -c 'import site; print(site.getsitepackages()[0])'"
-    )
+    where = "/root/fresh/bin/python -c 'import site; print(site.getsitepackages()[0])'"
+    site = sh(lab, "a3", where)
     sh(lab, "a3", f"echo {Path(torch.__file__).parents[1]} > {site.strip()}/these.pth")
-    code, text, _ = isles(lab, "setup", "fresh.yaml", "--check")
-    assert code == ExitCode.PREFLIGHT and "host a3: isles is not installed for /root/fresh" in text
-    code, text, _ = isles(lab, "setup", "fresh.yaml")
-    assert code == 0, text
+    text = isles(lab, "setup", "fresh.yaml", "--check", expected=ExitCode.PREFLIGHT)
+    assert "host a3: isles is not installed for /root/fresh" in text
+    text = isles(lab, "setup", "fresh.yaml")
     assert "a3: installing isles and what it needs into /root/fresh" in text
     assert "a3: installed" in text and "ready: python 3." in text
     look = "cd / && /root/fresh/bin/python -c 'import isles; print(isles.__file__)'"
     assert sh(lab, "a3", look).startswith("/root/fresh/")
-    code, text, _ = isles(lab, "setup", "fresh.yaml")
-    assert code == 0 and "installing" not in text and "a3: was ready" in text, text
+    text = isles(lab, "setup", "fresh.yaml")
+    assert "installing" not in text and "a3: was ready" in text, text
 
 
 @pytest.mark.long
@@ -217,10 +217,9 @@ def test_a_frozen_rank_is_named_with_its_host(lab: Lab) -> None:
     run_dir = RunDir(lab.root("a1") / "root/runs/frozen-1")
     write_run(lab, "frozen", output_dir="/root/runs", training={"max_steps": 1_000_000})
     quick = ("watchdog.min_time=3s", "watchdog.slow_factor=2")
-    code, text, _ = isles(lab, "train", "frozen.yaml", *quick, "--detach")
-    assert code == 0, text
+    isles(lab, "train", "frozen.yaml", *quick, "--detach")
     attempt = run_dir.attempt(1)
-    until(lambda: (read_last_step(attempt, 0) or 0) > 5, "steps are done")
+    until(lambda: has_done(attempt, 6), "steps are done")
 
     def freeze(rank: int) -> tuple[dict[str, Any], str]:
         """Freeze one rank until a new decision is on the head; the decision and the pid."""
@@ -241,7 +240,7 @@ def test_a_frozen_rank_is_named_with_its_host(lab: Lab) -> None:
     stacks = [attempt.hangs / f"step-{stall['step']}-rank-{rank}.txt" for rank in (0, 1)]
     until(lambda: all(path.exists() for path in stacks), "the stacks of a1 and a2")
     assert stacks[1].read_text().startswith("rank 1 on a2, step ")
-    status = isles(lab, "status", "frozen-1", *FAR)[1]
+    status = isles(lab, "status", "frozen-1", *FAR)
     assert "rank 2 on a3 has not been heard of for" in " ".join(status.split())
     sh(lab, "a3", f"kill -CONT {pid}")
     went_on = attempt.hangs / f"step-{stall['step']}.json"
@@ -251,12 +250,10 @@ def test_a_frozen_rank_is_named_with_its_host(lab: Lab) -> None:
     assert "rank 0 on a1 has not been heard of for" in stall["text"]
     until(lambda: "rank 0 on a1 has not" in run_dir.status.read_text(), "a note")
     sh(lab, "a1", f"kill -CONT {pid}")
-    code, text, _ = isles(lab, "stop", "frozen-1", "--now", *FAR)
-    assert code == 0, text
+    isles(lab, "stop", "frozen-1", "--now", *FAR)
     assert_nothing_left(lab)
 
 
-FAR = ("--output-dir", "/root/runs")
 SCRIPT = """\
 import json, os, signal, sys
 from datetime import timedelta
@@ -279,7 +276,7 @@ while True:  # the signal that asks for the stacks ends a pause
 
 
 @pytest.mark.long
-def test_a_script_of_your_own_on_three_hosts(lab: Lab) -> None:
+def test_a_script_of_your_own_on_three_hosts_and_its_logs(lab: Lab) -> None:
     (lab.shared / "mine.py").write_text(SCRIPT)
 
     def write(name: str, how: str, **cluster: Any) -> None:
@@ -291,8 +288,7 @@ def test_a_script_of_your_own_on_three_hosts(lab: Lab) -> None:
         (lab.shared / f"{name}.yaml").write_text(yaml.safe_dump(content))
 
     write("mine", "wait")
-    code, text, _ = isles(lab, "train", "mine.yaml", "--detach")
-    assert code == 0, text
+    isles(lab, "train", "mine.yaml", "--detach")
     attempt = RunDir(lab.root("a1") / "root/runs/mine-1").attempt(1)
     # The hosts share no disk: a1 asks the others, and their stacks travel.
 
@@ -310,23 +306,33 @@ def test_a_script_of_your_own_on_three_hosts(lab: Lab) -> None:
 
     path = until(decision, "a decision on the last line of every rank")
     assert "no rank has printed or reported anything" in path.read_text()
-    logs = isles(lab, "logs", "mine-1", *FAR)[1]
+    # Their logs are one stream, though they share no directory.
+    logs = isles(lab, "logs", "mine-1", *FAR)
     for rank, host in enumerate(HOSTS):
         place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "3", "GROUP_RANK": str(rank)}
         assert f"[{host} rank {rank}] {json.dumps({**place, 'MASTER_ADDR': '10.77.1.1'})}" in logs
         assert f"[{host} rank {rank}] sum 6" in logs
-    assert "mine-1" in isles(lab, "status", *FAR)[1]
-    code, text, _ = isles(lab, "stop", "mine-1", *FAR)
-    assert code == 0, text
-    outcome = until(lambda: read_record(attempt.outcome), "an outcome")
+    second = isles(lab, "logs", "mine-1", "--node", "1", *FAR)
+    assert set(re.findall(r"^\[.*?\]", second, re.M)) == {"[a2 agent]", "[a2 rank 1]"}
+    last = isles(lab, "logs", "mine-1", "--rank", "2", "-n", "1", *FAR)
+    assert last.endswith("sum 6\n") and "[" not in last
+    blocks = isles(lab, "logs", "mine-1", "--by-node", "-n", "1", *FAR).splitlines()
+    headings = [line for line in blocks if line.startswith("=== ")]
+    assert headings == [f"=== Node {node} ({host}) ===" for node, host in enumerate(HOSTS)]
+    # The first host itself has no key for the others: it shows what it has.
+    own = isles(lab, "logs", "/root/runs/mine-1", host="a1")
+    assert "[a1 rank 0] sum 6" in own and "[a2 rank" not in own
+    assert "the logs of node 1 are on a2" in own
+    assert "mine-1" in isles(lab, "status", *FAR)
+    isles(lab, "stop", "mine-1", *FAR)
+    outcome = outcome_of(attempt)
     assert (outcome["state"], outcome["exit_code"]) == ("stopped", ExitCode.REQUEUE)
     assert "the script ended with exit code 0" in outcome["reason"]
-    assert "[a3 rank 2] saving" in isles(lab, "logs", "mine-1", *FAR)[1]
+    assert "[a3 rank 2] saving" in isles(lab, "logs", "mine-1", *FAR)
     assert_nothing_left(lab)
 
     write("odd", "fail", max_restarts=0)
-    code, text, _ = isles(lab, "train", "odd.yaml")
-    assert code == ExitCode.TRAINING, text
+    text = isles(lab, "train", "odd.yaml", expected=ExitCode.TRAINING)
     assert "mine.py failed: RuntimeError: no such shard" in text, text
     assert "/shared/mine.py:14, rank 2 on a3" in text
     assert_nothing_left(lab)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,45 +9,38 @@ import pytest
 from isles.errors import ExitCode
 from isles.run.paths import RunDir
 from isles.run.records import read_record
-from isles.run.restarts import read_last_step
 from tests.deadline import DEADLINE_S
 from tests.lab.home import (
     ISLES,
     assert_nothing_left,
+    has_done,
     isles,
+    link_cut,
+    outcome_of,
     sh,
+    undone,
     until,
     write_run,
 )
-from tests.lab.hosts import Lab, hosts
+from tests.lab.hosts import Lab
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with hosts(tmp_path_factory.mktemp("ssh"), 3) as lab:
-        folders = "/root/torch-2.0/torch-2.0.1.dist-info /root/bad/torch /root/held/torch"
-        sh(lab, "a2", f"mkdir -p {folders}")
-        metadata = "Metadata-Version: 2.1\\nName: torch\\nVersion: 2.0.1\\n"
-        sh(lab, "a2", f"printf '{metadata}' > /root/torch-2.0/torch-2.0.1.dist-info/METADATA")
-        sh(lab, "a2", "echo 'raise ImportError(\"libcudart.so.13\")' > /root/bad/torch/__init__.py")
-        sh(lab, "a2", "echo 'import signal; signal.pause()' > /root/held/torch/__init__.py")
-        yield lab
-
-
-@contextmanager
-def undone(lab: Lab, host: str, do: str, undo: str) -> Iterator[None]:
-    sh(lab, host, do)
-    try:
-        yield
-    finally:
-        sh(lab, host, undo)
+def lab(lab: Lab) -> Lab:
+    """a2 has other installations of torch: an old one, one that breaks, one that waits."""
+    folders = "/root/torch-2.0/torch-2.0.1.dist-info /root/bad/torch /root/held/torch"
+    sh(lab, "a2", f"mkdir -p {folders}")
+    metadata = "Metadata-Version: 2.1\\nName: torch\\nVersion: 2.0.1\\n"
+    sh(lab, "a2", f"printf '{metadata}' > /root/torch-2.0/torch-2.0.1.dist-info/METADATA")
+    sh(lab, "a2", "echo 'raise ImportError(\"libcudart.so.13\")' > /root/bad/torch/__init__.py")
+    sh(lab, "a2", "echo 'import signal; signal.pause()' > /root/held/torch/__init__.py")
+    return lab
 
 
 def refused(lab: Lab, *overrides: str, code: int = ExitCode.PREFLIGHT, **run: Any) -> str:
     """What a start says that is refused; nothing is begun and nothing left."""
     write_run(lab, "fault", **run)
-    found, text, _ = isles(lab, "train", "fault.yaml", *overrides)
-    assert found == code, text
+    text = isles(lab, "train", "fault.yaml", *overrides, expected=code)
     assert "Traceback" not in text and "fix: " in text
     assert not (lab.shared / "runs" / "fault-1").exists()
     assert_nothing_left(lab)
@@ -58,12 +49,8 @@ def refused(lab: Lab, *overrides: str, code: int = ExitCode.PREFLIGHT, **run: An
 
 def test_two_hosts_out_of_reach_are_both_named(lab: Lab) -> None:
     keys = "/root/.ssh/authorized_keys"
-    lab.link("a3", "cut")
-    try:
-        with undone(lab, "a2", f"mv {keys} {keys}.away", f"mv {keys}.away {keys}"):
-            text = refused(lab)
-    finally:
-        lab.link("a3", "restore")
+    with undone(lab, "a2", f"mv {keys} {keys}.away", f"mv {keys}.away {keys}"), link_cut(lab, "a3"):
+        text = refused(lab)
     assert "2 failures on 3 hosts:" in text
     assert "host a2: the host refuses the key" in text and "ssh-copy-id a2" in text
     assert "host a3: the host does not answer" in text and "ping a3" in text
@@ -95,11 +82,10 @@ def test_a_full_disk_on_one_host_ends_the_others(lab: Lab) -> None:
     full += "head -c 8192 /dev/zero > /root/runs/fill || true"
     with undone(lab, "a2", full, "umount /root/runs"):
         write_run(lab, "full", output_dir="/root/runs")
-        code, text, _ = isles(lab, "train", "full.yaml")
-    assert code != 0
+        text = isles(lab, "train", "full.yaml", expected=None)
     assert "host a2: /root/runs" in text and "there is no space left" in text
-    outcome = read_record(RunDir(lab.root("a1") / "root/runs/full-1").attempt(1).outcome)
-    assert outcome is not None and outcome["state"] == "failed"
+    outcome = outcome_of(RunDir(lab.root("a1") / "root/runs/full-1").attempt(1))
+    assert outcome["state"] == "failed" and outcome["exit_code"]
     assert "no space left" in outcome["reason"]
     assert_nothing_left(lab)
 
@@ -118,7 +104,7 @@ def test_a_full_disk_on_the_head_in_mid_run_leaves_nothing_running(lab: Lab) -> 
         try:
             name = "root/runs/filled-1"
             attempt = RunDir(lab.root("a1") / name).attempt(1)
-            until(lambda: (read_last_step(attempt, 0) or 0) > 3, "steps are done")
+            until(lambda: has_done(attempt, 4), "steps are done")
             sh(lab, "a1", "cat /dev/zero > /root/runs/fill || true")
             record = RunDir(lab.root("a2") / name).attempt(1).rank_record(1)
             agent = sh(lab, "a2", "pgrep -f '[i]sles.agent .*--node 1'").strip()
@@ -141,11 +127,10 @@ def test_a_host_that_cannot_begin_is_named_with_its_last_words(lab: Lab) -> None
     """Its torch is there, by its version, and cannot be imported."""
     setup = '[ "$(hostname)" != a2 ] || export PYTHONPATH=/root/bad'
     write_run(lab, "words", environment={"setup": [setup]})
-    code, text, _ = isles(lab, "train", "words.yaml")
-    assert code == ExitCode.PREFLIGHT, text
+    text = isles(lab, "train", "words.yaml", expected=ExitCode.PREFLIGHT)
     assert "host a2: the agent ended with exit code 1 before its ranks had begun" in text
     assert "libcudart.so.13" in text
-    outcome = read_record(RunDir(lab.shared / "runs/words-1").attempt(1).outcome) or {}
+    outcome = outcome_of(RunDir(lab.shared / "runs/words-1").attempt(1))
     assert outcome["state"] == "failed" and outcome["error"]["where"] == "host a2"
     assert_nothing_left(lab)
 
@@ -176,7 +161,7 @@ def test_a_laptop_that_goes_in_mid_start_leaves_nothing(lab: Lab, how: str) -> N
             case _:
                 lab.link("ctl", "cut")
         assert_nothing_left(lab)
-        outcome = until(lambda: read_record(attempt.outcome), "an outcome")
+        outcome = outcome_of(attempt)
         assert outcome["state"] == "failed" and "it was not started" in outcome["reason"]
     finally:
         lab.link("ctl", "restore")

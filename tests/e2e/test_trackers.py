@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import time
 import urllib.request
@@ -22,12 +20,13 @@ from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from isles.track.wandb import resolve_mode
-from tests.deadline import DEADLINE_S
+from tests.deadline import DEADLINE_S, run_program
+from tests.e2e.typed import Command
 from tests.ports import free_port
 from tests.ranks import Gang, start_training, train_to_end
+from tests.runs import rows_of
 from tests.wandb_files import read_points
 
-WANDB = "track=[{kind: wandb, mode: offline, project: p, tags: [a, b]}]"
 EACH_STEP = (
     "training.logging_steps=1",
     "training.eval_steps=10",
@@ -45,10 +44,15 @@ def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
 
 
+def wandb_files(run_dir: RunDir) -> list[Path]:
+    """Of all starts in their order."""
+    return sorted((run_dir.path / "wandb").glob("offline-run-*/*.wandb"))
+
+
 def wandb_points(run_dir: RunDir) -> list[dict[str, Any]]:
-    """What the files of wandb hold, of all starts in their order."""
-    files = sorted((run_dir.path / "wandb").glob("offline-run-*/*.wandb"))
-    return [point for file in files if file.stat().st_size for point in read_points(file)]
+    """What these files hold."""
+    files = [file for file in wandb_files(run_dir) if file.stat().st_size]
+    return [point for file in files for point in read_points(file)]
 
 
 def mlflow_losses(uri: str, run_dir: RunDir) -> list[tuple[int, float]]:
@@ -69,35 +73,102 @@ def until(gang: Gang, condition: Callable[[], object]) -> None:
         assert time.monotonic() < end and not gang.wait_or_timeout(0.02), gang.log.read_text()
 
 
+@contextmanager
+def mlflow_server(folder: Path, port: int) -> Iterator[Command]:
+    """A real MLflow server on loopback with a store in SQLite; killed with its workers."""
+    words = ["--host", "127.0.0.1", "--workers", "1", "--port", str(port)]
+    words += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+    words += ["--artifacts-destination", str(folder / "artifacts")]
+    program = (sys.executable, "-m", "mlflow", "server")
+    env = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    server = Command(*words, cwd=folder, env=env, program=program)
+    try:
+        server.until(lambda: is_healthy(port))
+        yield server
+    finally:
+        server.kill()
+
+
+def is_healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
 @pytest.mark.long
-def test_a_killed_run_goes_on_under_the_same_id_with_the_same_numbers(run_file: Path) -> None:
-    endless = ("training.max_steps=100000", *EACH_STEP, WANDB)
-    run_dir, _, gang = start_training(run_file, 1, *endless)
-    until(gang, lambda: len(wandb_points(run_dir)) >= 25 and list_checkpoints(run_dir))
-    gang.kill()
-    reached = read_rows(run_dir.metrics)[-1]["step"]
-    saved = list_checkpoints(run_dir)[-1].step
-    assert reached >= 25 and saved >= 10
-    last = reached + 12
-    _, code = train_to_end(
-        run_file, 1, f"training.max_steps={last}", *EACH_STEP, WANDB, resume=str(run_dir.path)
-    )
-    assert code == 0
-    files = sorted((run_dir.path / "wandb").glob("offline-run-*/*.wandb"))
-    assert len(files) == 2 and files[0].name == files[1].name, "two starts, one id"
-    rows = {(row["kind"], row["step"]): row["loss"] for row in read_rows(run_dir.metrics)}
+def test_kills_of_the_run_and_of_a_server_leave_one_run_with_the_same_numbers(
+    run_file: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    uri = f"http://127.0.0.1:{port}"
+    wandb = "{kind: wandb, mode: offline, project: p, tags: [a, b]}"
+    mlflow = f"{{kind: mlflow, tracking_uri: '{uri}', experiment: tests}}"
+    options = (*EACH_STEP, f"track=[{wandb}, {mlflow}]")
+    with mlflow_server(tmp_path, port) as server:
+        run_dir, _, gang = start_training(run_file, 1, "training.max_steps=100000", *options)
+        enough = (lambda: wandb_points(run_dir), lambda: mlflow_losses(uri, run_dir))
+        until(gang, lambda: all(len(seen()) >= 25 for seen in enough) and list_checkpoints(run_dir))
+        gang.kill()
+        reached = read_rows(run_dir.metrics)[-1]["step"]
+        saved = list_checkpoints(run_dir)[-1].step
+        assert reached >= 25 and saved >= 10
+        middle = reached + 300
+        resume = str(run_dir.path)
+        steps = f"training.max_steps={middle}"
+        _, attempt, gang = start_training(run_file, 1, steps, *options, resume=resume)
+        until(gang, lambda: mlflow_losses(uri, run_dir)[-1][0] > reached)
+        known = {step for step, _ in mlflow_losses(uri, run_dir)}
+        server.kill()
+        assert gang.wait() == [0], "a server that is gone stops no training"
+    assert (read_record(attempt.outcome) or {})["state"] == "finished"
+    notes = (read_record(run_dir.status) or {})["notes"]
+    assert len([note for note in notes if note.startswith("mlflow failed; training goes on")]) == 1
+    assert any("recorded rows were not sent; metrics.jsonl has them" in note for note in notes)
+
+    with mlflow_server(tmp_path, port):
+        last = middle + 5
+        _, code = train_to_end(run_file, 1, f"training.max_steps={last}", *options, resume=resume)
+        assert code == 0
+        assert_mlflow(uri, run_dir, last, known)
+    assert_wandb(run_dir, {*range(1, 26), *range(saved + 1, last + 1)})
+
+
+def assert_mlflow(uri: str, run_dir: RunDir, last: int, known: set[int]) -> None:
+    """One run at the server, with numbers of metrics.jsonl, those of the last start, and the run
+    file."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("tests")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == run_dir.name and run.info.status == "FINISHED"
+    shown = mlflow_losses(uri, run_dir)
+    rows = {row["step"]: row["loss"] for row in rows_of(run_dir)}
+    assert {step for step, _ in shown} >= known | set(range(last - 4, last + 1))
+    assert all(value == pytest.approx(rows[step]) for step, value in shown)
+    assert run.data.params["training.learning_rate"] == "0.001"
+    assert run.data.tags["now.training.max_steps"] == str(last), "what a restart has changed"
+    summary = read_record(run_dir.summary) or {}
+    assert run.data.metrics["final/last_loss"] == pytest.approx(summary["last_loss"])
+
+
+def assert_wandb(run_dir: RunDir, steps: set[int]) -> None:
+    """One id over all starts, and the numbers of metrics.jsonl; a kill has cost a point or two."""
+    files = wandb_files(run_dir)
+    assert len(files) == 3 and len({file.name for file in files}) == 1, "three starts, one id"
     shown: dict[tuple[str, int], float] = {}
     for point in wandb_points(run_dir):
         for kind in ("train", "eval"):
             if (loss := point.get(f"{kind}/loss")) is not None:
                 before = shown.setdefault((kind, point["_step"]), loss)
                 assert before == loss, "what was done again gave the same numbers"
+    rows = {(row["kind"], row["step"]): row["loss"] for row in read_rows(run_dir.metrics)}
     assert shown.items() <= rows.items()
-    steps = {step for kind, step in shown if kind == "train"}
-    assert steps >= {*range(1, 26), *range(saved + 1, last + 1)}, "the kill has cost a point or two"
-    ours = [
-        p.info["pid"] for p in psutil.process_iter(["pid", "cmdline"]) if _is_core(p, run_dir.path)
-    ]
+    assert {step for kind, step in shown if kind == "train"} >= steps
+    ours = [p for p in psutil.process_iter(["cmdline"]) if _is_core(p, run_dir.path)]
     assert not ours, "wandb's own process has outlived the run"
 
 
@@ -113,111 +184,13 @@ def _is_core(process: psutil.Process, run: Path) -> bool:
 @pytest.mark.long
 def test_without_a_key_it_is_offline_and_says_so_or_refuses(tmp_path: Path) -> None:
     """In a process without a terminal's answers: it must not ask."""
-    code = """
-import sys
-from pathlib import Path
-from isles.config.sections.output import WandbConfig
-from isles.track.wandb import resolve_mode
-print(resolve_mode(WandbConfig(), Path(sys.argv[1])))
-"""
-    asked = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=True,
-        env={**os.environ, "HOME": str(tmp_path)},
-    )
+    code = "import sys; from pathlib import Path; from isles.track.wandb import resolve_mode; "
+    code += "from isles.config.sections.output import WandbConfig; "
+    code += "print(resolve_mode(WandbConfig(), Path(sys.argv[1])))"
+    env = {**os.environ, "HOME": str(tmp_path)}
+    asked = run_program([sys.executable, "-c", code, tmp_path], env=env, input="")
     assert "'offline'" in asked.stdout and "wandb login" in asked.stdout
     with pytest.raises(UserError, match="no API key") as refused:
         resolve_mode(WandbConfig(mode="online"), tmp_path)
     assert "WANDB_API_KEY" in refused.value.fix
     assert resolve_mode(WandbConfig(mode="offline"), tmp_path) == ("offline", "")
-
-
-@contextmanager
-def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A real MLflow server on loopback with a store in SQLite; killed at the end."""
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--workers", "1"]
-    command += ["--port", str(port), "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
-    command += ["--artifacts-destination", str(folder / "artifacts")]
-    with (folder / "server.log").open("ab") as log:
-        # A session of its own: its workers are killed with it.
-        env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
-    try:
-        wait_until_healthy(server, port, folder / "server.log")
-        yield server
-    finally:
-        kill_group(server)
-
-
-def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end and server.poll() is None:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                return
-        except OSError:
-            with pytest.raises(subprocess.TimeoutExpired):
-                server.wait(0.1)
-    raise AssertionError(f"the server does not start\n{log.read_text()[-3000:]}")
-
-
-def kill_group(server: subprocess.Popen[bytes]) -> None:
-    if server.poll() is None:
-        os.killpg(server.pid, signal.SIGKILL)
-    server.wait(DEADLINE_S)
-
-
-@pytest.mark.long
-def test_mlflow_has_one_curve_over_a_kill_of_the_run_and_one_of_the_server(
-    run_file: Path, tmp_path: Path
-) -> None:
-    port = free_port()
-    uri = f"http://127.0.0.1:{port}"
-    options = (*EACH_STEP, f"track=[{{kind: mlflow, tracking_uri: '{uri}', experiment: tests}}]")
-    with mlflow_server(tmp_path, port) as server:
-        run_dir, _, gang = start_training(run_file, 1, "training.max_steps=100000", *options)
-        until(gang, lambda: len(mlflow_losses(uri, run_dir)) >= 25 and list_checkpoints(run_dir))
-        gang.kill()
-        reached = read_rows(run_dir.metrics)[-1]["step"]
-        middle = reached + 300
-        resume = str(run_dir.path)
-        steps = f"training.max_steps={middle}"
-        _, attempt, gang = start_training(run_file, 1, steps, *options, resume=resume)
-        until(gang, lambda: mlflow_losses(uri, run_dir)[-1][0] > reached)
-        known = mlflow_losses(uri, run_dir)
-        kill_group(server)
-        assert gang.wait() == [0], "a server that is gone stops no training"
-    assert (read_record(attempt.outcome) or {})["state"] == "finished"
-    notes = (read_record(run_dir.status) or {})["notes"]
-    assert len([note for note in notes if note.startswith("mlflow failed; training goes on")]) == 1
-    assert any("recorded rows were not sent; metrics.jsonl has them" in note for note in notes)
-
-    with mlflow_server(tmp_path, port):
-        last = middle + 5
-        _, code = train_to_end(run_file, 1, f"training.max_steps={last}", *options, resume=resume)
-        assert code == 0
-        check_mlflow(uri, run_dir, last, {step for step, _ in known})
-
-
-def check_mlflow(uri: str, run_dir: RunDir, last: int, known: set[int]) -> None:
-    """One run at the server, with numbers of metrics.jsonl, those of the last start, and the run
-    file."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(tracking_uri=uri)
-    experiment = client.get_experiment_by_name("tests")
-    assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.run_name == run_dir.name and run.info.status == "FINISHED"
-    shown = mlflow_losses(uri, run_dir)
-    rows = {r["step"]: r["loss"] for r in read_rows(run_dir.metrics) if r["kind"] == "train"}
-    assert {step for step, _ in shown} >= known | set(range(last - 4, last + 1))
-    assert all(value == pytest.approx(rows[step]) for step, value in shown)
-    assert run.data.params["training.learning_rate"] == "0.001"
-    assert run.data.tags["now.training.max_steps"] == str(last), "what a restart has changed"
-    summary = read_record(run_dir.summary) or {}
-    assert run.data.metrics["final/last_loss"] == pytest.approx(summary["last_loss"])

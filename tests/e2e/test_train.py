@@ -4,79 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
+import yaml
 
 from isles.errors import ExitCode
-from isles.monitor.stop import wait_for_end
 from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record, read_rows
-from tests.deadline import DEADLINE_S
+from isles.run.records import read_record
+from isles.run.restarts import current_restart, read_last_step
+from tests.e2e.typed import Command, isles, the_run
+from tests.runs import assert_ended, losses_of, nothing_left, rows_of
 
-ISLES = (sys.executable, "-m", "isles")
 TWO = ("clusters.0.gpus_per_node=2", "clusters.0.max_restarts=0")
 LONG = ("training.max_steps=100000", "training.logging_steps=1", "checkpoint.every_steps=20")
 
 
-class Command:
-    """One isles command as a process of its own."""
-
-    def __init__(self, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            [*ISLES, *arguments],
-            cwd=cwd,
-            env={**os.environ, **(env or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.out = self.err = ""
-
-    def end(self) -> int:
-        """Wait for its end; its exit code."""
-        self.out, self.err = self.process.communicate(timeout=DEADLINE_S)
-        return self.process.returncode
-
-    def until(self, condition: Callable[[], Any]) -> Any:
-        """Wait until a record says so; fails when the command ends first."""
-        for _ in range(int(DEADLINE_S / 0.05)):
-            if found := condition():
-                return found
-            try:
-                self.process.wait(0.05)
-            except subprocess.TimeoutExpired:
-                continue
-            raise AssertionError(f"ended with {self.end()}\n{self.out}\n{self.err}")
-        raise AssertionError(f"not within {DEADLINE_S} s: {condition}")
-
-
-def isles(*arguments: str, cwd: Path, expected: int = 0) -> Command:
-    """Run one command to its end."""
-    command = Command(*arguments, cwd=cwd)
-    code = command.end()
-    assert code == expected, f"ended with {code}\n{command.out}\n{command.err}"
-    return command
-
-
-def the_run(run_file: Path) -> RunDir:
-    return RunDir(run_file.parent / "runs" / "tiny-1")
-
-
-def trained_steps(run_dir: RunDir) -> int:
-    return len(read_rows(run_dir.metrics))
+def has_done(run_dir: RunDir, steps: int) -> bool:
+    attempt = run_dir.last_attempt()
+    return attempt is not None and (read_last_step(attempt, 0) or 0) >= steps
 
 
 def rank_processes(run_dir: RunDir) -> list[ProcessId]:
@@ -98,27 +52,19 @@ def agent_process(run_dir: RunDir) -> ProcessId:
 def training(run_file: Path) -> Iterator[tuple[Command, RunDir]]:
     """A long run of two ranks that has made its first checkpoint."""
     run_dir = the_run(run_file)
-    command = Command("train", str(run_file), *TWO, *LONG, cwd=run_file.parent)
-    command.until(lambda: list_checkpoints(run_dir) and trained_steps(run_dir) > 20)
-    ranks = [*rank_processes(run_dir), agent_process(run_dir)]
-    yield command, run_dir
-    # A process of a gigabyte that was killed is there for a moment yet.
-    left = [process for process in ranks if not wait_for_end(process, DEADLINE_S)]
-    for process in left:
-        os.kill(process.pid, signal.SIGKILL)
-    command.process.kill()
-    assert not left, f"still running after the test: {left}"
+    with nothing_left(run_file.parent):
+        command = Command("train", str(run_file), *TWO, *LONG, cwd=run_file.parent)
+        command.until(lambda: list_checkpoints(run_dir) and has_done(run_dir, 21))
+        yield command, run_dir
 
 
 def test_a_whole_run_and_what_it_leaves(run_file: Path) -> None:
     cwd, run_dir = run_file.parent, the_run(run_file)
-    options = ("checkpoint.export_on_finish=true", "track=[jsonl, tensorboard]")
-    two = "clusters.0.gpus_per_node=2"
+    options = ("checkpoint.export_on_finish=true", "track=[jsonl, tensorboard]", TWO[0])
     secret = "hf_thisMustNotLeak"
-    command = Command("train", str(run_file), *options, two, cwd=cwd, env={"HF_TOKEN": secret})
-    assert command.end() == 0, command.err
+    command = isles("train", str(run_file), *options, cwd=cwd, env={"HF_TOKEN": secret})
     assert "step 20/20" in command.out
-    rows = [row for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    rows = rows_of(run_dir)
     assert [row["step"] for row in rows] == [1, 5, 10, 15, 20]
     for row in rows:
         assert row["loss"] > 0 and row["grad_norm"] > 0 and row["memory_bytes"] > 0
@@ -131,11 +77,28 @@ def test_a_whole_run_and_what_it_leaves(run_file: Path) -> None:
     assert run_dir.loss_plot.read_bytes().startswith(b"\x89PNG")
     assert list(run_dir.tensorboard.glob("events.out.tfevents.*"))
     manifest = list_checkpoints(run_dir)[-1].manifest
-    assert {"step", "tokens", "samples", "config_digest", "git_commit", "world_size"} <= set(
-        manifest
-    )
-    assert manifest["attempt"] == len(run_dir.attempts())
+    known = {"step", "tokens", "samples", "config_digest", "git_commit", "world_size"}
+    assert known <= manifest.keys() and manifest["attempt"] == len(run_dir.attempts())
+    assert_model(run_dir)
+    assert_card(run_dir)
 
+    assert "20" in isles("checkpoint", "list", "tiny", cwd=cwd).out
+    isles("checkpoint", "verify", "tiny", cwd=cwd)
+    isles("checkpoint", "export", "tiny", "--output", "elsewhere", cwd=cwd)
+    assert (cwd / "elsewhere" / "model.safetensors").read_bytes() == (
+        run_dir.model / "model.safetensors"
+    ).read_bytes()
+    text = isles("generate", "tiny", "--prompt", "abc", "--max-new-tokens", "5", cwd=cwd).out
+    assert text.startswith("abc") and len(text) > 4
+    evaluated = isles("eval", "tiny", cwd=cwd).out
+    assert f"validation loss {rows_of(run_dir, 'eval')[0]['loss']:.4f}" in evaluated
+    assert "finished" in isles("status", "tiny", cwd=cwd).out
+    for path in run_dir.path.rglob("*"):
+        assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+
+
+def assert_model(run_dir: RunDir) -> None:
+    """What is exported gives the logits of the checkpoint."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from isles.checkpoint.load import load_tensors
@@ -148,21 +111,18 @@ def test_a_whole_run_and_what_it_leaves(run_file: Path) -> None:
     assert torch.equal(exported(ids).logits, again(ids).logits), "logits are those of training"
     assert AutoTokenizer.from_pretrained(run_dir.model)("abc def")["input_ids"]
 
-    listed = isles("checkpoint", "list", "tiny", cwd=cwd).out
-    assert "20" in listed
-    isles("checkpoint", "verify", "tiny", cwd=cwd)
-    isles("checkpoint", "export", "tiny", "--output", "elsewhere", cwd=cwd)
-    assert (cwd / "elsewhere" / "model.safetensors").read_bytes() == (
-        run_dir.model / "model.safetensors"
-    ).read_bytes()
-    text = isles("generate", "tiny", "--prompt", "abc", "--max-new-tokens", "5", cwd=cwd).out
-    assert text.startswith("abc") and len(text) > 4
-    evaluated = isles("eval", "tiny", cwd=cwd).out
-    eval_loss = next(r for r in read_rows(run_dir.metrics) if r["kind"] == "eval")["loss"]
-    assert f"validation loss {eval_loss:.4f}" in evaluated
-    assert "finished" in isles("status", "tiny", cwd=cwd).out
-    for path in run_dir.path.rglob("*"):
-        assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+
+def assert_card(run_dir: RunDir) -> None:
+    """The model's card has the run's own figures, and its run file."""
+    card = (run_dir.model / "README.md").read_text()
+    summary = read_record(run_dir.summary) or {}
+    assert f"| last training loss | {summary['last_loss']:.4f} |" in card
+    assert f"| validation loss | {summary['eval_loss']:.4f} |" in card
+    for row in ("| steps | 20 |", "| devices | 2 x CPU |", "| strategy | ddp |"):
+        assert row in card
+    assert "`words.jsonl`, type text" in card and "base_model" not in card
+    written = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+    assert written["training"]["max_steps"] == 20
 
 
 def test_stop_from_another_terminal_and_going_on(training: tuple[Command, RunDir]) -> None:
@@ -186,10 +146,11 @@ def test_stop_from_another_terminal_and_going_on(training: tuple[Command, RunDir
     shorter = (*TWO, f"training.max_steps={step + 5}", "--resume", str(run_dir.path))
     going_on = isles("train", words[2], *shorter, cwd=cwd)
     assert f"learning rate of step {step + 1}: " in going_on.out
-    train = [row["step"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    train = [row["step"] for row in rows_of(run_dir)]
     assert train[-1] == step + 5
     assert len(train) == len(set(train))
     assert len(run_dir.attempts()) == 2
+    assert_ended(cwd)
 
 
 @pytest.mark.long
@@ -198,19 +159,12 @@ def test_two_times_ctrl_c_stops_at_once(training: tuple[Command, RunDir]) -> Non
     for process in rank_processes(run_dir):
         os.kill(process.pid, signal.SIGSTOP)  # they cannot save: only the second one helps
     command.process.send_signal(signal.SIGINT)
-    assert "again" in next_line_of_errors(command)
+    command.until(lambda: "Ctrl+C again stops now" in command.err)
     command.process.send_signal(signal.SIGINT)
     assert command.end() == ExitCode.INTERRUPTED
+    assert_ended(run_dir.path.parents[1])
+    assert "stopped now" in command.text
     assert list_checkpoints(run_dir), "what was saved before stays"
-
-
-def next_line_of_errors(command: Command) -> str:
-    """The next line on stderr, within the deadline."""
-    stream = command.process.stderr
-    assert stream is not None
-    ready, _, _ = select.select([stream], [], [], DEADLINE_S)
-    assert ready, "nothing on stderr in time"
-    return str(stream.readline())
 
 
 def test_nothing_listens_but_on_loopback_and_a_killed_rank_is_named_first(
@@ -226,34 +180,35 @@ def test_nothing_listens_but_on_loopback_and_a_killed_rank_is_named_first(
     assert set(listening) <= {"127.0.0.1", "::1"}
     os.kill(rank_processes(run_dir)[1].pid, signal.SIGKILL)
     assert command.end() == ExitCode.TRAINING
+    assert_ended(run_dir.path.parents[1])
     assert "rank 1 was killed by SIGKILL" in command.err
-    assert "Traceback" not in command.err + command.out
+    assert "Traceback" not in command.text
     assert "Connection closed" not in command.err, "the other's complaint is a consequence"
 
 
 @pytest.mark.long
-def test_ranks_die_with_their_agent_and_the_run_goes_on(training: tuple[Command, RunDir]) -> None:
+def test_a_killed_agent_takes_its_ranks_along_and_a_deleted_directory_ends_the_run(
+    training: tuple[Command, RunDir],
+) -> None:
     command, run_dir = training
-    ranks, agent = rank_processes(run_dir), agent_process(run_dir)
-    os.kill(agent.pid, signal.SIGKILL)
-    for process in ranks:
-        psutil.Process(process.pid).wait(DEADLINE_S) if process.is_alive() else None
-    assert command.end() == ExitCode.TRAINING
     cwd = run_dir.path.parents[1]
+    os.kill(agent_process(run_dir).pid, signal.SIGKILL)
+    assert command.end() == ExitCode.TRAINING and "are gone" in command.text
+    assert_ended(cwd)
     assert "killed" in isles("status", "tiny", cwd=cwd).out
+
     step = list_checkpoints(run_dir)[-1].step
-    shorter = (*TWO, f"training.max_steps={step + 3}", "--resume", str(run_dir.path))
-    assert f"step {step}" in isles("train", str(cwd / "run.yaml"), *shorter, cwd=cwd).out
-
-
-@pytest.mark.long
-def test_a_run_whose_directory_is_deleted_ends_at_once(training: tuple[Command, RunDir]) -> None:
-    command, run_dir = training
-    ranks, agent = rank_processes(run_dir), agent_process(run_dir)
+    words = ("train", str(cwd / "run.yaml"), *TWO, *LONG, "--resume", str(run_dir.path))
+    command = Command(*words, cwd=cwd)
+    command.until(lambda: len(run_dir.attempts()) == 2 and has_done(run_dir, step + 3))
+    assert "going on with tiny-1" in command.out
+    steps = [row["step"] for row in rows_of(run_dir)]
+    assert steps == list(range(1, len(steps) + 1)), "each step once"
+    agent = agent_process(run_dir)
     while run_dir.path.exists():  # what a rank writes meanwhile may keep a folder
         shutil.rmtree(run_dir.path, ignore_errors=True)
     assert command.end() == ExitCode.TRAINING
-    assert not [process for process in (*ranks, agent) if process.is_alive()]
+    assert_ended(cwd)
     assert not run_dir.path.exists(), "nobody makes it again"
     gone = f"the run directory {run_dir.path} is not there any more"
     assert f"error: host {agent.host}: {gone}" in command.err
@@ -261,94 +216,31 @@ def test_a_run_whose_directory_is_deleted_ends_at_once(training: tuple[Command, 
 
 
 @pytest.mark.long
-def test_max_time_saves_and_asks_to_be_started_again(run_file: Path) -> None:
+def test_max_time_saves_and_asks_to_be_started_again_or_is_the_length(run_file: Path) -> None:
+    cwd, run_dir = run_file.parent, the_run(run_file)
     limits = ("training.max_time=3s", *LONG)
-    isles("train", str(run_file), *limits, cwd=run_file.parent, expected=ExitCode.REQUEUE)
-    run_dir = the_run(run_file)
+    isles("train", str(run_file), *limits, cwd=cwd, expected=ExitCode.REQUEUE)
     first = list_checkpoints(run_dir)[-1].step
-    isles("train", str(run_file), *limits, cwd=run_file.parent, expected=ExitCode.REQUEUE)
+    isles("train", str(run_file), *limits, cwd=cwd, expected=ExitCode.REQUEUE)
     assert list_checkpoints(run_dir)[-1].step > first
+    alone = ("training.max_steps=null", "training.max_time=4s", "name=alone")
+    isles("train", str(run_file), *alone, "training.lr_scheduler_type=constant", cwd=cwd)
+    assert (read_record(RunDir(cwd / "runs" / "alone-1").summary) or {})["steps"] > 0
 
 
 @pytest.mark.long
-def test_max_time_alone_is_the_length_of_the_run(run_file: Path) -> None:
-    alone = ("training.max_steps=null", "training.max_time=4s")
-    constant = "training.lr_scheduler_type=constant"
-    isles("train", str(run_file), *alone, constant, cwd=run_file.parent)
-    assert (read_record(the_run(run_file).summary) or {})["steps"] > 0
-
-
-@pytest.mark.long
-def test_torchrun_typed_by_hand(run_file: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node=2", "-m", "isles.train", str(run_file)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for steps in (10, 20):
-        result = subprocess.run(
-            [
-                *command,
-                f"training.max_steps={steps}",
-                "--resume",
-                "auto" if steps == 10 else the_run(run_file).path,
-            ],
-            cwd=run_file.parent,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
-    run_dir = the_run(run_file)
-    assert list_checkpoints(run_dir)[-1].step == 20
-    assert len(run_dir.attempts()) == 2
-    assert "finished" in isles("status", cwd=run_file.parent).out
-
-
-@pytest.mark.long
-def test_errors_of_the_data_reach_the_user_without_a_traceback(run_file: Path) -> None:
-    bad = run_file.parent / "words.jsonl"
-    bad.write_text(json.dumps({"txet": "misspelt"}) + "\n")
+def test_errors_of_the_data_reach_the_user_and_are_not_tried_again(run_file: Path) -> None:
+    (run_file.parent / "words.jsonl").write_text(json.dumps({"txet": "misspelt"}) + "\n")
     command = isles("train", str(run_file), cwd=run_file.parent, expected=ExitCode.USER)
     assert "words.jsonl:1" in command.err and "txet" in command.err
-    assert "Traceback" not in command.err + command.out
+    assert "Traceback" not in command.text
+    assert current_restart(the_run(run_file).attempt(1)) == 0
 
 
 @pytest.mark.long
 def test_torch_compile_and_bf16(run_file: Path) -> None:
-    options = (
-        "training.torch_compile=true",
-        "training.precision=bf16-true",
-        "data.validation_fraction=0",
-    )
-    isles(
-        "train",
-        str(run_file),
-        *options,
-        "training.max_steps=3",
-        "training.warmup_steps=0",
-        cwd=run_file.parent,
-    )
-    losses = [r["loss"] for r in read_rows(the_run(run_file).metrics) if r["kind"] == "train"]
+    options = ("training.torch_compile=true", "training.precision=bf16-true")
+    short = ("training.max_steps=3", "training.warmup_steps=0", "data.validation_fraction=0")
+    isles("train", str(run_file), *options, *short, cwd=run_file.parent)
+    losses = losses_of(the_run(run_file))
     assert len(losses) >= 2 and all(loss > 0 for loss in losses)
-
-
-@pytest.mark.long
-def test_fine_tuning_starts_from_what_was_trained(run_file: Path) -> None:
-    cwd = run_file.parent
-    isles("train", str(run_file), "checkpoint.export_on_finish=true", cwd=cwd)
-    before = read_record(the_run(run_file).summary) or {}
-    isles(
-        "train",
-        str(run_file),
-        "name=tuned",
-        f"model.name_or_path={the_run(run_file).model}",
-        "model.init=pretrained",
-        "tokenizer.train_vocab_size=null",
-        "training.learning_rate=1e-5",
-        cwd=cwd,
-    )
-    after = read_record(cwd / "runs" / "tuned-1" / "summary.json") or {}
-    assert abs(after["first_loss"] - before["last_loss"]) < 0.2
-    assert before["first_loss"] - after["first_loss"] > 0.3
-    assert after["eval_loss"] <= before["eval_loss"] + 0.01

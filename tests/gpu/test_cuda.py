@@ -12,7 +12,7 @@ from isles.dist.batch import Batch
 from isles.dist.world import join_world, leave_world
 from isles.run.env import RankEnv
 from isles.run.records import read_record, read_rows
-from tests.e2e.test_train import isles, the_run
+from tests.e2e.typed import isles, the_run
 from tests.engines import engine_of, fake_run
 
 pytestmark = pytest.mark.gpu

@@ -8,17 +8,31 @@ import random
 import select
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from isles.run.paths import Attempt
+from isles.run.records import read_record
+from isles.run.restarts import read_last_step
 from tests.deadline import DEADLINE_S
 from tests.lab.hosts import Lab
 
 ISLES = str(Path(sys.executable).with_name("isles"))
 HOSTS = ("a1", "a2", "a3")
+# A script that leaves, on every rank, its place and its arguments.
+PLACE = """\
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "ISLES_RUN_DIR")
+place = {name: os.environ[name] for name in names} | {"host": os.uname().nodename}
+with open(f"place-{place['RANK']}.json", "w") as stream:
+    json.dump([place, sys.argv[1:]], stream)
+"""
+_SITE = Path(str(distribution("torch").locate_file("")))
 
 
 def write_run(lab: Lab, name: str, *, hosts: Sequence[Any] = HOSTS, **more: Any) -> Path:
@@ -28,10 +42,9 @@ def write_run(lab: Lab, name: str, *, hosts: Sequence[Any] = HOSTS, **more: Any)
         lab: the hosts.
         name: of the run.
         hosts: of the ssh launcher.
-        more: keys of the cluster; `training` and `output_dir` are the run's.
+        more: sections of the run and keys of its cluster; None leaves one out.
     """
-    model = lab.shared / "tiny"
-    if not model.exists():
+    if not (lab.shared / "tiny").exists():
         write_inputs(lab.shared)
     training = {
         "max_steps": 20,
@@ -42,9 +55,9 @@ def write_run(lab: Lab, name: str, *, hosts: Sequence[Any] = HOSTS, **more: Any)
         "eval_steps": None,
         **more.pop("training", {}),
     }
-    content = {
+    content: dict[str, Any] = {
         "name": name,
-        "output_dir": more.pop("output_dir", "/shared/runs"),
+        "output_dir": "/shared/runs",
         "model": {"name_or_path": "./tiny", "init": "scratch"},
         "tokenizer": {"train_vocab_size": 300},
         "data": {"sources": [{"path": "words.jsonl"}], "seq_length": 32, "packing": False},
@@ -53,24 +66,47 @@ def write_run(lab: Lab, name: str, *, hosts: Sequence[Any] = HOSTS, **more: Any)
         "balance": "even",
         "checkpoint": {"every_steps": None, "every_minutes": None, "export_on_finish": False},
         "track": ["jsonl"],
-        "clusters": [
-            {"workdir": "/shared", "launcher": {"kind": "ssh", "hosts": list(hosts)}, **more}
-        ],
+        "outer": None,
+        "clusters": None,
     }
+    content |= {key: more.pop(key) for key in content if key in more}
+    if content["clusters"] is None:
+        launcher = {"kind": "ssh", "hosts": list(hosts)}
+        cluster = {"workdir": "/shared", "launcher": launcher, **more}
+        content["clusters"] = [{key: value for key, value in cluster.items() if value is not None}]
     path = lab.shared / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(content))
+    given = {key: value for key, value in content.items() if value is not None}
+    path.write_text(yaml.safe_dump(given))
     return path
 
 
-def isles(lab: Lab, *arguments: str, host: str = "ctl") -> tuple[int, str, float]:
-    """Run one isles command in /shared of a host: its exit code, all it printed, seconds."""
-    begun = time.monotonic()
-    done = lab.run(
-        host,
-        ["bash", "-c", 'cd /shared && exec "$@"', "-", ISLES, *arguments],
-        timeout_s=DEADLINE_S,
-    )
-    return done.returncode, done.stdout + done.stderr, time.monotonic() - begun
+def outcome_of(attempt: Attempt) -> dict[str, Any]:
+    """How an attempt ended, once it has."""
+    outcome: dict[str, Any] = until(lambda: read_record(attempt.outcome), f"{attempt.path} ends")
+    return outcome
+
+
+def has_done(attempt: Attempt, step: int, restart: int = 0) -> bool:
+    """Whether rank 0 has done a step since a restart."""
+    return (read_last_step(attempt, restart) or 0) >= step
+
+
+def isles(lab: Lab, *words: str, host: str = "ctl", expected: int | None = 0) -> str:
+    """Run one isles command in /shared of a host; all that it printed. None: any exit code."""
+    done = lab.run(host, ["bash", "-c", 'cd /shared && exec "$@"', "-", ISLES, *words])
+    text = done.stdout + done.stderr
+    assert expected in (None, done.returncode), f"ended with {done.returncode}\n{text}"
+    return text
+
+
+def assert_places(lab: Lab, folder: Path, *arguments: str) -> None:
+    """What PLACE has left, run with these arguments: a rank on each of a1 and a2."""
+    for rank, host in enumerate(("a1", "a2")):
+        place, words = json.loads((folder / f"place-{rank}.json").read_text())
+        assert (place["RANK"], place["GROUP_RANK"], place["host"]) == (str(rank), str(rank), host)
+        assert (place["WORLD_SIZE"], place["LOCAL_RANK"]) == ("2", "0")
+        assert place["MASTER_ADDR"] == lab.address("a1") and place["ISLES_RUN_DIR"]
+        assert words == list(arguments)
 
 
 def sh(lab: Lab, host: str, text: str) -> str:
@@ -78,6 +114,35 @@ def sh(lab: Lab, host: str, text: str) -> str:
     done = lab.run(host, ["bash", "-ec", text])
     assert done.returncode == 0, (text, done.stdout, done.stderr)
     return done.stdout
+
+
+@contextmanager
+def undone(lab: Lab, host: str, do: str, undo: str) -> Iterator[None]:
+    """Two lines of bash, one before a block and one after it, also where it fails."""
+    sh(lab, host, do)
+    try:
+        yield
+    finally:
+        sh(lab, host, undo)
+
+
+@contextmanager
+def other_torch(lab: Lab, host: str) -> Iterator[None]:
+    """The torch of a host says that it is 2.11.0."""
+    metadata = next(_SITE.glob("torch-*.dist-info")) / "METADATA"
+    edit = f"sed -i.kept 's/^Version: .*/Version: 2.11.0/' {metadata}"
+    with undone(lab, host, edit, f"mv {metadata}.kept {metadata}"):
+        yield
+
+
+@contextmanager
+def link_cut(lab: Lab, host: str) -> Iterator[None]:
+    """A host that nobody reaches, and that reaches nobody."""
+    lab.link(host, "cut")
+    try:
+        yield
+    finally:
+        lab.link(host, "restore")
 
 
 def until(
@@ -107,9 +172,9 @@ def left(lab: Lab, hosts: Sequence[str] = HOSTS) -> list[str]:
     return found
 
 
-def assert_nothing_left(lab: Lab, deadline_s: float = DEADLINE_S) -> None:
+def assert_nothing_left(lab: Lab, hosts: Sequence[str] = HOSTS) -> None:
     """No process of isles stays on any host."""
-    until(lambda: not left(lab), lambda: f"no process left, and there is {left(lab)}", deadline_s)
+    until(lambda: not left(lab, hosts), lambda: f"no process left: {left(lab, hosts)}")
 
 
 def write_inputs(folder: Path) -> None:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import secrets
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.__main__ import RUN
-from tests.deadline import DEADLINE_S
+from tests.deadline import DEADLINE_S, run_program
 
-_NET = Path(__file__).parent / "net"
+_HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +50,13 @@ class Lab:
         """
         words = [f"{name}={value}" for name, value in variables.items()]
         # A shell in the background ignores Ctrl+C; its children would as well.
-        return [str(_NET / "on.sh"), host, "env", "--default-signal=INT", *words, *command]
+        return [str(_HERE / "net/on.sh"), host, "env", "--default-signal=INT", *words, *command]
 
     def run(
-        self, host: str, command: Sequence[str], *, timeout_s: float = DEADLINE_S, **variables: str
+        self, host: str, command: Sequence[str], **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a command inside a host to its end."""
-        return subprocess.run(
-            self.argv(host, command, **variables),
-            env=self.environ(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        return run_program(self.argv(host, command, **variables), env=self.environ(), input="")
 
     def popen(
         self, host: str, command: Sequence[str], stdin: int = subprocess.DEVNULL, **variables: str
@@ -80,8 +72,8 @@ class Lab:
         )
 
     def link(self, host: str, *what: str) -> None:
-        """Change a host's network link: cut, restore, rate MBIT, norate, loss PERCENT, noloss."""
-        self._script("link.sh", host, *what)
+        """Change a host's network link: cut, restore, rate MBIT; of `wan`: set JSON."""
+        run_script("net/link.sh", host, *what, environ=self.environ())
 
     def address(self, host: str) -> str:
         """The host's address."""
@@ -97,18 +89,16 @@ class Lab:
         """The host's first process, by its pid here: with it the host dies."""
         return int((self.state / "hosts" / host / "pid1").read_text())
 
-    def _script(self, name: str, *args: str, timeout_s: float = DEADLINE_S) -> None:
-        done = subprocess.run(
-            [str(_NET / name), *args],
-            env=self.environ(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{name} {' '.join(args)}: {done.stdout}{done.stderr}")
+
+def run_script(name: str, *args: str, environ: Mapping[str, str]) -> None:
+    """Run a script of this folder.
+
+    Raises:
+        RuntimeError: it has failed; with what it printed.
+    """
+    done = run_program([_HERE / name, *args], env=environ, input="")
+    if done.returncode:
+        raise RuntimeError(f"{name} {' '.join(args)}: {done.stdout}{done.stderr}")
 
 
 @contextmanager
@@ -127,7 +117,7 @@ def hosts(folder: Path, num_a: int = 3, num_b: int = 0) -> Iterator[Lab]:
     lab = Lab(folder / "lab", folder / "shared", prefix)
     lab.shared.mkdir(parents=True, exist_ok=True)
     with _taken_down(lab):
-        lab._script("up.sh", str(num_a), str(num_b))
+        run_script("net/up.sh", str(num_a), str(num_b), environ=lab.environ())
         yield lab
 
 
@@ -139,7 +129,7 @@ def _taken_down(lab: Lab) -> Iterator[None]:
     which is gone.
     """
     keeper = subprocess.Popen(
-        ["bash", "-c", 'read -r; exec "$0"', str(_NET / "down.sh")],
+        ["bash", "-c", 'read -r; exec "$0"', str(_HERE / "net/down.sh")],
         env=lab.environ(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -15,8 +15,7 @@ from tests.deadline import DEADLINE_S
 from tests.lab.hosts import Lab
 
 _PROGRAMS = Path(__file__).parent / "pbs"
-_COMMANDS = ("qsub", "qstat", "qdel", "qrerun", "pbsnodes", "pbsdsh", "pbs_tmrsh")
-_BIN = "/usr/local/bin"
+_COMMANDS = ("qsub", "qstat", "qdel", "pbsnodes", "pbsdsh")
 
 
 @contextmanager

@@ -5,17 +5,13 @@ Needs the Debian packages slurmctld, slurmd, slurm-client and munge.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
-from tests.deadline import DEADLINE_S
-from tests.lab.home import sh
-from tests.lab.hosts import Lab
+from tests.lab.home import sh, until
+from tests.lab.hosts import Lab, run_script
 
-_SLURM = Path(__file__).parent / "slurm"
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 @contextmanager
@@ -25,14 +21,14 @@ def slurm(lab: Lab) -> Iterator[None]:
     Partitions are `main` and, of a higher priority, `high`; jobs of `main` are queued again when
     `high` takes their nodes.
     """
-    environ = lab.environ() | {"SLURM_STATE": str(lab.state / "slurm"), "GPUS": "1"}
+    environ = lab.environ() | {"SLURM_STATE": str(lab.state / "slurm")}
     try:
-        _run("up.sh", "netlab", environ=environ, timeout_s=DEADLINE_S)
+        run_script("slurm/up.sh", environ=environ)
         for host in ("ctl", *nodes(lab)):
             sh(lab, host, f"rm -rf /etc/slurm && ln -s {lab.state}/slurm /etc/slurm")
         yield
     finally:
-        _run("down.sh", environ=environ, timeout_s=DEADLINE_S)
+        run_script("slurm/down.sh", environ=environ)
 
 
 def nodes(lab: Lab) -> list[str]:
@@ -46,15 +42,11 @@ def job_fields(lab: Lab, job_id: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
-def _run(script: str, *args: str, environ: dict[str, Any], timeout_s: float) -> None:
-    done = subprocess.run(
-        [str(_SLURM / script), *args],
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"slurm/{script}: {done.stdout}{done.stderr}")
+def wait_for_job(lab: Lab, job_id: str, *states: str) -> str:
+    """Wait until a job is in one of these states, or else in one of its last; that state."""
+    wanted = states or OVER
+
+    def state() -> str:
+        return job_fields(lab, job_id)["JobState"]
+
+    return str(until(lambda: (s := state()) in wanted and s, lambda: f"{wanted}: {state()}"))

@@ -49,15 +49,13 @@ class Job:
     output: str
     script: str
     queue: str
-    account: str
-    is_rerunnable: bool = True
     state: str = "Q"
     comment: str = ""
     exit_status: int | None = None
     run_count: int = 0
     hosts: list[str] = field(default_factory=list)
     begun_at: float = 0.0
-    request: str = ""
+    is_deleted: bool = False
 
     @property
     def id(self) -> str:

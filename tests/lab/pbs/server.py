@@ -131,10 +131,10 @@ class _Run:
     def _watch(self, child: subprocess.Popen[bytes]) -> int:
         """Wait for the script; end it when its time is up, or when somebody wants it."""
         while child.poll() is None:
-            request = (jobs.load(self.job.id) or self.job).request
+            is_deleted = (jobs.load(self.job.id) or self.job).is_deleted
             age_s = time.time() - self.job.begun_at
             is_late = 0 < self.job.walltime_s < age_s
-            if not request and not is_late:
+            if not is_deleted and not is_late:
                 time.sleep(_LOOK_S)
                 continue
             if is_late:
@@ -154,9 +154,6 @@ class _Run:
 
     def _conclude(self, code: int) -> None:
         self.job = jobs.load(self.job.id) or self.job
-        if self.job.request == "rerun" and self.job.is_rerunnable:
-            jobs.change(self.job, state="Q", hosts=[], request="")
-            return
         with suppress(OSError):
             text = self.output.read_bytes()
             with open(self.job.output.rpartition(":")[2], "wb") as stream:  # noqa: PTH123
@@ -174,7 +171,7 @@ class _Run:
             )
 
     def _serve(self) -> None:
-        """Take requests of pbsdsh and pbs_tmrsh."""
+        """Take requests of pbsdsh."""
         while True:
             try:
                 connection, _ = self.listener.accept()
@@ -185,10 +182,6 @@ class _Run:
     def _answer(self, connection: socket.socket) -> None:
         request = json.loads(connection.makefile().readline())
         tasks = list(enumerate(self.lines))
-        if request["host"] is not None:
-            tasks = [task for task in tasks if task[1] == request["host"]][:1]
-        if request["number"] is not None:
-            tasks = tasks[request["number"] : request["number"] + 1]
         if request["once_a_host"]:
             tasks = list({host: (number, host) for number, host in reversed(tasks)}.values())
         codes: dict[int, int] = {}
