@@ -22,7 +22,7 @@ NODES = """\
 n1|idle|gpu:a100:4(S:0-1)|a100,ib|none
 n2|mixed|gpu:a100:4|a100,ib|none
 n3|drained|gpu:a100:4|a100|bad fan
-n4|down*|gpu:2|v100|Not responding
+n4|idle*|gpu:2|v100|Not responding
 """
 QUEUES = """\
 Queue: gpuq
@@ -79,7 +79,7 @@ def test_slurm_has_room(slurm: Path) -> None:
         "queue.time": "ok",
     }
     nodes = of(found, "queue.nodes")
-    assert "n3 is drained (bad fan)" in nodes.text and "n4 is down*" in nodes.text
+    assert "n3 is drained (bad fan)" in nodes.text and "n4 is idle*" in nodes.text
     assert "State=RESUME" in nodes.fix
 
 

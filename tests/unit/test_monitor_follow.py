@@ -100,13 +100,15 @@ def test_rows_of_earlier_attempts_are_not_shown_again(tmp_path: Path) -> None:
     run_dir = bare_run(tmp_path / "a-1")
     run_dir.metrics.write_text('{"kind": "train", "step": 1, "loss": 9.0, "at": 5.0}\n')
 
-    def rewrite() -> None:
-        # Resuming cuts the rows after the checkpoint: another file, shorter than before.
-        run_dir.metrics.unlink()
-        run_dir.metrics.write_text("")
+    def resume() -> None:
+        # It cuts the rows after the checkpoint: another file in the place of the first.
+        cut = tmp_path / "cut"
+        cut.touch()
+        cut.replace(run_dir.metrics)
+        agent.order("row", **ROW)
 
     with running_agent(run_dir) as agent:
-        text = follow(agent, rewrite, lambda: agent.order("row", **ROW))
+        text = follow(agent, resume)
     steps = [line for line in text.splitlines() if line.startswith("step")]
     assert [line.split()[1] for line in steps] == ["10"]
 
@@ -117,7 +119,7 @@ def test_followed_logs_end_with_the_run(tmp_path: Path) -> None:
         lines = log_lines(
             run_dir,
             agent.attempt,
-            LogChoice(rank=0, last=5, follow=True),
+            LogChoice(rank=0, last=0, follow=True),  # of what is there already
             pause=script(
                 lambda: agent.order("log", rank=0, text="first\nsec"),
                 lambda: agent.order("log", rank=0, text="ond\n"),
