@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ GONE = {"host": socket.gethostname(), "pid": 1, "started": 1.0}
 
 def recorded_run(
     path: Path,
-    launch: dict[str, Any],
-    outcome: dict[str, Any] | None = None,
+    launch: Mapping[str, Any],
+    outcome: Mapping[str, Any] | None = None,
     *,
+    status: Mapping[str, Any] | None = None,
     began_s_ago: float = 60.0,
-    **status: Any,
 ) -> tuple[RunDir, Attempt]:
     """A run with one attempt, and what its ranks say of themselves."""
     run_dir = bare_run(path)
@@ -31,9 +32,9 @@ def recorded_run(
     attempt.path.mkdir(parents=True)
     begun = {"begun_at": time.time() - began_s_ago, "typed": "isles train x"}
     write_record(attempt.launch, {**begun, **launch})
-    if outcome:
+    if outcome is not None:
         write_record(attempt.outcome, {"at": time.time(), "exit_code": 0, **outcome})
-    if status:
+    if status is not None:
         write_record(run_dir.status, {"updated_at": time.time(), **status})
     return run_dir, attempt
 

@@ -105,7 +105,8 @@ def test_what_is_to_be_typed_says_where_runs_are(
 
 
 def test_a_fleet_of_another_version_hinders_only_what_needs_it(tmp_path: Path) -> None:
-    run_dir, attempt = recorded_run(tmp_path / "a-1", {**FAR, "launcher": "manual"}, step=1)
+    launch = {**FAR, "launcher": "manual"}
+    run_dir, attempt = recorded_run(tmp_path / "a-1", launch, status={"step": 1})
     two_hosts(attempt, "manual")
     record = read_record(attempt.fleet) or {}
     write_record(attempt.fleet, {**record, "colour": "blue"})

@@ -57,7 +57,7 @@ def load(folder: Path, clusters: str, *overrides: str) -> Loaded:
 def cluster_run(folder: Path, name: str, state: str = "", **status: Any) -> ClusterRun:
     """A cluster whose run ended so; empty: it was killed."""
     outcome = {"state": state} if state else None
-    run_dir, _ = recorded_run(folder / "runs" / f"t-{name}-1", {}, outcome, phase="x", **status)
+    run_dir, _ = recorded_run(folder / "runs" / f"t-{name}-1", {}, outcome, status=status)
     return ClusterRun(name, "local", str(run_dir.path), "", 1)
 
 
@@ -205,8 +205,8 @@ def test_only_clusters_of_the_same_turns_are_said_to_hold_the_same(tmp_path: Pat
     turns = {"a": (7, True), "b": (9, True), "c": (9, True), "d": (9, False)}
     clusters = []
     for name, (step, is_averaged) in turns.items():
-        outer = {"outer_step": step, "is_averaged": is_averaged}
-        outer["last_outer_step"] = {"digest": str(step)}
+        last = {"digest": str(step)}
+        outer = {"outer_step": step, "last_outer_step": last, "is_averaged": is_averaged}
         clusters.append(cluster_run(tmp_path, name, "finished", outer=outer))
     lines, code = outcome_lines(several(loaded, *clusters), dict.fromkeys("abcd", 0))
     text = "\n".join(lines)

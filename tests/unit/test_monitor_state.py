@@ -60,7 +60,8 @@ def test_a_job_stands_as_its_queue_says(
 
 def test_a_sign_of_life_is_newer_than_the_queues_word(tmp_path: Path) -> None:
     before = {"state": "stopped", "at": time.time() - 60}
-    run_dir, attempt = recorded_run(tmp_path / "a-1", {"launcher": "slurm"}, before, step=1)
+    launch, status = {"launcher": "slurm"}, {"step": 1}
+    run_dir, attempt = recorded_run(tmp_path / "a-1", launch, before, status=status)
     write_record(attempt.job, {"at": time.time() - 1.0, "state": "pending"})
     assert attempt_state(run_dir, attempt).state == "running"
     later = attempt_state(run_dir, attempt, lambda: time.time() + FRESH_S + 1)
@@ -135,7 +136,7 @@ def test_stop_has_a_deadline_and_says_what_it_waits_for(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_seen_by_its_files_only_is_stopped_by_them(tmp_path: Path) -> None:
-    run_dir, attempt = recorded_run(tmp_path / "a-1", FAR, phase="training")
+    run_dir, attempt = recorded_run(tmp_path / "a-1", FAR, status={"phase": "training"})
 
     def rank_0() -> None:
         while not attempt.stop_request.exists():

@@ -5,12 +5,14 @@ The records are written by hand. `ssh` is a program that runs its last argument 
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +37,7 @@ exec bash -c "${@: -1}"
 def finished(path: Path) -> None:
     launch = {**GONE, "world_size": 2, "device": "cuda"}
     steps = {"step": 60, "total_steps": 60, "loss": 3.25, "eval_loss": 3.5}
-    run_dir, attempt = recorded_run(path, launch, {"state": "finished", "step": 60}, **steps)
+    run_dir, attempt = recorded_run(path, launch, {"state": "finished", "step": 60}, status=steps)
     summary = {"first_loss": 7.6, "last_loss": 3.25, "steps": 60, "elapsed_s": 65.0}
     write_record(run_dir.summary, {**summary, "tokens": 1e6, "tokens_per_second": 15e3})
     add_checkpoint(run_dir, 60)
@@ -54,7 +56,8 @@ def of_a_chat_model(path: Path) -> None:
 def failed(path: Path) -> None:
     launch = {**FAR, "world_size": 2, "device": "cuda"}
     end = {"state": "failed", "exit_code": 4, "reason": "rank 1 failed", "step": 7}
-    _, attempt = recorded_run(path, launch, end, step=7, total_steps=60)
+    steps = {"step": 7, "total_steps": 60}
+    _, attempt = recorded_run(path, launch, end, status=steps)
     rank_error(attempt, 1, "the GPU is full", id="memory", where="batch 5", fix="a smaller batch")
     attempt.rank_log(1).write_text("x\n")
 
@@ -66,8 +69,9 @@ def killed(path: Path) -> None:
 
 def on_two_hosts(path: Path) -> None:
     status = {"phase": "training", "step": 30, "total_steps": 60, "loss": 4.5, "eta_s": 65.0}
+    status |= {"tokens_per_second": 5e3}
     launch = {**FAR, "launcher": "ssh", "world_size": 3, "device": "cuda"}
-    _, attempt = recorded_run(path, launch, **status, tokens_per_second=5e3)
+    _, attempt = recorded_run(path, launch, status=status)
     two_hosts(attempt, "ssh", "me@down")
     node = {"address": "10.0.0.1", "ranks": 2, "host": "far", "pid": 5, "started": 1.0, "why": ""}
     there = {**node, "node": 0, "name": "h0", "first_rank": 0, "state": "there"}
@@ -86,7 +90,7 @@ def on_two_hosts(path: Path) -> None:
 
 def on_hosts_that_have_not_come(path: Path) -> None:
     launch = {**FAR, "launcher": "manual", "world_size": 3, "device": "cuda"}
-    _, attempt = recorded_run(path, launch, began_s_ago=0.0)
+    _, attempt = recorded_run(path, launch, status={"phase": "starting"}, began_s_ago=0.0)
     two_hosts(attempt, "manual")
 
 
@@ -98,14 +102,14 @@ def in_a_queue(path: Path) -> None:
 
 
 def of_clusters(folder: Path) -> None:
-    outer = {"outer_step": 7, "sent_bytes": 2048, "received_bytes": 4096, "exposed_s": 30.0}
-    outer |= {"hidden_s": 90.0, "hidden_share": 0.75}
+    outer: dict[str, Any] = {"outer_step": 7, "sent_bytes": 2048, "received_bytes": 4096}
+    outer |= {"exposed_s": 30.0, "hidden_s": 90.0, "hidden_share": 0.75}
     outer |= {"last_outer_step": {"outer_step": 7, "digest": "d", "weights": {"a": 300, "b": 100}}}
     last = {"step": 8, "total_steps": 8, "loss": 2.0, "outer": {**outer, "is_averaged": True}}
     clusters = []
     for name, end in (("a", {"state": "finished", "step": 8}), ("b", {"state": "stopped"})):
         launch = {**FAR, "world_size": 1, "device": "cpu"}
-        run_dir, attempt = recorded_run(folder / f"t-{name}-1", launch, end, **last)
+        run_dir, attempt = recorded_run(folder / f"t-{name}-1", launch, end, status=last)
         attempt.rank_log(0).write_text(f"one of {name}\ntwo of {name}\n")
         clusters.append(ClusterRun(name, "local", str(run_dir.path), "", 1))
     clusters.append(ClusterRun("centre", "pbs"))
@@ -153,6 +157,8 @@ def said(folder: Path, capfd: pytest.CaptureFixture[str]) -> Said:
     """What commands print, without times, ages and names of this machine."""
 
     def one(line: str) -> str:
+        for status in folder.glob("*/status.json"):
+            os.utime(status)  # a heartbeat, however long the commands before have taken
         code = main(line.split())
         out, err = capfd.readouterr()
         err = "".join(f"! {line}\n" for line in err.splitlines())
