@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -71,16 +70,22 @@ def hangs(attempt: Attempt) -> list[dict[str, Any]]:
     return [record for path in paths if (record := read_record(path))]
 
 
-def nth_stall(gang: Gang, attempt: Attempt, number: int) -> dict[str, Any]:
-    return until(gang, lambda: (hangs(attempt)[number:] or [None])[0])  # type: ignore[no-any-return]
+def nth_hang(gang: Gang, attempt: Attempt, number: int) -> dict[str, Any]:
+    until(gang, lambda: len(hangs(attempt)) > number)
+    return hangs(attempt)[number]
 
 
 def nth_went_on(gang: Gang, attempt: Attempt, number: int) -> None:
     until(gang, lambda: hangs(attempt)[number]["went_on_after_s"] is not None)
 
 
-def stacks(attempt: Attempt, stall: dict[str, Any], rank: int) -> str:
-    return (attempt.hangs / f"step-{stall['step']}-rank-{rank}.txt").read_text()
+def stacks(attempt: Attempt, hang: dict[str, Any], rank: int) -> str:
+    return (attempt.hangs / f"step-{hang['step']}-rank-{rank}.txt").read_text()
+
+
+def notes(run_dir: RunDir) -> list[str]:
+    found: list[str] = (read_record(run_dir.status) or {}).get("notes", [])
+    return found
 
 
 def test_each_kind_of_stall_names_its_rank_and_place(run_file: Path) -> None:
@@ -89,40 +94,38 @@ def test_each_kind_of_stall_names_its_rank_and_place(run_file: Path) -> None:
 
     # A disk that hangs, on one rank.
     (run_dir.path / "rank-2" / "block").touch()
-    stall = nth_stall(gang, attempt, 0)
-    assert stall["root_causes"] == [2], stall["text"]
-    assert "rank 2 on" in stall["text"]
-    assert "is behind: in data loading, at dist/test_watchdog.py:" in stall["text"]
-    assert "block_while_told()" in stall["text"]
-    assert "usually" in stall["text"]
-    assert "block_while_told" in stacks(attempt, stall, 2)
-    assert "waiting in" in stacks(attempt, stall, 0).splitlines()[0]
+    hang = nth_hang(gang, attempt, 0)
+    assert hang["root_causes"] == [2], hang["text"]
+    assert "is behind: in data loading, at dist/test_watchdog.py:" in hang["text"]
+    assert "block_while_told()" in hang["text"]
+    assert "usually" in hang["text"]
+    assert "block_while_told" in stacks(attempt, hang, 2)
+    assert "waiting in" in stacks(attempt, hang, 0).splitlines()[0]
     (run_dir.path / "rank-2" / "block").unlink()
     (run_dir.path / "rank-2" / "pipe").write_bytes(b"x")
     nth_went_on(gang, attempt, 0)
 
     # Python code without an end, in the model, while the others wait for its gradients.
     (run_dir.path / "rank-1" / "spin").touch()
-    stall = nth_stall(gang, attempt, 1)
-    assert stall["root_causes"] == [1], stall["text"]
-    assert "is behind: in forward and backward, at dist/test_watchdog.py:" in stall["text"]
-    assert "spin_while_told()" in stall["text"]
+    hang = nth_hang(gang, attempt, 1)
+    assert hang["root_causes"] == [1], hang["text"]
+    assert "is behind: in forward and backward, at dist/test_watchdog.py:" in hang["text"]
+    assert "spin_while_told()" in hang["text"]
     (run_dir.path / "rank-1" / "spin").unlink()
     nth_went_on(gang, attempt, 1)
 
     # A process that does not run at all.
     pid = gang.processes[1].pid or 0
     os.kill(pid, signal.SIGSTOP)
-    stall = nth_stall(gang, attempt, 2)
-    assert stall["root_causes"] == [1], stall["text"]
-    assert "rank 1 on" in stall["text"]
-    assert "has not been heard of for" in stall["text"]
+    hang = nth_hang(gang, attempt, 2)
+    assert hang["root_causes"] == [1], hang["text"]
+    assert "has not been heard of for" in hang["text"]
     os.kill(pid, signal.SIGCONT)
     nth_went_on(gang, attempt, 2)
 
-    notes = until(gang, lambda: _notes_of(run_dir, 6))
-    assert "is behind: in data loading" in notes[0]
-    assert "went on after" in notes[1]
+    until(gang, lambda: len(notes(run_dir)) >= 6)
+    assert "is behind: in data loading" in notes(run_dir)[0]
+    assert "went on after" in notes(run_dir)[1]
     for process in gang.processes:
         os.kill(process.pid or 0, signal.SIGTERM)
     assert set(gang.wait()) == {ExitCode.REQUEUE}  # report: nothing has ended it before
@@ -141,8 +144,3 @@ def test_action_stop_ends_the_run_and_names_who_froze(run_file: Path) -> None:
     assert outcome["error"]["rank"] == 0
     assert "has not been heard of for" in outcome["reason"]
     gang.kill()
-
-
-def _notes_of(run_dir: RunDir, count: int) -> list[str] | None:
-    notes = json.loads(run_dir.status.read_text()).get("notes", [])
-    return notes if len(notes) >= count else None

@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv4Network
@@ -39,18 +39,7 @@ from isles.launch.huggingface import huggingface_issues
 from isles.launch.ssh.hosts import Reach
 from tests.deadline import DEADLINE_S
 from tests.each import each
-
-_SMI = """\
-#!{python}
-import sys
-answers = {answers!r}
-query = sys.argv[1]
-for beginning, answer in answers.items():
-    if query.startswith(beginning):
-        print(answer)
-        sys.exit()
-sys.exit(2)
-"""
+from tests.programs import program
 
 _ONE = {"--query-gpu=index": "0, NVIDIA RTX 5070 Ti, GPU-aa, 16303 MiB"}
 _WELL = _ONE | {"--query-gpu=uuid,driver": "GPU-aa, 570.86.10, 90, 71"}
@@ -63,9 +52,7 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     """What is found of the GPUs where nvidia-smi gives these answers."""
 
     def find(answers: dict[str, str], device: Literal["cpu", "cuda"] = "cuda") -> list[Finding]:
-        smi = tmp_path / "nvidia-smi"
-        smi.write_text(_SMI.format(python=sys.executable, answers=answers))
-        smi.chmod(0o755)
+        program(tmp_path, "nvidia-smi", answers)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         return list(gpus(NodePlan("a", device=device)))
@@ -108,18 +95,15 @@ def test_troubles_of_a_gpu(
 
 
 def test_ports_over_the_loopback() -> None:
-    listener = Listener()
+    listener, second = Listener(), Listener()
     ports = listener.listen(29850)
-    second = Listener()
-    others = second.listen(29850)
-    assert others["run"] != ports["run"], "a port that is taken is not taken twice"
+    assert second.listen(29850)["run"] != ports["run"], "a port that is taken is not taken twice"
     second.unlisten()
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         peer = {"name": "b", "address": "127.0.0.1", "ports": ports}
         shut = {**ports, "any": closed.getsockname()[1]}
-        peers = [peer, {**peer, "name": "c", "ports": shut}]
-        answer = reach(peers, timeout_s=3)
+        answer = reach([peer, {**peer, "name": "c", "ports": shut}], timeout_s=3)
     links = {name: Link(**link) for name, link in json.loads(json.dumps(answer)).items()}
     assert links["b"].is_open and 0 < links["b"].rtt_s < 1
     assert links["b"].lost == 0 < links["b"].sent
@@ -133,26 +117,19 @@ def test_ports_over_the_loopback() -> None:
     assert "one open port is not enough" in bad.text and "the firewall of c" in bad.text
     assert "on c: sudo nft" in bad.fix and "10.0.0.0/8" in bad.fix
     assert (well.where, well.measured) == ("2 pairs", "2 of 3")
-    rate = bandwidth("127.0.0.1", ports["any"], seconds=0.1)
-    assert rate["bytes_per_s"] > 1e6
+    assert bandwidth("127.0.0.1", ports["any"], seconds=0.1)["bytes_per_s"] > 1e6
     listener.unlisten()
-    rate = bandwidth("127.0.0.1", ports["any"], seconds=0.1)
-    assert rate["bytes_per_s"] == 0
+    assert bandwidth("127.0.0.1", ports["any"], seconds=0.1)["bytes_per_s"] == 0
 
 
 def test_a_hundred_taken_ports_are_an_error() -> None:
-    taken = []
-    try:
+    with ExitStack() as taken:
         for port in range(29_700, 29_800):
-            with_port = socket.socket()
-            taken.append(with_port)
-            with_port.bind(("", port))
-            with_port.listen()
+            other = taken.enter_context(socket.socket())
+            other.bind(("", port))
+            other.listen()
         with pytest.raises(UserError, match="29700 to 29799"):
             Listener().listen(29_700)
-    finally:
-        for one in taken:
-            one.close()
 
 
 def test_this_machine() -> None:
@@ -165,7 +142,7 @@ def test_this_machine() -> None:
     assert "lo" in {interface.name for interface in interfaces()}
 
 
-def test_folders_and_the_probe(tmp_path: Path) -> None:
+def test_folders_of_a_run(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
 
@@ -180,13 +157,17 @@ def test_folders_and_the_probe(tmp_path: Path) -> None:
     assert "files.workdir" not in found and found["files.output"].level == "ok"
     assert f"to be made in {tmp_path}" in found["files.output"].text
     assert not (tmp_path / "a").exists(), "a check makes no folders"
+
+
+def test_a_probe_shows_who_sees_the_folder_and_goes_again(tmp_path: Path) -> None:
     probe = probe_write(str(tmp_path / "a"))
     assert probe_read(**probe)["is_shared"]
     assert not probe_read(probe["path"], "other")["is_shared"]
     probe_remove(probe["path"])
     assert not probe_read(**probe)["is_shared"]
-    probe_remove(str(blocked))
-    assert blocked.exists(), "only its own file is removed"
+    (tmp_path / "file").write_text("")
+    probe_remove(str(tmp_path / "file"))
+    assert (tmp_path / "file").exists(), "only its own file is removed"
 
 
 def test_space_for_the_checkpoints_of_the_run(run_file: Path) -> None:
@@ -226,19 +207,18 @@ def test_data_that_only_the_first_host_needs(run_file: Path, tmp_path: Path) -> 
     names = ["model.name_or_path=./none", f"data.sources=[{{path: {tmp_path}/none.jsonl}}]"]
     run = RunFacts.of(load_run_file(run_file, names))
     plans = [run.plan(name, {"a": 1, "b": 1}, "cpu") for name in "ab"]
-    sent = [json.loads(json.dumps(asdict(plan))) for plan in plans]
-    found = [finding for plan in sent for finding in files(NodePlan(**plan))]
-    assert [(f.id, f.where) for f in found if f.id in ("files.data", "files.model")] == [
-        ("files.model", "a"),
-        ("files.data", "a"),
-        ("files.model", "b"),
+    sent = [NodePlan(**json.loads(json.dumps(asdict(plan)))) for plan in plans]
+    absent = [f for plan in sent for f in files(plan) if f.id in ("files.data", "files.model")]
+    assert [(f.id, f.where, f.measured) for f in absent] == [
+        ("files.model", "a", "absent"),
+        ("files.data", "a", "absent"),
+        ("files.model", "b", "absent"),
     ]
-    assert all(f.measured == "absent" for f in found if f.id in ("files.data", "files.model"))
     copied = [f for f in files(replace(plans[0], is_copied=True)) if f.id == "files.model"]
     assert copied[0].level == "warning" and "sync" in copied[0].text
 
 
-class _Gate(BaseHTTPRequestHandler):
+class _Hub(BaseHTTPRequestHandler):
     """A hub whose repositories are open, gated or absent, by their names."""
 
     def do_HEAD(self) -> None:
@@ -259,7 +239,7 @@ class _Gate(BaseHTTPRequestHandler):
 
 @contextmanager
 def _hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Gate)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -268,68 +248,62 @@ def _hub() -> Iterator[str]:
         server.server_close()
 
 
-def test_the_hub_and_its_licences(tmp_path: Path) -> None:
-    code = "import json; from isles.check.checks.files import hub; "
-    code += "from isles.check.plan import NodePlan; "
-    code += "repos = [('model', n) for n in ('o/open', 'o/gated', 'o/none')]; "
-    code += "found = hub(NodePlan('a', repos=repos)); "
-    code += "print(json.dumps([(f.id, f.level, f.measured, f.fix) for f in found]))"
+_GONE = "http://127.0.0.1:9"
+_ASK = """\
+import json
+from isles.check.checks.files import hub
+from isles.check.plan import NodePlan
+found = hub(NodePlan("a", repos=[("model", n) for n in ("o/open", "o/gated", "o/none")]))
+print(json.dumps([(f.id, f.level, f.measured, f.fix) for f in found]))
+"""
 
-    def ask(**variables: str) -> list[list[str]]:
-        environ = {**os.environ, "HF_HOME": str(tmp_path), **variables}
-        # The library reads these once, when it is imported.
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=True,
-        )
-        answer: list[list[str]] = json.loads(done.stdout)
+
+def test_the_hub_and_its_licences(tmp_path: Path) -> None:
+    def ask(endpoint: str, offline: str) -> list[list[str]]:
+        # A process of its own: the library reads these once, when it is imported.
+        own = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": offline}
+        command = [sys.executable, "-c", _ASK]
+        said = subprocess.check_output(command, env={**os.environ, **own}, timeout=DEADLINE_S)
+        answer: list[list[str]] = json.loads(said)
         return answer
 
     with _hub() as url:
-        well, licence, missing = ask(HF_ENDPOINT=url, HF_HUB_OFFLINE="0")
+        well, licence, missing = ask(url, "0")
     assert well == ["hub.access", "ok", "ok", ""]
     assert licence[:3] == ["hub.licence", "error", "licence"]
-    assert "https://huggingface.co/o/gated" in licence[3] or "/o/gated" in licence[3]
+    assert "https://huggingface.co/o/gated" in licence[3]
     assert missing[:3] == ["hub.access", "error", "missing"] and "hf auth login" in missing[3]
-    gone = "http://127.0.0.1:9"
     (tmp_path / "hub" / "models--o--open" / "snapshots" / "a").mkdir(parents=True)
     for offline, state, words in (
         ("0", "unreachable", "HTTPS_PROXY"),
         ("1", "offline", "HF_HUB_OFFLINE"),
     ):
-        cached, *others = ask(HF_ENDPOINT=gone, HF_HUB_OFFLINE=offline)
+        cached, *others = ask(_GONE, offline)
         assert cached == ["hub.access", "ok", "cached", ""]
         assert [other[:3] for other in others] == [["hub.access", "error", state]] * 2
         assert all(words in other[3] for other in others)
 
 
 def test_a_start_asks_the_hub_once_for_what_is_not_here(run_file: Path, tmp_path: Path) -> None:
-    def issues(name: str, endpoint: str) -> list[str]:
+    def issues(endpoint: str) -> list[str]:
         variables = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-        loaded = load_run_file(
-            run_file,
-            (
-                f"model.name_or_path={name}",
-                f"data.sources=[{{path: {name}-data}}]",
-                "tokenizer={}",
-                f"clusters=[{{environment: {{variables: {json.dumps(variables)}}}}}]",
-            ),
+        overrides = (
+            "model.name_or_path=o/open",
+            "data.sources=[{path: o/open-data}]",
+            "tokenizer={}",
+            f"clusters=[{{environment: {{variables: {json.dumps(variables)}}}}}]",
         )
+        loaded = load_run_file(run_file, overrides)
         return [f"{f.where} {f.what} {f.id}" for f in huggingface_issues(loaded)]
 
     with _hub() as url:
-        (found,) = issues("o/open", url)
+        (found,) = issues(url)
     assert "the hub knows no dataset o/open-data, or" in found
-    gone = "http://127.0.0.1:9"
-    (found, _) = issues("o/open", gone)
+    (found, _) = issues(_GONE)
     assert "command line model.name_or_path the hub cannot be reached for model o/open" in found
     (tmp_path / "hub" / "models--o--open" / "snapshots" / "a").mkdir(parents=True)
     (tmp_path / "datasets" / "o___open-data").mkdir(parents=True)
-    assert issues("o/open", gone) == []
+    assert issues(_GONE) == []
 
 
 def test_a_node_that_nobody_asks_any_more_ends() -> None:
@@ -341,13 +315,19 @@ def test_a_node_that_nobody_asks_any_more_ends() -> None:
         assert child.wait(timeout=DEADLINE_S) == 1
 
 
-def test_faults_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "no-such.yaml"]) == 1
-    assert "no such file" in capsys.readouterr().err
-    assert main(["check", "--hosts", "a", "a"]) == 1
-    assert "a is there twice" in capsys.readouterr().err
-    assert main(["check", "--timeout", "1s"]) == 1
-    assert "--timeout 30s" in capsys.readouterr().err
+@each(
+    ("words", "said"),
+    [
+        (["no-such.yaml"], "no such file"),
+        (["--hosts", "a", "a"], "a is there twice"),
+        (["--timeout", "1s"], "--timeout 30s"),
+    ],
+)
+def test_faults_of_the_command_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", *words]) == 1
+    assert said in capsys.readouterr().err
 
 
 def test_the_nodes_of_a_check_do_not_wait_for_a_stranger_who_never_ends_a_line() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from isles.check.scheduler import queue_findings
 from isles.config.sections.cluster import ClusterConfig, PbsLauncherConfig, SlurmLauncherConfig
 from isles.launch.ssh.shell import Shell
 from tests.each import each
+from tests.programs import program
 
 PARTITIONS = """\
 PartitionName=gpu AllowAccounts=ALL Default=YES MaxTime=1-00:00:00 State=UP Nodes=n[1-4]
@@ -22,7 +22,7 @@ NODES = """\
 n1|idle|gpu:a100:4(S:0-1)|a100,ib|none
 n2|mixed|gpu:a100:4|a100,ib|none
 n3|drained|gpu:a100:4|a100|bad fan
-n4|down*|gpu:2|v100|Not responding
+n4|idle*|gpu:2|v100|Not responding
 """
 QUEUES = """\
 Queue: gpuq
@@ -46,22 +46,6 @@ n2
      comment = disk
      resources_available.ngpus = 4
 """
-
-
-def program(folder: Path, name: str, answers: dict[str, str]) -> None:
-    """A program that prints an answer by what its arguments contain, and fails for the rest."""
-    path = folder / name
-    path.write_text(
-        f"#!{sys.executable}\nimport sys\nanswers = {answers!r}\n"
-        "line = ' '.join(sys.argv[1:])\n"
-        "for words, text in answers.items():\n"
-        "    if words in line:\n"
-        "        sys.stdout.write(text)\n"
-        "        sys.exit(0)\n"
-        "sys.stderr.write('not known: ' + line)\n"
-        "sys.exit(1)\n"
-    )
-    path.chmod(0o755)
 
 
 @pytest.fixture
@@ -95,7 +79,7 @@ def test_slurm_has_room(slurm: Path) -> None:
         "queue.time": "ok",
     }
     nodes = of(found, "queue.nodes")
-    assert "n3 is drained (bad fan)" in nodes.text and "n4 is down*" in nodes.text
+    assert "n3 is drained (bad fan)" in nodes.text and "n4 is idle*" in nodes.text
     assert "State=RESUME" in nodes.fix
 
 

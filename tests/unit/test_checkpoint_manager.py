@@ -21,20 +21,18 @@ from isles.run.records import write_record
 from isles.run.restarts import checkpoint_to_load
 
 
-def manager(
-    tmp_path: Path, timeout_s: float, now: Callable[[], float] = time.monotonic
+def saving(
+    tmp_path: Path, pending: Future[None], now: Callable[[], float] = time.monotonic
 ) -> CheckpointManager:
+    """One whose save of step 4 is under way, and may take half an hour."""
     group: Any = None  # nothing is sent
     device: Any = None
     world = World(0, 0, 1, 1, device, group, group, group, 1.0)
-    run_dir = RunDir(tmp_path)
     disks = Disks((Place(0, 0, "here"),), (False,))
-    return CheckpointManager(run_dir, world, CheckpointConfig(timeout=timeout_s), disks, 1, now)
-
-
-def wait_for(checkpoints: CheckpointManager, pending: Future[None]) -> None:
+    config = CheckpointConfig(timeout=1_800.0)
+    checkpoints = CheckpointManager(RunDir(tmp_path), world, config, disks, 1, now)
     checkpoints._pending, checkpoints._pending_step = pending, 4
-    checkpoints.wait()
+    return checkpoints
 
 
 def test_a_disk_that_times_out_is_not_a_save_that_takes_too_long(tmp_path: Path) -> None:
@@ -42,7 +40,7 @@ def test_a_disk_that_times_out_is_not_a_save_that_takes_too_long(tmp_path: Path)
     pending: Future[None] = Future()
     pending.set_exception(TimeoutError(110, "Connection timed out"))
     with pytest.raises(TrainingError, match="Connection timed out") as error:
-        wait_for(manager(tmp_path, 1800.0), pending)
+        saving(tmp_path, pending).wait()
     assert "is not over" not in str(error.value)
 
 
@@ -55,13 +53,12 @@ def test_a_save_may_take_as_long_as_its_parts_move(tmp_path: Path) -> None:
             pending.set_result(None)
         return seconds
 
-    checkpoints = manager(tmp_path, 1_800.0, now)
+    checkpoints = saving(tmp_path, pending, now)
     checkpoints.moved_at = 1_700.0
-    wait_for(checkpoints, pending)
+    checkpoints.wait()
     assert checkpoints.last_step == 4
-    checkpoints = manager(tmp_path, 1_800.0, iter([0.0, 0.0, 1_900.0]).__next__)
     with pytest.raises(TrainingError, match="step 4 is not over after 1800s"):
-        wait_for(checkpoints, Future())
+        saving(tmp_path, Future(), iter([0.0, 0.0, 1_900.0]).__next__).wait()
 
 
 def test_what_was_asked_for_is_loaded_until_this_start_has_saved(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""How runs stand and how they are stopped, by records and real processes."""
+"""How runs stand, how they are stopped and why they failed, by records and real processes."""
 
 from __future__ import annotations
 
 import errno
-import json
+import os
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,116 +13,114 @@ from typing import Any
 import pytest
 
 from isles.errors import ExitCode, UserError
-from isles.monitor.outcome import failure_lines, root_cause
+from isles.monitor.outcome import failure_lines
 from isles.monitor.status import collect
 from isles.monitor.stop import stop_run
-from isles.monitor.table import report_lines
 from isles.run.begin import new_attempt, write_launch
-from isles.run.paths import Attempt, RunDir
+from isles.run.paths import RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record, write_record
-from isles.run.state import FRESH_S
-from isles.run.stop import kill_now, send_signal
+from isles.run.state import FRESH_S, attempt_state
+from isles.run.stop import kill_now, read_stop_request, send_signal
 from tests.deadline import DEADLINE_S
 from tests.each import each
+from tests.run_records import FAR, GONE, rank_error, recorded_run
 from tests.runs import bare_run, running_agent
 
 
-def ended_run(path: Path, outcome: dict[str, Any] | None, world_size: int = 1) -> Attempt:
-    """A run whose process is gone; None: it left no outcome."""
-    run_dir = bare_run(path)
-    with running_agent(run_dir, world_size) as agent:
-        attempt = agent.attempt
-    if outcome is not None:
-        write_record(attempt.outcome, {"at": time.time(), "step": 7, **outcome})
-    return attempt
-
-
-def stop(run_dir: RunDir, *, now: bool = False, timeout_s: float = DEADLINE_S) -> tuple[int, str]:
+def stop(run_dir: RunDir, *, now: bool = False, timeout_s: float = DEADLINE_S) -> str:
     said: list[str] = []
     code = stop_run(run_dir, now=now, timeout_s=timeout_s, print_line=said.append)
-    return code, "\n".join(said)
+    assert code == ExitCode.OK
+    return "\n".join(said)
 
 
-def test_a_running_run_shows_its_status(tmp_path: Path) -> None:
+@each(
+    ("job", "outcome", "state", "is_alive"),
+    [
+        ("pending", None, "queued", True),
+        ("requeued", {"state": "stopped", "exit_code": 85}, "queued", True),
+        ("running", None, "running", True),
+        ("running", {"state": "finished"}, "finished", True),
+        ("ended", {"state": "finished"}, "finished", False),
+        ("ended", None, "killed", False),
+        ("unknown", None, "unknown", False),
+        (None, {"state": "failed", "exit_code": 3}, "failed", False),
+    ],
+)
+def test_a_job_stands_as_its_queue_says(
+    tmp_path: Path, job: str | None, outcome: dict[str, Any] | None, state: str, is_alive: bool
+) -> None:
+    run_dir, attempt = recorded_run(tmp_path / "a-1", {"launcher": "slurm"}, outcome)
+    if job:
+        write_record(attempt.job, {"at": time.time(), "state": job, "reason": "why"})
+    found = attempt_state(run_dir, attempt)
+    assert (found.state, found.is_alive, found.reason) == (state, is_alive, "why" if job else "")
+
+
+def test_a_sign_of_life_is_newer_than_the_queues_word(tmp_path: Path) -> None:
+    before = {"state": "stopped", "at": time.time() - 60}
+    launch, status = {"launcher": "slurm"}, {"step": 1}
+    run_dir, attempt = recorded_run(tmp_path / "a-1", launch, before, status=status)
+    write_record(attempt.job, {"at": time.time() - 1.0, "state": "pending"})
+    assert attempt_state(run_dir, attempt).state == "running"
+    later = attempt_state(run_dir, attempt, lambda: time.time() + FRESH_S + 1)
+    assert later.state == "queued"
+
+
+def test_what_an_earlier_attempt_left_is_no_status_and_silence_is_told(tmp_path: Path) -> None:
     run_dir = bare_run(tmp_path / "a-1")
-    # What an earlier attempt left does not count.
     write_record(run_dir.status, {"phase": "training", "step": 99, "updated_at": time.time() - 9})
     with running_agent(run_dir, world_size=2) as agent:
         report = collect(run_dir)
         assert (report.state, report.phase, report.step) == ("running", "starting", None)
-        agent.order("status", phase="training", step=30, total_steps=60, loss=4.5, eta_s=65.0)
+        agent.order("status", phase="training", step=30)
         report = collect(run_dir)
         assert (report.state, report.phase, report.step) == ("running", "training", 30)
         assert (report.pid, report.attempt, report.world_size) == (agent.process.pid, 1, 2)
-        text = "\n".join(report_lines(report))
-        assert "30/60" in text
-        assert "1m 05s" in text
         later = collect(run_dir, lambda: time.time() + 400)
         assert "reported nothing for 6m 40s" in later.hint
-        assert json.loads(json.dumps(report.model_dump()))["state"] == "running"
-
-
-@each(
-    ("outcome", "state", "hint"),
-    [
-        ({"state": "finished", "exit_code": 0}, "finished", "isles generate "),
-        ({"state": "stopped", "exit_code": 85, "reason": "SIGTERM"}, "stopped", "isles train"),
-        ({"state": "failed", "exit_code": 4, "reason": "no memory"}, "failed", "isles train"),
-        (None, "killed", "isles train"),
-    ],
-)
-def test_an_ended_run(
-    tmp_path: Path, outcome: dict[str, Any] | None, state: str, hint: str
-) -> None:
-    ended_run(tmp_path / "a-1", outcome)
-    report = collect(RunDir(tmp_path / "a-1"))
-    assert report.state == state
-    assert hint in report.hint
-    assert report.exit_code == (outcome["exit_code"] if outcome else None)
-    code, said = stop(RunDir(tmp_path / "a-1"))
-    assert code == ExitCode.OK
-    assert "is not running" in said
-    assert state in said
 
 
 def test_a_silent_run_on_another_host_is_unknown(tmp_path: Path) -> None:
-    run_dir = bare_run(tmp_path / "a-1")
-    attempt = new_attempt(run_dir)
-    far = ProcessId("elsewhere", 1, 1.0)
-    write_launch(attempt, far, world_size=4, device="cuda", command=())
+    run_dir, attempt = recorded_run(tmp_path / "a-1", FAR, began_s_ago=0.0)
     assert collect(run_dir).state == "running"
-    report = collect(run_dir, lambda: time.time() + 120)
-    assert (report.state, report.host) == ("unknown", "elsewhere")
-    with pytest.raises(UserError, match="has not ended within 1s") as caught:
-        stop(run_dir, timeout_s=1.0)
-    assert "elsewhere" in str(caught.value)
-    # It falls silent while it is waited for.
-    began_at = time.time() - FRESH_S + 1.0
-    write_record(attempt.launch, {**far.record(), "world_size": 4, "begun_at": began_at})
-    with pytest.raises(UserError, match="has not been heard of for") as caught:
-        stop(run_dir)
-    assert "if elsewhere is up" in caught.value.fix
+    report = collect(run_dir, lambda: time.time() + 600)
+    assert (report.state, report.host) == ("unknown", "far")
+    assert "last seen 10m" in report.hint
+    write_record(attempt.launch, {**FAR, "begun_at": time.time() - FRESH_S + 1.0})
+    for _ in ("falls silent while it is waited for", "is silent"):
+        with pytest.raises(UserError, match="has not been heard of for") as caught:
+            stop(run_dir)
+        assert "if far is up" in caught.value.fix
+    assert attempt.stop_request.exists(), "it is heard when the host is back"
 
 
-def test_stop_lets_the_run_save(tmp_path: Path) -> None:
+def test_a_clock_that_is_ahead_keeps_no_run_alive(tmp_path: Path) -> None:
+    run_dir, attempt = recorded_run(tmp_path / "a-1", FAR, began_s_ago=-3600.0)
+    write_record(run_dir.status, {"updated_at": time.time() + 3600.0})
+    now = time.time()
+    state = attempt_state(run_dir, attempt, lambda: now)
+    assert state.state == "running"
+    assert state.last_seen_at is not None and abs(state.last_seen_at - now) < 5
+    assert attempt_state(run_dir, attempt, lambda: now + FRESH_S + 5).state == "unknown"
+
+
+@each(
+    ("now", "says", "state"),
+    [
+        (False, "has ended: stopped at step 7 (SIGTERM)", "stopped"),
+        (True, "was ended without saving", "killed"),
+    ],
+)
+def test_stop_lets_the_run_save_or_kills_it(
+    tmp_path: Path, now: bool, says: str, state: str
+) -> None:
     run_dir = bare_run(tmp_path / "a-1")
     with running_agent(run_dir) as agent:
-        code, said = stop(run_dir)
-        assert code == ExitCode.OK
+        assert says in stop(run_dir, now=now)
         assert not agent.process.is_alive()
-        assert "has ended: stopped at step 7 (SIGTERM)" in said
-        assert "--now" in said
-
-
-def test_stop_now_kills(tmp_path: Path) -> None:
-    run_dir = bare_run(tmp_path / "a-1")
-    with running_agent(run_dir) as agent:
-        code, said = stop(run_dir, now=True)
-        assert code == ExitCode.OK
-        assert not agent.process.is_alive()
-        assert "without saving" in said
-    assert collect(run_dir).state == "killed"
+    assert collect(run_dir).state == state
 
 
 def test_stop_has_a_deadline_and_says_what_it_waits_for(tmp_path: Path) -> None:
@@ -136,6 +135,24 @@ def test_stop_has_a_deadline_and_says_what_it_waits_for(tmp_path: Path) -> None:
         assert agent.process.is_alive()
 
 
+def test_a_run_that_is_seen_by_its_files_only_is_stopped_by_them(tmp_path: Path) -> None:
+    run_dir, attempt = recorded_run(tmp_path / "a-1", FAR, status={"phase": "training"})
+
+    def rank_0() -> None:
+        while not attempt.stop_request.exists():
+            os.sched_yield()
+        outcome = {"state": "stopped", "exit_code": 85, "step": 5, "at": time.time()}
+        write_record(attempt.outcome, outcome)
+
+    thread = threading.Thread(target=rank_0)
+    thread.start()
+    said = stop(run_dir)
+    thread.join()
+    request = read_stop_request(attempt)
+    assert request is not None and request.kind == "save"
+    assert "far" in said and "has ended: stopped at step 5" in said
+
+
 def test_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
     with running_agent(bare_run(tmp_path / "innocent-1")) as innocent:
         run_dir = bare_run(tmp_path / "a-1")
@@ -145,79 +162,52 @@ def test_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
         write_launch(attempt, reused, world_size=1, device="cpu", command=())
         assert collect(run_dir).state == "killed"
         for now in (False, True):
-            assert "is not running" in stop(run_dir, now=now)[1]
+            assert "is not running" in stop(run_dir, now=now)
         assert not kill_now(reused)
         assert not send_signal(ProcessId("elsewhere", process.pid, process.started), 15)  # type: ignore[arg-type]
         innocent.order("log", rank=0, text="still here\n")
         assert process.is_alive()
 
 
-def rank_error(attempt: Attempt, rank: int, at: float, **fields: Any) -> None:
-    record = {"rank": rank, "host": "h", "at": at, "exit_code": 3, "is_communication": False}
-    write_record(attempt.rank_error(rank), {**record, **fields})
-
-
 def test_the_rank_that_failed_by_itself_is_shown_first(tmp_path: Path) -> None:
-    outcome = {"state": "failed", "exit_code": 5, "error": {"rank": 0, "what": "time-out"}}
-    attempt = ended_run(tmp_path / "a-1", outcome, world_size=3)
-    rank_error(attempt, 0, 10.0, kind="DistBackendError", what="time-out", is_communication=True)
-    rank_error(attempt, 2, 12.0, kind="ValueError", what="later")
+    end = {"state": "failed", "exit_code": 5, "error": {"rank": 0, "what": "time-out"}}
+    _, attempt = recorded_run(tmp_path / "a-1", {**GONE, "world_size": 3}, end)
+    rank_error(attempt, 0, "time-out", at=10.0, is_communication=True)
+    rank_error(attempt, 2, "later", at=12.0)
     fields = {"where": "batch 5", "fix": "lower the rate"}
-    rank_error(attempt, 1, 11.0, kind="TrainingError", what="loss is nan at step 7", **fields)
+    rank_error(attempt, 1, "loss is nan at step 7", at=11.0, **fields)
     attempt.rank_log(1).write_text("x")
-    lines = failure_lines(attempt)
-    assert lines == [
+    assert failure_lines(attempt) == [
         "error: loss is nan at step 7",
-        "  where: rank 1 on h, batch 5",
+        "  where: rank 1 on far, batch 5",
         "  fix: lower the rate",
         f"  log: {attempt.rank_log(1)}",
         "  2 other ranks stopped because of it",
     ]
 
 
-def test_a_rank_that_died_without_a_word_comes_before_those_that_missed_it(tmp_path: Path) -> None:
-    decision = {"rank": 1, "host": "h", "what": "rank 1 was killed by SIGKILL", "fix": "dmesg"}
-    outcome = {"state": "failed", "exit_code": 3, "error": decision}
-    attempt = ended_run(tmp_path / "a-1", outcome, world_size=2)
-    rank_error(attempt, 0, 10.0, kind="RuntimeError", what="lost", is_communication=True)
-    assert root_cause(attempt) == decision
-    assert failure_lines(attempt)[0] == "error: rank 1 was killed by SIGKILL"
-    assert failure_lines(attempt)[-1] == "  1 other rank stopped because of it"
-
-
 def test_only_an_unforeseen_error_shows_its_traceback(tmp_path: Path) -> None:
-    attempt = ended_run(tmp_path / "a-1", {"state": "failed", "exit_code": 3, "error": None})
+    _, attempt = recorded_run(tmp_path / "a-1", GONE, {"state": "failed", "exit_code": 3})
     trace = "".join(f"line {number}\n" for number in range(40))
-    rank_error(attempt, 0, 1.0, kind="ValueError", what="ValueError: x", traceback=trace)
+    rank_error(attempt, 0, "ValueError: x", traceback=trace)
     text = "\n".join(failure_lines(attempt))
-    assert "line 39" in text
-    assert "line 10" not in text
-    rank_error(attempt, 0, 1.0, kind="X", what="no memory", traceback=trace, fix="a smaller batch")
+    assert "line 39" in text and "line 10" not in text
+    rank_error(attempt, 0, "no memory", traceback=trace, fix="a smaller batch")
     assert "line 39" not in "\n".join(failure_lines(attempt))
-
-
-def test_a_killed_run_shows_the_end_of_the_agents_log(tmp_path: Path) -> None:
-    attempt = ended_run(tmp_path / "a-1", None)
-    lines = failure_lines(attempt)
-    assert lines[0].endswith("have left no word: killed, perhaps")
-    assert lines[-1].strip() == "agent is ready"
 
 
 def test_a_run_that_found_no_room_for_its_end_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempt = ended_run(tmp_path / "a-1", None)
+    _, attempt = recorded_run(tmp_path / "a-1", GONE)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4096))
-    text = "\n".join(failure_lines(attempt))
-    assert f"no word: the disk of {attempt.path} is full, 4.0 KiB are left\n  fix: free" in text
+    full = f"the disk of {attempt.path} is full, 4.0 KiB are left"
+    assert f"no word: {full}\n  fix: free" in "\n".join(failure_lines(attempt))
     # Nor had a rank room for its error: an agent's memory is all there is.
     culprit = {"rank": 0, "what": "rank 0 ended with exit code 5"}
     write_record(attempt.outcome, {"state": "failed", "exit_code": 5, "error": culprit})
     lines = failure_lines(attempt)
-    assert lines[0] == (
-        f"error: the disk of {attempt.path} is full, 4.0 KiB are left; rank 0 ended with exit code "
-        "5"
-    )
+    assert lines[0] == f"error: {full}; rank 0 ended with exit code 5"
     assert "  fix: free some of it first" in lines
 
 

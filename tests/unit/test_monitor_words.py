@@ -5,6 +5,7 @@ The records are written by hand. `ssh` is a program that runs its last argument 
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import sys
@@ -16,11 +17,10 @@ from typing import Any
 import pytest
 
 from isles.cli import main
-from isles.run.nodes import Fleet, FleetNode
-from isles.run.paths import Attempt, RunDir
 from isles.run.records import write_record
 from isles.run.remote import ClusterRun, MultiClusterRun, RemoteRun, write_remote
 from tests.golden import check_golden
+from tests.run_records import FAR, GONE, rank_error, recorded_run, two_hosts
 from tests.runs import bare_run
 from tests.unit.test_begin import add_checkpoint
 
@@ -32,29 +32,12 @@ done
 [ "$is_down" ] && { echo "ssh: connect to host down port 22: No route to host" >&2; exit 255; }
 exec bash -c "${@: -1}"
 """
-FAR = {"host": "far", "pid": 7, "started": 1.0}
-
-
-def run_with(
-    path: Path, launch: dict[str, Any], outcome: dict[str, Any] | None = None, **status: Any
-) -> tuple[RunDir, Attempt]:
-    """A run with one attempt that began a minute ago, and what its ranks say of themselves."""
-    run_dir = bare_run(path)
-    attempt = run_dir.attempt(1)
-    attempt.path.mkdir(parents=True)
-    write_record(attempt.launch, {"begun_at": time.time() - 60, "typed": "isles train x", **launch})
-    if outcome:
-        write_record(attempt.outcome, {"at": time.time(), "exit_code": 0, **outcome})
-    if status:
-        write_record(run_dir.status, {"updated_at": time.time(), **status})
-    return run_dir, attempt
 
 
 def finished(path: Path) -> None:
-    here = {"host": socket.gethostname(), "pid": 1, "started": 1.0}
-    launch = {**here, "world_size": 2, "device": "cuda"}
+    launch = {**GONE, "world_size": 2, "device": "cuda"}
     steps = {"step": 60, "total_steps": 60, "loss": 3.25, "eval_loss": 3.5}
-    run_dir, attempt = run_with(path, launch, {"state": "finished", "step": 60}, **steps)
+    run_dir, attempt = recorded_run(path, launch, {"state": "finished", "step": 60}, status=steps)
     summary = {"first_loss": 7.6, "last_loss": 3.25, "steps": 60, "elapsed_s": 65.0}
     write_record(run_dir.summary, {**summary, "tokens": 1e6, "tokens_per_second": 15e3})
     add_checkpoint(run_dir, 60)
@@ -64,22 +47,32 @@ def finished(path: Path) -> None:
         attempt.rank_log(rank).write_text(f"one of {rank}\ntwo of {rank}\nthe end of {rank}")
 
 
+def of_a_chat_model(path: Path) -> None:
+    finished(path)
+    (path / "tokenizer").mkdir()
+    (path / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
+
+
 def failed(path: Path) -> None:
     launch = {**FAR, "world_size": 2, "device": "cuda"}
     end = {"state": "failed", "exit_code": 4, "reason": "rank 1 failed", "step": 7}
-    _, attempt = run_with(path, launch, end, step=7, total_steps=60)
-    error = {"rank": 1, "host": "far", "at": 1.0, "is_communication": False, "id": "memory"}
-    error |= {"what": "the GPU is full", "where": "batch 5", "fix": "a smaller batch"}
-    write_record(attempt.rank_error(1), error)
+    steps = {"step": 7, "total_steps": 60}
+    _, attempt = recorded_run(path, launch, end, status=steps)
+    rank_error(attempt, 1, "the GPU is full", id="memory", where="batch 5", fix="a smaller batch")
     attempt.rank_log(1).write_text("x\n")
+
+
+def killed(path: Path) -> None:
+    _, attempt = recorded_run(path, {**GONE, "world_size": 1, "device": "cpu"})
+    attempt.agent_log.write_text("agent is ready\n")
 
 
 def on_two_hosts(path: Path) -> None:
     status = {"phase": "training", "step": 30, "total_steps": 60, "loss": 4.5, "eta_s": 65.0}
+    status |= {"tokens_per_second": 5e3}
     launch = {**FAR, "launcher": "ssh", "world_size": 3, "device": "cuda"}
-    _, attempt = run_with(path, launch, None, **status, tokens_per_second=5e3)
-    nodes = (FleetNode(0, "h0", "me@down", "10.0.0.1", 2), FleetNode(1, "h1", None, "10.0.0.2", 1))
-    Fleet("ssh", nodes, 29500, 2, "cuda", 60.0, "").write(attempt)
+    _, attempt = recorded_run(path, launch, status=status)
+    two_hosts(attempt, "ssh", "me@down")
     node = {"address": "10.0.0.1", "ranks": 2, "host": "far", "pid": 5, "started": 1.0, "why": ""}
     there = {**node, "node": 0, "name": "h0", "first_rank": 0, "state": "there"}
     lost = {**node, "node": 1, "name": "h1", "first_rank": 2, "ranks": 1, "state": "lost"}
@@ -88,30 +81,35 @@ def on_two_hosts(path: Path) -> None:
     found = [{"level": "warning", "text": "slow link", "where": "h1"}]
     write_record(attempt.findings, {"findings": found})
     attempt.hangs.mkdir()
-    held_up = {"text": "rank 2 is behind", "went_on_after_s": 75.0}
-    write_record(attempt.hangs / "step-120.json", held_up)
+    for step, went_on_after_s in ((120, 75.0), (130, None)):
+        held_up = {"step": step, "text": "rank 2 is behind", "went_on_after_s": went_on_after_s}
+        write_record(attempt.hangs / f"step-{step}.json", held_up)
+    write_record(attempt.hangs / "step-130-rank-2.nccl.json", {"text": "no record of a step"})
     attempt.agent_log.write_text("the supervisor\n")
-    for number in range(2):
-        attempt.node_log(number).write_text(f"agent {number}\n")
-    for rank in range(3):
-        attempt.rank_log(rank).write_text(f"line of {rank}\n")
+
+
+def on_hosts_that_have_not_come(path: Path) -> None:
+    launch = {**FAR, "launcher": "manual", "world_size": 3, "device": "cuda"}
+    _, attempt = recorded_run(path, launch, status={"phase": "starting"}, began_s_ago=0.0)
+    two_hosts(attempt, "manual")
 
 
 def in_a_queue(path: Path) -> None:
-    launch = {"launcher": "slurm", "world_size": 8, "device": "cuda"}
-    _, attempt = run_with(path, launch)
+    launch = {"launcher": "slurm", "job_id": "4711", "bin_path": "/nowhere"}
+    _, attempt = recorded_run(path, {**launch, "world_size": 8, "device": "cuda"})
     job = {"state": "pending", "reason": "waiting for free nodes", "job_id": "4711"}
-    write_record(attempt.job, {**job, "at": time.time()})
+    write_record(attempt.job, {**job, "at": time.time() - 60})
 
 
 def of_clusters(folder: Path) -> None:
-    outer = {"outer_step": 7, "sent_bytes": 2048, "received_bytes": 4096, "exposed_s": 30.0}
+    outer: dict[str, Any] = {"outer_step": 7, "sent_bytes": 2048, "received_bytes": 4096}
+    outer |= {"exposed_s": 30.0, "hidden_s": 90.0, "hidden_share": 0.75}
     outer |= {"last_outer_step": {"outer_step": 7, "digest": "d", "weights": {"a": 300, "b": 100}}}
     last = {"step": 8, "total_steps": 8, "loss": 2.0, "outer": {**outer, "is_averaged": True}}
     clusters = []
     for name, end in (("a", {"state": "finished", "step": 8}), ("b", {"state": "stopped"})):
         launch = {**FAR, "world_size": 1, "device": "cpu"}
-        run_dir, attempt = run_with(folder / f"t-{name}-1", launch, end, **last)
+        run_dir, attempt = recorded_run(folder / f"t-{name}-1", launch, end, status=last)
         attempt.rank_log(0).write_text(f"one of {name}\ntwo of {name}\n")
         clusters.append(ClusterRun(name, "local", str(run_dir.path), "", 1))
     clusters.append(ClusterRun("centre", "pbs"))
@@ -139,11 +137,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     finished(folder / "plain-1")
     failed(folder / "failed-1")
+    killed(folder / "killed-1")
     on_two_hosts(folder / "two-1")
     in_a_queue(folder / "queue-1")
     bare_run(folder / "new-1")
     of_clusters(folder)
-    finished(tmp_path / "far" / "far-1")
+    on_hosts_that_have_not_come(folder / "late-1")
+    of_a_chat_model(tmp_path / "far" / "far-1")
     remembered(folder, "far-1", "me@far", tmp_path / "far" / "far-1")
     remembered(folder, "lost-1", "me@down", tmp_path / "far" / "lost-1")
     return folder
@@ -154,77 +154,83 @@ Said = Callable[..., str]
 
 @pytest.fixture
 def said(folder: Path, capfd: pytest.CaptureFixture[str]) -> Said:
-    """What a command prints, without times, ages and names of this machine."""
+    """What commands print, without times, ages and names of this machine."""
 
-    def print_line(*words: str) -> str:
-        code = main(words)
+    def one(line: str) -> str:
+        for status in folder.glob("*/status.json"):
+            os.utime(status)  # a heartbeat, however long the commands before have taken
+        code = main(line.split())
         out, err = capfd.readouterr()
         err = "".join(f"! {line}\n" for line in err.splitlines())
-        text = f"$ isles {' '.join(words)}\n{out}{err}({code})\n"
+        text = f"$ isles {line}\n{out}{err}({code})\n"
         text = text.replace(str(folder.parent), "/T").replace(socket.gethostname(), "HERE")
         text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "DATE TIME", text)
         text = re.sub(r"\d[\dhms ]* ago", "AGE ago", text)
         text = re.sub(r" +\n", "\n", text)
         return re.sub(r'("\w+_(?:at|s)": )[\d.]{3,}', r"\g<1>0", text)
 
-    return print_line
+    return lambda *lines: "\n".join(one(line) for line in lines)
 
 
 def test_status(said: Said) -> None:
-    runs = ("plain", "failed", "two", "queue", "new", "t", "far", "lost", "nothing")
-    text = "\n".join(said("status", name) for name in runs)
-    text = "\n".join([said("status"), text, said("status", "two", "--json")])
-    check_golden("monitor-status.txt", text + "\n" + said("status", "t", "--json"))
+    here = ["plain", "failed", "killed", "two", "late", "queue", "new", "t"]
+    commands = ["status", *(f"status {run}" for run in (*here, "far", "lost", "nothing"))]
+    check_golden("monitor-status.txt", said(*commands, "status two --json", "status t --json"))
 
 
 def test_logs(said: Said) -> None:
     commands = [
-        ("plain",),
-        ("plain", "-n", "1"),
-        ("plain", "--rank", "1"),
-        ("plain", "--rank", "5"),
-        ("plain", "--attempt", "5"),
-        ("plain", "-f"),
-        ("plain", "--by-node", "-n", "1"),
-        ("plain", "--by-node", "-f"),
-        ("two",),
-        ("two", "--node", "1"),
-        ("two", "--node", "3"),
-        ("two", "--by-node"),
-        ("new",),
-        ("far", "--rank", "0", "-n", "2"),
-        ("lost",),
-        ("t", "-n", "1"),
-        ("t", "--cluster", "b"),
-        ("t", "--cluster", "centre"),
-        ("plain", "--cluster", "b"),
+        "logs plain",
+        "logs plain -n 1",
+        "logs plain --rank 1",
+        "logs plain --rank 5",
+        "logs plain --attempt 5",
+        "logs plain -f",
+        "logs plain --by-node -n 1",
+        "logs plain --by-node -f",
+        "logs two",
+        "logs two --node 1",
+        "logs two --node 3",
+        "logs two --rank 2",
+        "logs two --by-node",
+        "logs new",
+        "logs far --rank 0 -n 2",
+        "logs lost",
+        "logs t -n 1",
+        "logs t --cluster b",
+        "logs t --cluster centre",
+        "logs t --cluster c",
+        "logs plain --cluster b",
     ]
-    check_golden("monitor-logs.txt", "\n".join(said("logs", *words) for words in commands))
+    check_golden("monitor-logs.txt", said(*commands))
 
 
 def test_stop_and_follow(said: Said) -> None:
     commands = [
-        ("stop", "plain"),
-        ("stop", "new"),
-        ("stop", "two", "--timeout", "1s"),
-        ("stop", "two", "--timeout", "soon"),
-        ("stop", "far"),
-        ("stop", "far", "--now"),
-        ("stop", "lost"),
-        ("stop", "t", "--cluster", "a"),
-        ("checkpoint", "list", "plain"),
-        ("checkpoint", "list", "far"),
-        ("checkpoint", "list", "new"),
-        ("checkpoint", "verify", "far", "--step", "60"),
-        ("checkpoint", "list", "t"),
-        ("follow", "plain"),
-        ("follow", "failed"),
-        ("follow", "two", "--attempt", "3"),
+        "stop plain",
+        "stop killed",
+        "stop new",
+        "stop two --timeout 1s",
+        "stop two --timeout soon",
+        "stop far",
+        "stop far --now",
+        "stop lost",
+        "stop t --cluster a",
+        "checkpoint list plain",
+        "checkpoint list far",
+        "checkpoint list new",
+        "checkpoint verify far --step 60",
+        "checkpoint list t",
+        "follow plain",
+        "follow failed",
+        "follow killed",
+        "follow t-b-1",
+        "follow two --attempt 3",
     ]
-    check_golden("monitor-stop.txt", "\n".join(said(*words) for words in commands))
+    check_golden("monitor-stop.txt", said(*commands))
 
 
 def test_stop_of_all_clusters(said: Said) -> None:
     """They are stopped at once, so that their lines come as they come."""
-    head, *lines, code = said("stop", "t").splitlines()
+    head, *lines, code = said("stop t").splitlines()
     check_golden("monitor-stop-clusters.txt", "\n".join([head, *sorted(lines), code, ""]))

@@ -1,8 +1,9 @@
-"""Trackers: rows arrive in order, and one that fails or hangs costs a run nothing."""
+"""Trackers: their keys, and that one which fails or hangs costs a run nothing."""
 
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -11,15 +12,118 @@ from typing import Any
 
 import pytest
 
+from isles.config.load import Loaded, load_run_file
+from isles.config.resolve import dump_resolved, load_resolved, resolve
 from isles.config.sections.output import MLflowConfig
+from isles.config.show import show
+from isles.errors import ConfigError, ConfigErrors, MissingDependencyError
+from isles.run.begin import require_packages
 from isles.track.base import Background, RunFacts, Trackers, redacted
 from isles.track.local import JsonlTracker, TensorBoardTracker
 from isles.track.mlflow import MLflowTracker, load_mlflow
 from tests.deadline import DEADLINE_S
+from tests.each import each
+
+RUN = """model: {name_or_path: llama-2m, init: scratch}
+tokenizer: {train_vocab_size: 300}
+data: {sources: [{path: python-docs}]}
+training: {max_steps: 5}
+"""
+URI = "http://me:pa55word@tracker:5000/path"
 
 
-def row(step: int, kind: str = "train") -> dict[str, Any]:
-    return {"kind": kind, "step": step, "loss": 1 / step, "at": 1.7e9 + step}
+def load(tmp_path: Path, line: str) -> Loaded:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{RUN}{line}\n")
+    return load_run_file(path)
+
+
+@each(
+    ("line", "key", "what", "fix"),
+    [
+        ("track: [wandbb]", "track.0", '"wandbb", not one of its values', "did you mean wandb?"),
+        ("track: [3]", "track.0", "3, not one of its values", "jsonl, tensorboard, wandb, mlflow"),
+        ("track: [null]", "track.0", "empty", "delete the line"),
+        ("track: [{project: p}]", "track.0", "does not say its kind", "wandb, mlflow"),
+        ("track: [{kind: wandb, mode: off}]", "track.0.mode", '"off"', "online, offline"),
+        ("track: [{kind: mlflow, project: p}]", "track.0.project", "unknown", "kind: wandb"),
+        ("track: [wandb, {kind: wandb}]", "track.1.kind", "wandb stands twice", "keep one"),
+        (
+            "track: [{kind: mlflow, tracking_uri: tracker:5000}]",
+            "track.0.tracking_uri",
+            "tracker:5000 has no scheme",
+            "write http://tracker:5000",
+        ),
+        (
+            f"track: [{{kind: mlflow, tracking_uri: '{URI}'}}]",
+            "track.0.tracking_uri",
+            "holds a user name or a password",
+            "write http://tracker:5000/path, and set MLFLOW_TRACKING_USERNAME",
+        ),
+        (
+            "checkpoint: {push_to_hub: me}",
+            "checkpoint.push_to_hub",
+            '"me", not the name',
+            "owner/name",
+        ),
+        (
+            "checkpoint: {push_to_hub: a/b, export_on_finish: false}",
+            "checkpoint.push_to_hub",
+            "export_on_finish is false",
+            "delete one",
+        ),
+    ],
+)
+def test_a_fault_names_its_line_its_value_and_a_fix(
+    tmp_path: Path, line: str, key: str, what: str, fix: str
+) -> None:
+    with pytest.raises(ConfigErrors) as raised:
+        load(tmp_path, line)
+    (issue,) = raised.value.issues
+    assert issue.where == f"{tmp_path}/run.yaml:5 {key}"
+    assert what in issue.what and fix in issue.fix
+    assert "pa55word" not in str(issue)
+
+
+@each(
+    "line",
+    [
+        "track: [mlflow, {kind: wandb, project: p, tags: [a, b], mode: offline}]",
+        "track: [{kind: mlflow, tracking_uri: 'http://tracker:5000', experiment: 'a b'}, jsonl]",
+        "track: [{kind: mlflow, tracking_uri: 'databricks://profile@x'}]",  # no password
+    ],
+)
+def test_what_is_right_reads_back_the_same(tmp_path: Path, line: str) -> None:
+    loaded = load(tmp_path, line)
+    resolved = resolve(loaded, num_gpus=0)
+    assert load_resolved(dump_resolved(resolved)) == resolved
+    again = tmp_path / "again.yaml"
+    again.write_text(show(resolved))
+    assert load_run_file(again).config == loaded.config
+
+
+@each("name", ["wandb", "mlflow", "tensorboard"])
+def test_a_package_that_is_missing_is_named_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    config = load(tmp_path, f"track: [{name}]").config
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker:5000")
+    require_packages(config)
+    monkeypatch.setitem(sys.modules, name, None)  # as find_spec sees what is not installed
+    with pytest.raises(MissingDependencyError, match=name) as raised:
+        require_packages(config)
+    assert "pip install 'isles[" in raised.value.fix
+
+
+def test_mlflow_needs_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI is not set"):
+        require_packages(load(tmp_path, "track: [mlflow]").config)
+    require_packages(load(tmp_path, "track: [{kind: mlflow, tracking_uri: 'http://a'}]").config)
+
+
+def row(step: int) -> dict[str, Any]:
+    return {"kind": "train", "step": step, "loss": 1 / step, "at": 1.7e9 + step}
 
 
 class Kept:
@@ -94,16 +198,6 @@ def test_one_that_is_too_slow_loses_rows_and_says_how_many() -> None:
     assert said == ["kept: 3 recorded rows were not sent; metrics.jsonl has them"]
 
 
-def test_one_that_is_gone_for_good_says_how_many_rows_it_lacks() -> None:
-    kept, said = Kept(failures=1000), list[str]()
-    background = Background("kept", kept.open, print_line=said.append)
-    for step in range(1, 9):
-        background.log(row(step))
-    end_of(background)
-    assert len(said) == 2 and "8 recorded rows were not sent" in said[1]
-    assert not kept.rows
-
-
 def test_a_server_that_never_answers_costs_a_step_nothing_and_the_end_its_deadline(
     tmp_path: Path,
 ) -> None:
@@ -119,16 +213,13 @@ def test_a_server_that_never_answers_costs_a_step_nothing_and_the_end_its_deadli
         trackers = Trackers([local], [remote], said.append)
         server.settimeout(DEADLINE_S)
         connection, _ = server.accept()  # now it hangs
-        longest = 0.0
-        for step in range(1, 51):
-            before = time.perf_counter()
-            trackers.log(row(step))
-            longest = max(longest, time.perf_counter() - before)
         began = time.monotonic()
+        for step in range(1, 51):
+            trackers.log(row(step))
         trackers.close(timeout_s=3.0)
         took = time.monotonic() - began
         connection.close()
-    assert longest < 60 and took < 60, "less than what mlflow itself waits for an answer"
+    assert took < 60, "less than what mlflow itself waits for an answer"
     assert said[0].startswith("waiting for mlflow")
     assert "mlflow: has not answered in time; 50 recorded rows were not sent" in said[1]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 50
@@ -137,7 +228,7 @@ def test_a_server_that_never_answers_costs_a_step_nothing_and_the_end_its_deadli
 def test_a_local_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
     said: list[str] = []
     path = tmp_path / "metrics.jsonl"
-    broken = TensorBoardTracker(tmp_path / "metrics.jsonl" / "logs", resumed_step=0)
+    broken = TensorBoardTracker(path / "logs", resumed_step=0)
     trackers = Trackers([broken, JsonlTracker(path, resumed_step=0)], (), said.append)
     for step in (1, 2, 3):
         trackers.log(row(step))
@@ -146,7 +237,7 @@ def test_a_local_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path: P
     assert len(said) == 1 and "TensorBoard failed and is left out" in said[0]
 
 
-@pytest.mark.parametrize("resumed_step", [0, 20])
+@each("resumed_step", [0, 20])
 def test_tensorboard_shows_one_curve_over_a_restart(tmp_path: Path, resumed_step: int) -> None:
     """Also when the run was killed before its first checkpoint, and begins anew."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -166,24 +257,5 @@ def test_tensorboard_shows_one_curve_over_a_restart(tmp_path: Path, resumed_step
 
 
 def test_credentials_in_addresses_are_not_shown() -> None:
-    text = "cannot reach http://me:pass@host:5000/api and https://token@other/x@y"
-    assert redacted(
-        text
-    ) == "cannot reach http//...@host:5000/api and https//...@other/x@y".replace(
-        "http//", "http://"
-    ).replace("https//", "https://")
-
-
-def test_rows_of_several_threads_of_a_run_do_not_get_lost() -> None:
-    kept = Kept()
-    background = Background("kept", kept.open)
-    threads = [
-        threading.Thread(target=lambda: [background.log(row(s)) for s in range(1, 200)])
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    end_of(background)
-    assert len(kept.rows) == 4 * 199
+    text = redacted("cannot reach http://me:pass@host:5000/api and https://token@other/x@y")
+    assert text == "cannot reach http://...@host:5000/api and https://...@other/x@y"
