@@ -138,7 +138,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def tiny_model(tmp_path: Path) -> Path:
-    """A Llama of 30 thousand parameters with dropout, as a config.json."""
+    """A Llama of 30 thousand parameters, as a config.json."""
     folder = tmp_path / "tiny"
     folder.mkdir()
     config = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from isles.config.layout import Strategy
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.config.sections.model import ModelConfig
+from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.config.sections.run import RunConfig
 from isles.config.sections.training import TrainingConfig
 from isles.dist.world import World
@@ -20,10 +20,11 @@ from isles.train.optimizer import make_optimizers
 from isles.train.strategy import is_sharded, make_engine, resolve_mesh
 
 
-def fake_run(model: Path, **training: Any) -> RunConfig:
-    """The run file of ten steps of a model from fresh weights on fake data."""
+def fake_run(model: Path, adapter: AdapterConfig | None = None, **training: Any) -> RunConfig:
+    """The run file of ten steps of a model on fake data: from fresh weights, or of an adapter."""
     return RunConfig(
-        model=ModelConfig(name_or_path=str(model), init="scratch"),
+        model=ModelConfig(name_or_path=str(model), init="pretrained" if adapter else "scratch"),
+        adapter=adapter or AdapterConfig(),
         data=DataConfig(sources=(SourceConfig(type="fake"),)),
         training=TrainingConfig(max_steps=10, **training),
     )
@@ -33,13 +34,15 @@ def engine_of(
     config: RunConfig, strategy: Strategy, world: World, vocab_size: int | None = None
 ) -> Engine:
     """The engine of a run with seed 0. All ranks must call this."""
-    dtype = weights_dtype(config.training.precision)
+    options: dict[str, Any] = {
+        "dtype": weights_dtype(config.training.precision),
+        "vocab_size": vocab_size,
+        "adapter": config.adapter,
+    }
     if is_sharded(strategy):
-        model = build_empty_model(config.model, dtype=dtype, vocab_size=vocab_size)
+        model = build_empty_model(config.model, **options)
     else:
-        model = build_model(
-            config.model, device=world.device, dtype=dtype, seed=0, vocab_size=vocab_size
-        )
+        model = build_model(config.model, device=world.device, seed=0, **options)
     assert use_maskless_attention(model)
     fill = functools.partial(fill_model, config=config.model, seed=0)
     optimizers = functools.partial(make_optimizers, config.training, seed=0)

@@ -16,9 +16,11 @@ from typing import Any
 
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
+from isles.errors import ExitCode
 from isles.run.begin import begin_run, new_attempt
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What every rank would import for itself, a second or more each time.
@@ -181,3 +183,24 @@ def train_to_end(
     """Train; the run directory and the largest exit code of its ranks."""
     run_dir, _, gang = start_training(run_file, world_size, *overrides, resume=resume)
     return run_dir, max(gang.wait())
+
+
+def train(run_file: Path, world_size: int, *overrides: str, resume: str = "auto") -> RunDir:
+    """Train to the end, which every rank must reach."""
+    run_dir, _, gang = start_training(run_file, world_size, *overrides, resume=resume)
+    codes = gang.wait()
+    assert not any(codes), f"{world_size} ranks, {overrides}: {gang.log.read_text()[-3000:]}"
+    return run_dir
+
+
+def refusal(
+    run_file: Path,
+    world_size: int,
+    *overrides: str,
+    resume: str = "auto",
+    code: ExitCode = ExitCode.USER,
+) -> dict[str, Any]:
+    """What rank 0 leaves of a start that every rank must refuse."""
+    _, attempt, gang = start_training(run_file, world_size, *overrides, resume=resume)
+    assert set(gang.wait()) == {code}
+    return read_record(attempt.rank_error(0)) or {}

@@ -17,46 +17,22 @@ from isles.dist.batch import Batch
 from isles.dist.world import join_world, leave_world
 from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv
-from isles.run.paths import RunDir
-from isles.run.records import read_rows
-from tests.dist.test_same_mathematics import weights_of
+from tests.dist.test_resume import same_bits, whole_and_resumed
+from tests.dist.test_same_mathematics import figures_of, weights_of
 from tests.engines import engine_of, fake_run
-from tests.ranks import run_ranks, train_to_end
+from tests.ranks import run_ranks, train
 
 FAST = ("training.learning_rate=0.01", "training.lr_scheduler_type=constant")
 EIGHT = (*FAST, "training.optimizer=adamw_8bit")
 AT_RANDOM = (*FAST, "training.precision=bf16-true", "training.stochastic_rounding=true")
 
 
-def losses(run_dir: RunDir) -> list[float]:
-    return [float(row["loss"]) for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
-
-
-def resumed(run_file: Path, *overrides: str) -> tuple[RunDir, RunDir]:
-    """20 steps of two ranks at once, and in two starts."""
-    once, code = train_to_end(run_file, 2, *overrides)
-    assert code == 0
-    runs = f"output_dir={run_file.parent / 'twice'}"
-    first, _ = train_to_end(run_file, 2, *overrides, runs, "training.max_steps=11")
-    again, code = train_to_end(run_file, 2, *overrides, runs, resume=str(first.path))
-    assert (code, len(again.attempts())) == (0, 2)
-    return once, again
-
-
-def assert_same_bits(left: RunDir, right: RunDir) -> None:
-    one, other = weights_of(left), weights_of(right)
-    assert one.keys() == other.keys()
-    assert not [key for key in one if not torch.equal(one[key], other[key])]
-
-
 @pytest.mark.long
 def test_eight_bit_state_goes_through_checkpoints_onto_any_ranks(run_file: Path) -> None:
-    exact, code = train_to_end(run_file, 1, *FAST)
-    assert code == 0
-    start, end = losses(exact)[0], losses(exact)[-1]
-    sharded, again = resumed(run_file, *EIGHT, "strategy={kind: fsdp}")
-    assert_same_bits(sharded, again)
-    assert losses(sharded)[-1] - end < 0.1 * (start - end)
+    exact = figures_of(train(run_file, 1, *FAST))
+    sharded, again = whole_and_resumed(run_file, *EIGHT, "strategy={kind: fsdp}")
+    assert same_bits(sharded, again)
+    assert figures_of(sharded)[-1] - exact[-1] < 0.1 * (exact[0] - exact[-1])
     state = weights_of(sharded)
     coded = [key for key in state if key.endswith("_scale")]
     assert {state[key.removesuffix("_scale")].dtype for key in coded} == {torch.uint8}
@@ -72,23 +48,20 @@ def test_eight_bit_state_goes_through_checkpoints_onto_any_ranks(run_file: Path)
 
 @pytest.mark.long
 def test_shards_and_replicas_of_eight_bits_train_as_one_process(run_file: Path) -> None:
-    one, code = train_to_end(run_file, 1, *EIGHT)
-    assert code == 0
+    one = figures_of(train(run_file, 1, *EIGHT))
     for strategy in ("{kind: fsdp}", "{kind: ddp}"):
-        other, code = train_to_end(run_file, 2, *EIGHT, f"strategy={strategy}", resume="no")
-        assert code == 0
+        other = figures_of(train(run_file, 2, *EIGHT, f"strategy={strategy}", resume="no"))
         # Equal but for gradients that round to the other side of a border between two codes.
-        pairs = zip(losses(one), losses(other), strict=True)
-        assert max(abs(left - right) for left, right in pairs) < 2e-3
+        assert other == pytest.approx(one, abs=2e-3)
 
 
 @pytest.mark.long
-def test_rounding_at_random_is_exact_on_resume_and_learns(run_file: Path) -> None:
-    for optimizer in ("adamw", "adamw_8bit"):
-        options = (*AT_RANDOM, f"training.optimizer={optimizer}", "strategy={kind: ddp}")
-        once, again = resumed(run_file, *options, f"name={optimizer}")
-        assert_same_bits(once, again)
-        assert losses(once)[-1] < losses(once)[0] - 0.5
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_rounding_at_random_is_exact_on_resume_and_learns(run_file: Path, optimizer: str) -> None:
+    options = (*AT_RANDOM, f"training.optimizer={optimizer}", "strategy={kind: ddp}")
+    once, again = whole_and_resumed(run_file, *options)
+    assert same_bits(once, again)
+    assert figures_of(once)[-1] < figures_of(once)[0] - 0.5
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -128,7 +101,7 @@ def rounded_weights(env: RankEnv, model: Path, strategy: Strategy) -> list[str]:
     digest = hashlib.sha256()
     for parameter in engine.trainable():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        digest.update(local.detach().float().numpy().tobytes())
+        digest.update(bits(local.float()))
     found = world.gather(digest.hexdigest())
     leave_world()
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,15 @@ from isles.checkpoint.load import SafeReader, load_tensors
 from isles.run.checkpoints import find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_rows
-from tests.ranks import train_to_end
+from tests.ranks import train
+
+TOLERANCE = 1e-5
+
+
+def model_with(run_file: Path, **values: object) -> None:
+    """Change the tiny model's config."""
+    path = run_file.parent / "tiny" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def weights_of(run_dir: RunDir, step: int | None = None) -> dict[str, torch.Tensor]:
@@ -27,9 +35,9 @@ def weights_of(run_dir: RunDir, step: int | None = None) -> dict[str, torch.Tens
     return state
 
 
-def eval_loss(run_dir: RunDir) -> float:
-    """Of the evaluation at the end; every rank had another part of it."""
-    return float(next(r["loss"] for r in read_rows(run_dir.metrics) if r["kind"] == "eval"))
+def figures_of(run_dir: RunDir, name: str = "loss", *, kind: str = "train") -> list[float]:
+    """Of the recorded steps, or (eval) of the evaluations, of which every rank had its part."""
+    return [float(row[name]) for row in read_rows(run_dir.metrics) if row["kind"] == kind]
 
 
 def largest_difference(left: RunDir, right: RunDir) -> float:
@@ -41,49 +49,53 @@ def largest_difference(left: RunDir, right: RunDir) -> float:
     )
 
 
+def check_that_it_has_learnt(run_file: Path, reference: RunDir, *overrides: str) -> None:
+    """Else the weights of any run would be those of the reference."""
+    one_step = ("training.max_steps=1", "training.warmup_steps=0", "training.learning_rate=1e-30")
+    start = train(run_file, 1, *overrides, *one_step, resume="no")
+    assert largest_difference(reference, start) > 10 * TOLERANCE
+
+
 CASES = [
-    ("adamw", "true", 1e-5, [(1, 6), (1, 3), (2, 6), (2, 3), (2, 1)]),
-    ("adamw", "false", 1e-5, [(1, 3), (2, 2)]),
-    ("adamw", "false", 1e-5, [(2, 6), (3, 2)]),
-    ("sgd", "false", 1e-5, [(1, 3), (2, 3)]),
-    ("muon", "true", 1e-5, [(1, 3), (2, 6)]),
+    ("adamw", "true", [(1, 6), (1, 3), (2, 6), (2, 3), (2, 1)]),
+    ("adamw", "false", [(1, 3), (2, 2)]),
+    ("adamw", "false", [(2, 6), (3, 2)]),
+    ("sgd", "false", [(1, 3), (2, 3)]),
+    ("muon", "true", [(1, 3), (2, 6)]),
 ]
 
 
-@pytest.mark.brief("adamw-false-1e-05-splits1")
-@pytest.mark.parametrize(("optimizer", "packing", "tolerance", "splits"), CASES)
+@pytest.mark.brief("adamw-false-splits1")
+@pytest.mark.parametrize(("optimizer", "packing", "splits"), CASES)
 def test_ranks_and_accumulation_change_nothing(
-    run_file: Path,
-    optimizer: str,
-    packing: str,
-    tolerance: float,
-    splits: list[tuple[int, int]],
+    run_file: Path, optimizer: str, packing: str, splits: list[tuple[int, int]]
 ) -> None:
     """20 steps of one process with the whole batch, against ranks and micro-batches."""
     common = (f"data.packing={packing}", f"training.optimizer={optimizer}")
-    reference, code = train_to_end(run_file, 1, *common, "training.micro_batch_size=12")
-    assert code == 0
-    one_step = ("training.max_steps=1", "training.warmup_steps=0", "training.learning_rate=1e-30")
-    start, _ = train_to_end(run_file, 1, *common, *one_step, resume="no")
-    moved = largest_difference(reference, start)
-    assert moved > 10 * tolerance, "the reference has learnt too little to compare with"
+    reference = train(run_file, 1, *common, "training.micro_batch_size=12")
+    check_that_it_has_learnt(run_file, reference, *common)
     for world_size, micro in splits:
-        override = f"training.micro_batch_size={micro}"
-        run_dir, code = train_to_end(run_file, world_size, *common, override, resume="no")
-        assert code == 0
-        difference = largest_difference(reference, run_dir)
-        assert difference < tolerance, (world_size, micro, difference)
-        assert math.isclose(eval_loss(run_dir), eval_loss(reference), rel_tol=10 * tolerance)
+        size = f"training.micro_batch_size={micro}"
+        run_dir = train(run_file, world_size, *common, size, resume="no")
+        assert largest_difference(reference, run_dir) < TOLERANCE, (world_size, micro)
+        evaluations = figures_of(reference, kind="eval")
+        assert figures_of(run_dir, kind="eval") == pytest.approx(evaluations, rel=10 * TOLERANCE)
 
 
 @pytest.mark.brief("bf16-mixed-selective")
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed", "bf16-true"])
 def test_every_precision_learns(run_file: Path, precision: str, checkpointing: str) -> None:
-    """Two ranks; the loss after 20 steps is close to that of fp32, which falls by half a nat."""
-    options = (f"training.precision={precision}", "training.learning_rate=0.01")
-    checkpoint = f"training.gradient_checkpointing={checkpointing}"
-    run_dir, code = train_to_end(run_file, 2, *options, checkpoint)
-    assert code == 0
-    losses = [row["loss"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    check_that_it_learns(
+        run_file,
+        f"training.precision={precision}",
+        f"training.gradient_checkpointing={checkpointing}",
+    )
+
+
+def check_that_it_learns(run_file: Path, *overrides: str) -> RunDir:
+    """On two ranks, about as fast as in fp32: in 20 steps the loss falls by half a nat."""
+    run_dir = train(run_file, 2, "training.learning_rate=0.01", *overrides)
+    losses = figures_of(run_dir)
     assert losses[-1] < losses[0] - 0.5
+    return run_dir

@@ -11,22 +11,31 @@ from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.dist.batch import Batch
 from isles.dist.world import join_world, leave_world
 from isles.run.env import RankEnv
-from isles.run.records import read_record, read_rows
+from isles.run.paths import RunDir
+from isles.run.records import read_record
+from tests.dist.test_same_mathematics import figures_of
 from tests.e2e.typed import isles, the_run
 from tests.engines import engine_of, fake_run
 
 pytestmark = pytest.mark.gpu
 
 
+def train(run_file: Path, *options: str) -> RunDir:
+    """60 steps on one GPU, by the command; the loss falls."""
+    one = ("clusters.0.gpus_per_node=1", "training.max_steps=60")
+    isles("train", str(run_file), *one, *options, cwd=run_file.parent)
+    run_dir = the_run(run_file)
+    losses = figures_of(run_dir)
+    assert losses[-1] < losses[0]
+    return run_dir
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed", "bf16-true"])
 def test_a_whole_run_on_one_gpu(run_file: Path, precision: str) -> None:
     """CPU twin: tests/e2e/test_train.py, test_a_whole_run_and_what_it_leaves."""
-    options = (f"training.precision={precision}", "clusters.0.gpus_per_node=1")
-    isles("train", str(run_file), *options, "training.max_steps=60", cwd=run_file.parent)
-    run_dir = the_run(run_file)
-    rows = [row for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
-    assert rows[-1]["loss"] < rows[0]["loss"]
-    assert rows[-1]["memory_bytes"] < 4 * 2**30, "memory of the GPU, not of the process"
+    run_dir = train(run_file, f"training.precision={precision}")
+    memory = figures_of(run_dir, "memory_bytes")
+    assert memory[-1] < 4 * 2**30, "memory of the GPU, not of the process"
     launch = read_record(run_dir.attempts()[-1].launch) or {}
     assert launch["device"] == "cuda"
 
@@ -72,16 +81,10 @@ def test_no_step_waits_for_the_gpu(
 )
 def test_other_strategies_learn_on_one_gpu(run_file: Path, strategy: str, precision: str) -> None:
     """CPU twins: tests/dist/test_strategies.py, tests/dist/test_deepspeed.py."""
-    options = (f"strategy={strategy}", f"training.precision={precision}")
-    one = "clusters.0.gpus_per_node=1"
-    isles("train", str(run_file), *options, one, "training.max_steps=60", cwd=run_file.parent)
-    rows = [r for r in read_rows(the_run(run_file).metrics) if r["kind"] == "train"]
-    assert rows[-1]["loss"] < rows[0]["loss"]
+    train(run_file, f"strategy={strategy}", f"training.precision={precision}")
 
 
 def test_the_largest_micro_batch_is_found(run_file: Path) -> None:
     """CPU twin: tests/unit/test_balance.py."""
-    options = ("clusters.0.gpus_per_node=1", "training.max_steps=5", "training.warmup_steps=0")
-    isles("train", str(run_file), *options, cwd=run_file.parent)
-    log = the_run(run_file).attempts()[-1].rank_log(0).read_text()
+    log = train(run_file).attempts()[-1].rank_log(0).read_text()
     assert "micro_batch_size=12 was found to fit" in log

@@ -14,13 +14,7 @@ from torch import nn
 
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, rank_seconds
-from isles.balance.measure import (
-    ComputeMeter,
-    Probe,
-    calibrate,
-    rows_that_fit,
-    settled,
-)
+from isles.balance.measure import ComputeMeter, Probe, calibrate, rows_that_fit, settled
 from isles.balance.revise import (
     Allocation,
     Device,
@@ -31,13 +25,16 @@ from isles.balance.revise import (
     revise,
 )
 from isles.config.load import load_run_file
+from isles.config.sections.run import RunConfig
 from isles.dist.split import RowSplit, even_split
 from isles.errors import ConfigError
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_probe
 from isles.train.balance import rank_shares, rank_sizes
 from isles.train.probe import WithLoss, even_micro_batch
+from tests.each import each
 
+CPU = torch.device("cpu")
 HOSTS = ["big", "big", "small", "old"]
 
 
@@ -45,7 +42,7 @@ def even_curves(*per_row: float) -> list[Curve]:
     return [Curve((1, 2), (seconds, 2 * seconds), 8) for seconds in per_row]
 
 
-@pytest.mark.parametrize(
+@each(
     ("shares", "expected"),
     [
         ({"big": 3.0}, [1.5, 1.5, 1.0, 1.0]),
@@ -66,27 +63,24 @@ def test_unknown_names_are_refused_unless_hosts_come_and_go() -> None:
     assert rank_shares({"bgi": 2.0}, HOSTS, may_miss=True) == [1.0] * 4
     with pytest.raises(ConfigError, match="every rank has share 0"):
         rank_shares({str(rank): 0.0 for rank in range(4)}, HOSTS, may_miss=False)
-    with pytest.raises(ConfigError, match="1: no such host in this run"):
+    with pytest.raises(ConfigError, match="1: no such host in this run") as caught:
         rank_sizes({"1": 4}, HOSTS, may_miss=False)
+    assert caught.value.where == "training.micro_batch_size.1"
     assert rank_sizes({"big": 4}, HOSTS, may_miss=False) == [4, 4, None, None]
 
 
-def test_equal_micro_batches_divide_the_rows() -> None:
+@each(
+    ("rows", "before", "expected"),
+    [(12, None, 6), (8, None, 8), (11, None, 1), (12, 2, 2), (12, 8, 6)],
+)
+def test_equal_micro_batches_divide_the_rows(rows: int, before: int | None, expected: int) -> None:
     """The largest that fits, or that of before over a resume."""
-    for rows, before, expected in (
-        (12, None, 6),
-        (8, None, 8),
-        (11, None, 1),
-        (12, 2, 2),
-        (12, 8, 6),
-    ):
-        assert even_micro_batch(rows, 8, before) == expected, (rows, before)
+    assert even_micro_batch(rows, 8, before) == expected
 
 
 def test_equal_ranks_get_the_even_split() -> None:
-    assert choose(even_curves(1.0, 1.05), 12, 6, in_step=False) == even_split(
-        12, 2, 6, in_step=False
-    )
+    even = even_split(12, 2, 6, in_step=False)
+    assert choose(even_curves(1.0, 1.05), 12, 6, in_step=False) == even
 
 
 def seconds_of(split: RowSplit, curves: Sequence[Curve], *slower: float) -> list[list[float]]:
@@ -122,9 +116,10 @@ def test_a_split_that_does_not_bring_what_it_promised_is_taken_back() -> None:
     assert next_allocation(history.decided(20), 50, no_faster) is None, "slower for another reason"
 
 
-def revised(now: Allocation, *slower: float) -> Allocation | None:
+def revised(now: Allocation, *slower: float) -> tuple[tuple[int, ...], str] | None:
+    """The rows that replace those in use, and why, where ranks are so many times slower."""
     found = revise(now, seconds_of(now.split, now.curves, *slower))
-    return None if found is None else found[0]
+    return None if found is None else (found[0].split.rows, found[1])
 
 
 def test_rows_are_split_anew_only_where_it_pays() -> None:
@@ -138,11 +133,20 @@ def test_rows_are_split_anew_only_where_it_pays() -> None:
     assert revised(found[0], 1, 1, 1) is None, "it does not flap"
 
 
+def test_a_rank_that_recovers_gets_its_rows_back() -> None:
+    curves = even_curves(1.0, 3.0)
+    now = allocated(curves, choose(curves, 48, 8, in_step=True), "ab")
+    assert now.split.rows == (36, 12)
+    rows, reason = revised(now, 1, 1 / 3) or ((), "")
+    assert rows == (24, 24)
+    assert "its rows bring 0.67 times an even split, not 2.00" in reason
+
+
 def test_equal_devices_are_told_apart_by_what_every_window_shows() -> None:
     now = allocated(even_curves(1.0, 1.0), even_split(24, 2, 4, in_step=False), "aa")
     for slower, rows in [(1.2, None), (2.0, (16, 8)), (0.5, (8, 16))]:
         found = revised(now, 1, slower)
-        assert (None if found is None else found.split.rows) == rows, slower
+        assert (None if found is None else found[0]) == rows, slower
     known = even_curves(1.0, 1.5)
     apart = allocated(known, choose(known, 24, 4, in_step=False), "aa")
     assert revise(apart, [[1.0] * 5, [1.2] * 5]), "once they are apart, a little is enough"
@@ -152,26 +156,14 @@ def test_equal_devices_are_told_apart_by_what_every_window_shows() -> None:
     # A measurement at the start says nothing about them: the least that one needed is for all.
     one, other = pooled(even_curves(1.0, 1.99), (0, 0))
     assert one == other
-    slow, fast, noisy_one = pooled(even_curves(3.0, 1.0, 1.5), (0, 1, 1))
-    assert (slow.time(1), fast.time(1), noisy_one.time(1)) == (3.0, 1.0, 1.0)
-
-
-def test_a_rank_that_recovers_gets_its_rows_back() -> None:
-    curves = even_curves(1.0, 3.0)
-    now = allocated(curves, choose(curves, 48, 8, in_step=True), "ab")
-    assert now.split.rows == (36, 12)
-    found = revised(now, 1, 1 / 3)
-    assert found is not None
-    assert found.split.rows == (24, 24)
-    _, reason = revise(now, seconds_of(now.split, now.curves, 1, 1 / 3)) or (None, "")
-    assert "its rows bring 0.67 times an even split, not 2.00" in reason
+    slow, *fast = pooled(even_curves(3.0, 1.0, 1.5), (0, 1, 1))
+    assert slow.time(1) == 3.0 and [curve.time(1) for curve in fast] == [1.0, 1.0]
 
 
 def test_steps_that_are_done_again_have_the_rows_that_they_had(tmp_path: Path) -> None:
     first = allocated(even_curves(1.0, 1.0), even_split(24, 2, 4, in_step=False), "aa")
-    slow = revised(first, 1, 2)
-    assert slow is not None
-    history = History().add(first).add(replace(slow, after_step=10)).decided(50)
+    slow = replace(first, split=RowSplit((16, 8), (4, 4), in_step=False), after_step=10)
+    history = History().add(first).add(slow).decided(50)
     file = tmp_path / "balance.json"
     history.write(file)
     assert History.load(file, None) == history
@@ -195,10 +187,9 @@ def test_steps_that_are_done_again_have_the_rows_that_they_had(tmp_path: Path) -
     assert until == History(history.allocations, 29)
 
 
-def test_a_measurement_settles_when_two_rounds_agree() -> None:
-    assert settled([[1.0, 3.0, 1.05], [2.0, 2.1, 9.0]])
-    assert not settled([[1.0, 3.0, 1.05], [2.0, 2.6, 9.0]])
-    assert not settled([[1.0], [2.0]])
+def probe_of(config: RunConfig, num_layers: int) -> Any:
+    options: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "vocab_size": 300}
+    return build_probe(config.model, num_layers=num_layers, **options)
 
 
 def test_a_model_is_measured_and_nothing_else_changes(run_file: Path) -> None:
@@ -207,16 +198,9 @@ def test_a_model_is_measured_and_nothing_else_changes(run_file: Path) -> None:
 
     def make(layers: int) -> nn.Module:
         made.append(layers)
-        model = build_probe(
-            config.model,
-            num_layers=layers,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            vocab_size=300,
-        )
-        return WithLoss(model, config)
+        return WithLoss(probe_of(config, layers), config)
 
-    probe = Probe(make, 24, 300, 32, None, torch.device("cpu"), 1.0)
+    probe = Probe(make, 24, 300, 32, None, CPU, 1.0)
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -227,40 +211,47 @@ def test_a_model_is_measured_and_nothing_else_changes(run_file: Path) -> None:
     assert curve.limit == 4
 
 
-@pytest.mark.parametrize("isolates", ["false", "true"])
+@each("isolates", ["false", "true"])
 def test_what_is_measured_keeps_documents_apart_where_the_run_will(
     run_file: Path, isolates: str
 ) -> None:
     """A mask over all rows is memory that a micro-batch must have room for."""
-    config = load_run_file(
-        run_file, ["data.packing=true", f"data.isolate_documents={isolates}"]
-    ).config
-    model: Any = build_probe(
-        config.model, num_layers=1, device=torch.device("cpu"), dtype=torch.float32, vocab_size=300
-    )
+    options = ["data.packing=true", f"data.isolate_documents={isolates}"]
+    config = load_run_file(run_file, options).config
+    model = probe_of(config, 1)
     assert use_maskless_attention(model)
     seen: list[Any] = []
     model.register_forward_pre_hook(lambda _, args, given: seen.append(given), with_kwargs=True)
     WithLoss(model, config)(torch.zeros((2, 8), dtype=torch.int64))
     mask = seen[-1].get("attention_mask")
-    if isolates == "false":
-        assert mask is None
-    else:
+    assert (mask is not None) == (isolates == "true")
+    if mask is not None:
         assert mask.shape == (2, 1, 8, 8)
         assert not mask[0, 0, 7, 0], "two documents"
 
 
-def test_rows_that_fit() -> None:
-    used = {1: 20.0, 2: 30.0, 4: 50.0}
-    assert rows_that_fit(used, 95.0, 100) == 8
-    assert rows_that_fit(used, 95.0, 6) == 6
-    assert rows_that_fit(used, 5.0, 100) == 0
-    assert rows_that_fit({1: 20.0}, 10.0, 100) == 0
+def test_a_measurement_settles_when_two_rounds_agree() -> None:
+    assert settled([[1.0, 3.0, 1.05], [2.0, 2.1, 9.0]])
+    assert not settled([[1.0, 3.0, 1.05], [2.0, 2.6, 9.0]])
+    assert not settled([[1.0], [2.0]])
+
+
+@each(
+    ("used", "free_bytes", "most", "rows"),
+    [
+        ({1: 20.0, 2: 30.0, 4: 50.0}, 95.0, 100, 8),
+        ({1: 20.0, 2: 30.0, 4: 50.0}, 95.0, 6, 6),
+        ({1: 20.0, 2: 30.0, 4: 50.0}, 5.0, 100, 0),
+        ({1: 20.0}, 10.0, 100, 0),
+    ],
+)
+def test_rows_that_fit(used: dict[int, float], free_bytes: float, most: int, rows: int) -> None:
+    assert rows_that_fit(used, free_bytes, most) == rows
 
 
 def test_the_meter_counts_training_and_not_evaluation() -> None:
     blocks = [nn.Linear(64, 64) for _ in range(3)]
-    meter = ComputeMeter(list(blocks), torch.device("cpu"))
+    meter = ComputeMeter(list(blocks), CPU)
     for _ in range(4):
         for block in blocks:
             block(torch.ones(64, 64))

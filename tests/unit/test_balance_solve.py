@@ -1,4 +1,4 @@
-"""The solver against trying everything, and what it must give for equal and hopeless ranks."""
+"""The solver against trying everything, and what it must give where many splits are as fast."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isles.balance.curve import Curve, rank_seconds, slowest, step_seconds
+from isles.balance.curve import Curve, slowest, step_seconds
 from isles.balance.solve import are_alike, fastest_split
 from isles.dist.split import RowSplit, even_split, shared_split
 
 
-def affine(overhead: float, per_row: float, limit: int) -> Curve:
+def affine(overhead: float, per_row: float, limit: int = 8) -> Curve:
     """A rank whose micro-batches cost a fixed time and some more for each row."""
     return Curve((1, 2), (overhead + per_row, overhead + 2 * per_row), limit)
 
@@ -60,23 +60,16 @@ def test_nothing_is_faster(in_step: bool, ranks: list[Curve], rows: int) -> None
 
 
 def test_rows_follow_speed() -> None:
-    ranks = [affine(0.0, seconds, 8) for seconds in (1.0, 2.0, 3.0)]
+    ranks = [affine(0.0, seconds) for seconds in (1.0, 2.0, 3.0)]
     for in_step in (False, True):
         split = fastest_split(ranks, 66, in_step=in_step)
         assert split.rows == (36, 18, 12)
         assert step_seconds(split, ranks) == pytest.approx(36)
 
 
-def test_a_hopeless_rank_gets_next_to_nothing() -> None:
-    ranks = [affine(0.01, 0.01, 8), affine(0.01, 0.01, 8), affine(5.0, 5.0, 8)]
-    split = fastest_split(ranks, 64, in_step=False)
-    assert split.rows[2] <= 1
-    assert rank_seconds(split, 2, ranks[2]) == step_seconds(split, ranks)
-
-
 def test_slow_ranks_keep_a_row_where_it_costs_nothing() -> None:
     """Without rows a rank computes one all the same: to give it none gains nothing."""
-    ranks = [affine(1.0, 1.0, 8), affine(1.0, 1.0, 8), affine(0.01, 0.01, 8)]
+    ranks = [affine(1.0, 1.0), affine(1.0, 1.0), affine(0.01, 0.01)]
     assert fastest_split(ranks, 6, in_step=False).rows == (1, 1, 4)
 
 
@@ -89,8 +82,8 @@ def test_memory_is_a_limit() -> None:
 
 
 def test_alike_within_a_tenth() -> None:
-    assert are_alike([affine(1.0, 1.0, 8), affine(1.04, 1.04, 8), affine(1.09, 1.09, 8)])
-    assert not are_alike([affine(1.0, 1.0, 8), affine(1.0, 1.3, 8)])
+    assert are_alike([affine(1.0, 1.0), affine(1.04, 1.04), affine(1.09, 1.09)])
+    assert not are_alike([affine(1.0, 1.0), affine(1.0, 1.3)])
 
 
 def test_thousands_of_rows_on_dozens_of_ranks_take_seconds() -> None:
@@ -119,7 +112,7 @@ def test_shares_are_met_to_the_row(shares: list[float], rows: int, limit: int) -
 
 
 def test_the_slowest_of_ranks_that_share_their_rows() -> None:
-    both = slowest([affine(1.0, 1.0, 8), affine(3.0, 0.5, 4)])
+    both = slowest([affine(1.0, 1.0), affine(3.0, 0.5, 4)])
     assert [both.time(size) for size in (1, 2)] == [3.5, 4.0]
     assert both.limit == 4
 

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from isles.dist.batch import IGNORE_INDEX
 from isles.strategies import head as head_module
 from isles.strategies.head import LossHead
 from tests.each import each
+from tests.small_models import small_model
 
 B, T, V = 3, 17, 96
 
 
-def build(kind: str = "llama", **settings: Any) -> Any:
-    torch.manual_seed(0)
-    shape = {
-        "vocab_size": V,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "pad_token_id": 0,
-        "max_position_embeddings": 64,
-    }
-    config = CONFIG_MAPPING[kind](**{**shape, **settings})
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+build = functools.partial(small_model, vocab_size=V)
 
 
 def batch(ignored: float = 0.4) -> tuple[Tensor, Tensor]:
@@ -44,13 +31,14 @@ def batch(ignored: float = 0.4) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def plain_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-    logits = model(input_ids=tokens, use_cache=False).logits
+def places_of(targets: Tensor) -> Tensor:
+    return (targets.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+
+
+def plain_loss(model: Any, tokens: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
+    logits = model(input_ids=tokens, use_cache=False).logits.float().flatten(0, 1)
     return F.cross_entropy(
-        logits.float().flatten(0, 1),
-        targets.flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
+        logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction
     )
 
 
@@ -75,26 +63,27 @@ CASES = {
     "llama": ("llama", {}),
     "tied": ("llama", {"tie_word_embeddings": True}),
     "bias": ("phi", {"layer_norm_eps": 1e-5}),  # a head with a bias
-    "soft cap after the head": ("gemma2", {"final_logit_softcapping": 3.0}),
+    "soft cap after the head": ("gemma2", {"final_logit_softcapping": 3.0, "sliding_window": 64}),
     "scaled after the head": ("cohere", {"logit_scale": 0.25}),
 }
+
+
+def twins(case: str) -> tuple[Any, Any]:
+    kind, settings = CASES[case]
+    model = build(kind, **settings)
+    return model, copy.deepcopy(model)
 
 
 @each("case", CASES)
 @each("given", ["places", "no places"])
 @pytest.mark.usefixtures("small_chunks")
 def test_loss_and_gradients_are_those_of_whole_logits(case: str, given: str) -> None:
-    kind, settings = CASES[case]
-    model = build(kind, **settings)
-    twin = copy.deepcopy(model)
+    model, twin = twins(case)
     tokens, targets = batch()
     wanted = plain_loss(twin, tokens, targets)
     (wanted * 0.37).backward()
-    places = (targets.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
-    head = LossHead(model)
-    loss = head.loss_sum(
-        model, {"input_ids": tokens}, targets, places if given == "places" else None
-    )
+    places = places_of(targets) if given == "places" else None
+    loss = LossHead(model).loss_sum(model, {"input_ids": tokens}, targets, places)
     (loss * 0.37).backward()
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     assert_same(gradients(model), gradients(twin), 1e-5)
@@ -103,13 +92,10 @@ def test_loss_and_gradients_are_those_of_whole_logits(case: str, given: str) -> 
 @each("case", CASES)
 @pytest.mark.usefixtures("small_chunks")
 def test_losses_of_tokens_and_their_gradients(case: str) -> None:
-    kind, settings = CASES[case]
-    model = build(kind, **settings)
-    twin = copy.deepcopy(model)
+    model, twin = twins(case)
     tokens, targets = batch()
     factor = torch.arange(B, dtype=torch.float32).unsqueeze(1)
-    logits = twin(input_ids=tokens, use_cache=False).logits.float()
-    wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(B, T)
+    wanted = plain_loss(twin, tokens, targets, reduction="none").view(B, T)
     (wanted.tanh() * factor).sum().backward()
     losses = LossHead(model).token_losses(model, {"input_ids": tokens}, targets)
     (losses.tanh() * factor).sum().backward()
@@ -132,14 +118,13 @@ def test_a_batch_without_targets_gives_zero_gradients_and_not_none() -> None:
     """DistributedDataParallel waits for the gradient of every parameter."""
     model = build()
     tokens, targets = batch(ignored=1.1)
-    places = (targets.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
-    loss = LossHead(model).loss_sum(model, {"input_ids": tokens}, targets, places)
+    loss = LossHead(model).loss_sum(model, {"input_ids": tokens}, targets, places_of(targets))
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_it_is_as_close_as_whole_logits_are(dtype: torch.dtype) -> None:
     model = build()
     twin, exact = copy.deepcopy(model), copy.deepcopy(model)
@@ -158,19 +143,13 @@ def test_under_autocast_it_is_as_close_as_whole_logits_are(dtype: torch.dtype) -
 
 def test_in_fp16_the_sum_over_tokens_may_be_large() -> None:
     """Its gradients are scaled afterwards, so that a smaller loss scale would not help."""
-    hidden = torch.full((4096, 4), 50.0, requires_grad=True)
+    hidden, targets = torch.full((4096, 4), 50.0), torch.zeros(4096, dtype=torch.int64)
     head = nn.Linear(4, 256, bias=False)
     with torch.autocast("cpu", dtype=torch.float16):
-        loss = head_module._fused_loss_sum(
-            hidden, head, torch.zeros(4096, dtype=torch.int64), may_ignore=False
-        )
-    (loss / 4096).backward()
-    found = head.weight.grad
-    assert found is not None
-    head.weight.grad = None
-    F.cross_entropy(head(hidden.detach()), torch.zeros(4096, dtype=torch.int64)).backward()
-    assert head.weight.grad is not None
-    assert (found - head.weight.grad).norm() < 0.01 * head.weight.grad.norm()
+        loss = head_module._fused_loss_sum(hidden, head, targets, may_ignore=False)
+    (found,) = torch.autograd.grad(loss / 4096, head.weight)
+    (exact,) = torch.autograd.grad(F.cross_entropy(head(hidden), targets), head.weight)
+    assert (found - exact).norm() < 0.01 * exact.norm()
 
 
 def test_the_factor_of_the_loss_is_not_rounded_to_16_bits() -> None:
@@ -203,7 +182,7 @@ def test_torch_compile_keeps_one_graph_for_every_batch() -> None:
 
 def test_whole_logits_are_never_in_memory() -> None:
     """The largest tensor that is made is a chunk, not tokens x vocabulary."""
-    model = build(vocab_size=50_000, num_hidden_layers=1)
+    model = small_model(vocab_size=50_000, num_hidden_layers=1)
     tokens = torch.randint(0, 50_000, (4, 512))
     largest = 0
 

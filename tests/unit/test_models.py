@@ -1,31 +1,73 @@
-"""Models: shapes, scratch, pretrained, gradient checkpointing."""
+"""Models: where their weights come from, what is refused, gradient checkpointing, attention."""
 
 from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from isles.config.sections.model import ModelConfig
 from isles.errors import UserError
 from isles.facts.models import llama_parameters, load_shape, shape_names
 from isles.models import attention
 from isles.models.attention import use_maskless_attention
-from isles.models.build import build_model, set_gradient_checkpointing
+from isles.models.build import (
+    build_empty_model,
+    build_model,
+    fill_model,
+    set_gradient_checkpointing,
+)
+from isles.models.fill import NotCoveredError, fill_fresh, weights_folder
+from isles.strategies.fsdp import find_blocks
+from tests.each import each
+from tests.small_models import small_model
 
 CPU = torch.device("cpu")
 
 
-def make(name: Path | str, init: Any = "scratch", seed: int = 0, vocab: int | None = None) -> Any:
+def whole(name: Path | str, init: Any = "scratch", seed: int = 0) -> Any:
     config = ModelConfig(name_or_path=str(name), init=init)
-    return build_model(config, device=CPU, dtype=torch.float32, seed=seed, vocab_size=vocab)
+    return build_model(config, device=CPU, dtype=torch.float32, seed=seed, vocab_size=None)
+
+
+def empty(name: Path | str, init: Any = "scratch") -> Any:
+    config = ModelConfig(name_or_path=str(name), init=init)
+    return build_empty_model(config, dtype=torch.float32, vocab_size=None)
+
+
+def cut(name: Path | str, init: Any = "scratch", seed: int = 0) -> Any:
+    """Built empty, allocated, and filled, as strategies do that cut the model."""
+    model = empty(name, init)
+    model.to_empty(device=CPU)
+    model.tie_weights()
+    fill_model(model, ModelConfig(name_or_path=str(name), init=init), seed=seed)
+    return model
+
+
+Build = Callable[..., Any]
+WAYS = [whole, cut]
+
+
+def change_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    """Whether all tensors are equal, the constants that no file holds too."""
+    left = dict(one.named_parameters()) | dict(one.named_buffers())
+    right = dict(other.named_parameters()) | dict(other.named_buffers())
+    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
 
 
 def test_shapes_have_the_sizes_that_their_names_say() -> None:
@@ -36,54 +78,129 @@ def test_shapes_have_the_sizes_that_their_names_say() -> None:
     for name, size in sizes.items():
         unit = {"m": 10**6, "b": 10**9}[name[-1]]
         assert abs(size / (int(name.split("-")[1][:-1]) * unit) - 1) < 0.25
+    assert sizes["llama-2m"] == sum(p.numel() for p in empty("llama-2m").parameters())
 
 
-def test_counted_parameters_are_those_of_the_built_model() -> None:
-    model = make("llama-2m")
-    assert sum(p.numel() for p in model.parameters()) == llama_parameters(load_shape("llama-2m"))
+def test_fresh_weights_depend_on_the_seed_alone(tiny_model: Path) -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    model = cut(tiny_model)
+    assert torch.equal(torch.get_rng_state(), state), "nobody else's random numbers are used up"
+    assert same(model, whole(tiny_model))
+    assert not same(model, cut(tiny_model, seed=1))
 
 
-def test_same_seed_same_weights(tiny_model: Path) -> None:
-    one, same, other = make(tiny_model), make(tiny_model), make(tiny_model, seed=1)
-    pairs = list(zip(one.parameters(), same.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in pairs)
-    assert not torch.equal(next(one.parameters()), next(other.parameters()))
+@each("kind", ["llama", "qwen3", "gemma", "gpt_neox", "gpt2", "mixtral", "phi3", "opt"])
+def test_fresh_weights_are_spread_as_transformers_spreads_them(kind: str) -> None:
+    """GPT-2 sets some in its blocks: residual projections are smaller, by the number of layers."""
+    wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "n_embd": 64, "n_layer": 4}
+    real = small_model(kind, **wide)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(real.config)
+    model.to_empty(device="cpu")
+    fill_fresh(model, 0)
+    pairs = zip(model.state_dict().items(), real.state_dict().values(), strict=True)
+    for (name, mine), theirs in pairs:
+        if float(theirs.std()) == 0 or theirs.numel() < 500:
+            assert float(mine.mean()) == pytest.approx(float(theirs.mean()), abs=0.02), name
+        else:
+            assert float(mine.std()) == pytest.approx(float(theirs.std()), rel=0.2), name
+    for (name, mine), theirs in zip(model.named_buffers(), real.buffers(), strict=True):
+        assert torch.equal(mine, theirs), name
 
 
-def test_pretrained_is_what_was_saved(tiny_model: Path, tmp_path: Path) -> None:
-    model = make(tiny_model)
-    model.save_pretrained(tmp_path / "saved")
-    again = make(tmp_path / "saved", init="pretrained", seed=5)
-    ids = torch.arange(10)[None]
-    assert torch.equal(model.eval()(ids).logits, again.eval()(ids).logits)
+def test_a_model_that_initialises_elsewhere_is_named(tiny_model: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.empty(3))
+
+    model = empty(tiny_model)
+    model.odd = Odd()
+    model.to_empty(device=CPU)
+    with pytest.raises(NotCoveredError, match=r"odd\.scale"):
+        fill_fresh(model, 0)
+    with pytest.raises(UserError, match=r"odd\.scale") as raised:
+        fill_model(model, ModelConfig(name_or_path=str(tiny_model), init="scratch"), seed=0)
+    assert "ddp" in raised.value.fix
 
 
-def test_pickled_weights_are_refused(tiny_model: Path, tmp_path: Path) -> None:
-    model = make(tiny_model)
-    folder = tmp_path / "pickled"
+@each("way", WAYS)
+@each(("tied", "prefix"), [(False, "model."), (True, "model."), (True, "")])
+def test_pretrained_weights_are_those_of_the_files(
+    tiny_model: Path, tmp_path: Path, way: Build, tied: bool, prefix: str
+) -> None:
+    """In several files, and under the names of the bare model, which has no head."""
+    change_config(tiny_model, tie_word_embeddings=tied)
+    model, folder = cut(tiny_model, seed=3), tmp_path / "saved"
+    model.save_pretrained(folder, max_shard_size="40KB" if prefix else "1GB")
+    if not prefix:
+        file = folder / "model.safetensors"
+        renamed = {k.removeprefix("model."): v for k, v in load_file(file).items()}
+        save_file(renamed, file, metadata={"format": "pt"})
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == bool(prefix)
+    assert same(way(folder, init="pretrained", seed=5), model)
+
+
+@each("way", WAYS)
+@each(
+    ("fault", "what"),
+    [
+        ("missing", "up_proj.weight"),
+        ("left over", "up_proj.bias"),
+        ("shape", "up_proj.weight"),
+        ("torn", ""),
+        ("none", ""),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(
+    tiny_model: Path, tmp_path: Path, way: Build, fault: str, what: str
+) -> None:
+    folder = tmp_path / "saved"
+    cut(tiny_model).save_pretrained(folder)
+    file, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj"
+    tensors = load_file(file)
+    if fault == "missing":
+        del tensors[f"{name}.weight"]
+    elif fault == "left over":
+        tensors[f"{name}.bias"] = torch.zeros(64)
+    elif fault == "shape":
+        tensors[f"{name}.weight"] = torch.zeros(3, 4)
+    save_file(tensors, file, metadata={"format": "pt"})
+    if fault == "torn":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif fault == "none":
+        file.unlink()
+    with pytest.raises(UserError) as raised:
+        way(folder, init="pretrained")
+    assert raised.value.where == "model.name_or_path" and raised.value.fix
+    if (way, fault) != (whole, "shape"):  # of which transformers tells its log alone
+        assert what in raised.value.what
+
+
+@each("way", WAYS)
+def test_pickled_weights_are_refused(tiny_model: Path, tmp_path: Path, way: Build) -> None:
+    """Also those that torch would read."""
+    model, folder = cut(tiny_model), tmp_path / "pickled"
     model.save_pretrained(folder)
     (folder / "model.safetensors").unlink()
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="pickle"):
-        make(folder, init="pretrained")
+    with pytest.raises(UserError, match="safetensors"):
+        way(folder, init="pretrained")
 
 
-def test_missing_weights_are_refused(tiny_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "part"
-    model = make(tiny_model)
-    model.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    with pytest.raises(UserError, match="lacks"):
-        make(folder, init="pretrained")
-
-
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "no-such-model"])
+@each("name", ["./nowhere", "/nowhere/at/all", "no-such-model"])
 def test_unknown_model(name: str) -> None:
     with pytest.raises(UserError) as caught:
-        make(name, init="pretrained")
+        whole(name, init="pretrained")
     assert name in str(caught.value)
     assert caught.value.fix
+
+
+def test_a_model_that_was_moved_away_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such folder") as caught:
+        weights_folder(str(tmp_path / "away"))
+    assert str(tmp_path / "away") in str(caught.value) and "put the model back" in str(caught.value)
 
 
 def test_remote_code_is_not_run_unless_asked(tmp_path: Path) -> None:
@@ -94,58 +211,62 @@ def test_remote_code_is_not_run_unless_asked(tmp_path: Path) -> None:
     auto = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
     with pytest.raises(UserError, match="trust_remote_code"):
-        make(folder)
+        whole(folder)
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
-def test_gradient_checkpointing_changes_no_gradient(tiny_model: Path, kind: str) -> None:
-    def gradients(model: nn.Module) -> list[torch.Tensor]:
-        ids = torch.arange(40).reshape(2, 20)
-        model(input_ids=ids, use_cache=False).logits.square().mean().backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
+def test_blocks_are_found_or_named(tiny_model: Path) -> None:
+    model = empty(tiny_model)
+    blocks = list(model.model.layers)
+    assert find_blocks(model) == blocks
+    assert find_blocks(model, ("MistralDecoderLayer", "LlamaDecoderLayer")) == blocks
+    with pytest.raises(UserError, match="no module of class FooLayer") as raised:
+        find_blocks(model, ("FooLayer",))
+    assert "LlamaDecoderLayer" in raised.value.fix
+    plain = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+    assert len(find_blocks(plain)) == 2
+    with pytest.raises(UserError, match="cannot be found") as raised:
+        find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    assert raised.value.where == "strategy.transformer_layer_cls_to_wrap"
 
-    plain, recomputing = make(tiny_model), make(tiny_model)
+
+@each("kind", ["full", "selective"])
+def test_gradient_checkpointing_changes_no_gradient(tiny_model: Path, kind: str) -> None:
+    """And, where all is recomputed, keeps less from the forward pass for the backward pass."""
+
+    def train(model: nn.Module) -> tuple[list[torch.Tensor], int]:
+        kept: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        ids = torch.arange(256).reshape(4, 64)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(input_ids=ids, use_cache=False).logits.square().mean()
+        size = sum(kept.values())
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None], size
+
+    plain, recomputing = whole(tiny_model), whole(tiny_model)
     set_gradient_checkpointing(recomputing, kind)
-    expected, found = gradients(plain), gradients(recomputing)
+    (expected, all_bytes), (found, fewer_bytes) = train(plain), train(recomputing)
     assert len(expected) == len(found) > 10
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(expected, found, strict=True))
-
-
-def saved_bytes(model: nn.Module) -> int:
-    """Bytes that the forward pass keeps for the backward pass."""
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(input_ids=torch.arange(256).reshape(4, 64), use_cache=False).logits.sum()
-    return sum(kept.values())
-
-
-def test_full_checkpointing_keeps_least(tiny_model: Path) -> None:
-    sizes = {}
-    for kind in ("none", "full"):
-        model = make(tiny_model)
-        set_gradient_checkpointing(model, kind)
-        sizes[kind] = saved_bytes(model)
-    assert sizes["full"] < 0.5 * sizes["none"]
+    if kind == "full":  # what selective keeps goes past these hooks
+        assert fewer_bytes < 0.5 * all_bytes
 
 
 def test_attention_without_a_mask_is_the_same_function(tiny_model: Path) -> None:
-    usual, maskless = make(tiny_model), make(tiny_model)
+    usual, maskless = whole(tiny_model), whole(tiny_model)
     assert use_maskless_attention(maskless)
     ids = torch.randint(0, 512, (3, 40), generator=torch.Generator().manual_seed(0))
     assert torch.equal(usual(ids, use_cache=False).logits, maskless(ids, use_cache=False).logits)
 
 
-def test_sliding_windows_keep_their_masks(tmp_path: Path) -> None:
-    config = {"model_type": "mistral", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 99}
-    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 4}))
-    assert not use_maskless_attention(make(tmp_path))
+def test_sliding_windows_keep_their_masks(tiny_model: Path) -> None:
+    change_config(tiny_model, model_type="mistral", sliding_window=4)
+    assert not use_maskless_attention(empty(tiny_model))
 
 
 def test_the_kernel_for_documents_gets_what_it_takes_under_autocast() -> None:
@@ -160,18 +281,16 @@ def test_the_kernel_for_documents_gets_what_it_takes_under_autocast() -> None:
                 seen.extend(x.dtype for x in args[:3])
             return func(*args, **(kwargs or {}))
 
-    attend = functools.partial(attention._attend, None, attention_mask=None, max_length_q=8)
-    shape = {"q": (1, 4, 8, 16), "kv": (1, 2, 8, 16)}
     enabled = torch.is_autocast_enabled("cuda")
     torch.set_autocast_enabled("cuda", True)  # torch.autocast would not, where there is no GPU
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
     try:
         with FakeTensorMode(), Sees(), torch.no_grad():
             on_gpu = functools.partial(torch.empty, device="cuda")
-            query, key = on_gpu(shape["q"]), on_gpu(shape["kv"])
-            value = on_gpu(shape["kv"], dtype=torch.bfloat16)
-            ends = on_gpu((3,), dtype=torch.int32)
-            torch.set_autocast_dtype("cuda", torch.bfloat16)
-            out, _ = attend(query, key, value, cu_seq_lens_q=ends)
+            query, key = on_gpu((1, 4, 8, 16)), on_gpu((1, 2, 8, 16))
+            value = on_gpu((1, 2, 8, 16), dtype=torch.bfloat16)
+            ends = {"cu_seq_lens_q": on_gpu((3,), dtype=torch.int32), "max_length_q": 8}
+            out, _ = attention._attend(None, query, key, value, None, **ends)
     finally:
         torch.set_autocast_enabled("cuda", enabled)
         torch.set_autocast_dtype("cuda", torch.float16)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-import pytest
-
 from isles.config.sections.training import TrainingConfig, learning_rate
+from tests.each import each
 
 
 def rates(total: int, **fields: object) -> list[float]:
@@ -15,7 +14,7 @@ def rates(total: int, **fields: object) -> list[float]:
     return [learning_rate(config, step, total) for step in range(1, total + 1)]
 
 
-@pytest.mark.parametrize("shape", ["constant", "linear", "cosine", "wsd"])
+@each("shape", ["constant", "linear", "cosine", "wsd"])
 def test_warm_up_rises_and_the_peak_is_reached(shape: str) -> None:
     found = rates(100, lr_scheduler_type=shape, warmup_steps=10)
     assert all(low < high for low, high in pairwise(found[:11]))
@@ -23,7 +22,7 @@ def test_warm_up_rises_and_the_peak_is_reached(shape: str) -> None:
     assert max(found) == found[10] == 1.0
 
 
-@pytest.mark.parametrize("shape", ["linear", "cosine", "wsd"])
+@each("shape", ["linear", "cosine", "wsd"])
 def test_falls_towards_the_minimum_and_wastes_no_step(shape: str) -> None:
     found = rates(100, lr_scheduler_type=shape, min_lr_ratio=0.1)
     assert all(high >= low for high, low in pairwise(found))
