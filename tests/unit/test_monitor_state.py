@@ -24,7 +24,7 @@ from isles.run.state import FRESH_S, attempt_state
 from isles.run.stop import kill_now, read_stop_request, send_signal
 from tests.deadline import DEADLINE_S
 from tests.each import each
-from tests.run_records import FAR, GONE, rank_error, recorded_run
+from tests.run_records import FAR, GONE, rank_error, recorded_run, two_hosts
 from tests.runs import bare_run, running_agent
 
 
@@ -226,3 +226,12 @@ def test_a_record_that_another_host_replaces_is_read_again(
 
     monkeypatch.setattr(Path, "read_text", stale)
     assert read_record(path) == {"step": 1} and not faults
+
+
+def test_commands_that_nobody_has_typed_yet_were_not_killed(tmp_path: Path) -> None:
+    run_dir = bare_run(tmp_path / "a-1")
+    attempt = new_attempt(run_dir)
+    two_hosts(attempt, "manual")
+    write_record(attempt.launch, {**(read_record(attempt.launch) or {}), **GONE})
+    assert attempt_state(run_dir, run_dir.attempt(1)).state == "new"
+    assert "when its commands are typed" in collect(run_dir).hint

@@ -76,7 +76,7 @@ def number_of(record: dict[str, Any] | None, key: str) -> float | None:
 def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> AttemptState:
     """State of one attempt now; right on every machine that sees the directory."""
     launch = read_record(attempt.launch)
-    launcher = str((launch or read_record(attempt.fleet) or {}).get("launcher") or "local")
+    launcher = str((launch or {}).get("launcher") or "local")
     begun_at = number_of(launch, "begun_at")
     if launcher in QUEUES:
         return _job_state(run_dir, attempt, launcher, begun_at, now())
@@ -93,8 +93,8 @@ def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> 
         state = _recorded(outcome)
     elif is_alive:
         state = "running"
-    elif launch is None and launcher == "manual":
-        state = "new"  # nobody has typed its commands yet
+    elif _is_untyped(attempt, launch):
+        state, launcher = "new", "manual"
     elif run_dir.node_of.exists():
         state = "unknown"  # how it ended is on record on its first host
     elif process is None or process.is_here():
@@ -103,6 +103,13 @@ def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> 
         is_alive = now() - newest < FRESH_S
         state = "running" if is_alive else "unknown"
     return AttemptState(state, is_alive, process, begun_at, outcome, launcher, last_seen_at)
+
+
+def _is_untyped(attempt: Attempt, launch: dict[str, Any] | None) -> bool:
+    # Whether it is of launcher manual and nobody has typed its commands yet: who made it has left
+    # its claim only.
+    fleet = read_record(attempt.fleet) or {}
+    return fleet.get("launcher") == "manual" and "launcher" not in (launch or {})
 
 
 def _job_state(
