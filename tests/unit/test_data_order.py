@@ -13,6 +13,14 @@ sizes = st.lists(st.integers(1, 60), min_size=1, max_size=4)
 seeds = st.integers(0, 2**63 - 1)
 
 
+@given(st.integers(2**40, 2**62), seeds)
+@settings(max_examples=20, deadline=None)
+def test_permute_stays_inside_huge_ranges(n: int, seed: int):
+    index = np.array([0, 1, 2, n // 2, n - 2, n - 1])
+    placed = permute(index, n, key_from(seed))
+    assert len(set(placed.tolist())) == 6 and placed.min() >= 0 and placed.max() < n
+
+
 def test_permute_looks_shuffled():
     n = 20_000
     placed = permute(np.arange(n), n, key_from(0))
