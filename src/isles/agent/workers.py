@@ -332,10 +332,6 @@ def _run(what: str, args: tuple[Any, ...], environ: dict[str, str], answer: Conn
 def _call(what: str, args: tuple[Any, ...]) -> int:
     # The parent is the fork server, which ends with the agent in the same way.
     die_with_parent()
-    # The agent, and the fork server with it, may have ended before that call.
-    agent = multiprocessing.parent_process()
-    if agent is not None and not agent.is_alive():
-        os.kill(os.getpid(), signal.SIGKILL)
     module, _, name = what.partition(":")
     entry: Callable[..., int] = getattr(importlib.import_module(module), name)
     return entry(*args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import socket
 import sys
@@ -63,12 +64,20 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Let the kernel send this signal to this process when its parent ends. Linux only.
 
     "Parent" is the thread that has started this process, so it must live as long as the process.
-    Nothing is sent for a parent that had ended before this call.
+    Nothing is sent for a parent that had ended before this call. One that had called this itself,
+    and then forked this process, is missed here, and the signal sent all the same.
     Source: prctl(2), PR_SET_PDEATHSIG.
     """
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+    global _caller  # noqa: PLW0603  # what a forked process knows of its parent
+    if _LIBC is None:
+        return
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+    if _caller not in (None, os.getpid()) and os.getppid() != _caller:
+        os.kill(os.getpid(), number)
+    _caller = os.getpid()
 
 
+_caller: int | None = None
+"""Who has called `die_with_parent` last: in a process that was forked, its parent."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork
