@@ -124,7 +124,7 @@ def test_a_rank_that_is_forked_as_the_agent_dies_ends_too(tmp_path: Path) -> Non
         server = rank.parent()
         assert server is not None
         server.kill()
-        assert psutil.wait_procs([server], timeout=DEADLINE_S)[1] == []
+        until(lambda: server.status() == psutil.STATUS_ZOMBIE)  # its parent, the agent, lives on
         (tmp_path / "go").write_text("go")
         assert psutil.wait_procs([rank], timeout=DEADLINE_S)[1] == []
         agent.kill()
