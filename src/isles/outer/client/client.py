@@ -318,7 +318,8 @@ class HubClient(Hub):
         match error:
             case RejoinError():
                 log.info("to join anew: %s", error)
-            case HubRefusal() if error.kind in JOIN_AGAIN:
+            case HubRefusal() if error.kind in JOIN_AGAIN or error.kind == "early":
+                # early: it was committed by a hub that is gone, and this one does not know of it.
                 log.info("to join anew: %s", error.what)
             case HubRefusal() if error.kind == "ahead" and node is not None:
                 node.knows_more()
