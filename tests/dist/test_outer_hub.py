@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,12 @@ import pytest
 
 from isles.errors import CommunicationError
 from isles.outer.client.api import HubApi
+from isles.outer.client.client import HubClient
 from isles.outer.client.http import HubRefusal
-from isles.outer.messages import CHUNK_BYTES
+from isles.outer.hub.core import events
+from isles.outer.messages import CHUNK_BYTES, RoundAnswer
 from isles.run.join_line import encode
+from isles.run.records import write_secret
 from tests.deadline import DEADLINE_S
 from tests.outer_member import (
     OUTER_PARAMS,
@@ -180,6 +184,50 @@ async def _cut(task: asyncio.Task, condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def test_an_average_that_died_with_its_hub_is_no_reason_to_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub before this one had committed the outer step, which this one still collects."""
+    wait = HubApi.wait_round
+    found = [
+        RoundAnswer(
+            outer_step=0,
+            state="committed",
+            contributed=[],
+            waits_for=[],
+            weights={"a": 10},
+            digest="0" * 64,
+            size_bytes=16,
+            is_kept=True,
+        )
+    ]
+
+    async def wait_round(self: HubApi, outer_step: int, deadline_s: float) -> RoundAnswer:
+        return found.pop() if found else await wait(self, outer_step, deadline_s)
+
+    monkeypatch.setattr(HubApi, "wait_round", wait_round)
+    asyncio.run(_joins_anew(tmp_path))
+
+
+async def _joins_anew(folder: Path) -> None:
+    async with serving(folder / "state") as (server, line):
+        write_secret(folder / "join", line.secret_text())
+        client = HubClient(
+            join("a", 4), join_file=folder / "join", spool=folder / "spool", note=str
+        )
+
+        def times_joined() -> int:
+            return sum(event["kind"] == "joined" for event in events(server.work.core))
+
+        end = time.monotonic() + DEADLINE_S
+        try:
+            while times_joined() < 2:
+                assert client.state.refusal is None and time.monotonic() < end
+                await asyncio.sleep(0.05)
+        finally:
+            await asyncio.to_thread(client.close)
 
 
 def test_it_ends_by_itself_also_where_a_cluster_never_comes_back(tmp_path: Path) -> None:
