@@ -70,9 +70,11 @@ def test_an_unknown_connection_gets_no_memory(
 
 def test_many_who_send_nothing_do_not_keep_a_node_out(tmp_path: Path) -> None:
     with table(tmp_path) as made:
+        before = threading.active_count()
         silent = [plain(made.fleet.port) for _ in range(150)]
         made.begin(0, 1)
-        assert threading.active_count() < 120
+        # 64 of them have a thread; those that were closed for these end when they are scheduled.
+        made.look_until(lambda: threading.active_count() < before + 80, "few of them are left")
         for connection in silent:
             connection.close()
 
