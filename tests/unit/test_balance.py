@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from isles.balance import measure
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, rank_seconds
 from isles.balance.measure import ComputeMeter, Probe, calibrate, rows_that_fit, settled
@@ -247,6 +249,24 @@ def test_a_measurement_settles_when_two_rounds_agree() -> None:
 )
 def test_rows_that_fit(used: dict[int, float], free_bytes: float, most: int, rows: int) -> None:
     assert rows_that_fit(used, free_bytes, most) == rows
+
+
+def test_a_wait_between_the_two_clocks_is_no_time_of_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another process gets the processor for 30 s, after the first look at what was waited."""
+    waited, now = (
+        iter([0, 30 * 10**9, 30 * 10**9, 30 * 10**9, 30 * 10**9]),
+        iter([40.0, 40.0, 41.0]),
+    )
+    monkeypatch.setattr(measure, "_waited_ns", lambda: next(waited))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    block = nn.Linear(2, 2)
+    meter = ComputeMeter([block], CPU)
+    meter.reset()
+    block(torch.ones(1, 2))
+    meter.step_done()
+    assert meter.steps() == [1.0]
 
 
 def test_the_meter_counts_training_and_not_evaluation() -> None:

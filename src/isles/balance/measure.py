@@ -35,6 +35,9 @@ _SAMPLE_EVERY = 5
 _EACH_UP_TO = 10
 """Steps that are all timed, after a start or a change of rows: an early look must have some."""
 
+_TRIES = 100
+"""Most looks at two clocks, until the thread was not made to wait between them."""
+
 _WARMUP = 2
 """First steps of a start, which allocate and compile, and are left out."""
 
@@ -295,11 +298,21 @@ def _own_seconds() -> float:
     # A clock that stands still while this thread could run and other work has its processor. A
     # device that is slow, or stopped again and again, is slow by it; one that is shared for a while
     # is not. https://docs.kernel.org/scheduler/sched-stats.html: /proc/<pid>/schedstat
+    waited_ns, now = _waited_ns(), 0.0
+    for _ in range(_TRIES):
+        now = time.perf_counter()
+        again_ns = _waited_ns()
+        if again_ns == waited_ns:
+            break
+        waited_ns = again_ns  # it waited between the two clocks
+    return now - waited_ns / 1e9
+
+
+def _waited_ns() -> int:
     try:
-        waited_ns = int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
+        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
     except (OSError, IndexError):
-        waited_ns = 0  # a kernel without these figures
-    return time.perf_counter() - waited_ns / 1e9
+        return 0  # a kernel without these figures
 
 
 def _mark() -> torch.cuda.Event:
