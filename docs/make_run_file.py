@@ -16,11 +16,11 @@ from typing import Any
 from isles.config import keys
 from isles.config.sections.run import RunConfig
 from isles.config.yaml import scalar_text
+from isles.facts.memory.architecture import Architecture
 from isles.facts.models import (
     CONTEXT_PARALLEL,
     PIPELINE,
     TENSOR_PARALLEL,
-    llama_parameters,
     load_shape,
     shape_names,
 )
@@ -227,7 +227,7 @@ def _shapes() -> Iterator[str]:
         shape = load_shape(name)
         cells = (
             f"`{name}`",
-            format_count(llama_parameters(shape)),
+            format_count(Architecture.of(shape).params),
             shape["vocab_size"],
             shape["max_position_embeddings"],
             shape["num_hidden_layers"],

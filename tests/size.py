@@ -19,6 +19,7 @@ ORIENTATION = {
     "config": 3_750,
     "run": 1_630,
     "launch": 3_730,
+    "plan": 3_000,
     "check": 2_220,
     "monitor": 2_120,
     "agent": 2_480,

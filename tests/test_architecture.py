@@ -23,10 +23,11 @@ ALLOWED: dict[str, set[str]] = {
     "run": GROUND | {"config"},
     # control wing
     "launch": SHARED,
+    "plan": SHARED | {"launch"},
     "check": SHARED | {"launch"},
     "monitor": SHARED | {"launch"},
     "agent": SHARED | {"launch"},
-    "cli": SHARED | {"launch", "monitor", "check"},
+    "cli": SHARED | {"launch", "monitor", "check", "plan"},
     # worker wing
     "dist": SHARED,
     "models": SHARED | {"dist"},
@@ -39,7 +40,10 @@ ALLOWED: dict[str, set[str]] = {
     "train": SHARED
     | {"dist", "models", "data", "track", "strategies", "checkpoint", "balance", "outer"},
 }
-CONTROL_WING = {"errors", "facts", "config", "run", "launch", "check", "monitor", "agent", "cli"}
+CONTROL_WING = {
+    *("errors", "facts", "config", "run"),
+    *("launch", "plan", "check", "monitor", "agent", "cli"),
+}
 HEAVY = {"torch", "numpy", "transformers", "datasets", "pyarrow", "tokenizers", "matplotlib"}
 FILES = sorted(SRC.rglob("*.py"))
 

@@ -163,6 +163,64 @@ def check(
 
 
 @app.command
+def plan(
+    run_file: Path,
+    /,
+    *overrides: str,
+    gpus: str = "",
+    nodes: int | None = None,
+    link: str = "",
+    hub_link: str = "",
+    price: str = "",
+    json: bool = False,
+    apply: bool = False,
+    details: bool = False,
+    simulate: bool = False,
+    fleet: Path | None = None,
+    hours: float | None = None,
+    seed: int | None = None,
+    png: Path | None = None,
+) -> int:
+    """Say whether a run will fit, how fast it will be, and what to change first.
+
+    Nothing is started. The exit code is 0 where it fits, or where that is not known, 1 for an issue
+    in the run file or the command line, and 2 where it does not fit as it is written.
+
+    Args:
+        run_file: The run file.
+        overrides: Values that replace those in the file, such as data.seq_length=512.
+        gpus: Cards in place of the run file's machines, such as "2x4090,3070ti@1gbe".
+        nodes: So many machines as --gpus names one, such as --gpus 8xh100 --nodes 2.
+        link: The line of each cluster to the hub, such as 100mbit+25ms; several separated by ;.
+        hub_link: The hub's own line; left out: as that of the first cluster.
+        price: Of energy, such as 0.30/kWh, or of an hour of one card, such as 2.50/h.
+        json: Print JSON.
+        apply: Write the first rung of the ladder that fits into the run file.
+        details: Show every moment, rung and strategy, and by which rules times are guessed.
+        simulate: Play its clusters on a virtual clock instead: goodput, idle time, bytes, and
+            better settings.
+        fleet: For --simulate: a file with other clusters, their speeds, links and failures.
+        hours: For --simulate: so long at most; left out: to the last step, or a day.
+        seed: For --simulate: of what happens by chance; the same seed gives the same run.
+        png: For --simulate: draw the timeline into this file, too.
+    """
+    from isles.plan.verb import PlanOptions, check_options, run_plan
+
+    options = PlanOptions(gpus, nodes, link, hub_link, price, json, apply, details)
+    played = {"--fleet": fleet, "--hours": hours, "--seed": seed, "--png": png}
+    check_options(options, played, is_simulated=simulate)
+    if not simulate:
+        return run_plan(run_file, overrides, options, print)
+    from isles.config.load import load_run_file
+    from isles.plan.simulate.verb import simulate_run
+
+    loaded = load_run_file(run_file, overrides)
+    return simulate_run(
+        loaded, fleet, hours, seed or 0, as_json=json, png=png, print_line=_print_line
+    )
+
+
+@app.command
 def explain(id: str = "", /) -> int:
     """Say what an error or a finding means, and what to do about it.
 

@@ -12,21 +12,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from isles.config.auto import Machine, choose_strategy, ddp_bytes
+from isles.config.auto import Machine, choose_strategy, needed_bytes
 from isles.config.layout import make_layout
 from isles.config.load import load_run_file
 from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.config.sections.training import TrainingConfig
 from isles.errors import ConfigErrors, MissingDependencyError, UserError
-from isles.facts.cost import ModelSize, train_flops_per_token
+from isles.facts.cost import train_flops_per_token
+from isles.facts.memory.architecture import Architecture
+from isles.facts.models import load_shape
 from isles.models.adapter import base_name, frozen_dtype
 from isles.models.build import build_empty_model, build_model, build_probe, fill_model
 from isles.models.fill import base_fingerprint
 from isles.run.checkpoints import CheckpointInfo
 from isles.train.model import base_of, count_parameters, flops_per_token, with_base
 from isles.train.optimizer import make_optimizers
-from isles.train.probe import state_bytes
+from isles.train.probe import standing_bytes
 from tests.each import each
 from tests.engines import fake_run
 from tests.small_models import small_model
@@ -210,18 +212,20 @@ def test_the_fingerprint_is_of_the_weights_and_not_of_their_place(tmp_path: Path
     assert base_fingerprint(one) != base_fingerprint(other)
 
 
-def test_frozen_weights_cost_two_thirds_and_no_state() -> None:
+def test_frozen_weights_cost_two_thirds_and_no_state(tmp_path: Path) -> None:
     """Forward, and backward through the activations: four operations of six."""
     shape = {"num_layers": 0, "hidden_size": 8, "seq_length": 16}
     whole = train_flops_per_token(matmul_params=300, **shape)
     assert train_flops_per_token(matmul_params=300, frozen_params=300, **shape) == whole * 4 / 6
-    training = TrainingConfig(max_steps=1, gradient_checkpointing="full")
-    size = ModelSize(8_030_261_248, 32, 4096, 128_256)
-    lora = ModelSize(8_072_204_288, 32, 4096, 128_256, num_frozen=8_030_261_248)
+    model = Architecture.of(load_shape("llama-8b"))
+    whole_run = fake_run(tmp_path, gradient_checkpointing="full")
+    lora_run = fake_run(tmp_path, LORA, gradient_checkpointing="full")
     machine = Machine(2, 2, 40 * 2**30, 100e9)
-    assert ddp_bytes(lora, training, 2048) < 0.15 * ddp_bytes(size, training, 2048)
-    assert choose_strategy(lora, training, 2048, machine)[0].kind == "ddp"
-    assert choose_strategy(size, training, 2048, machine)[0].kind == "fsdp"
+    ddp = DDPStrategyConfig()
+    lora, full = (needed_bytes(model, run, ddp, machine) for run in (lora_run, whole_run))
+    assert lora < 0.2 * full
+    assert choose_strategy(model, lora_run, machine)[0].kind == "ddp"
+    assert choose_strategy(model, whole_run, machine)[0].kind == "fsdp"
 
 
 def test_only_what_is_trained_has_state(tmp_path: Path) -> None:
@@ -235,7 +239,8 @@ def test_only_what_is_trained_has_state(tmp_path: Path) -> None:
     mesh: Any = SimpleNamespace(layout=make_layout(strategy, 1, local_world_size=1))
     frozen = sum(p.numel() * 4 for p in model.parameters() if not p.requires_grad)
     # Weights, gradients, two numbers of AdamW.
-    needed = state_bytes(model, fake_run(tmp_path), strategy, mesh)
+    run = fake_run(tmp_path, AdapterConfig(type="lora", r=1), precision="32-true")
+    needed = standing_bytes(model, run, strategy, mesh)
     assert needed == frozen + 4 * sum(trained.values())
 
 

@@ -22,6 +22,7 @@ from isles.config.load import load_run_file
 from isles.config.sections.cluster import NetworkConfig
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import PreflightError, UserError
+from isles.facts.memory.architecture import Architecture
 from tests.each import each
 
 ROOT = Path(__file__).parents[2]
@@ -171,7 +172,7 @@ def test_what_hosts_agree_on_is_said_once() -> None:
 
 def test_links_against_what_a_step_sends(run_file: Path) -> None:
     loaded = load_run_file(run_file)
-    sent = replace(RunFacts.of(loaded), num_params=7_000_000_000).gradient_bytes()
+    sent = replace(RunFacts.of(loaded), model=Architecture.opaque(7_000_000_000)).gradient_bytes()
     rates = {("a", "b"): 117e6, ("b", "a"): 117e6}
     (found, _) = bad(bandwidth_findings(rates, sent, 2))
     assert "4m 0" in found.text or "3m 5" in found.text  # 28 GB over a gigabit

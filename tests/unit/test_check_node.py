@@ -34,6 +34,7 @@ from isles.cli import main
 from isles.config.load import load_run_file
 from isles.config.sections.cluster import ClusterConfig
 from isles.errors import UserError
+from isles.facts.memory.architecture import Architecture
 from isles.facts.units import format_bytes
 from isles.launch.huggingface import huggingface_issues
 from isles.launch.ssh.hosts import Reach
@@ -172,10 +173,10 @@ def test_a_probe_shows_who_sees_the_folder_and_goes_again(tmp_path: Path) -> Non
 
 def test_space_for_the_checkpoints_of_the_run(run_file: Path) -> None:
     run = RunFacts.of(load_run_file(run_file, ["checkpoint.keep=2"]))
-    assert run.num_params
+    assert run.model is not None
     # fp32 weights and two states of adamw, for two checkpoints and one on its way.
-    assert run.checkpoint_bytes() == run.num_params * 12 * 3
-    big, nproc = replace(run, num_params=10**15), {"a": 1, "b": 1}
+    assert run.checkpoint_bytes() == run.model.params * 12 * 3
+    big, nproc = replace(run, model=Architecture.opaque(10**15)), {"a": 1, "b": 1}
     by_host = {
         name: {f.id: f for f in files(big.plan(name, nproc, "cpu"))}["disk.free"] for name in nproc
     }

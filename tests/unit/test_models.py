@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from isles.config.sections.model import ModelConfig
 from isles.errors import UserError
-from isles.facts.models import llama_parameters, load_shape, shape_names
+from isles.facts.memory.architecture import Architecture
+from isles.facts.models import load_shape, shape_names
 from isles.models import attention
 from isles.models.attention import use_maskless_attention
 from isles.models.build import (
@@ -72,12 +73,14 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 def test_shapes_have_the_sizes_that_their_names_say() -> None:
     assert shape_names() == ("llama-2m", "llama-15m", "llama-150m", "llama-1b", "llama-8b")
-    sizes = {name: llama_parameters(load_shape(name)) for name in shape_names()}
+    sizes = {name: Architecture.of(load_shape(name)).params for name in shape_names()}
     assert sizes["llama-1b"] == 1_235_814_400, "as published for Llama-3.2-1B"
     assert sizes["llama-8b"] == 8_030_261_248, "as published for Llama-3-8B"
     for name, size in sizes.items():
         unit = {"m": 10**6, "b": 10**9}[name[-1]]
         assert abs(size / (int(name.split("-")[1][:-1]) * unit) - 1) < 0.25
+    with pytest.raises(KeyError):
+        load_shape("../units")
     assert sizes["llama-2m"] == sum(p.numel() for p in empty("llama-2m").parameters())
 
 

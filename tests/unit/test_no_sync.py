@@ -48,7 +48,7 @@ def test_a_step_reads_nothing_back(
     try:
         config = fake_run(tiny_model, optimizer=optimizer, precision=precision)
         engine = engine_of(config, strategy, world)
-        meter = StepMeter(world, 1.0)
+        meter = StepMeter(world, 1.0, 0.0)
         ids = torch.arange(32).reshape(2, 16)
         batch = Batch(ids, ids, (0, 1))
 

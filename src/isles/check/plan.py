@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from isles.check.finding import IDS, Finding
-from isles.config.files import find_shape
 from isles.config.load import Loaded
+from isles.config.memory import architecture_of, checkpoint_sizes
 from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
-from isles.facts.cost import frozen_bytes, state_bytes, weight_bytes
-from isles.facts.models import llama_parameters
+from isles.facts.memory.architecture import Architecture
 from isles.launch.huggingface import huggingface_repos
 from isles.launch.ssh.channel import Channel
 from isles.launch.ssh.hosts import Reach
@@ -95,20 +94,20 @@ class RunFacts:
     Args:
         workdir: folder in which the ranks run.
         loaded: the run file; None: the machines alone are checked.
-        num_params: of the model; 0 where its shape is not known here, or for a user's own script.
+        model: None where its shape is not known here, or for a user's own script.
     """
 
     cluster: ClusterConfig
     workdir: str
     loaded: Loaded | None = None
-    num_params: int = 0
+    model: Architecture | None = None
 
     @classmethod
     def of(cls, loaded: Loaded) -> RunFacts:
         """The facts of a run file with one cluster."""
         cluster = loaded.config.clusters[0]
         workdir = cluster.workdir or str(Path.cwd())
-        return cls(cluster, workdir, loaded, _num_params(loaded.config))
+        return cls(cluster, workdir, loaded, _architecture(loaded.config))
 
     @property
     def config(self) -> RunConfig | None:
@@ -137,50 +136,40 @@ class RunFacts:
         run: dict[str, Any] = {"config": config.model_dump(mode="json")}
         run["origins"] = self.loaded.origins
         run |= {"text": self.loaded.text, "path": str(self.loaded.path)}
+        params = self.model.params if self.model is not None else 0
         return replace(
             plan,
             output_dir=config.output_dir,
             run=run,
             repos=() if config.training.script is not None else tuple(huggingface_repos(config)),
-            num_params=self.num_params,
-            load_bytes=frozen_bytes(self.num_params, config.training.precision),
+            num_params=params,
+            load_bytes=params * (4 if config.training.precision == "32-true" else 2),
             checkpoint_bytes=self.checkpoint_bytes(),
         )
 
     def checkpoint_bytes(self) -> int:
         """Largest disk use of the run: checkpoints, one more on its way, and the export."""
         config = self.config
-        if config is None:
+        if config is None or self.model is None:
             return 0
-        training = config.training
-        one = state_bytes(self._num_trained, training.precision, training.optimizer)
-        export = self.gradient_bytes() if config.checkpoint.export_on_finish else 0
-        return one * (config.checkpoint.keep + 1) + export
+        size = checkpoint_sizes(self.model, config)
+        export = size.export if config.checkpoint.export_on_finish else 0
+        return size.one * (config.checkpoint.keep + 1) + export
 
     def gradient_bytes(self) -> int:
         """Bytes of one rank's gradients."""
-        config = self.config
-        return weight_bytes(self._num_trained, config.training.precision) if config else 0
-
-    @property
-    def _num_trained(self) -> int:
-        is_whole = self.config is None or self.config.adapter.type == "none"
-        return self.num_params if is_whole else self.num_params // 50
+        if self.config is None or self.model is None:
+            return 0
+        return checkpoint_sizes(self.model, self.config).gradients
 
 
-def _num_params(config: RunConfig) -> int:
-    # As of a Llama: an estimate for disks and links.
+def _architecture(config: RunConfig) -> Architecture | None:
     if config.training.script is not None:
-        return 0
-    shape = find_shape(config.model, hub_cache())
-    if shape is None:
-        return 0
+        return None
     try:
-        heads = shape["num_attention_heads"]
-        own = {"num_key_value_heads": heads, "tie_word_embeddings": False, **shape}
-        return llama_parameters(own)
-    except (KeyError, TypeError, ZeroDivisionError):
-        return 0
+        return architecture_of(config, hub_cache())
+    except UserError:
+        return None  # the ranks say it
 
 
 class Hosts:

@@ -1,7 +1,9 @@
-"""The GPU table: dense tensor-core speed and memory, each row with its source."""
+"""The GPU table: speed, memory and power of cards, each row with its source."""
 
 from __future__ import annotations
 
+import difflib
+import re
 from dataclasses import dataclass
 
 
@@ -15,6 +17,9 @@ class Gpu:
         memory_bytes: memory on the card.
         bandwidth_bytes_per_s: memory bandwidth.
         source: the document that the figures stand in.
+        watts: power limit as delivered (TDP, TGP or TBP).
+        fp32_flops: FLOP/s in fp32 without tensor cores; 0: not known.
+        nvlink_bytes_per_s: to the other cards of the machine, in one direction; 0: over PCIe.
     """
 
     name: str
@@ -22,40 +27,108 @@ class Gpu:
     memory_bytes: int
     bandwidth_bytes_per_s: float
     source: str
+    watts: float
+    fp32_flops: float = 0.0
+    nvlink_bytes_per_s: float = 0.0
 
 
-def _gpu(name: str, tflops: float, memory_gb: int, bandwidth_gb_s: float, source: str) -> Gpu:
-    return Gpu(name, tflops * 1e12, memory_gb * 2**30, bandwidth_gb_s * 1e9, source)
+def _gpu(
+    name: str,
+    tflops: float,
+    memory_gb: int,
+    bandwidth_gb_s: float,
+    watts: float,
+    source: str,
+    *,
+    fp32: float = 0.0,
+    nvlink: float = 0.0,
+) -> Gpu:
+    memory, bandwidth = memory_gb * 2**30, bandwidth_gb_s * 1e9
+    return Gpu(name, tflops * 1e12, memory, bandwidth, source, watts, fp32 * 1e12, nvlink * 1e9)
 
 
+def _geforce(
+    name: str, sms: int, boost_ghz: float, memory_gb: int, bandwidth: float, watts: float
+) -> Gpu:
+    # An SM of these makes 512 FLOPs a clock in tensor cores with fp32 accumulation, and half as
+    # many in fp32: with that the whitepapers' own rows (3070 to 3090 Ti, 4080, 4090, 5070 to 5090)
+    # come out to the last digit.
+    generation = {"3": _AMPERE, "4": _ADA, "5": _BLACKWELL}[name[4]]
+    tflops = sms * boost_ghz * 0.512
+    source = f"NVIDIA's product page (SMs, boost clock); FLOPs a clock: {generation}"
+    return _gpu(name, tflops, memory_gb, bandwidth, watts, source, fp32=tflops / 2)
+
+
+_BLACKWELL_HGX = "NVIDIA HGX B200 datasheet (half of the sparse figure)"
+_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper v1.1, appendices A to C"
 _HOPPER = "NVIDIA H100/H200 datasheets"
 _ADA = "NVIDIA Ada GPU architecture whitepaper v2, appendix A (FP16 tensor, FP32 accumulate)"
 _AMPERE = "NVIDIA Ampere GA102 whitepaper v2, table 2/appendix A (BF16 tensor, FP32 accumulate)"
+_A100 = "NVIDIA A100 datasheet"
+_V100 = "NVIDIA V100 datasheet (fp16)"
+_AMD = "AMD Instinct data sheets (dense)"
 
 # The longer name first: `H100 PCIe` is tried before `H100`.
 GPUS: tuple[Gpu, ...] = (
-    _gpu("H200", 989.4, 141, 4800, _HOPPER),
-    _gpu("H100 PCIe", 756, 80, 2000, _HOPPER),
-    _gpu("H100 NVL", 835, 94, 3900, _HOPPER),
-    _gpu("H100", 989.4, 80, 3350, _HOPPER),
-    _gpu("A100-SXM4-80GB", 312, 80, 2039, "NVIDIA A100 datasheet"),
-    _gpu("A100 80GB PCIe", 312, 80, 1935, "NVIDIA A100 datasheet"),
-    _gpu("A100", 312, 40, 1555, "NVIDIA A100 datasheet"),
-    _gpu("L40S", 362, 48, 864, "NVIDIA L40S datasheet"),
-    _gpu("L40", 181, 48, 864, "NVIDIA L40 datasheet"),
-    _gpu("L4", 121, 24, 300, "NVIDIA L4 datasheet (half of the sparse figure)"),
-    _gpu("A10G", 70, 24, 600, "AWS G5 instance page"),
-    _gpu("A10", 125, 24, 600, "NVIDIA A10 datasheet"),
-    _gpu("A40", 149.7, 48, 696, "NVIDIA A40 datasheet"),
-    _gpu("V100", 125, 32, 900, "NVIDIA V100 datasheet (fp16)"),
-    _gpu("T4", 65, 16, 320, "NVIDIA T4 datasheet (fp16)"),
-    _gpu("RTX 4090", 165.2, 24, 1008, _ADA),
-    _gpu("RTX 4080", 97.5, 16, 717, _ADA),
-    _gpu("RTX 3090 Ti", 80, 24, 1008, _AMPERE),
-    _gpu("RTX 3090", 71, 24, 936, _AMPERE),
-    _gpu("RTX 3080", 59.5, 10, 760, _AMPERE),
-    _gpu("RTX 3070", 40.6, 8, 448, _AMPERE),
+    _gpu("B200", 2250, 180, 8000, 1000, _BLACKWELL_HGX, fp32=75, nvlink=900),
+    _gpu("H200", 989.4, 141, 4800, 700, _HOPPER, fp32=67, nvlink=450),
+    _gpu("H100 PCIe", 756, 80, 2000, 350, _HOPPER, fp32=51),
+    _gpu("H100 NVL", 835, 94, 3900, 400, _HOPPER, fp32=60, nvlink=300),
+    _gpu("H100", 989.4, 80, 3350, 700, _HOPPER, fp32=67, nvlink=450),
+    _gpu("A100-SXM4-80GB", 312, 80, 2039, 400, _A100, fp32=19.5, nvlink=300),
+    _gpu("A100 80GB PCIe", 312, 80, 1935, 300, _A100, fp32=19.5),
+    _gpu("A100-PCIE-40GB", 312, 40, 1555, 250, _A100, fp32=19.5),
+    _gpu("A100", 312, 40, 1555, 400, _A100, fp32=19.5, nvlink=300),
+    _gpu("L40S", 362, 48, 864, 350, "NVIDIA L40S datasheet", fp32=91.6),
+    _gpu("L40", 181, 48, 864, 300, "NVIDIA L40 datasheet", fp32=90.5),
+    _gpu("L4", 121, 24, 300, 72, "NVIDIA L4 datasheet (half of the sparse figure)", fp32=30.3),
+    _gpu("A10G", 70, 24, 600, 300, "AWS G5 instance page"),
+    _gpu("A10", 125, 24, 600, 150, "NVIDIA A10 datasheet", fp32=31.2),
+    _gpu("A40", 149.7, 48, 696, 300, "NVIDIA A40 datasheet", fp32=37.4),
+    _gpu("V100-SXM2-16GB", 125, 16, 900, 300, _V100, fp32=15.7, nvlink=150),
+    _gpu("V100-PCIE-16GB", 112, 16, 900, 250, _V100, fp32=14),
+    _gpu("V100-PCIE-32GB", 112, 32, 900, 250, _V100, fp32=14),
+    _gpu("V100", 125, 32, 900, 300, _V100, fp32=15.7, nvlink=150),
+    _gpu("T4", 65, 16, 320, 70, "NVIDIA T4 datasheet (fp16)", fp32=8.1),
+    _gpu("RTX PRO 6000", 503.8, 96, 1792, 600, "NVIDIA RTX Blackwell PRO whitepaper", fp32=126),
+    _gpu("RTX 6000 Ada", 364.2, 48, 960, 300, "NVIDIA RTX 6000 Ada datasheet", fp32=91.1),
+    _gpu("RTX A6000", 154.8, 48, 768, 300, f"{_AMPERE}, appendix C", fp32=38.7),
+    _gpu(
+        "RTX A5000", 111.1, 24, 768, 230, "NVIDIA RTX A5000 datasheet (half of sparse)", fp32=27.8
+    ),
+    _gpu("RTX A4000", 76.7, 16, 448, 140, "NVIDIA RTX A4000 datasheet (half of sparse)", fp32=19.2),
+    _geforce("RTX 5090", 170, 2.407, 32, 1792, 575),
+    _geforce("RTX 5080", 84, 2.617, 16, 960, 360),
+    _geforce("RTX 5070 Ti", 70, 2.452, 16, 896, 300),
+    _geforce("RTX 5070", 48, 2.512, 12, 672, 250),
+    _geforce("RTX 5060 Ti 16GB", 36, 2.572, 16, 448, 180),
+    _geforce("RTX 5060 Ti", 36, 2.572, 8, 448, 180),
+    _geforce("RTX 5060", 30, 2.497, 8, 448, 145),
+    _gpu("RTX 4090", 165.2, 24, 1008, 450, _ADA, fp32=82.6),
+    _geforce("RTX 4080 SUPER", 80, 2.55, 16, 736, 320),
+    _gpu("RTX 4080", 97.5, 16, 717, 320, _ADA, fp32=48.7),
+    _geforce("RTX 4070 Ti SUPER", 66, 2.61, 16, 672, 285),
+    _geforce("RTX 4070 Ti", 60, 2.61, 12, 504, 285),
+    _geforce("RTX 4070 SUPER", 56, 2.475, 12, 504, 220),
+    _geforce("RTX 4070", 46, 2.475, 12, 504, 200),
+    _geforce("RTX 4060 Ti 16GB", 34, 2.535, 16, 288, 165),
+    _geforce("RTX 4060 Ti", 34, 2.535, 8, 288, 160),
+    _geforce("RTX 4060", 24, 2.46, 8, 272, 115),
+    _gpu("RTX 3090 Ti", 80, 24, 1008, 450, _AMPERE, fp32=40),
+    _gpu("RTX 3090", 71, 24, 936, 350, _AMPERE, fp32=35.6),
+    _geforce("RTX 3080 Ti", 80, 1.665, 12, 912, 350),
+    _gpu("RTX 3080", 59.5, 10, 760, 320, _AMPERE, fp32=29.8),
+    _geforce("RTX 3070 Ti", 48, 1.77, 8, 608, 290),
+    _gpu("RTX 3070", 40.6, 8, 448, 220, _AMPERE, fp32=20.3),
+    _geforce("RTX 3060 Ti", 38, 1.665, 8, 448, 200),
+    _geforce("RTX 3060", 28, 1.777, 12, 360, 170),
+    _gpu("MI300X", 1307.4, 192, 5300, 750, _AMD, fp32=163.4),
+    # What the driver shows is one of its two dies.
+    _gpu("MI250X", 191.5, 64, 1638, 280, f"{_AMD}, half a card", fp32=23.9),
 )
+
+_OTHER_CARDS = {"SUPER", "Ti", "Laptop", "Max", "Mobile", "D"}
+"""Words behind a name that make it another card."""
 
 
 def find_gpu(reported_name: str) -> Gpu | None:
@@ -70,7 +143,53 @@ def find_gpu(reported_name: str) -> Gpu | None:
         wanted = gpu.name.replace("-", " ").split()
         for start in range(len(words) - len(wanted) + 1):
             if words[start : start + len(wanted)] == wanted and not (
-                {"SUPER", "Ti", "Laptop", "Max", "Mobile"} & set(words[start + len(wanted) :])
+                _OTHER_CARDS & set(words[start + len(wanted) :])
             ):
                 return gpu
     return None
+
+
+def named_gpu(text: str) -> Gpu:
+    """The row that a person means by `4090`, `3070ti`, `a100-80`, `4060ti-16` or `rtx a6000`.
+
+    KeyError: none, or more than one; its arguments are the nearest short names.
+    """
+    wanted = _plain(text)
+    named = {_plain(name): gpu for gpu in GPUS for name in (gpu.name, *_SHORT.get(gpu.name, ()))}
+    if wanted in named:
+        return named[wanted]
+    names = list(dict.fromkeys(map(short_name, GPUS)))
+    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.6)
+    inside = [name for name in names if wanted and wanted in name]
+    raise KeyError(*dict.fromkeys([*inside[:3], *near]))
+
+
+def short_name(gpu: Gpu) -> str:
+    """How a card is named on a command line: `4090`, `3070ti`, `h100`."""
+    return _SHORT.get(gpu.name, (_plain(gpu.name),))[0]
+
+
+_SHORT = {
+    "A100-SXM4-80GB": ("a100-80", "a100 80gb", "a100-sxm-80"),
+    "A100": ("a100-40", "a100", "a100 40gb"),
+    "A100 80GB PCIe": ("a100-80-pcie",),
+    "A100-PCIE-40GB": ("a100-40-pcie",),
+    "H100": ("h100", "h100-80", "h100 sxm", "h100-sxm5"),
+    "V100-SXM2-16GB": ("v100-16", "v100 16gb"),
+    "V100": ("v100-32", "v100", "v100 32gb"),
+    "RTX 6000 Ada": ("6000ada", "rtx6000ada"),
+    "RTX A6000": ("a6000",),
+    "RTX A5000": ("a5000",),
+    "RTX A4000": ("a4000",),
+    "RTX PRO 6000": ("pro6000", "rtxpro6000"),
+    "RTX 4060 Ti 16GB": ("4060ti-16",),
+    "RTX 5060 Ti 16GB": ("5060ti-16",),
+    "RTX 4060 Ti": ("4060ti", "4060ti-8"),
+    "RTX 5060 Ti": ("5060ti", "5060ti-8"),
+}
+
+
+def _plain(name: str) -> str:
+    # GeForce cards by their number alone.
+    plain = re.sub(r"nvidia|geforce|tesla|amd|instinct|[\s_-]", "", name.lower())
+    return re.sub(r"^rtx(?=\d{4}(?!ada))", "", plain)

@@ -10,6 +10,8 @@ import json
 from importlib import resources
 from typing import Any
 
+from isles.facts.memory.architecture import Architecture
+
 _ANY_WAY = """
 cohere ernie4_5 gemma helium llama ministral3 mistral nemotron olmo2 phi3 qwen2 qwen3
 seed_oss smollm3 starcoder2
@@ -98,7 +100,7 @@ def shape_names() -> tuple[str, ...]:
         for entry in (resources.files("isles.facts") / "shapes").iterdir()
         if entry.name.endswith(".json")
     ]
-    return tuple(sorted(names, key=lambda name: llama_parameters(load_shape(name))))
+    return tuple(sorted(names, key=lambda name: Architecture.of(load_shape(name)).params))
 
 
 def load_shape(name: str) -> dict[str, Any]:
@@ -110,17 +112,3 @@ def load_shape(name: str) -> dict[str, Any]:
         raise KeyError(name)
     loaded: dict[str, Any] = json.loads(entry.read_text(encoding="utf-8"))
     return loaded
-
-
-def llama_parameters(config: dict[str, Any]) -> int:
-    """Parameters of a Llama, from its config.json; tied embeddings are counted once.
-
-    Source: Touvron et al. 2023 (arXiv:2302.13971), section 2.2, with grouped-query attention.
-    """
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    head = hidden // config["num_attention_heads"]
-    kv_width = config["num_key_value_heads"] * head
-    attention = 2 * hidden * hidden + 2 * hidden * kv_width
-    mlp = 3 * hidden * config["intermediate_size"]
-    embeddings = config["vocab_size"] * hidden * (1 if config["tie_word_embeddings"] else 2)
-    return int(embeddings + layers * (attention + mlp + 2 * hidden) + hidden)

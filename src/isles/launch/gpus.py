@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 from isles.run.env import visible_devices
 
-_QUERY = ("nvidia-smi", "--query-gpu=index,name,uuid,memory.total", "--format=csv,noheader")
+GPU_QUERY = ("nvidia-smi", "--query-gpu=index,name,uuid,memory.total", "--format=csv,noheader")
+"""What `read_gpus` reads the answer of."""
+
+_FREE_QUERY = ("nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ def find_gpus(environ: Mapping[str, str] = os.environ, timeout_s: float = 20.0) 
         return GpuFinding(())
     try:
         answer = subprocess.run(
-            _QUERY,
+            GPU_QUERY,
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -55,18 +58,44 @@ def find_gpus(environ: Mapping[str, str] = os.environ, timeout_s: float = 20.0) 
         return _unknown(f"nvidia-smi gave no answer in {timeout_s:g} s")
     except OSError as error:
         return _unknown(f"nvidia-smi cannot be run: {error.strerror}")
-    return _finding(answer, wanted)
+    return read_gpus(answer.returncode, answer.stdout, answer.stderr, wanted)
 
 
-def _finding(answer: subprocess.CompletedProcess[str], wanted: list[str] | None) -> GpuFinding:
-    lines = (answer.stdout.strip() or answer.stderr.strip()).splitlines()
+def free_bytes() -> dict[str, int]:
+    """Free memory of the GPUs of this machine by their uuid; empty where nothing says it."""
+    try:
+        answer = subprocess.run(
+            _FREE_QUERY,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=20.0,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    rows = [line.split(",") for line in answer.stdout.splitlines()]
+    return {
+        row[0].strip(): int(row[1]) * 2**20
+        for row in rows
+        if len(row) == 2 and row[1].strip().isdigit()
+    }
+
+
+def read_gpus(code: int, stdout: str, stderr: str, wanted: list[str] | None) -> GpuFinding:
+    """The GPUs by the answer to `GPU_QUERY`, here or on another machine.
+
+    Args:
+        wanted: entries of CUDA_VISIBLE_DEVICES; None: all.
+    """
+    lines = (stdout.strip() or stderr.strip()).splitlines()
     if lines and lines[0].lower().startswith("no devices were found"):
         return GpuFinding(())
-    if answer.returncode:
+    if code:
         cause = lines[0] if lines else "no message"
-        return _unknown(f"nvidia-smi failed with exit code {answer.returncode}: {cause}")
+        return _unknown(f"nvidia-smi failed with exit code {code}: {cause}")
     present: list[LocalGpu] = []
-    for line in answer.stdout.splitlines():
+    for line in stdout.splitlines():
         parts = [part.strip() for part in line.split(",")]
         if len(parts) >= 4:
             memory = parts[-1].removesuffix("MiB").strip()

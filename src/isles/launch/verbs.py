@@ -23,7 +23,7 @@ setup_app = App(name="setup", help="Make the Python environments of all hosts eq
 
 def normalise_overrides(tokens: Sequence[str]) -> list[str]:
     """Write `--training.max-steps 5` as `training.max_steps=5`, the one form of an override."""
-    verbs = (["train"], ["check"], ["render"], ["hub"], ["rendezvous"], ["join"])
+    verbs = (["train"], ["check"], ["plan"], ["render"], ["hub"], ["rendezvous"], ["join"])
     if list(tokens[:1]) not in verbs and list(tokens[:2]) != ["config", "show"]:
         return list(tokens)
     result: list[str] = []

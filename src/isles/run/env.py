@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,31 @@ def datasets_cache(environ: Mapping[str, str] = os.environ) -> Path:
     """Where the datasets library keeps what it has prepared; by its documentation."""
     folder = environ.get("HF_DATASETS_CACHE")
     return Path(folder).expanduser() if folder else _hub_home(environ) / "datasets"
+
+
+@dataclass(frozen=True, slots=True)
+class HubAccess:
+    """How the Hugging Face hub is reached; by huggingface_hub's documentation.
+
+    `token` is a secret; empty: there is none.
+    """
+
+    endpoint: str
+    token: str = field(repr=False)
+    is_offline: bool
+
+
+def hub_access(environ: Mapping[str, str] = os.environ) -> HubAccess:
+    """The hub's address, the token of this account, and whether nothing may be fetched."""
+    endpoint = (environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    token = environ.get("HF_TOKEN") or environ.get("HUGGING_FACE_HUB_TOKEN") or ""
+    if not token and environ.get("HF_HUB_DISABLE_IMPLICIT_TOKEN") not in ("1", "true"):
+        given = environ.get("HF_TOKEN_PATH")
+        path = Path(given).expanduser() if given else _hub_home(environ) / "token"
+        with suppress(OSError):
+            token = path.read_text(encoding="utf-8").strip()
+    is_offline = environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    return HubAccess(endpoint, token, is_offline)
 
 
 def _hub_home(environ: Mapping[str, str]) -> Path:

@@ -13,6 +13,7 @@ from isles.balance.balancer import Balancer
 from isles.checkpoint.load import load_tensors, on_this_disk, restore_rng
 from isles.checkpoint.save import CheckpointManager
 from isles.config.layout import Strategy
+from isles.config.memory import step_memory
 from isles.config.resolve import Resolved
 from isles.config.sections.run import RunConfig
 from isles.config.sections.training import length_in_steps
@@ -30,7 +31,9 @@ from isles.train.balance import make_balancer, watch_speed
 from isles.train.data import make_data
 from isles.train.metrics import StepMeter
 from isles.train.model import (
+    ModelSize,
     agree_on_base,
+    architecture_of,
     count_parameters,
     empty_model,
     flops_per_token,
@@ -76,15 +79,15 @@ def build(
     )
     recorder.phase("building model")
     base = agree_on_base(config, world, resume_from)
-    strategy, mesh, balancer, engine, flops = _make_engine(
+    strategy, mesh, balancer, engine, model_size = _make_engine(
         config, run_dir, world, recorder, tokenizer, resume_from
     )
     total_steps = length_in_steps(config.training, training.samples_per_epoch)
     if config.training.method == "dpo":
         # With the weights that the run begins with, so before any checkpoint is loaded.
-        rows = None if total_steps is None else total_steps * config.training.global_batch_size
+        pairs = None if total_steps is None else total_steps * config.training.global_batch_size
         score = functools.partial(score_reference, engine, mesh, world, recorder, run_dir)
-        score("training", training, rows, balancer.even_size)
+        score("training", training, pairs, balancer.even_size)
         score("validation", validation, config.training.eval_samples, balancer.even_size)
     exchange = None
     if config.diloco is not None:
@@ -97,7 +100,7 @@ def build(
     loader = Loader(
         training, split=balancer.split, dp_rank=mesh.dp_rank, device=world.device, numbering=samples
     )
-    meter = StepMeter(world, flops)
+    meter = _make_meter(model_size, config, strategy, mesh, balancer, world)
     now = meter.clock.now  # the watchdog compares when a save has moved
     checkpoints = CheckpointManager(run_dir, world, config.checkpoint, disks, attempt, now)
     checkpoints.begin(progress.step)
@@ -140,6 +143,23 @@ def build(
     return parts
 
 
+def _make_meter(
+    model: ModelSize,
+    config: RunConfig,
+    strategy: Strategy,
+    mesh: Mesh,
+    balancer: Balancer,
+    world: World,
+) -> StepMeter:
+    # With the memory on paper of this rank and its rows.
+    rows = balancer.split.micro_steps(mesh.dp_rank)
+    layout, count = mesh.layout, len(rows)
+    memory = step_memory(
+        model.known, config, strategy, layout, rows=max(1, *rows), micro_batches=count
+    )
+    return StepMeter(world, model.flops_per_token, memory.peak.total)
+
+
 def _make_engine(
     config: RunConfig,
     run_dir: RunDir,
@@ -147,19 +167,20 @@ def _make_engine(
     recorder: Recorder,
     tokenizer: Any,
     resume_from: CheckpointInfo | None,
-) -> tuple[Strategy, Mesh, Balancer, Engine, float]:
-    # The model in the hands of its strategy, with the FLOPs that a token takes.
+) -> tuple[Strategy, Mesh, Balancer, Engine, ModelSize]:
+    # The model in the hands of its strategy, and its size.
     strategy, why = resolve_strategy(config, world, lambda: empty_model(config, tokenizer))
     recorder.phase("building model", why)
     mesh = resolve_mesh(strategy, world)
     model = _make_model(config, strategy, mesh, world, tokenizer)
-    flops = flops_per_token(model, config.data.seq_length)  # before the model is cut
+    # Before the model is cut.
+    size = ModelSize(architecture_of(model), flops_per_token(model, config.data.seq_length))
     balancer = make_balancer(model, config, strategy, mesh, world, run_dir, recorder, resume_from)
     optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)
     fill = functools.partial(fill_model, config=config.model, seed=config.seed)
     engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)
     watch_speed(balancer, engine.model, config, world)
-    return strategy, mesh, balancer, engine, flops
+    return strategy, mesh, balancer, engine, size
 
 
 def _make_model(

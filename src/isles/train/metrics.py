@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import resource
 import time
@@ -14,8 +15,11 @@ import torch.distributed as dist
 from isles.dist.batch import IGNORE_INDEX, Batch
 from isles.dist.world import World
 from isles.facts.gpus import find_gpu
+from isles.facts.units import format_bytes
 from isles.strategies.base import Engine
 from isles.train.hang import StepClock
+
+log = logging.getLogger(__name__)
 
 PHASES = ("data", "forward_backward", "optimizer")
 _STAGE_AFTER = {
@@ -34,13 +38,15 @@ class StepMeter:
     Args:
         flops_per_token: of training, forward and backward; with the peak of the GPU it gives the
             model FLOPs utilisation, which a CPU or an unknown GPU has not.
+        memory_bytes: of this rank on its GPU in a step, as it was counted on paper.
     """
 
-    def __init__(self, world: World, flops_per_token: float) -> None:
+    def __init__(self, world: World, flops_per_token: float, memory_bytes: float) -> None:
         self.clock = StepClock()
         """Where this rank is in its step, for the watchdog."""
         self._world = world
         self._cuda = world.device.type == "cuda"
+        self._memory_bytes: float | None = memory_bytes if self._cuda else None
         gpu = find_gpu(world.device_name) if self._cuda else None
         self._tokens_per_second_at_peak = gpu.bf16_flops / flops_per_token if gpu else None
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -108,6 +114,7 @@ class StepMeter:
         elapsed = time.perf_counter() - self._since
         if self._cuda:
             peak_bytes = float(torch.cuda.max_memory_allocated(self._world.device))
+            self._compare(peak_bytes)
         else:  # of the whole process
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
         seconds = {phase: took_s / max(1, self._timed) for phase, took_s in self._parts.items()}
@@ -139,6 +146,15 @@ class StepMeter:
         }
         self._begin_row()
         return row
+
+    def _compare(self, peak_bytes: float) -> None:
+        # Once: what was counted beforehand beside what was used.
+        if self._memory_bytes is not None:
+            used, paper = format_bytes(int(peak_bytes)), format_bytes(int(self._memory_bytes))
+            log.info(
+                "GPU memory of rank %d: %s at most, %s on paper", self._world.rank, used, paper
+            )
+            self._memory_bytes = None
 
     def _begin_row(self) -> None:
         self._loss.zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from isles.config.sections.training import Precision
 from isles.dist.world import World
 from isles.errors import UserError
 from isles.facts.cost import train_flops_per_token
-from isles.models.adapter import frozen_dtype
+from isles.facts.memory.architecture import Architecture, UnknownShapeError
+from isles.models.adapter import base_name, frozen_dtype
 from isles.models.build import build_empty_model, build_model
 from isles.models.fill import base_fingerprint
 from isles.run.checkpoints import CheckpointInfo
@@ -67,6 +69,24 @@ def whole_model(
 def count_parameters(model: nn.Module, *, trained: bool = False) -> int:
     """Numbers in a model, or those that are trained; a weight in 4 bits counts by its numbers."""
     return sum(_numel(p) for p in model.parameters() if p.requires_grad or not trained)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What a run's model takes; see `architecture_of` and `flops_per_token`."""
+
+    known: Architecture
+    flops_per_token: float
+
+
+def architecture_of(model: Any) -> Architecture:
+    """How a model is built, by its config; what its config does not say, by its parameters."""
+    base = [p for name, p in model.named_parameters() if base_name(name) is not None]
+    params = sum(map(_numel, base))
+    try:
+        return Architecture.of(model.config.to_dict()).with_params(params)
+    except UnknownShapeError:
+        return Architecture.opaque(params)
 
 
 def flops_per_token(model: Any, seq_length: int) -> float:

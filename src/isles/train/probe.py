@@ -11,19 +11,18 @@ from torch import Tensor, nn
 from isles.balance.curve import Curve
 from isles.balance.measure import Probe, calibrate
 from isles.config.layout import Strategy
+from isles.config.memory import step_memory
 from isles.config.sections.data import isolates_any
 from isles.config.sections.run import RunConfig
-from isles.config.sections.strategy import DeepSpeedStrategyConfig, FSDPStrategyConfig
 from isles.dist.batch import COMPUTE_DTYPE, MIXED_DTYPE, Batch, cu_seqlens
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
-from isles.facts.cost import optimizer_bytes
 from isles.models.adapter import frozen_dtype
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_probe, set_gradient_checkpointing
 from isles.strategies.objective import CausalLM
 from isles.strategies.sequence import whole
-from isles.train.model import weights_dtype
+from isles.train.model import architecture_of, weights_dtype
 
 CPU_MICRO_BATCH_SIZE = 8
 """On a CPU memory is shared and large micro-batches gain nothing: this, or the largest divisor of
@@ -107,7 +106,7 @@ def measure_curve(
         return calibrate(probe, sizes, free_bytes=None)
     free, total = torch.cuda.mem_get_info(device)
     usable = min(total * _MEMORY_SHARE, free + torch.cuda.memory_reserved(device))
-    budget = usable - state_bytes(model, config, strategy, mesh)
+    budget = usable - standing_bytes(model, config, strategy, mesh)
     try:
         return calibrate(probe, sizes, free_bytes=budget)
     except torch.OutOfMemoryError:
@@ -117,40 +116,10 @@ def measure_curve(
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def state_bytes(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh) -> float:
-    """Weights, gradients and optimizer state on one rank, and what is gathered of them.
-
-    Rather too much than too little; activations come on top.
-    """
-    numel = sum(p.numel() for p in model.parameters())
-    total = float(sum(p.numel() * p.element_size() for p in model.parameters()))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    weights = float(sum(p.numel() * p.element_size() for p in trained))
-    frozen = total - weights
-    optimizer = optimizer_bytes(sum(p.numel() for p in trained), weights, config.training.optimizer)
-    cut = mesh.layout.tp * mesh.layout.pp
-    # Two blocks and the embeddings are whole at a time, with their gradients.
-    gathered = 4 * max((p.numel() for p in model.parameters()), default=0) * total / max(1, numel)
-    match strategy:
-        case FSDPStrategyConfig():
-            shards = mesh.layout.dp_shard * mesh.layout.cp
-            kept = (frozen + 2 * weights + optimizer) / shards
-            if strategy.cpu_offload:
-                kept = 0.0
-            if strategy.sharding_strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
-                gathered = total + weights
-            return (kept + gathered) / cut
-        case DeepSpeedStrategyConfig():
-            ranks, stage = mesh.layout.dp_size, strategy.zero_stage
-            kept = total / (ranks if stage == 3 else 1)
-            kept += weights / (ranks if stage >= 2 else 1)
-            if strategy.offload_optimizer == "none":
-                kept += (optimizer + weights) / ranks  # DeepSpeed keeps a second, exact copy
-            return kept + gathered
-        case _:
-            # DistributedDataParallel keeps a second copy of the gradients, which travels.
-            copies = 3 if mesh.layout.dp_size > 1 else 2
-            return (frozen + copies * weights + optimizer) / cut
+def standing_bytes(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh) -> float:
+    """What a rank holds beside activations: weights, gradients, optimizer state, and what is
+    gathered of them."""
+    return step_memory(architecture_of(model), config, strategy, mesh.layout, rows=1).standing
 
 
 class WithLoss(nn.Module):

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, assert_never
+from typing import assert_never
 
 import psutil
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from isles.config.auto import Machine, choose_strategy, ddp_bytes, describe
+from isles.config.auto import Machine, choose_strategy, describe, needed_bytes
 from isles.config.interop.deepspeed import check_accumulation, deepspeed_settings, resolve_stage
 from isles.config.layout import Strategy, make_layout
 from isles.config.sections.run import RunConfig
@@ -31,10 +31,10 @@ from isles.config.sections.training import TrainingConfig
 from isles.dist.batch import COMPUTE_DTYPE
 from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World
-from isles.facts.cost import ModelSize
 from isles.models.attention import use_maskless_attention
 from isles.strategies.base import Engine
 from isles.strategies.objective import DPO, CausalLM, MakeObjective
+from isles.train.model import architecture_of
 
 log = logging.getLogger(__name__)
 
@@ -63,24 +63,17 @@ def resolve_strategy(
 
 
 def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy, str]:
-    shape: Any = model.config
-    size = ModelSize(
-        num_params=sum(p.numel() for p in model.parameters()),
-        num_layers=int(getattr(shape, "num_hidden_layers", 1)),
-        hidden_size=int(getattr(shape, "hidden_size", 0)),
-        vocab_size=int(shape.vocab_size),
-        num_frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
-    )
+    size = architecture_of(model)
     # Of the rank that has least: its GPU's, or its part of the machine's on a CPU.
     if world.device.type == "cuda":
         mine = int(torch.cuda.get_device_properties(world.device).total_memory)
     else:
         mine = psutil.virtual_memory().total // world.local_world_size
     machine = Machine(world.world_size, _ranks_per_node(world), min(world.gather(mine)), None)
-    training, length = config.training, config.data.seq_length
-    if world.world_size > 1 and ddp_bytes(size, training, length) > machine.usable_bytes:
+    whole = needed_bytes(size, config, DDPStrategyConfig(), machine)
+    if world.world_size > 1 and whole > machine.usable_bytes:
         machine = replace(machine, link_bytes_per_s=_link_bytes_per_s(world))
-    chosen, why = choose_strategy(size, training, length, machine)
+    chosen, why = choose_strategy(size, config, machine)
     return chosen, f"{describe(chosen)}, as {why}"
 
 

@@ -1,0 +1,519 @@
+"""The memory of a step on paper beside what a real step keeps, in hundreds of settings.
+
+    python benchmarks/plan_memory.py            # all settings, some minutes
+    python benchmarks/plan_memory.py --quick    # one in six
+    python benchmarks/plan_memory.py --only fsdp,qwen3
+
+Each setting trains two steps of a real Hugging Face model by the engine that isles would take, with
+its loss, optimizer and checkpointing. Tensors are torch's FakeTensors, which have shapes and no
+memory, so that a model of 8B fits here; mixtures of experts, whose shapes depend on values, and
+DeepSpeed are small and real. Other ranks are torch's fake process group. Every storage is counted
+from its birth to its end. Attention is a stand-in that keeps what a GPU's fused kernels keep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import logging
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from isles.config.layout import Strategy, make_layout
+from isles.config.memory import architecture, holding_of, setting_of
+from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import (
+    DDPStrategyConfig,
+    DeepSpeedStrategyConfig,
+    FSDPStrategyConfig,
+)
+from isles.dist.batch import VARLEN, Batch
+from isles.dist.mesh import Mesh, make_mesh
+from isles.dist.world import World
+from isles.facts.memory.step import memory_of
+from isles.models.adapter import add_adapter, frozen_dtype
+from isles.models.build import set_gradient_checkpointing
+from isles.train.model import weights_dtype
+from isles.train.optimizer import make_optimizers
+from isles.train.strategy import is_sharded, make_engine
+
+BAR = 0.05
+
+SMALL = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "pad_token_id": 0,
+}
+GPT2 = {"n_embd": 512, "n_inner": 1408, "n_head": 8, "n_layer": 4, "vocab_size": 4096}
+DROPOUTS = (
+    *("hidden_dropout", "attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout"),
+    *("embedding_dropout", "attn_pdrop"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting.
+
+    Args:
+        kind: model_type of transformers.
+        size: `small`, or `full`: as the config's class has it, which is a published model.
+        training, adapter: of the run file.
+        ranks: of the fake process group.
+    """
+
+    group: str
+    kind: str
+    size: str = "small"
+    rows: int = 2
+    length: int = 512
+    training: dict[str, Any] = field(default_factory=dict)
+    adapter: dict[str, Any] = field(default_factory=dict)
+    strategy: Strategy = field(default_factory=DDPStrategyConfig)
+    ranks: int = 1
+    packs: bool = False
+    whole_loss: bool = False
+    micro_batches: int = 2
+
+    def config(self) -> RunConfig:
+        return RunConfig(
+            model={"name_or_path": "llama-2m", "init": "scratch"},
+            data={
+                "sources": ({"path": "none", "type": "text"},),
+                "seq_length": self.length,
+                "isolate_documents": self.packs,
+            },
+            training={"max_steps": 2, **self.training},
+            adapter=self.adapter,
+            strategy=self.strategy,
+        )
+
+    def __str__(self) -> str:
+        said = [self.kind, self.size, f"{self.rows}x{self.length}"]
+        said += [str(value) for value in self.training.values()]
+        said += [str(value) for value in self.adapter.values()]
+        said += ["packed"] * self.packs + ["whole logits"] * self.whole_loss
+        if self.ranks > 1:
+            said.append(f"{_name(self.strategy)} on {self.ranks}")
+        return " ".join(said)
+
+
+class Tracker(TorchDispatchMode):
+    """Bytes of all storages that are alive, and the most there were."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+        self.phase = self.at = ""
+        self._func: Any = None
+        for tensor in known:
+            self._see(tensor)
+
+    def __enter__(self) -> Tracker:
+        # FSDP2 gives memory back by making storages small.
+        self._resize = torch.UntypedStorage.resize_
+        tracker, original = self, self._resize
+
+        def resize(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            if storage._cdata in tracker._sizes:
+                tracker._set(storage._cdata, storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = resize
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*args)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.logsumexp.default:
+            # The kernel makes a tensor of its own, which is not seen here.
+            self._note(self.now + args[0].nbytes, func)
+        out = func(*args, **(kwargs or {}))
+        self._func = func
+        for leaf in tree_leaves((out, args)):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+        return out
+
+    def _see(self, tensor: Any) -> None:
+        while hasattr(tensor, "_local_tensor"):
+            tensor = tensor._local_tensor
+        for part in getattr(tensor, "__tensor_flatten__", lambda: ((), None))()[0]:
+            self._see(getattr(tensor, part))
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            self._set(key, storage.nbytes())
+            weakref.finalize(storage, self._gone, key)
+
+    def _set(self, key: int, size: int) -> None:
+        self.now += size - self._sizes[key]
+        self._sizes[key] = size
+        self._note(self.now, self._func)
+
+    def _note(self, size: int, func: Any) -> None:
+        if size > self.peak:
+            self.peak, self.at = size, f"{self.phase}: {func}"
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+
+
+class _Fused(torch.autograd.Function):
+    """Keeps what flash attention keeps: inputs, output and a log-sum-exp a head and token."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, q.new_zeros(q.shape[:3], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, _, _ = ctx.saved_tensors
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+def _attend(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+    if options.get("cu_seq_lens_q") is not None:
+        # As isles gives documents to torch's kernel for them: each query head has its own keys.
+        shared = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
+    return _Fused.apply(q, k, v).transpose(1, 2), None
+
+
+@contextlib.contextmanager
+def as_a_gpu_keeps_it() -> Iterator[None]:
+    """A GPU's dropout keeps a mask of bytes, a CPU's one of the numbers' own type."""
+    before = nn.functional.dropout
+
+    def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        del inplace
+        return torch.native_dropout(x, p, training)[0] if training and p else x
+
+    nn.functional.dropout = dropout
+    try:
+        yield
+    finally:
+        nn.functional.dropout = before
+
+
+def hf_config(case: Case) -> Any:
+    """The Hugging Face config of a case."""
+    from transformers import CONFIG_MAPPING
+
+    small = GPT2 if case.kind == "gpt2" else SMALL
+    made = CONFIG_MAPPING[case.kind](**(small if case.size == "small" else {}))
+    for name in DROPOUTS:
+        if hasattr(made, name):
+            setattr(made, name, 0.0)
+    for name, value in {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}.items():
+        if hasattr(made, name):
+            setattr(made, name, value)
+    return made
+
+
+def counted(case: Case, shape: Any) -> tuple[int, str]:
+    """The most bytes that the second step has at once, by training it."""
+    is_real = bool(getattr(shape, "num_experts_per_tok", 0))
+    # Muon looks at a value, as do torch's reducer, tensor parallel and DeepSpeed.
+    is_real |= case.training.get("optimizer") == "muon" or case.group in ("ddp", "tensor", "zero")
+    fake = contextlib.nullcontext() if is_real else FakeTensorMode(allow_non_fake_inputs=True)
+    world = _world(case.ranks, alone=case.group == "ddp")
+    layout = make_layout(case.strategy, case.ranks, local_world_size=world.local_world_size)
+    mesh = make_mesh(layout, world, is_sharded=is_sharded(case.strategy))
+    model = _empty_model(case, shape)
+    with fake, _zeros_for_empty() if is_real else contextlib.nullcontext():
+        _allocate(model)
+        return _train(case, model, mesh, world)
+
+
+@contextlib.contextmanager
+def _zeros_for_empty() -> Iterator[None]:
+    # What nobody sends would be NaN now and then, and with a NaN no optimizer steps.
+    makers = ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"))
+    before = [getattr(owner, name) for owner, name in makers]
+    try:
+        for (owner, name), make in zip(makers, before, strict=True):
+            setattr(
+                owner, name, lambda *args, _make=make, **options: _make(*args, **options).zero_()
+            )
+        yield
+    finally:
+        for (owner, name), make in zip(makers, before, strict=True):
+            setattr(owner, name, make)
+
+
+def _empty_model(case: Case, shape: Any) -> Any:
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    config = case.config()
+    precision = config.training.precision
+    # Under isles' own name for it, so that it is told of documents.
+    AttentionInterface.register(VARLEN, _attend)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            shape, dtype=frozen_dtype(precision, config.adapter) or weights_dtype(precision)
+        )
+        model.set_attn_implementation(VARLEN)
+        if config.adapter.type != "none":
+            add_adapter(model, config.adapter, dtype=weights_dtype(precision), name="none")
+    model.train()
+    set_gradient_checkpointing(model, config.training.gradient_checkpointing)
+    return model
+
+
+def _allocate(model: nn.Module) -> None:
+    # Memory for all tensors of a model on the meta device; a tied weight gets it once.
+    made: dict[Any, Any] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor not in made:
+                    fresh: Tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
+                    made[tensor] = fresh
+                if tensor is not None:
+                    tensors[name] = made[tensor]
+
+
+def _train(case: Case, model: Any, mesh: Mesh, world: World) -> tuple[int, str]:
+    config = case.config()
+    training = config.training
+    engine = make_engine(
+        case.strategy,
+        model,
+        lambda module: None,
+        lambda module: make_optimizers(training, module),
+        mesh,
+        world,
+        config,
+    )
+    if case.whole_loss or case.kind in AFTER_HEAD:
+        engine._bound._head._is_last = False  # type: ignore[attr-defined]
+    held = [*model.parameters(), *model.buffers()]
+    with Tracker(held) as tracker:
+        for step in range(2):
+            if step == 1:
+                tracker.peak = tracker.now
+            for micro in range(case.micro_batches):
+                tracker.phase = f"micro-batch {micro}"
+                engine.forward_backward(
+                    _batch(case), loss_divisor=100, is_last=micro == case.micro_batches - 1
+                )
+            tracker.phase = "step"
+            engine.optimizer_step(lr=1e-3, max_norm=1.0)
+    assert case.group != "zero" or engine.good_steps() is None, f"{case}: a NaN came from nobody"
+    return tracker.peak, tracker.at
+
+
+def _batch(case: Case) -> Batch:
+    rows = case.rows * (2 if case.training.get("method") == "dpo" else 1)
+    tokens = torch.zeros(rows, case.length, dtype=torch.long)
+    batch = Batch(tokens, tokens, tuple(range(case.rows)))
+    if case.training.get("method") == "dpo":
+        batch = replace(batch, reference_B=torch.zeros(rows))
+    if case.packs:
+        positions = (torch.arange(case.length) % (case.length // 2)).repeat(rows, 1)
+        starts = torch.arange(0, rows * case.length + 1, case.length // 2, dtype=torch.int32)
+        batch = replace(batch, position_ids_BT=positions, cu_seqlens_N=starts)
+    return batch
+
+
+def _world(ranks: int, *, alone: bool) -> World:
+    # DeepSpeed keeps the first group that it sees. torch's reducer wants a real one: of one rank,
+    # which is told that there are more.
+    members = 1 if alone else ranks
+    if dist.is_initialized() and (alone or dist.get_world_size() != members):
+        dist.destroy_process_group()
+    if alone:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    elif not dist.is_initialized() or dist.get_backend() != "fake":
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    group = dist.group.WORLD
+    assert group is not None
+    return World(0, 0, ranks, min(8, ranks), torch.device("cpu"), group, group, group, 60.0)
+
+
+def on_paper(case: Case, shape: Any) -> tuple[float, str]:
+    """The peak by isles' formula, and its moment."""
+    config = case.config()
+    model = architecture(config, shape.to_dict())
+    layout = make_layout(case.strategy, case.ranks, local_world_size=min(8, case.ranks))
+    setting = setting_of(config, layout, rows=case.rows, micro_batches=case.micro_batches)
+    # Of autocast's rules those of the CPU, on which this runs.
+    setting = replace(setting, is_cuda=False, is_chunked=setting.is_chunked and not case.whole_loss)
+    holding = holding_of(config, case.strategy, layout, model, case.micro_batches)
+    peak = memory_of(model, setting, holding).peak
+    return peak.total, peak.name
+
+
+DENSE = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3"),
+    *("starcoder2", "gpt_neox", "gpt2", "phi", "cohere", "granite", "smollm3", "helium"),
+)
+EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
+AFTER_HEAD = ("gemma2", "cohere", "granite")
+"""They do something to their logits, which is found out by a value, and FakeTensors have none."""
+
+PRECISIONS = ("bf16-mixed", "bf16-true", "32-true")
+SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+FULL = {"gradient_checkpointing": "full"}
+CHECKPOINTING = ("none", "selective", "full")
+
+
+def cases() -> list[Case]:
+    """All settings, by group."""
+    return [*_models(), *_adapters(), *_losses(), *_shapes(), *_strategies()]
+
+
+def _models() -> Iterator[Case]:
+    for kind, precision, kept in itertools.product(DENSE, PRECISIONS, CHECKPOINTING):
+        training = {"precision": precision, "gradient_checkpointing": kept}
+        yield Case("architectures", kind, training=training)
+    for kind, kept in itertools.product(EXPERTS, ("none", "full")):
+        yield Case("experts", kind, training={"gradient_checkpointing": kept})
+    for kind in ("llama", "mistral", "qwen2", "gemma2", "gpt2", "olmo2"):
+        yield Case("full size", kind, size="full", rows=1, length=1024, training=FULL)
+
+
+def _adapters() -> Iterator[Case]:
+    lora = {"type": "lora", "r": 16}
+    some = {"target_modules": ("q_proj", "v_proj")}
+    for kind, kept in itertools.product(("llama", "qwen3", "gemma", "phi3"), ("none", "full")):
+        training = {"gradient_checkpointing": kept}
+        for more in ({}, {"dropout": 0.1}, some) if kind != "phi3" else ({}, {"dropout": 0.1}):
+            yield Case("adapters", kind, training=training, adapter=lora | more)
+    for precision in ("bf16-true", "32-true"):
+        yield Case("adapters", "llama", training={"precision": precision}, adapter=lora)
+
+
+def _losses() -> Iterator[Case]:
+    for kind, precision in itertools.product(("llama", "qwen2", "gpt2"), PRECISIONS):
+        yield Case("loss", kind, training={"precision": precision}, whole_loss=True)
+    for kept in ("none", "full"):
+        training = {"gradient_checkpointing": kept}
+        yield Case("loss", "llama", training={"method": "dpo", **training})
+        for kind in ("llama", "qwen3"):
+            yield Case("packing", kind, training=training, packs=True)
+
+
+def _shapes() -> Iterator[Case]:
+    for optimizer in ("sgd", "muon"):
+        yield Case("optimizers", "llama", training={"optimizer": optimizer})
+    for length, rows in ((128, 1), (2048, 1), (512, 8), (128, 16)):
+        for micro_batches in (1, 2):
+            yield Case("shapes", "llama", "small", rows, length, micro_batches=micro_batches)
+
+
+def _strategies() -> Iterator[Case]:
+    for ranks in (2, 8):
+        yield Case("ddp", "llama", ranks=ranks)
+        yield Case("ddp", "qwen2", ranks=ranks, micro_batches=1)
+    kinds = ("llama", "qwen3", "gemma")
+    for kind, how, kept in itertools.product(kinds, SHARDING, ("none", "full")):
+        ranks = 16 if how == "HYBRID_SHARD" else 4
+        strategy = FSDPStrategyConfig.model_validate({"sharding_strategy": how})
+        training = {"gradient_checkpointing": kept}
+        yield Case("fsdp", kind, training=training, strategy=strategy, ranks=ranks)
+    fsdp = FSDPStrategyConfig()
+    for precision in ("bf16-true", "32-true"):
+        yield Case("fsdp", "llama", training={"precision": precision}, strategy=fsdp, ranks=8)
+    yield Case("fsdp", "llama", strategy=fsdp, ranks=8, adapter={"type": "lora"})
+    yield Case("fsdp", "llama", "full", 1, training=FULL, strategy=fsdp, ranks=8)
+    for kind, kept in itertools.product(("llama", "qwen3", "smollm3"), ("none", "full")):
+        training = {"gradient_checkpointing": kept}
+        grid = DDPStrategyConfig(tp_size=2)
+        yield Case("tensor", kind, training=training, strategy=grid, ranks=2)
+        both = FSDPStrategyConfig(tp_size=2)
+        yield Case("tensor", kind, training=training, strategy=both, ranks=8)
+    precisions = ("bf16-mixed", "32-true")
+    for stage, precision, kept in itertools.product((1, 2, 3), precisions, ("none", "full")):
+        training = {"precision": precision, "gradient_checkpointing": kept}
+        zero = DeepSpeedStrategyConfig(zero_stage=stage)
+        yield Case("zero", "llama", training=training, strategy=zero, ranks=4)
+
+
+def _name(strategy: Strategy) -> str:
+    if isinstance(strategy, DeepSpeedStrategyConfig):
+        return f"ZeRO-{strategy.zero_stage}"
+    return getattr(strategy, "sharding_strategy", "") or strategy.kind
+
+
+def main() -> None:
+    """Count, print a table, and as the last line the figures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one setting in six")
+    parser.add_argument("--only", default="", help="groups or model types, with commas")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    wanted = set(filter(None, options.only.split(",")))
+    chosen = [case for case in cases() if not wanted or {case.group, case.kind} & wanted]
+    chosen = chosen[::6] if options.quick else chosen
+    off: dict[str, list[float]] = {}
+    began = time.monotonic()
+    print("group | setting | counted, MiB | on paper, MiB | off | peak on paper | peak counted")
+    for case in chosen:
+        shape = hf_config(case)
+        with as_a_gpu_keeps_it():
+            real, at = counted(case, shape)
+        gc.collect()
+        paper, moment = on_paper(case, shape)
+        error = paper / real - 1
+        off.setdefault(case.group, []).append(abs(error))
+        cells = [case.group, str(case), f"{real / 2**20:.1f}", f"{paper / 2**20:.1f}"]
+        print(*cells, f"{error:+.1%}", moment.split(",")[0], at, sep=" | ", flush=True)
+    print("\ngroup | settings | mean | worst")
+    for group, errors in off.items():
+        mean = sum(errors) / len(errors)
+        print(group, len(errors), f"{mean:.1%}", f"{max(errors):.1%}", sep=" | ")
+    every = [error for errors in off.values() for error in errors]
+    figures = {
+        "cases": len(every),
+        "within_5_percent": sum(error <= BAR for error in every),
+        "mean": round(sum(every) / len(every), 4),
+        "worst": round(max(every), 4),
+        "seconds": round(time.monotonic() - began),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

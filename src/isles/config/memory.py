@@ -1,0 +1,207 @@
+"""What a run file and a strategy mean for the memory of a rank: see `isles.facts.memory`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, assert_never
+
+from isles.config.files import find_shape
+from isles.config.interop.deepspeed import deepspeed_settings, stage_of
+from isles.config.layout import Layout, Strategy
+from isles.config.sections.data import isolates_any
+from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import (
+    AutoStrategy,
+    DDPStrategyConfig,
+    DeepSpeedStrategyConfig,
+    FSDPStrategyConfig,
+    MeshSection,
+)
+from isles.errors import UserError
+from isles.facts.memory.architecture import Architecture, UnknownShapeError
+from isles.facts.memory.setting import Holding, Setting, state_bytes
+from isles.facts.memory.step import Count, Memory, memory_of
+
+_NF4_BITS = 4.5
+"""Of a number in 4 bits, with an fp32 constant for every 64."""
+
+_NF4_DOUBLE_BITS = 4.127
+"""The same with constants in 8 bits, and an fp32 one for every 256 of them.
+
+Source: Dettmers et al. 2023 (arXiv:2305.14314), section 3.
+"""
+
+
+def architecture_of(config: RunConfig, hub_cache: Path) -> Architecture | None:
+    """The run's model by its config.json; None where that is not here.
+
+    Raises:
+        UserError: the config.json does not say how large the model is.
+    """
+    shape = find_shape(config.model, hub_cache)
+    return None if shape is None else architecture(config, shape)
+
+
+def architecture(config: RunConfig, shape: dict[str, Any]) -> Architecture:
+    """The run's model by its Hugging Face config; see `architecture_of`."""
+    try:
+        return Architecture.of(shape, vocab_size=config.tokenizer.train_vocab_size)
+    except UnknownShapeError as error:
+        raise UserError(
+            f"its config.json does not say how large the model is: no {error}",
+            where="model.name_or_path",
+            fix="take the config.json of a causal language model of transformers",
+            id="model.config",
+        ) from error
+
+
+def setting_of(config: RunConfig, layout: Layout, *, rows: int, micro_batches: int) -> Setting:
+    """What the memory of a step depends on.
+
+    Args:
+        rows: samples of a micro-batch; of preferences, pairs.
+        micro_batches: of a rank in a step.
+    """
+    training, adapter = config.training, config.adapter
+    per_sample = 2 if training.method == "dpo" else 1
+    length = config.data.seq_length
+    targets = None
+    if adapter.target_modules != "all-linear":
+        targets = frozenset(name.rpartition(".")[2] for name in adapter.target_modules)
+    block_bits = 0.0
+    if adapter.type == "qlora":
+        block_bits = _NF4_DOUBLE_BITS if adapter.bnb_4bit_use_double_quant else _NF4_BITS
+    return Setting(
+        precision=training.precision,
+        optimizer=training.optimizer,
+        rows=rows * per_sample,
+        length=-(-length // layout.cp),
+        seen=length,
+        checkpointing=training.gradient_checkpointing,
+        accumulates=micro_batches > 1,
+        is_chunked=layout.pp == 1,
+        adapter_rank=0 if adapter.type == "none" else adapter.r,
+        adapter_targets=targets,
+        block_bits=block_bits,
+        has_dropout=adapter.dropout > 0,
+        is_packed=layout.cp == 1 and isolates_any(config.data),
+        trains_ends=bool(adapter.modules_to_save),
+    )
+
+
+def holding_of(
+    config: RunConfig, strategy: Strategy, layout: Layout, model: Architecture, micro_batches: int
+) -> Holding:
+    """How a rank holds the model under a resolved strategy."""
+    shards = layout.dp_shard * layout.cp
+    in_flight = 1
+    if layout.pp > 1 and isinstance(strategy, MeshSection):
+        is_all = strategy.pp_schedule == "gpipe"
+        in_flight = micro_batches if is_all else min(micro_batches, layout.pp)
+    grid: dict[str, Any] = {
+        "tensor": layout.tp,
+        "pipeline": layout.pp,
+        "in_flight": in_flight,
+        "cuts_ends": not model.is_tied and model.vocab % layout.tp == 0,
+    }
+    match strategy:
+        case AutoStrategy():
+            raise AssertionError("a strategy is chosen first")
+        case DDPStrategyConfig() if layout.tp == layout.pp == 1:
+            return Holding(keeps_gradients=layout.world_size > 1)
+        case DDPStrategyConfig():
+            # FSDP2 with shards of one rank.
+            return Holding(gathers="all", casts_whole=True, **grid)
+        case FSDPStrategyConfig():
+            reduces_each = strategy.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+            return Holding(
+                weights=shards,
+                gradients=shards if reduces_each else 1,
+                state=shards,
+                gathers="blocks" if reduces_each and layout.pp == 1 else "all",
+                casts_whole=True,
+                offloads_weights=strategy.cpu_offload,
+                offloads_state=strategy.cpu_offload,
+                **grid,
+            )
+        case DeepSpeedStrategyConfig():
+            settings = deepspeed_settings(config, strategy)
+            zero, stage, ranks = settings["zero_optimization"], stage_of(settings), layout.dp_size
+            is_mixed = config.training.precision != "32-true"
+            return Holding(
+                weights=ranks if stage == 3 else 1,
+                gradients=ranks if stage >= 2 else 1,
+                state=ranks,
+                gathers="modules" if stage == 3 else "nothing",
+                casts_whole=True,
+                second_copy=True,
+                # Beside those in fp32 stage 1 keeps the 16-bit ones.
+                gradient_width=6 if is_mixed and stage == 1 else 4,
+                bucket=int(zero["reduce_bucket_size"]),
+                bucket_widths=_BUCKETS[stage, is_mixed],
+                offloads_weights="offload_param" in zero,
+                offloads_state="offload_optimizer" in zero,
+            )
+        case _:
+            assert_never(strategy)
+
+
+_BUCKETS = {
+    (1, True): (0, 0, 4),
+    (1, False): (8, 8, 8),
+    (2, True): (0, 4, 10),
+    (2, False): (0, 8, 12),
+    (3, True): (4, 4, 8),
+    (3, False): (4, 8, 8),
+}
+"""Bytes of a number of DeepSpeed's buckets, by stage and whether it computes in 16 bits; see
+`Holding.bucket_widths`. As counted with DeepSpeed 0.19: one bucket is filled while another travels,
+and in 16 bits it is made wide for the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of what a run leaves and sends.
+
+    Args:
+        trained: numbers that have gradients.
+        one: a checkpoint: trained weights and optimizer state.
+        export: the model, or the adapter, at the end.
+        gradients: of all trained weights.
+    """
+
+    trained: int
+    one: int
+    export: int
+    gradients: int
+
+
+def checkpoint_sizes(model: Architecture, config: RunConfig) -> Sizes:
+    """What a run's checkpoints, export and gradients weigh."""
+    setting = setting_of(config, Layout(1, 1, 1, 1, 1), rows=1, micro_batches=1)
+    count, width = Count(model, setting, Holding()), setting.trained_width
+    weights = count.trained * width
+    state = state_bytes(count.trained_blocks, count.trained_ends, width, setting.optimizer)
+    return Sizes(count.trained, int(weights + state), weights, weights)
+
+
+def step_memory(
+    model: Architecture,
+    config: RunConfig,
+    strategy: Strategy,
+    layout: Layout,
+    *,
+    rows: int,
+    micro_batches: int = 2,
+) -> Memory:
+    """The memory of a rank in a step: what plan, check and the start of a run count by.
+
+    Args:
+        strategy: a resolved one.
+        rows: samples of a micro-batch.
+        micro_batches: of a rank in a step.
+    """
+    setting = setting_of(config, layout, rows=rows, micro_batches=micro_batches)
+    holding = holding_of(config, strategy, layout, model, micro_batches)
+    return memory_of(model, setting, holding)

@@ -1,0 +1,392 @@
+"""The memory of a rank in one training step, by cause and by moment.
+
+One count for all who ask: `strategy: auto`, the search for a micro-batch, `isles check`, `isles
+plan`. What autograd keeps is walked on paper (`forward.py`, `architecture.py`); the rest is
+bookkeeping of what the engines hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from isles.facts.memory.architecture import Architecture
+from isles.facts.memory.forward import FP32, Adapter, Forward, Value
+from isles.facts.memory.setting import Holding, Setting, state_bytes
+
+CHUNK_LOGITS = 2**25
+"""Logits that the loss makes at once: 128 MiB in fp32."""
+
+LEAST_CHUNK = 128
+"""Tokens of a chunk of the loss at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes on the device at one moment of a step, by cause."""
+
+    name: str
+    weights: float
+    optimizer: float
+    gradients: float
+    gathered: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_cause().values())
+
+    def by_cause(self) -> dict[str, float]:
+        """Bytes by cause, in the order in which they are shown."""
+        return {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations": self.activations,
+            "logits": self.logits,
+            "gathered": self.gathered,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of a rank: on the device at each moment of a step, and in main memory.
+
+    Args:
+        moments: in their order.
+        host: bytes in main memory for what is offloaded.
+    """
+
+    moments: tuple[Moment, ...]
+    host: float = 0.0
+
+    @property
+    def peak(self) -> Moment:
+        """The moment when most is held."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+    @property
+    def standing(self) -> float:
+        """The most that is held at once, without activations and logits."""
+        return max(moment.total - moment.activations - moment.logits for moment in self.moments)
+
+
+def memory_of(model: Architecture, setting: Setting, holding: Holding) -> Memory:
+    """The memory of the fullest rank in a step; of a pipeline, of its first or its last stage."""
+    count = Count(model, setting, holding)
+    stages = [_Stage(count, has_embedding=True, has_head=holding.pipeline == 1)]
+    if holding.pipeline > 1:
+        stages.append(_Stage(count, has_embedding=False, has_head=True))
+    found = [Memory(tuple(stage.moments()), stage.host()) for stage in stages]
+    return max(found, key=lambda memory: memory.peak.total)
+
+
+class Count:
+    """The parts of a model walked once, for one setting and holding."""
+
+    def __init__(self, model: Architecture, setting: Setting, holding: Holding) -> None:
+        self.model, self.setting, self.holding = model, setting, holding
+        width = setting.trained_width if setting.is_whole else setting.compute_width
+        self.width = 2 if holding.casts_whole and setting.is_mixed else width
+        """Bytes of a number of the weights while they compute."""
+        tokens = setting.rows * setting.length
+        seen = setting.seen or setting.length
+        self.embedding, x = self._walk(lambda walk, _: model.embed(walk, tokens))
+        self.first, y = self._walk(lambda walk, x: model.block(walk, x, seen), x)
+        # All blocks but the first are given what a block makes.
+        self.block, _ = self._walk(lambda walk, x: model.block(walk, x, seen), y)
+        self.last, self.hidden = self._walk(model.end, y)
+        self.keeps_input = self.block.keeps(y)
+
+    def _walk(
+        self, part: Callable[[Forward, Value], Value], x: Value | None = None
+    ) -> tuple[Forward, Value]:
+        setting = self.setting
+        adapter = None
+        if not setting.is_whole:
+            casts = self.holding.casts_whole and setting.is_mixed
+            width = self.width if casts else setting.trained_width
+            adapter = Adapter(
+                setting.adapter_rank, width, setting.adapter_targets, setting.has_dropout
+            )
+        autocast = setting.compute_width if setting.is_mixed else None
+        walk = Forward(
+            weight=self.width,
+            autocast=None if self.holding.casts_whole else autocast,
+            is_trained=setting.is_whole,
+            adapter=adapter,
+            is_cuda=setting.is_cuda,
+            repeats_keys=setting.is_packed,
+            tensor=self.holding.tensor,
+            is_4bit=bool(setting.block_bits),
+        )
+        y = part(walk, x if x is not None else Value(0, 0, self.width))
+        return walk, y
+
+    @property
+    def head_params(self) -> int:
+        """Numbers of a head of its own; 0: it is the embedding."""
+        return 0 if self.model.is_tied else self.model.head_params
+
+    @property
+    def params(self) -> int:
+        """Numbers of the whole model, without adapters; of a tensor parallel one, on one rank."""
+        ends = self.embedding.params + self.last.params + self.head_params
+        return ends + self.model.layers * self.block.params
+
+    @property
+    def active(self) -> int:
+        """Numbers that one token meets."""
+        idle = self.model.layers * (self.block.params - self.block.active_params)
+        return self.params - idle
+
+    @property
+    def trained(self) -> int:
+        """Numbers that have gradients."""
+        return self.trained_blocks + self.trained_ends
+
+    @property
+    def trained_blocks(self) -> int:
+        """Numbers of blocks, or of adapters in them, that have gradients."""
+        block = self.block
+        return self.model.layers * (block.params if self.setting.is_whole else block.adapter_params)
+
+    @property
+    def trained_ends(self) -> int:
+        """Numbers of embedding, last norm and head that have gradients."""
+        if not (self.setting.is_whole or self.setting.trains_ends):
+            return 0
+        return self.embedding.params + self.last.params + self.head_params
+
+
+class _Stage:
+    # What the rank of one stage of a pipeline holds; without one, the only stage there is.
+
+    def __init__(self, count: Count, *, has_embedding: bool, has_head: bool) -> None:
+        self._count, self._has_head = count, has_head
+        self._has_embedding = has_embedding
+        setting, holding = count.setting, count.holding
+        self._setting, self._holding = setting, holding
+        self._layers = -(-count.model.layers // holding.pipeline)
+        ends = holding.tensor if holding.cuts_ends else 1
+        self._block = float(count.block.params)
+        """Numbers of a block on this rank, before they are cut for data parallel."""
+        self._ends = 0.0
+        if has_embedding:
+            self._ends += count.embedding.params / ends
+        if has_head:
+            own = count.model.head_params if not has_embedding else count.head_params
+            self._ends += own / ends + count.last.params
+        whole = setting.is_whole
+        self._block_trained = self._block if whole else float(count.block.adapter_params)
+        self._ends_trained = self._ends if whole or setting.trains_ends else 0.0
+        self._trained = self._layers * self._block_trained + self._ends_trained
+        self._frozen_blocks = 0.0 if whole else self._layers * self._block
+        self._frozen_ends = self._ends - self._ends_trained
+
+    def moments(self) -> Iterator[Moment]:
+        setting, holding = self._setting, self._holding
+        weights, state = self._weights(), self._state()
+        width = holding.gradient_width or setting.trained_width
+        gradients = self._trained * width / holding.gradients
+        if holding.offloads_weights:
+            gradients = 0.0
+        bucket = min(holding.bucket, self._trained)
+        forward, backward, end = (bucket * width for width in holding.bucket_widths)
+        head = self._head()
+        made, ends = self._activations(), self._end_activations()
+        gathered = self._gathered()
+        # Gradients are there already where micro-batches came before.
+        before = gradients if holding.keeps_gradients or setting.accumulates else 0.0
+        yield Moment(
+            "the loss, at the end of the forward pass",
+            weights,
+            state,
+            before + forward,
+            gathered.at_loss,
+            made.kept + made.copies + ends,
+            head.forward,
+        )
+        # The last block comes first: its gradients, while the others' activations are still there.
+        block_gradients = (self._ends_trained + self._block_trained) * width
+        came = before or block_gradients / holding.gradients
+        is_whole = setting.checkpointing == "none"
+        yield Moment(
+            "the backward pass of the last block",
+            weights,
+            state,
+            (0.0 if holding.offloads_weights else came) + backward,
+            gathered.backward,
+            made.kept
+            + made.recomputed
+            + made.gradients
+            + (made.copies if is_whole else made.block_copies)
+            + self._count.embedding.saved_bytes * self._has_embedding,
+            head.kept,
+        )
+        yield Moment(
+            "the backward pass of the first block",
+            weights,
+            state,
+            gradients + backward,
+            gathered.backward,
+            made.first + made.gradients + self._count.embedding.saved_bytes * self._has_embedding,
+        )
+        if end:
+            name = "the end of the backward pass, when gradients travel"
+            yield Moment(name, weights, state, gradients + end)
+        yield Moment("the optimizer's step", weights, state, gradients)
+
+    def host(self) -> float:
+        """Bytes in main memory."""
+        setting, holding = self._setting, self._holding
+        found = 0.0
+        if holding.offloads_weights:
+            # Weights and their gradients.
+            found += self._weights_held() + self._trained * setting.trained_width / holding.weights
+        if holding.offloads_state:
+            found += self._state_held()
+        return found
+
+    def _weights(self) -> float:
+        return 0.0 if self._holding.offloads_weights else self._weights_held()
+
+    def _weights_held(self) -> float:
+        setting, holding = self._setting, self._holding
+        width: float = setting.trained_width
+        if holding.second_copy and setting.is_mixed:
+            width = 2
+        frozen: float = setting.compute_width
+        blocks = setting.block_bits / 8 if setting.block_bits else frozen
+        held = self._trained * width + self._frozen_ends * frozen + self._frozen_blocks * blocks
+        return held / holding.weights
+
+    def _state(self) -> float:
+        return 0.0 if self._holding.offloads_state else self._state_held()
+
+    def _state_held(self) -> float:
+        setting, holding = self._setting, self._holding
+        blocks = self._layers * self._block_trained
+        state = state_bytes(blocks, self._ends_trained, setting.trained_width, setting.optimizer)
+        if holding.second_copy:
+            state += self._trained * FP32
+        return state / holding.state
+
+    def _activations(self) -> _Activations:
+        # What the forward pass leaves, and what the backward pass of a block adds to it.
+        count, setting = self._count, self._setting
+        in_flight = self._holding.in_flight if self._has_embedding else 1
+        whole = count.block.saved_bytes
+        stream = count.hidden.size_bytes
+        again = whole - (stream if count.keeps_input else 0)
+        copies = count.block.copy_bytes
+        gradients: float = 2 * count.block.widest_bytes
+        if setting.block_bits:
+            # One matrix in 16 bits at a time.
+            gradients += count.model.widest_matrix / self._holding.tensor * setting.compute_width
+        match setting.checkpointing:
+            case "none":
+                kept, recomputed, first = self._layers * whole, 0.0, whole
+            case "full":
+                kept, recomputed, first = self._layers * stream, again, stream + again
+            case "selective":
+                products = count.block.product_bytes
+                kept = self._layers * (stream + products)
+                recomputed = max(0.0, again - products)
+                first = stream + again
+        return _Activations(
+            kept=in_flight * kept,
+            recomputed=recomputed,
+            first=first,
+            gradients=gradients,
+            copies=self._layers * copies,
+            block_copies=copies,
+        )
+
+    def _end_activations(self) -> float:
+        found = 0.0
+        if self._has_embedding:
+            found += self._count.embedding.saved_bytes
+        if self._has_head:
+            found += self._count.last.saved_bytes
+        return found
+
+    def _head(self) -> _Head:
+        # The loss: whole logits, or chunks of them, and the gradients that it makes on its way.
+        if not self._has_head:
+            return _Head(0.0, 0.0)
+        setting, model, count = self._setting, self._count.model, self._count
+        tensor = self._holding.tensor if self._holding.cuts_ends else 1
+        tokens, width = setting.rows * setting.length, setting.compute_width
+        hidden = count.hidden.size_bytes
+        if not (setting.is_chunked and model.has_plain_head and tensor == 1):
+            # Their logarithms in fp32, and the gradients of these and of what they are made of.
+            # Tensor parallel gathers them.
+            logits = tokens * model.vocab
+            narrow = model.head_params / tensor * width if width != count.width else 0
+            # In fp32 the tanh's result is gone before its gradient is whole.
+            capped = logits * width if model.caps_logits and width != FP32 else 0
+            return _Head(logits * 3 * FP32 + narrow + capped, logits * width + capped)
+        chunk = min(tokens, max(LEAST_CHUNK, CHUNK_LOGITS // model.vocab)) * model.vocab
+        is_trained = setting.is_whole or setting.trains_ends
+        # In fp32, and once more while their log-sum-exp is made.
+        made = chunk * 2 * FP32
+        gradient = narrow = 0
+        if is_trained:
+            gradient = model.head_params * FP32
+        if width != FP32:
+            # Or as gradients in fp32 and 16 bits, with their product with what came in.
+            product = model.head_params * width if is_trained else 0
+            made = max(made, chunk * (FP32 + width) + product)
+        if width != count.width:
+            narrow = model.head_params * width
+        if width != count.hidden.width:
+            narrow += tokens * model.hidden * width
+        return _Head(made + gradient + narrow + hidden, hidden)
+
+    def _gathered(self) -> _Gathered:
+        # FSDP2 keeps the buffer of its last gathering, and until the last micro-batch is through
+        # that of its last reduction, which is the embedding's.
+        setting, holding, count = self._setting, self._holding, self._count
+        if holding.gathers == "nothing":
+            return _Gathered(0.0, 0.0)
+        width = setting.compute_width if holding.casts_whole else setting.trained_width
+        cut = holding.tensor if holding.cuts_ends else 1
+        embedding = count.embedding.params / cut if self._has_embedding else 0.0
+        head = count.model.head_params / cut if self._has_head else 0.0
+        if holding.gathers == "modules":
+            return _Gathered(head * width, max(embedding, head, self._block) * width)
+        buffer = head * width
+        if holding.gathers == "all":
+            whole = (self._layers * self._block + self._ends) * width + buffer
+            return _Gathered(whole, whole)
+        ends = max(embedding, head) * width
+        reducing = 0.0
+        if setting.accumulates and self._ends_trained:
+            reducing = embedding * FP32
+        # Two blocks of weights, the gradients of one, and what of it travels in fp32.
+        reduced = self._block_trained * (width + FP32)
+        return _Gathered(ends + buffer + reducing, 2 * self._block * width + reduced + ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    kept: float
+    recomputed: float
+    first: float
+    gradients: float
+    copies: float
+    block_copies: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    at_loss: float
+    backward: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    forward: float
+    kept: float

@@ -1,0 +1,297 @@
+"""Finding the machines of a plan: what `--gpus` names, what the run file names, or what is here.
+
+`--gpus` in full:
+
+    4090                              one card
+    2x4090                            two in one machine; 8*h100 is the same
+    2x4090+3090                       a machine with three cards
+    4090,3070ti@1gbe                  two machines, and the network between them
+    4090,3080,3070@1gbe+0.2ms         with its latency
+    8xh100;8xa100-80;4090             three clusters, in the order of the run file
+
+A card is named as `isles.facts.gpus.named_gpu` takes it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from isles.config.load import Loaded
+from isles.config.sections.cluster import (
+    ClusterConfig,
+    LocalLauncherConfig,
+    SlurmLauncherConfig,
+    SshLauncherConfig,
+)
+from isles.errors import UserError
+from isles.facts.gpus import named_gpu
+from isles.facts.units import parse_bytes
+from isles.launch.gpus import GPU_QUERY, GpuFinding, LocalGpu, find_gpus, free_bytes, read_gpus
+from isles.launch.multi_cluster import local_environs
+from isles.launch.ssh.shell import Shell, on_all
+from isles.plan.machines import (
+    GUESSED_FABRIC,
+    GUESSED_LINE,
+    GUESSED_NETWORK,
+    UNKNOWN,
+    UNKNOWN_CPU,
+    Device,
+    Host,
+    Link,
+    Machines,
+    rate_text,
+)
+from isles.run.env import inherited
+
+_NAMED_RATES = {"ethernet": 125e6, "wifi": 12.5e6, "ndr": 50e9, "hdr": 25e9, "edr": 12.5e9}
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(gbe|gbit/?s?|mbit/?s?|g|m)", re.I)
+_LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|us)", re.I)
+_COUNT = re.compile(r"(\d+)\s*[x*]\s*(?=\S)", re.I)
+_PER_BIT = {"g": 1e9 / 8, "m": 1e6 / 8}
+
+_CPU_FLOPS_PER_CYCLE = 16
+"""Of a core, in fp32, with half of AVX2's multiply-adds in use."""
+
+_ASK_S = 10.0
+_NOT_FOUND = 127
+"""Of a shell: there is no such command."""
+
+
+def parse_link(text: str, *, flag: str = "--gpus") -> Link:
+    """`1gbe`, `100mbit`, `100mbit+25ms`, `20MB`, `hdr`, `8xndr`; UserError: it is none."""
+    rate, _, delay = text.strip().partition("+")
+    latency = _LATENCY.fullmatch(delay.strip()) if delay else None
+    if delay and latency is None:
+        raise UserError(
+            f"{delay.strip()} is no latency",
+            where=flag,
+            fix="write it as 1gbe+0.2ms or 100mbit+25ms",
+        )
+    word, lines = rate.strip().lower(), 1
+    if found := _COUNT.match(word):
+        lines, word = int(found[1]), word[found.end() :]
+    if word in _NAMED_RATES:
+        bytes_per_s = _NAMED_RATES[word]
+    elif found := _RATE.fullmatch(word):
+        bytes_per_s = float(found[1]) * _PER_BIT[found[2][0].lower()]
+    else:
+        try:
+            bytes_per_s = parse_bytes(rate.strip().removesuffix("/s"))
+        except ValueError:
+            bytes_per_s = 0.0
+    bytes_per_s *= lines
+    if bytes_per_s <= 0:
+        raise UserError(
+            f"{rate.strip() or 'nothing'} is no rate of a network",
+            where=flag,
+            fix="for example @1gbe, @10gbe, @100mbit, @100mbit+25ms, @20MB, @hdr or @8xndr",
+        )
+    scale = 1e3 if latency is None or latency[2].lower() == "ms" else 1e6
+    latency_s = float(latency[1]) / scale if latency else (2e-4 if bytes_per_s < 5e9 else 5e-6)
+    return Link(bytes_per_s, latency_s, "given", rate_text(bytes_per_s))
+
+
+def parse_gpus(
+    text: str, *, nodes: int | None = None
+) -> list[tuple[tuple[Host, ...], Link | None]]:
+    """The clusters of `--gpus`: the hosts of each, and their network where it is given.
+
+    Args:
+        nodes: so many times the one host that each cluster names.
+
+    Raises:
+        UserError: the text is wrong; it says where.
+    """
+    return [_cluster(part, nodes) for part in text.split(";")]
+
+
+def _cluster(text: str, nodes: int | None) -> tuple[tuple[Host, ...], Link | None]:
+    listed, _, rate = text.partition("@")
+    hosts = [_host(item, number) for number, item in enumerate(listed.split(","), 1)]
+    if nodes is not None:
+        if len(hosts) > 1:
+            raise UserError(
+                f"--nodes {nodes} of what? --gpus names {len(hosts)} machines",
+                where="--nodes",
+                fix="name one machine in --gpus, such as 8xh100, or leave --nodes out",
+            )
+        hosts = [replace(hosts[0], name=f"node{number}") for number in range(1, nodes + 1)]
+    return tuple(hosts), parse_link(rate) if rate else None
+
+
+def _host(text: str, number: int) -> Host:
+    devices: list[Device] = []
+    for item in text.split("+"):
+        word, count = item.strip(), 1
+        if found := _COUNT.match(word):
+            count, word = int(found[1]), word[found.end() :].strip()
+        try:
+            gpu = named_gpu(word)
+        except KeyError as error:
+            near = f"did you mean {' or '.join(error.args)}? " if error.args else ""
+            example = "cards are named as 4090, 3070ti, a100-80 or 8xh100"
+            raise UserError(
+                f"there is no card {word!r} in the table", where="--gpus", fix=f"{near}{example}"
+            ) from None
+        if not 1 <= count <= 1024:
+            raise UserError(f"{count} cards of one machine", where="--gpus", fix="1 to 1024")
+        devices += [Device.of(gpu)] * count
+    return Host(f"host{number}", tuple(devices))
+
+
+def find_machines(loaded: Loaded, gpus: str, nodes: int | None, link: str) -> list[Machines]:
+    """The machines of every cluster of a run file.
+
+    Args:
+        gpus: as typed; empty: what the run file says, asked of its hosts or of this machine.
+        nodes: of each cluster, beside `gpus`.
+        link: the line of each cluster to the hub, or of all; empty: not given.
+    """
+    clusters = loaded.config.clusters
+    lines = [parse_link(part, flag="--link") for part in link.split(";")] if link else []
+    if len(lines) not in (0, 1, len(clusters)):
+        raise UserError(
+            f"{len(lines)} lines for {len(clusters)} clusters",
+            where="--link",
+            fix="give one for all, or one for each, separated by ;",
+        )
+    if not gpus:
+        if nodes is not None:
+            fix = "for example --gpus 8xh100 --nodes 2"
+            raise UserError("--nodes says how many, and not of what", where="--nodes", fix=fix)
+        environs = local_environs(loaded)
+        found = [_known(cluster, environs.get(cluster.name, {})) for cluster in clusters]
+    else:
+        named = parse_gpus(gpus, nodes=nodes)
+        if len(named) not in (1, len(clusters)):
+            raise UserError(
+                f"--gpus names {len(named)} clusters, and the run file has {len(clusters)}",
+                where="--gpus",
+                fix="name machines for all of them, or for each, separated by ;",
+            )
+        named = named * len(clusters) if len(named) == 1 else named
+        found = [
+            Machines(cluster.name, hosts, network or _network(hosts), GUESSED_LINE)
+            for cluster, (hosts, network) in zip(clusters, named, strict=True)
+        ]
+    if lines:
+        lines = lines * len(found) if len(lines) == 1 else lines
+        found = [replace(own, line=line) for own, line in zip(found, lines, strict=True)]
+    return found
+
+
+def _network(hosts: Sequence[Host]) -> Link:
+    # Machines with NVLink stand in a computing centre.
+    is_centre = any(
+        d.gpu is not None and d.gpu.nvlink_bytes_per_s for h in hosts for d in h.devices
+    )
+    return GUESSED_FABRIC if is_centre else GUESSED_NETWORK
+
+
+def _known(cluster: ClusterConfig, environ: Mapping[str, str]) -> Machines:
+    match cluster.launcher:
+        case LocalLauncherConfig():
+            found = _here(cluster, environ)
+        case SshLauncherConfig(connect_timeout=connect_s):
+            found = _asked(cluster, connect_s)
+        case _:
+            found = _in_queue(cluster)
+    return found
+
+
+def _here(cluster: ClusterConfig, environ: Mapping[str, str]) -> Machines:
+    # Its visible GPUs, or processes of its CPU; of several clusters here, each has its own GPUs.
+    finding = find_gpus({**inherited(), **environ})
+    notes = (finding.warning,) if finding.warning else ()
+    wanted = cluster.gpus_per_node
+    disk = shutil.disk_usage(Path.cwd()).free
+    name, memory = socket.gethostname(), psutil.virtual_memory()
+    if finding.gpus and cluster.device != "cpu":
+        gpus = finding.gpus if wanted == "auto" else finding.gpus[:wanted]
+        free = free_bytes()
+        devices = tuple(Device.reported(g.name, g.memory_bytes, free.get(g.uuid)) for g in gpus)
+    else:
+        count = (1 if wanted == "auto" else wanted) * cluster.max_nodes
+        devices = (_cpu(count, memory.total, memory.available),) * count
+        if cluster.device == "cuda":
+            notes = (*notes, "device: cuda, and no GPU is visible here")
+    host = Host(name, devices, memory.total, disk)
+    return Machines(cluster.name, (host,), GUESSED_NETWORK, GUESSED_LINE, notes)
+
+
+def _cpu(processes: int, total: float, available: float) -> Device:
+    # Its speed is its clock times what a core does in a cycle, shared among the processes.
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    frequency = psutil.cpu_freq()
+    megahertz = (frequency.max or frequency.current) if frequency else 2500.0
+    flops = cores * megahertz * 1e6 * _CPU_FLOPS_PER_CYCLE / processes
+    return Device(
+        f"CPU process, {cores / processes:g} cores",
+        None,
+        total / processes,
+        available / processes,
+        "guess",
+        flops,
+        flops,
+        20e9 / processes,
+        is_cuda=False,
+    )
+
+
+def _asked(cluster: ClusterConfig, connect_s: float) -> Machines:
+    # The hosts of an ssh launcher say what they have; one that is silent has unknown cards.
+    shells = {host.ssh: Shell(host.ssh, connect_s) for host in cluster.hosts}
+
+    def ask(name: str) -> GpuFinding:
+        result = shells[name].run(list(GPU_QUERY), timeout_s=_ASK_S + connect_s)
+        if result.returncode == _NOT_FOUND:
+            return GpuFinding(())
+        return read_gpus(result.returncode, result.stdout, result.stderr, None)
+
+    answers, failures = on_all(list(shells), ask)
+    notes = [str(error.what) + f" ({name})" for name, error in failures]
+    hosts = []
+    for host, answer in zip(cluster.hosts, answers, strict=True):
+        wanted = host.gpus or cluster.gpus_per_node
+        found: tuple[LocalGpu, ...] = answer.gpus if answer is not None else ()
+        devices = tuple(Device.reported(g.name, g.memory_bytes, None) for g in found)
+        count = wanted if isinstance(wanted, int) else max(1, len(devices))
+        is_cpu = answer is not None and not found and cluster.device != "cuda"
+        devices = (devices + (UNKNOWN_CPU if is_cpu else UNKNOWN,) * count)[:count]
+        hosts.append(Host(host.ssh.rpartition("@")[2], devices))
+    if failures:
+        notes.append("--gpus names cards of hosts that do not answer")
+    return Machines(cluster.name, tuple(hosts), GUESSED_NETWORK, GUESSED_LINE, tuple(notes))
+
+
+def _in_queue(cluster: ClusterConfig) -> Machines:
+    # A queue's nodes cannot be seen from here; what they are asked to have may name the card.
+    asked = ""
+    if isinstance(cluster.launcher, SlurmLauncherConfig):
+        asked = f"{cluster.launcher.gres or ''}:{cluster.launcher.constraint or ''}"
+    device = next(_named_in(asked), UNKNOWN)
+    count = cluster.gpus_per_node if isinstance(cluster.gpus_per_node, int) else 1
+    names = [host.ssh for host in cluster.hosts]
+    names = names or [f"node{number}" for number in range(1, cluster.max_nodes + 1)]
+    hosts = tuple(Host(name, (device,) * count) for name in names)
+    notes: tuple[str, ...] = ()
+    if device is UNKNOWN:
+        notes = ("its nodes cannot be seen from here: name their cards, such as --gpus 8xh100",)
+    return Machines(cluster.name, hosts, _network(hosts), GUESSED_LINE, notes)
+
+
+def _named_in(text: str) -> Iterator[Device]:
+    for word in re.split(r"[:,|&\s]+", text):
+        try:
+            if word and not word.isdigit():
+                yield Device.of(named_gpu(word))
+        except KeyError:
+            continue

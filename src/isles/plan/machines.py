@@ -1,0 +1,177 @@
+"""The machines of a plan: hosts, what their ranks compute on, and what lies between them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Literal
+
+from isles.facts.gpus import Gpu, find_gpu
+
+Confidence = Literal["measured", "given", "table", "guess", "unknown"]
+"""Where a figure comes from: this machine, the command line or run file, the GPU table, a guess."""
+
+_PCIE = 10e9
+"""Bytes a second between cards of a machine without NVLink: PCIe 4.0 by way of main memory."""
+
+_NVLINK_SHARE = 0.8
+"""Of NVLink's rate, what an all-reduce reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A network, or a line, between machines.
+
+    Args:
+        bytes_per_s: in one direction.
+        latency_s: of a message.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+    confidence: Confidence
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one rank computes on.
+
+    Args:
+        name: for people.
+        gpu: its row; None for a CPU, and for a card that is not in the table.
+        memory_bytes: in all; None: not known.
+        free_bytes: now; None: not known.
+        flops: in the precision of matrix products, by the table; 0: not known.
+        bandwidth: of its memory, bytes a second.
+    """
+
+    name: str
+    gpu: Gpu | None
+    memory_bytes: float | None
+    free_bytes: float | None
+    confidence: Confidence
+    flops: float = 0.0
+    fp32_flops: float = 0.0
+    bandwidth: float = 0.0
+    is_cuda: bool = True
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> Device:
+        """A card by the table."""
+        return cls(
+            gpu.name,
+            gpu,
+            gpu.memory_bytes,
+            None,
+            "table",
+            gpu.bf16_flops,
+            gpu.fp32_flops,
+            gpu.bandwidth_bytes_per_s,
+        )
+
+    @classmethod
+    def reported(cls, name: str, memory_bytes: float | None, free_bytes: float | None) -> Device:
+        """A card as a driver names it."""
+        gpu = find_gpu(name)
+        short = name.replace("NVIDIA ", "").replace("GeForce ", "")
+        if gpu is None:
+            confidence: Confidence = "unknown" if memory_bytes is None else "measured"
+            return cls(short, None, memory_bytes, free_bytes, confidence)
+        if memory_bytes is None:
+            return cls.of(gpu)
+        own = replace(cls.of(gpu), name=short, memory_bytes=memory_bytes, free_bytes=free_bytes)
+        return replace(own, confidence="measured")
+
+
+UNKNOWN = Device("unknown GPU", None, None, None, "unknown")
+UNKNOWN_CPU = Device("CPU process", None, None, None, "unknown", is_cuda=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One machine.
+
+    Args:
+        memory_bytes: main memory; None: not known.
+        disk_free_bytes: where the run directory is; None: not known.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    memory_bytes: float | None = None
+    disk_free_bytes: float | None = None
+
+    @property
+    def inside_bytes_per_s(self) -> float:
+        """Between its devices, in one direction: a guess but for NVLink's own rate."""
+        rates = [d.gpu.nvlink_bytes_per_s if d.gpu else 0.0 for d in self.devices]
+        return min(rates) * _NVLINK_SHARE or _PCIE
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines of one cluster.
+
+    Args:
+        name: of the cluster.
+        network: between its hosts.
+        line: to the hub, of several clusters.
+        notes: what a reader should know about how they were found.
+    """
+
+    name: str
+    hosts: tuple[Host, ...]
+    network: Link
+    line: Link
+    notes: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Of all ranks, in their order."""
+        return tuple(device for host in self.hosts for device in host.devices)
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks of a node; of unequal ones, what divides all."""
+        return math.gcd(*(len(host.devices) for host in self.hosts))
+
+    def host_of(self, rank: int) -> Host:
+        """The host of a rank."""
+        for host in self.hosts:
+            if rank < len(host.devices):
+                return host
+            rank -= len(host.devices)
+        raise IndexError(rank)
+
+
+GUESSED_NETWORK = Link(125e6, 2e-4, "guess", "1 Gbit/s")
+GUESSED_FABRIC = Link(25e9, 5e-6, "guess", "200 Gbit/s")
+GUESSED_LINE = Link(12.5e6, 0.025, "guess", "100 Mbit/s")
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """A rate as networks are sold: `1 Gbit/s`."""
+    bits = bytes_per_s * 8
+    for unit, scale in (("Tbit/s", 1e12), ("Gbit/s", 1e9)):
+        if bits >= scale:
+            return f"{bits / scale:.3g} {unit}"
+    return f"{bits / 1e6:.3g} Mbit/s"
+
+
+def summary(machines: Machines) -> str:
+    """The machines in a few words: `2 x (8 x H100), 200 Gbit/s (guess)`."""
+    hosts = [_cards(host) for host in machines.hosts]
+    groups = [(text, len(list(group))) for text, group in groupby(hosts)]
+    parts = [f"{count} x ({text})" if count > 1 else text for text, count in groups]
+    network = machines.network
+    if len(machines.hosts) == 1:
+        return parts[0]
+    between = f"{network.name} between them ({network.confidence})"
+    return f"{' + '.join(parts)}, {between}"
+
+
+def _cards(host: Host) -> str:
+    groups = [(name, len(list(g))) for name, g in groupby(d.name for d in host.devices)]
+    return " + ".join(f"{count} x {name}" if count > 1 else name for name, count in groups)

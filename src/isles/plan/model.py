@@ -1,0 +1,207 @@
+"""The model of a plan: its config.json, from here or from the hub, and what follows from it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import struct
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isles.config.files import find_shape, may_be_hub_id
+from isles.config.layout import Layout
+from isles.config.memory import architecture, setting_of
+from isles.config.sections.run import RunConfig
+from isles.errors import UserError
+from isles.facts.memory.architecture import Architecture
+from isles.facts.memory.setting import Holding
+from isles.facts.memory.step import Count
+from isles.facts.models import shape_names
+from isles.launch.huggingface import huggingface_issue
+from isles.run.env import hub_access, hub_cache
+
+_FETCH_S = 5.0
+"""Longest wait for a config.json."""
+
+_MAX_BYTES = 10 << 20
+_ALIKE = 2
+"""So many times more, or fewer, numbers are another model's, or a part of one."""
+
+_ALONE = Layout(1, 1, 1, 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model, counted.
+
+    Args:
+        origin: where its config.json is from.
+        params, trained, active: numbers; `trained` counts adapters, `active` those a token meets.
+        flops_per_token: of training, forward and backward, without recomputation.
+        files_params: numbers in the safetensors files that are here; None: none are.
+        is_guess: its kind is not known, and it is counted as a Llama.
+        is_on_hub: its weights have to be fetched.
+    """
+
+    name: str
+    kind: str
+    origin: str
+    architecture: Architecture
+    params: int
+    trained: int
+    active: int
+    layers: int
+    flops_per_token: float
+    files_params: int | None
+    is_guess: bool
+    is_on_hub: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A config.json, and where it is from."""
+
+    config: dict[str, Any]
+    origin: str
+
+
+def shape_of(config: RunConfig) -> Shape:
+    """The config.json of a run's model.
+
+    Raises:
+        UserError: it is not here and cannot be fetched.
+    """
+    name = config.model.name_or_path
+    shape = find_shape(config.model, hub_cache())
+    if shape is not None:
+        return Shape(shape, _origin(name))
+    return Shape(_fetched(name), "config.json from the hub (not kept)")
+
+
+def model_facts(config: RunConfig, shape: Shape) -> ModelFacts:
+    """The run's model. UserError: its config.json does not say how large it is."""
+    name = config.model.name_or_path
+    model = architecture(config, shape.config)
+    files = files_params(name)
+    if files is not None and not model.is_known and files < _ALIKE * model.params:
+        # Its files say what a Llama's blocks lack; half a model's files say nothing.
+        model = model.with_params(files) if files * _ALIKE > model.params else model
+    setting = setting_of(config, _ALONE, rows=1, micro_batches=1)
+    count = Count(model, setting, Holding())
+    return ModelFacts(
+        name=name,
+        kind=model.name or "unknown",
+        origin=shape.origin,
+        architecture=model,
+        params=count.params,
+        trained=count.trained,
+        active=count.active,
+        layers=model.layers,
+        flops_per_token=train_flops(count) / setting.length,
+        files_params=files,
+        is_guess=not model.is_known,
+        is_on_hub=files is None and not Path(name).expanduser().exists(),
+    )
+
+
+def forward_flops(count: Count) -> tuple[float, float]:
+    """FLOPs of a micro-batch's forward pass: in matrix products with weights, and in attention."""
+    model, setting = count.model, count.setting
+    products = model.layers * float(count.block.products)
+    products += 2.0 * setting.rows * setting.length * model.head_params
+    return products, model.layers * float(count.block.attention_flops)
+
+
+def train_flops(count: Count) -> float:
+    """FLOPs of a micro-batch, forward and backward; frozen weights get no gradients."""
+    products, attention = forward_flops(count)
+    return products * (3.0 if count.setting.is_whole else 2.0) + 3.0 * attention
+
+
+def _origin(name: str) -> str:
+    if name in shape_names():
+        return "a shape shipped with isles"
+    path = Path(name).expanduser()
+    if path.exists():
+        return str(path / "config.json" if path.is_dir() else path)
+    return "config.json from the cache"
+
+
+def files_params(name: str) -> int | None:
+    """Numbers in a model's safetensors files, by their headers alone; None: none are here."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        cached = hub_cache() / f"models--{name.replace('/', '--')}"
+        try:
+            commit = (cached / "refs" / "main").read_text(encoding="utf-8").strip()
+        except OSError:
+            return None
+        folder = cached / "snapshots" / commit
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with suppress(OSError, ValueError, struct.error):
+            total += sum(map(_numbers, header(file).values()))
+    return total or None
+
+
+def header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file. ValueError: it is none."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > 100 << 20:
+            raise ValueError(f"{file} is no safetensors file")
+        found: dict[str, Any] = json.loads(stream.read(length))
+    found.pop("__metadata__", None)
+    return found
+
+
+def _numbers(tensor: Mapping[str, Any]) -> int:
+    product = 1
+    for size in tensor["shape"]:
+        product *= int(size)
+    return product
+
+
+def _fetched(name: str) -> dict[str, Any]:
+    # The config.json alone, by the hub's address; what it answers in words, as `isles check` does.
+    if not may_be_hub_id(name) or Path(name).expanduser().exists():
+        raise UserError(
+            f"there is no config.json in {name} that can be read",
+            where="model.name_or_path",
+            fix="name a folder with a config.json, a hub id, or a shape: "
+            + ", ".join(shape_names()),
+            id="files.model",
+        )
+    access = hub_access()
+    if access.is_offline:
+        raise _refused(name, "offline", "HF_HUB_OFFLINE is set")
+    request = urllib.request.Request(f"{access.endpoint}/{name}/resolve/main/config.json")
+    if access.token:
+        request.add_header("Authorization", f"Bearer {access.token}")
+    try:
+        with urllib.request.urlopen(request, timeout=_FETCH_S) as answer:
+            loaded = json.loads(answer.read(_MAX_BYTES))
+    except urllib.error.HTTPError as error:
+        code = error.headers.get("X-Error-Code", "")
+        is_gated = code == "GatedRepo" or error.code == 403
+        state = "licence" if is_gated else "missing" if error.code in (401, 404) else "failing"
+        raise _refused(name, state, f"HTTP {error.code} {code}".strip()) from error
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise _refused(name, "unreachable", f"{reason}") from error
+    except ValueError as error:
+        raise _refused(name, "failing", "its config.json is no JSON") from error
+    if not isinstance(loaded, dict):
+        raise _refused(name, "failing", "its config.json is no object")
+    return loaded
+
+
+def _refused(name: str, state: str, answer: str) -> UserError:
+    row = {"kind": "model", "name": name, "state": state, "answer": answer}
+    id, what, fix = huggingface_issue({**row, "page": f"huggingface.co/{name}"})
+    return UserError(what, where="model.name_or_path", fix=fix, id=id)

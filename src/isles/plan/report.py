@@ -1,0 +1,351 @@
+"""The whole plan: its sections put together, for the screen and for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from isles.config.load import Loaded
+from isles.config.sections.run import RunConfig
+from isles.errors import UserError
+from isles.facts.memory.step import Moment
+from isles.plan.host import Data, Store, data_of, stores
+from isles.plan.ladder import Rung, climb
+from isles.plan.links import OuterPlan, outer_plan
+from isles.plan.machines import Link, Machines, summary
+from isles.plan.model import ModelFacts
+from isles.plan.roofline import ASSUMPTIONS
+from isles.plan.step import Job, Outcome, RankPlan, alone, outcome, with_values
+from isles.plan.strategies import Candidate, compare, name_of
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Money: of a kWh, or of an hour of one card; 0: not given."""
+
+    per_kwh: float = 0.0
+    per_hour: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast one cluster trains.
+
+    Args:
+        mfu: model FLOPs over the table's; None: a card is not in it.
+        left_s: seconds to the end, with averaging; None: the length is not known in steps.
+        even_s, alone_s: seconds of a step with even rows, and on the fastest card alone; None: not
+            known, or it does not fit.
+        gains: what a setting would gain, by its name: seconds of a step now over those with it.
+        watts: of all cards, at their limit.
+    """
+
+    tokens_per_s: float
+    mfu: float | None
+    left_s: float | None
+    even_s: float | None
+    alone_s: float | None
+    fastest: str
+    gains: dict[str, float]
+    watts: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """One cluster."""
+
+    job: Job
+    own: Outcome
+    ladder: tuple[Rung, ...]
+    strategies: tuple[Candidate, ...]
+    stores: tuple[Store, ...]
+    speed: Speed | None
+
+    @property
+    def first_fit(self) -> Rung | None:
+        """The first rung that fits."""
+        return next((rung for rung in self.ladder if rung.is_first), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run file's plan.
+
+    Args:
+        issue: why there is no more than the machines; None: all is said.
+    """
+
+    loaded: Loaded
+    machines: tuple[Machines, ...]
+    model: ModelFacts | None
+    issue: UserError | None
+    data: Data
+    clusters: tuple[ClusterPlan, ...]
+    outer: OuterPlan | None
+    price: Price
+
+    @property
+    def config(self) -> RunConfig:
+        return self.loaded.config
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an inner step of one cluster, at most."""
+        training = self.config.training
+        rows = training.global_batch_size * (2 if training.method == "dpo" else 1)
+        return rows * self.config.data.seq_length
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every cluster fits; None: not known."""
+        answers = [cluster.own.fits for cluster in self.clusters]
+        return False if False in answers else None if None in answers or not answers else True
+
+
+def make_plan(
+    loaded: Loaded,
+    machines: Sequence[Machines],
+    model: ModelFacts | UserError,
+    shape: dict[str, object],
+    hub: Link,
+    price: Price,
+) -> Plan:
+    """The plan of a run file on machines; without a model, what can be said all the same."""
+    config, data = loaded.config, data_of(loaded.config)
+    if isinstance(model, UserError):
+        return Plan(loaded, tuple(machines), None, model, data, (), None, price)
+    jobs = [
+        Job(config.of_cluster(index), model.architecture, shape, own)
+        for index, own in enumerate(machines)
+    ]
+    owns = [outcome(job) for job in jobs]
+    steps = [own.time.total_s if own.time else None for own in owns]
+    outer = None
+    if config.diloco is not None:
+        outer = outer_plan(config.diloco, model.trained, machines, hub, steps)
+    clusters = tuple(
+        ClusterPlan(
+            job=job,
+            own=own,
+            ladder=tuple(climb(job, own)) if not own.refused else (),
+            strategies=tuple(compare(job, own)) if not own.refused else (),
+            stores=tuple(stores(job, own, model, data)),
+            speed=_speed(job, own, model, data, outer),
+        )
+        for job, own in zip(jobs, owns, strict=True)
+    )
+    return Plan(loaded, tuple(machines), model, None, data, clusters, outer, price)
+
+
+def _speed(
+    job: Job, own: Outcome, model: ModelFacts, data: Data, outer: OuterPlan | None
+) -> Speed | None:
+    if own.time is None:
+        return None
+    config, devices = job.config, job.machines.devices
+    step_s = own.time.total_s
+    rows = config.training.global_batch_size * (2 if job.is_dpo else 1)
+    tokens_per_s = rows * config.data.seq_length / step_s
+    table = [device.gpu.bf16_flops if device.gpu else 0.0 for device in devices]
+    mfu = tokens_per_s * model.flops_per_token / sum(table) if all(table) else None
+    left_s = None if data.steps is None else data.steps * step_s
+    if data.steps is not None and outer is not None and outer.overhead is not None:
+        assert outer.step_s is not None
+        each_s = max(step_s, outer.step_s) if outer.waits else step_s
+        left_s = data.steps * (each_s + outer.overhead * outer.step_s)
+    even = _seconds(outcome(job, with_values(config, {"balance": "even"})))
+    fastest = max(range(len(devices)), key=lambda rank: devices[rank].flops)
+    single = outcome(alone(job, fastest)) if len(devices) > 1 else None
+    watts = [device.gpu.watts if device.gpu else 0.0 for device in devices]
+    return Speed(
+        tokens_per_s=tokens_per_s,
+        mfu=mfu,
+        left_s=left_s,
+        even_s=even if len(devices) > 1 else None,
+        alone_s=_seconds(single) if single is not None and single.fits else None,
+        fastest=devices[fastest].name,
+        gains=dict(_gains(job, step_s)),
+        watts=sum(watts) if all(watts) else None,
+    )
+
+
+def _gains(job: Job, step_s: float) -> list[tuple[str, float]]:
+    found = []
+    training = job.config.training
+    changes: dict[str, dict[str, object]] = {}
+    is_cuda = all(device.is_cuda for device in job.machines.devices)
+    if training.precision == "32-true" and is_cuda:
+        changes["bf16-mixed"] = {"training.precision": "bf16-mixed"}
+    if not training.torch_compile:
+        changes["torch_compile"] = {"training.torch_compile": True}
+    for name, values in changes.items():
+        other = _seconds(outcome(job, with_values(job.config, values)))
+        if other:
+            found.append((name, step_s / other))
+    if training.precision != "32-true" and is_cuda:
+        # What the 16 bits, which it has already, gain over 32.
+        wide = with_values(
+            job.config, {"training.precision": "32-true", "training.stochastic_rounding": False}
+        )
+        other = _seconds(outcome(job, wide))
+        if other:
+            found.append((f"{training.precision} over 32-true", other / step_s))
+    return found
+
+
+def _seconds(found: Outcome) -> float | None:
+    return found.time.total_s if found.time else None
+
+
+def record(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON takes it: bytes, seconds, and where figures come from."""
+    found: dict[str, Any] = {
+        "run_file": str(plan.loaded.path),
+        "name": plan.config.name,
+        "fits": plan.fits,
+        "tokens_per_step": plan.tokens_per_step,
+        "steps": plan.data.steps,
+        "data_tokens": plan.data.tokens,
+        "machines": [_machines(own) for own in plan.machines],
+        "assumptions": list(ASSUMPTIONS),
+    }
+    if plan.issue is not None:
+        issue = plan.issue
+        found["issue"] = {
+            "id": issue.id,
+            "what": issue.what,
+            "where": issue.where,
+            "fix": issue.fix,
+        }
+    if plan.model is not None:
+        own = {name: getattr(plan.model, name) for name in _MODEL}
+        found["model"] = own
+    found["clusters"] = [_cluster(plan, cluster) for cluster in plan.clusters]
+    found["outer"] = asdict(plan.outer) if plan.outer is not None else None
+    return found
+
+
+_MODEL = (
+    *("name", "kind", "origin", "params", "trained", "active", "layers", "flops_per_token"),
+    *("files_params", "is_guess", "is_on_hub"),
+)
+
+
+def _machines(machines: Machines) -> dict[str, Any]:
+    return {
+        "cluster": machines.name,
+        "text": summary(machines),
+        "hosts": [
+            {
+                "name": host.name,
+                "devices": [
+                    {
+                        "name": device.name,
+                        "memory_bytes": device.memory_bytes,
+                        "free_bytes": device.free_bytes,
+                        "confidence": device.confidence,
+                    }
+                    for device in host.devices
+                ],
+            }
+            for host in machines.hosts
+        ],
+        "network": asdict(machines.network),
+        "line": asdict(machines.line),
+        "notes": list(machines.notes),
+    }
+
+
+def _cluster(plan: Plan, cluster: ClusterPlan) -> dict[str, Any]:
+    own = cluster.own
+    found: dict[str, Any] = {
+        "name": cluster.job.machines.name,
+        "strategy": name_of(own.strategy),
+        "fits": own.fits,
+        "refused": own.refused,
+        "ranks": [_rank(number, rank) for number, rank in enumerate(own.ranks)],
+        "stores": [
+            {
+                "host": store.host,
+                "what": store.what,
+                "needed_bytes": store.needed_bytes,
+                "has_bytes": store.has_bytes,
+                "items": [asdict(item) for item in store.items],
+            }
+            for store in cluster.stores
+        ],
+        "ladder": [_rung(rung) for rung in cluster.ladder],
+        "strategies": [_candidate(each) for each in cluster.strategies],
+        "time": _time(own),
+        "speed": asdict(cluster.speed) if cluster.speed is not None else None,
+        "cost": cost(plan, cluster),
+    }
+    return found
+
+
+def _rank(number: int, rank: RankPlan) -> dict[str, Any]:
+    return {
+        "rank": number,
+        "host": rank.host,
+        "device": rank.device.name,
+        "confidence": rank.device.confidence,
+        "rows": rank.rows,
+        "micro_batch": rank.micro_batch,
+        "total_bytes": rank.device.memory_bytes,
+        "free_bytes": rank.device.free_bytes,
+        "context_bytes": rank.context_bytes,
+        "peak_bytes": rank.peak_bytes,
+        "peak_moment": rank.memory.peak.name,
+        "limit_bytes": rank.limit_bytes,
+        "fits": rank.fits,
+        "moments": [_moment(moment) for moment in rank.memory.moments],
+        "busy_s": rank.busy_s,
+    }
+
+
+def _moment(moment: Moment) -> dict[str, Any]:
+    return {"name": moment.name, "total": moment.total, **moment.by_cause()}
+
+
+def _time(own: Outcome) -> dict[str, Any] | None:
+    return None if own.time is None else {**asdict(own.time), "total_s": own.time.total_s}
+
+
+def _brief(found: Outcome) -> dict[str, Any]:
+    if found.refused:
+        return {"refused": found.refused, "fits": False}
+    tightest = found.tightest
+    return {
+        "fits": found.fits,
+        "peak_bytes": tightest.least.peak.total,
+        "limit_bytes": tightest.limit_bytes,
+        "step_s": _seconds(found),
+        "sent_bytes": found.time.sent_bytes if found.time else None,
+    }
+
+
+def _rung(rung: Rung) -> dict[str, Any]:
+    brief = _brief(rung.outcome)
+    own = {"name": rung.name, "price": rung.price, "slower": rung.slower}
+    return {**own, "is_first": rung.is_first, **brief}
+
+
+def _candidate(each: Candidate) -> dict[str, Any]:
+    own = {"name": each.name, "is_chosen": each.is_chosen, "note": each.note}
+    return {**own, **_brief(each.outcome)}
+
+
+def cost(plan: Plan, cluster: ClusterPlan) -> dict[str, float] | None:
+    """Energy of all cards at their limit to the end, and money where a price is given."""
+    speed = cluster.speed
+    devices = cluster.job.machines.devices
+    if speed is None or speed.left_s is None or not all(d.is_cuda for d in devices):
+        return None
+    hours = speed.left_s / 3600
+    found = {"gpu_hours": hours * len(devices)}
+    if speed.watts is not None:
+        found["kwh"] = speed.watts * hours / 1000
+    money = found["gpu_hours"] * plan.price.per_hour
+    money += found.get("kwh", 0.0) * plan.price.per_kwh
+    return {**found, "money": money} if money else found

@@ -1,0 +1,191 @@
+"""Clock, events, lines and costs of a simulated run; what happens is in `exchange.py`."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from isles.plan.simulate.fleet import FleetConfig
+from isles.plan.simulate.line import Flow, Line
+from isles.plan.simulate.member import Machine, Member, State
+from isles.plan.simulate.rounds import Hub
+from isles.plan.simulate.setting import HUB_GIVES, HUB_TAKES, ON_THE_WIRE, Setting
+
+
+class Core:
+    """Clock, events, lines and the costs of work."""
+
+    def __init__(
+        self, fleet: FleetConfig, setting: Setting, *, seed: int, marks: Sequence[int]
+    ) -> None:
+        self.fleet, self.setting = fleet, setting
+        self.now = 0.0
+        self.chance = random.Random(seed)
+        hub, hubs = fleet.hub, fleet.hub.hubs
+        self.hub = Hub(setting, hubs)
+        self.line_in = Line(hubs * min(hub.downlink, HUB_TAKES * hub.cpu))
+        self.line_out = Line(hubs * min(hub.uplink, HUB_GIVES * hub.cpu))
+        self.hub_costs = setting.costs.scaled(hub.cpu)
+        self.marks = sorted(marks)
+        self.marked: dict[tuple[str, int], tuple[float, float]] = {}
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._numbers = itertools.count()
+        self._line_ends = {self.line_in: math.inf, self.line_out: math.inf}
+        self.num_events = 0
+
+    # Events.
+
+    def push(self, when: float, call: Callable[..., None], *args: object) -> None:
+        heapq.heappush(self._events, (max(when, self.now), next(self._numbers), call, args))
+
+    def later(
+        self, member: Member, when: float, key: str, call: Callable[..., None], *args: object
+    ) -> None:
+        """Let something happen to a member; the same key again replaces it."""
+        member.pending[key] = when, call, args
+        self.push(when, self._fire, member, key, when)
+
+    def _fire(self, member: Member, key: str, when: float) -> None:
+        found = member.pending.get(key)
+        if found is not None and found[0] == when:
+            del member.pending[key]
+            found[1](member, *found[2])
+
+    def play(self, until: float, is_over: Callable[[], bool]) -> None:
+        """Let everything happen that happens before a time."""
+        while self._events and not is_over():
+            when, _, call, args = heapq.heappop(self._events)
+            if when > until:
+                self.now = until
+                return
+            self.now = when
+            self.num_events += 1
+            call(*args)
+
+    # Lines.
+
+    def flow(
+        self, line: Line, size: float, limit: float, count: int, done: Callable[[], None]
+    ) -> Flow:
+        """Begin a transfer of `size` bytes of a file."""
+        flow = Flow(limit, count, done)
+        line.add(self.now, size * ON_THE_WIRE, flow)
+        self.line_changed(line)
+        return flow
+
+    def cut_flow(self, line: Line, flow: Flow) -> float:
+        """End a transfer; the bytes of the file that are left."""
+        left = line.remove(self.now, flow)
+        self.line_changed(line)
+        return left / ON_THE_WIRE
+
+    def line_changed(self, line: Line) -> None:
+        when = line.next_end()
+        self._line_ends[line] = when
+        if when < math.inf:
+            self.push(when, self._line_event, line, when)
+
+    def _line_event(self, line: Line, when: float) -> None:
+        if self._line_ends[line] != when:
+            return
+        done = line.finished(self.now)
+        self.line_changed(line)
+        for flow in done:
+            flow.done()
+
+    # Costs.
+
+    def apply_s(self, member: Member, outer_step: int) -> float:
+        """Decoding an average, the outer optimizer, and the digest of outer parameters."""
+        numbers = self.setting.fragments[outer_step % self.setting.num_fragments]
+        parts = 1
+        if self.setting.codec.kind == "topk":
+            parts = self.hub.kept.get(outer_step, 1)
+        costs = member.group.costs
+        return parts * numbers / costs.apply + 4 * numbers / costs.hash
+
+    def copy_s(self, member: Member, outer_step: int) -> float:
+        """Weights that are copied to or from the engine."""
+        numbers = self.setting.fragments[outer_step % self.setting.num_fragments]
+        return numbers / member.group.costs.copy
+
+    def average_s(self, outer_step: int, num_parts: int) -> float:
+        """Averaging at the hub, until it is on the disk; with a second level at both."""
+        setting, costs, hubs = self.setting, self.hub_costs, self.fleet.hub.hubs
+        fragment = outer_step % setting.num_fragments
+        numbers = setting.fragments[fragment]
+        size = setting.average_bytes(fragment, num_parts)
+
+        def at_one(parts: int) -> float:
+            encode = 0.0 if setting.codec.kind == "topk" else numbers / costs.encode
+            return parts * numbers / costs.average + encode + size / costs.hash + 3 * costs.fsync_s
+
+        if hubs == 1:
+            return at_one(num_parts)
+        hub = self.fleet.hub
+        sent = setting.contribution_bytes(fragment) * ON_THE_WIRE
+        up_s = max(hubs * sent / hub.downlink, sent / hub.uplink)
+        down_s = max(hubs * size * ON_THE_WIRE / hub.uplink, size * ON_THE_WIRE / hub.downlink)
+        return at_one(-(-num_parts // hubs)) + up_s + at_one(hubs) + down_s
+
+    # Members.
+
+    def settle(self, member: Member) -> None:
+        """Bring a member's steps up to now."""
+        if member.state == "compute":
+            before = member.pos
+            member.pos += (self.now - member.at) * member.rate
+            member.group.steps_done += (member.pos - before) * member.count
+        member.at = self.now
+
+    def set_state(self, member: Member, state: State) -> None:
+        """A member does something else from now on."""
+        self.settle(member)
+        before, group = member.state, member.group
+        if before != "done":
+            if before == "wait":
+                self._account_wait(member)
+            else:
+                group.add(before, (self.now - member.since) * member.count)
+        if member.spans is not None and self.now > member.since:
+            member.spans.append((before, member.since, self.now))
+        member.state, member.since = state, self.now
+        if member.machine is not None and "compute" in (before, state) and before != state:
+            self._share_machine(member.machine)
+
+    def _account_wait(self, member: Member) -> None:
+        # Had all contributed at the same time, what is left of a wait were for the line and hub.
+        waited_s, group = self.now - member.since, member.group
+        outer_step, begun = member.wait_for, self.now
+        current = None if outer_step is None else self.hub.rounds.get(outer_step)
+        if outer_step is not None and outer_step < len(self.hub.committed):
+            begun = self.hub.committed[outer_step].last_begun
+        elif current is not None and current.is_closed:
+            begun = current.last_begun
+        others_s = min(max(0.0, begun - member.wait_since), waited_s)
+        group.add("others", others_s * member.count)
+        group.add("transfer", (waited_s - others_s) * member.count)
+
+    def _share_machine(self, machine: Machine) -> None:
+        active = [m for m in machine.members if m.state == "compute"]
+        ranks = sum(m.group.config.ranks * m.count for m in active)
+        share = min(1.0, machine.cores / ranks) if ranks else 1.0
+        for member in active:
+            self.settle(member)
+            member.rate = share / member.group.step_s
+            if "wake" in member.pending:
+                self.wake(member)
+
+    def account_all(self, members: Sequence[Member]) -> None:
+        """Count what members do up to now, at the end."""
+        for member in members:
+            if member.state != "done":
+                self.set_state(member, member.state)
+
+    def wake(self, member: Member) -> None:
+        """Ask a member again after the next step at which it has something to do."""
+        raise NotImplementedError

@@ -1,0 +1,352 @@
+"""The fleet file: clusters of given speeds behind given links, their hub, and what befalls them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from isles.config.issues import quote
+from isles.config.load import Loaded
+from isles.config.sections.base import DurationS, Section, Text
+from isles.config.sections.cluster import PbsLauncherConfig, SlurmLauncherConfig, SshLauncherConfig
+from isles.config.yaml import Document, KeyPath, dotted, read_text, scan_yaml
+from isles.errors import ConfigError, ConfigErrors
+from isles.facts.gpus import find_gpu
+from isles.plan.simulate.setting import Setting
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(bit|B)(?:/s)?")
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kMBT]?)")
+ASSUMED_GPU, ASSUMED_MFU = "RTX 4090", 0.4
+"""What a GPU of the run file's clusters is taken for, where no fleet file says how fast it is."""
+
+
+def _rate(value: object, info: ValidationInfo) -> object:
+    if not isinstance(value, str):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and info.context:  # in a file; Python code has bytes/s
+            raise ValueError("a rate has a unit: write 100Mbit/s, or 12MB/s")
+        return value
+    found = _RATE.fullmatch(value.strip())
+    if found is None or float(found[1]) <= 0:
+        raise ValueError("that is no rate: write 100Mbit/s, or 12MB/s")
+    scale = 1000.0 ** " kMGT".index(found[2] or " ")
+    return float(found[1]) * scale / (8.0 if found[3] == "bit" else 1.0)
+
+
+def _count(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    found = _COUNT.fullmatch(value.strip())
+    if found is None:
+        raise ValueError("that is no number: write 7000000000, or 7B")
+    return round(float(found[1]) * 1000.0 ** " kMBT".index(found[2] or " "))
+
+
+Rate = Annotated[float, BeforeValidator(_rate), Field(gt=0)]
+"""Bytes/s; written as `100Mbit/s` or `12MB/s`."""
+Count = Annotated[int, BeforeValidator(_count), Field(ge=1)]
+Positive = Annotated[DurationS, Field(gt=0)]
+
+
+class FailuresConfig(Section):
+    """Failures that come by chance, each cluster by itself."""
+
+    every: Positive
+    """Mean time between two failures of one cluster, such as 2d."""
+
+    lasts: Positive = 60.0
+    """Until its ranks are started again, from their last checkpoint."""
+
+
+class LeavesConfig(Section):
+    """A cluster that is taken away for a while, with time to save."""
+
+    every: Positive
+    """Mean time for which it stays, such as 10h."""
+
+    away: Positive
+    """Mean time until it comes back."""
+
+
+class HubConfig(Section):
+    """The hub, and its line."""
+
+    uplink: Rate = 125e6
+    """What its line sends: averages. The default is 1Gbit/s."""
+
+    downlink: Rate = 125e6
+    """What its line receives: contributions."""
+
+    cpu: Annotated[float, Field(gt=0)] = 1.0
+    """Speed of one of its cores, beside that of docs/scale.md."""
+
+    hubs: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """More than one: a second level, on paper (isles has none today). So many hubs, each with a
+    line as above, average their share of the clusters, and are clients of one root."""
+
+
+class GroupConfig(Section):
+    """Equal clusters."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+    """A short name, for the tables."""
+
+    count: Annotated[int, Field(ge=1, le=100_000)] = 1
+    """So many clusters."""
+
+    step: Positive | None = None
+    """Time of one inner step. One of step and tokens_per_s."""
+
+    tokens_per_s: Annotated[float, Field(gt=0)] | None = None
+    """Tokens a second of one cluster, as `isles status` shows them."""
+
+    spread: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Relative standard deviation of the clusters' speeds, such as 0.05."""
+
+    uplink: Rate = 12.5e6
+    """What a cluster's own link sends. The default is 100Mbit/s."""
+
+    downlink: Rate = 12.5e6
+    """What it receives."""
+
+    latency: Annotated[DurationS, Field(ge=0)] = 0.02
+    """From a cluster to the hub, one way."""
+
+    cpu: Annotated[float, Field(gt=0)] = 1.0
+    """Speed of a core that encodes and applies, beside that of docs/scale.md."""
+
+    joins: Positive | None = None
+    """Mean time after which a cluster comes first. null: all are there from the start."""
+
+    leaves: LeavesConfig | None = None
+    """A cluster leaves by chance, and comes back. null: it stays."""
+
+    failures: FailuresConfig | None = None
+    """Failures by chance. null: none."""
+
+    time_limit: Positive | None = None
+    """Of a job in a queue: after this time it saves and ends. null: none."""
+
+    queue_wait: Positive | None = None
+    """time_limit: mean wait in the queue until it goes on."""
+
+    machine: Text | None = None
+    """A name in `machines`: clusters of one machine share its cores, so a step takes longer while
+    others compute. For tests on one machine. null: each has its own."""
+
+    ranks: Annotated[int, Field(ge=1, le=1024)] = 1
+    """machine: cores that a step uses."""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> GroupConfig:
+        if (self.step is None) == (self.tokens_per_s is None):
+            raise ValueError("give one of step and tokens_per_s")
+        if (self.time_limit is None) != (self.queue_wait is None):
+            raise ValueError("time_limit and queue_wait go together")
+        return self
+
+
+class IncidentConfig(Section):
+    """One thing that happens for certain."""
+
+    cluster: Text | None = None
+    """The group whose first cluster it befalls. null: the hub."""
+
+    kind: Literal["killed", "cut", "frozen", "stuck", "hub"]
+    """killed: its ranks die, and start again from their checkpoint. cut: its link, while it
+    trains on. frozen: neither link nor steps. stuck: no steps, but heartbeats. hub: the hub is
+    away."""
+
+    at: Annotated[DurationS, Field(ge=0)] | None = None
+    """When. One of at and round."""
+
+    round: Annotated[int, Field(ge=0)] | None = None
+    """Once every fragment of this round is averaged."""
+
+    after: Annotated[DurationS, Field(ge=0)] = 0.0
+    """round: so long after it."""
+
+    lasts: Positive
+    """For so long."""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> IncidentConfig:
+        if (self.at is None) == (self.round is None):
+            raise ValueError("give one of at and round")
+        if (self.cluster is None) != (self.kind == "hub"):
+            raise ValueError("kind hub is without cluster, every other kind is of one")
+        return self
+
+
+def _unique(groups: tuple[GroupConfig, ...]) -> tuple[GroupConfig, ...]:
+    names = [group.name for group in groups]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two groups are called {name}")
+    return groups
+
+
+class FleetConfig(Section):
+    """A fleet file."""
+
+    parameters: Count | None = None
+    """Trained parameters, such as 7B, in place of the run file's model."""
+
+    hub: HubConfig = HubConfig()
+    """Where the clusters average."""
+
+    clusters: Annotated[
+        tuple[GroupConfig, ...], Field(strict=False, min_length=1), AfterValidator(_unique)
+    ]
+    """Groups of equal clusters."""
+
+    machines: dict[str, Annotated[int, Field(ge=1)]] = Field(default={})
+    """Cores of machines that several clusters share, by name."""
+
+    incidents: Annotated[tuple[IncidentConfig, ...], Field(strict=False)] = ()
+    """What happens for certain, beside what happens by chance."""
+
+    @property
+    def num_clusters(self) -> int:
+        return sum(group.count for group in self.clusters)
+
+
+def load_fleet(path: Path) -> FleetConfig:
+    """Read a fleet file.
+
+    Raises:
+        ConfigErrors: every issue, each with file, line and key.
+    """
+    text = read_text(path, "fleet file", "check the path; docs/scale.md has fleet files")
+    document, errors = scan_yaml(text, str(path))
+    try:
+        fleet = FleetConfig.model_validate(document.value, context={"is_run_file": True})
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)
+        errors += [_issue(detail, document, path) for detail in details]
+    else:
+        errors += _wrong_names(fleet, document, path)
+    if errors:
+        raise ConfigErrors(errors)
+    return fleet
+
+
+def _wrong_names(fleet: FleetConfig, document: Document, path: Path) -> list[ConfigError]:
+    groups, machines = [group.name for group in fleet.clusters], list(fleet.machines)
+    found: list[tuple[KeyPath, str, Sequence[str]]] = [
+        (("incidents", index, "cluster"), incident.cluster, groups)
+        for index, incident in enumerate(fleet.incidents)
+        if incident.cluster is not None and incident.cluster not in groups
+    ]
+    found += [
+        (("clusters", index, "machine"), group.machine, machines)
+        for index, group in enumerate(fleet.clusters)
+        if group.machine is not None and group.machine not in machines
+    ]
+    return [
+        ConfigError(
+            f"there is no {at[-1]} {quote(name)}",
+            where=f"{path}:{_line(at, document)} {dotted(at)}",
+            fix=_near(name, known),
+        )
+        for at, name, known in found
+    ]
+
+
+def _issue(detail: Mapping[str, Any], document: Document, path: Path) -> ConfigError:
+    at: KeyPath = tuple(detail["loc"])
+    node, value = _section_at(at[:-1]), _value_at(document.value, at)
+    where = f"{path}:{_line(at, document)} {dotted(at) or 'the file'}"
+    name = str(at[-1]) if at else ""
+    if detail["type"] == "extra_forbidden" and node is not None:
+        return ConfigError(f"{name} is no key here", where=where, fix=_near(name, [*node]))
+    if detail["type"] == "missing":
+        fix = f"{name}: {node[name].description}" if node and name in node else "add it"
+        return ConfigError(f"{name} is missing", where=where, fix=fix)
+    text = str(detail["msg"]).removeprefix("Value error, ")
+    described = node[name].description if node is not None and name in node else ""
+    what = f"is {quote(value)}: {text[0].lower()}{text[1:]}" if described else text
+    return ConfigError(what, where=where, fix=described or "see docs/scale.md")
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    choices = f"use one of {', '.join(known)}" if known else "there is none"
+    return f"did you mean {near[0]}? {choices}" if near else choices
+
+
+def _section_at(path: KeyPath) -> dict[str, Any] | None:
+    # The fields of the section that a path leads to; None: it leads to none.
+    section: Any = FleetConfig
+    inner = {
+        "hub": HubConfig,
+        "clusters": GroupConfig,
+        "incidents": IncidentConfig,
+        "failures": FailuresConfig,
+        "leaves": LeavesConfig,
+    }
+    for part in path:
+        if isinstance(part, str):
+            section = inner.get(part)
+    return None if section is None else dict(section.model_fields)
+
+
+def _value_at(data: Any, path: KeyPath) -> Any:  # what YAML holds
+    for part in path:
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return data
+
+
+def _line(path: KeyPath, document: Document) -> int:
+    while path and path not in document.lines:
+        path = path[:-1]
+    return document.lines.get(path, 1)
+
+
+def fleet_of(loaded: Loaded, setting: Setting) -> tuple[FleetConfig, list[str]]:
+    """The clusters of a run file as a fleet, and what had to be assumed of them."""
+    gpu = find_gpu(ASSUMED_GPU)
+    assert gpu is not None
+    speed = gpu.bf16_flops * ASSUMED_MFU
+    groups, waits = [], False
+    for cluster in loaded.config.clusters:
+        launcher = cluster.launcher
+        nodes = cluster.nodes if isinstance(cluster.nodes, int) else 1
+        if cluster.nodes == "auto" and isinstance(launcher, SshLauncherConfig):
+            nodes = len(launcher.hosts)
+        per_node = cluster.gpus_per_node if isinstance(cluster.gpus_per_node, int) else 1
+        flops_per_step = setting.flops_per_token * setting.tokens_per_step
+        limit = None
+        if isinstance(launcher, SlurmLauncherConfig | PbsLauncherConfig) and launcher.requeue:
+            limit = launcher.time
+        waits = waits or limit is not None
+        groups.append(
+            GroupConfig(
+                name=cluster.name,
+                step=flops_per_step / (speed * nodes * per_node),
+                time_limit=limit,
+                queue_wait=None if limit is None else 3600.0,
+            )
+        )
+    notes = [
+        f"each GPU does {speed / 1e12:.0f} TFLOP/s ({ASSUMED_MFU:.0%} of an {ASSUMED_GPU})",
+        "each cluster and the hub have the links of a fleet file's defaults: 100 Mbit/s each way "
+        "and 20 ms, the hub 1 Gbit/s",
+        *(["a job waits an hour in the queue"] if waits else []),
+    ]
+    return FleetConfig(clusters=tuple(groups)), notes

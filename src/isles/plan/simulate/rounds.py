@@ -1,0 +1,202 @@
+"""What the hub of a simulated run knows: members, rounds, and what its processor does."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from isles.plan.simulate.member import Member
+from isles.plan.simulate.setting import KEPT_AVERAGES, NUMBER_THREADS, Setting
+
+
+@dataclass(slots=True)
+class Part:
+    """What equal clusters have contributed to a round: their number, and inner steps of each."""
+
+    count: int
+    inner: float
+
+
+@dataclass(slots=True)
+class Round:
+    """An outer step as the hub has it.
+
+    Args:
+        first_at: when the first contribution was complete.
+        last_begun: when the last of its contributions was made by its cluster.
+        quorum_at: when there were enough, under `quorum`.
+    """
+
+    parts: dict[Member, Part] = field(default_factory=dict)
+    first_at: float | None = None
+    first_begun: float = 0.0
+    last_begun: float = 0.0
+    quorum_at: float | None = None
+    is_closed: bool = False
+
+    @property
+    def num_parts(self) -> int:
+        return sum(part.count for part in self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """An outer step that is over, as the report needs it."""
+
+    outer_step: int
+    first_begun: float
+    last_begun: float
+    at: float
+    num_parts: int
+    num_living: int
+
+
+class Threads:
+    """The threads of so many hubs for numbers: first come, first served."""
+
+    def __init__(self, hubs: int) -> None:
+        self.number = NUMBER_THREADS * hubs
+        self._free_at = [0.0] * self.number
+        self.busy_s = 0.0
+
+    def take(self, now: float, seconds: float, count: int = 1) -> float:
+        """When so many jobs of equal length are over, that come now."""
+        self.busy_s += seconds * count
+        if count > self.number:  # they fill all threads
+            begin = sum(max(now, free) for free in self._free_at) / self.number
+            end = begin + seconds * count / self.number
+            self._free_at = [end] * self.number
+            return end
+        for _ in range(count):
+            end = max(now, self._free_at[0]) + seconds
+            heapq.heapreplace(self._free_at, end)
+        return end
+
+
+class Hub:
+    """Rounds by outer step, and the rule that closes them; see `isles.outer.hub.rounds`."""
+
+    def __init__(self, setting: Setting, hubs: int) -> None:
+        self._setting = setting
+        self.next = 0
+        """The outer step that is committed next."""
+        self.rounds: dict[int, Round] = {}
+        self.living: dict[Member, None] = {}
+        self.committed: list[Committed] = []
+        self.threads = Threads(hubs)
+        self.is_away = False
+        self.kept: dict[int, int] = {}
+        """Parts of each average that is kept, by outer step."""
+        self._missing: Member | None = None
+        self.state_version = -1
+        """Of the newest state that a cluster has given."""
+        self.is_state_coming = False
+
+    @property
+    def kept_since(self) -> int:
+        return max(0, self.next - KEPT_AVERAGES)
+
+    def round(self, outer_step: int) -> Round:
+        return self.rounds.setdefault(outer_step, Round())
+
+    def first_round(self) -> int:
+        """That waits for somebody who comes now."""
+        current = self.rounds.get(self.next)
+        return self.next + int(current is not None and bool(current.parts))
+
+    def admit(self, member: Member) -> None:
+        """A member is heard, for the first time or again."""
+        if not member.is_living:
+            member.is_living = True
+            member.from_round = self.first_round()
+        self.living[member] = None
+
+    def drop(self, member: Member) -> None:
+        member.is_living = False
+        self.living.pop(member, None)
+
+    def is_expected(self, member: Member) -> bool:
+        return not (member.is_behind or member.is_finished) and member.from_round <= self.next
+
+    def waits(self) -> bool:
+        """Whether a member is missing in the next round, of those whom it waits for."""
+        parts = self.round(self.next).parts
+        known = self._missing  # whoever was missing before is mostly missing still
+        if known and known in self.living and known not in parts and self.is_expected(known):
+            return True
+        for member in self.living:
+            if member not in parts and self.is_expected(member):
+                self._missing = member
+                return True
+        self._missing = None
+        return False
+
+    def due_at(self) -> float | None:
+        """When the next round closes without the missing; None: that is not decided yet."""
+        current, setting = self.round(self.next), self._setting
+        if setting.wait == "time_boxed" and current.first_at is not None:
+            return current.first_at + setting.time_box_s
+        if setting.wait == "quorum" and current.quorum_at is not None:
+            return current.quorum_at + setting.grace_s
+        return None
+
+    def is_time(self, now: float) -> bool:
+        """Whether the next round closes now."""
+        current = self.rounds.get(self.next)
+        if current is None or current.is_closed or not current.parts or self.is_away:
+            return False
+        if current.num_parts < self._least():
+            return False
+        due = self.due_at()
+        return (due is not None and now >= due - 1e-9) or not self.waits()
+
+    def _least(self) -> int:
+        goes_on = sum(m.count for m in self.living if not m.is_finished)
+        finished = any(m.is_finished for m in self.living)
+        least = self._setting.min_clusters
+        return max(1, min(least, goes_on)) if finished else least
+
+    def take(self, member: Member, outer_step: int, inner: float, begun: float, at: float) -> bool:
+        """A contribution is complete; False: its round is over."""
+        current = self.round(outer_step)
+        if outer_step < self.next or current.is_closed:
+            return False
+        current.parts[member] = Part(member.count, inner)
+        if current.first_at is None:
+            current.first_at, current.first_begun = at, begun
+        current.first_begun = min(current.first_begun, begun)
+        current.last_begun = max(current.last_begun, begun)
+        if current.quorum_at is None and current.num_parts >= self._setting.quorum:
+            current.quorum_at = at
+        return True
+
+    def split(self, member: Member, one: Member) -> None:
+        """One of a member's clusters is a member of its own from now on."""
+        if member in self.living:
+            self.living[one] = None
+        for current in self.rounds.values():
+            if (part := current.parts.get(member)) is not None:
+                part.count -= 1
+                current.parts[one] = Part(1, part.inner)
+
+    def merge(self, member: Member, into: Member) -> None:
+        """A member counts with another one from now on."""
+        self.living.pop(member, None)
+        for current in self.rounds.values():
+            if (part := current.parts.pop(member, None)) is not None:
+                whole = current.parts.setdefault(into, Part(0, part.inner))
+                count = whole.count + part.count
+                whole.inner = (whole.inner * whole.count + part.inner * part.count) / count
+                whole.count = count
+
+    def commit(self, now: float) -> Round:
+        """The average of the next round is on the disk."""
+        done = self.rounds.pop(self.next)
+        living = sum(member.count for member in self.living)
+        self.committed.append(
+            Committed(self.next, done.first_begun, done.last_begun, now, done.num_parts, living)
+        )
+        self.kept[self.next] = done.num_parts
+        self.next += 1
+        self.kept.pop(self.next - 1 - 2 * KEPT_AVERAGES, None)
+        return done

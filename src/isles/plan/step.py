@@ -1,0 +1,399 @@
+"""A step of a run under one way to hold the model: what each rank holds, and how long it takes.
+
+`outcome` is asked for the run as it is written, for every other strategy and for every rung of the
+ladder. Memory is counted by `isles.config.memory`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from isles.config.auto import Machine, choose_strategy
+from isles.config.layout import Layout, Strategy, make_layout
+from isles.config.memory import holding_of, setting_of, step_memory
+from isles.config.rules import check_rules
+from isles.config.rules.shape import check_shape
+from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import AutoStrategy, DDPStrategyConfig
+from isles.errors import ConfigError
+from isles.facts.memory.architecture import Architecture
+from isles.facts.memory.setting import usable_bytes
+from isles.facts.memory.step import Count, Memory
+from isles.plan.machines import Device, Machines
+from isles.plan.roofline import communication, optimizer_seconds, work_of
+
+CONTEXT_BYTES = 0.6 * 2**30
+"""What CUDA, cuBLAS and torch's kernels hold on a card: a guess."""
+
+NCCL_BYTES = 0.3 * 2**30
+"""What NCCL's channels hold on a card of several: a guess."""
+
+_CPU_ROWS = 8
+_MOST_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is planned for one cluster.
+
+    Args:
+        config: of this cluster alone.
+        shape: the model's config.json, for the rules about it.
+    """
+
+    config: RunConfig
+    model: Architecture
+    shape: dict[str, object]
+    machines: Machines
+
+    @property
+    def is_dpo(self) -> bool:
+        return self.config.training.method == "dpo"
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One rank: its rows of a step, and its memory.
+
+    Args:
+        rows: of the global batch.
+        micro_batch: rows of a forward pass.
+        limit_bytes: that a step may fill; None: the card's memory is not known.
+        least: memory with the smallest micro-batch that the run file allows.
+        context_bytes: beside it, of CUDA and NCCL.
+        busy_s: computing in a step; None: the card's speed is not known.
+    """
+
+    host: str
+    device: Device
+    rows: int
+    micro_batch: int
+    memory: Memory
+    least: Memory
+    limit_bytes: float | None
+    context_bytes: float
+    busy_s: float | None
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.memory.peak.total
+
+    @property
+    def fits(self) -> bool | None:
+        """None: not known."""
+        return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step, on the rank that decides.
+
+    Args:
+        compute_s: of the mean rank.
+        idle_s: that the mean rank waits for the slowest.
+        bubble_s: of a pipeline.
+        sent_bytes: by one rank.
+        line_bytes: by a host over its line to the others, which takes line_s if nothing else does.
+    """
+
+    compute_s: float
+    optimizer_s: float
+    exposed_s: float
+    idle_s: float
+    bubble_s: float
+    sent_bytes: float
+    line_bytes: float
+    line_s: float
+    micro_steps: int
+
+    @property
+    def total_s(self) -> float:
+        parts = (self.compute_s, self.optimizer_s, self.exposed_s, self.idle_s, self.bubble_s)
+        return sum(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One way to hold the model.
+
+    Args:
+        refused: why isles does not take it; empty: it does. Then there are no ranks.
+        time: None where the speed of a card is not known.
+    """
+
+    config: RunConfig
+    strategy: Strategy
+    layout: Layout | None
+    ranks: tuple[RankPlan, ...] = ()
+    time: StepTime | None = None
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every rank fits; None: not known."""
+        if self.refused:
+            return False
+        answers = [rank.fits for rank in self.ranks]
+        return False if False in answers else None if None in answers else True
+
+    @property
+    def tightest(self) -> RankPlan:
+        """The rank that decides whether it fits: the one with the smallest limit, or that holds
+        most."""
+
+        def room(rank: RankPlan) -> tuple[float, float]:
+            needed = rank.least.peak.total
+            return (needed / rank.limit_bytes if rank.limit_bytes else 0.0, needed)
+
+        return max(self.ranks, key=room)
+
+
+def limit_of(device: Device) -> float | None:
+    """Of a device's memory, what a step may fill; None: not known."""
+    if device.memory_bytes is None:
+        return None
+    usable = float(usable_bytes(device.memory_bytes))
+    if device.free_bytes is None:
+        return usable
+    context = CONTEXT_BYTES if device.is_cuda else 0.0
+    return max(0.0, min(usable, device.free_bytes - context))
+
+
+def outcome(job: Job, config: RunConfig | None = None) -> Outcome:
+    """What becomes of a run file on a cluster's machines."""
+    config = config or job.config
+    strategy = config.strategy
+    if isinstance(strategy, AutoStrategy):
+        strategy, _ = chosen(job, config)
+        config = config.model_copy(update={"strategy": strategy})
+    world, local = len(job.machines.devices), job.machines.local_world_size
+    issues = [*check_rules(config), *check_shape(config, job.shape)]
+    if issues:
+        return Outcome(config, strategy, None, refused=issues[0].what)
+    try:
+        layout = make_layout(strategy, world, local_world_size=local)
+    except ConfigError as error:
+        return Outcome(config, strategy, None, refused=error.what)
+    if config.training.global_batch_size < layout.dp_size:
+        rows = config.training.global_batch_size
+        text = f"global_batch_size {rows} is less than one row for each of {layout.dp_size} ranks"
+        return Outcome(config, strategy, layout, refused=text)
+    found = _Step(job, config, strategy, layout).outcome()
+    if config.balance != "auto" or len({rank.rows for rank in found.ranks}) == 1:
+        return found
+    # A split of rows that saves nothing is taken back, as in a run.
+    even = _Step(job, config.model_copy(update={"balance": "even"}), strategy, layout).outcome()
+    if found.time and even.time and even.time.total_s < found.time.total_s:
+        return replace(even, config=config)
+    return found
+
+
+def chosen(job: Job, config: RunConfig) -> tuple[Strategy, str]:
+    """What `strategy: auto` takes: the strategy with the least communication that fits."""
+    machines = job.machines
+    world, local = len(machines.devices), machines.local_world_size
+    if config.adapter.type == "qlora":
+        return DDPStrategyConfig(), "blocks in 4 bits cannot be cut"
+    memory = [device.memory_bytes for device in machines.devices]
+    if None in memory:
+        return DDPStrategyConfig(), "as far as is known without the memory of every rank"
+    link = min(
+        [host.inside_bytes_per_s for host in machines.hosts]
+        + [machines.network.bytes_per_s] * (len(machines.hosts) > 1)
+    )
+    least = int(min(own for own in memory if own is not None))
+    return choose_strategy(job.model, config, Machine(world, local, least, link))
+
+
+class _Step:
+    # One strategy on the ranks of a cluster.
+
+    def __init__(self, job: Job, config: RunConfig, strategy: Strategy, layout: Layout) -> None:
+        self._job, self._config, self._strategy, self._layout = job, config, strategy, layout
+        self._devices = job.machines.devices
+        self._hosts = [host.name for host in job.machines.hosts for _ in host.devices]
+        self._memories: dict[tuple[int, bool], Memory] = {}
+        self._is_narrow = config.training.precision != "32-true"
+        self._in_step = not (isinstance(strategy, DDPStrategyConfig) and layout.pp == 1)
+
+    def outcome(self) -> Outcome:
+        unit = self._count(1, 2)
+        work = work_of(unit, self._layout, is_compiled=self._config.training.torch_compile)
+        row_s = [work.seconds(device, is_narrow=self._is_narrow) for device in self._devices]
+        rows = self._rows(row_s)
+        micro = [self._micro_batch(rank, own) for rank, own in enumerate(rows)]
+        steps = [max(1, -(-own // size)) for own, size in zip(rows, micro, strict=True)]
+        if self._in_step:
+            steps = [max(steps)] * len(steps)
+            micro = [max(1, -(-own // most)) for own, most in zip(rows, steps, strict=True)]
+        busy = [self._busy_s(rank, rows[rank], micro[rank]) for rank in range(len(rows))]
+        ranks = tuple(
+            RankPlan(
+                host=self._hosts[rank],
+                device=device,
+                rows=rows[rank],
+                micro_batch=micro[rank],
+                memory=self._memory(micro[rank], accumulates=steps[rank] > 1),
+                least=self._least(micro[rank], accumulates=rows[rank] > 1),
+                limit_bytes=limit_of(device),
+                context_bytes=self._context(device),
+                busy_s=busy[rank],
+            )
+            for rank, device in enumerate(self._devices)
+        )
+        known = [seconds for seconds in busy if seconds is not None]
+        time = self._time(known, micro, max(steps)) if len(known) == len(busy) else None
+        return Outcome(self._config, self._strategy, self._layout, ranks, time)
+
+    def _context(self, device: Device) -> float:
+        if not device.is_cuda:
+            return 0.0
+        return CONTEXT_BYTES + (NCCL_BYTES if len(self._devices) > 1 else 0.0)
+
+    def _count(self, rows: int, steps: int) -> Count:
+        model, config, layout = self._job.model, self._config, self._layout
+        setting = setting_of(config, layout, rows=rows, micro_batches=steps)
+        holding = holding_of(config, self._strategy, layout, model, steps)
+        # The work of all ranks that share the model, which `roofline.py` divides.
+        return Count(model, setting, replace(holding, tensor=1))
+
+    def _memory(self, rows: int, *, accumulates: bool) -> Memory:
+        key = (rows, accumulates)
+        if key not in self._memories:
+            steps = max(2, self._layout.pp) if accumulates else 1
+            self._memories[key] = step_memory(
+                self._job.model,
+                self._config,
+                self._strategy,
+                self._layout,
+                rows=rows,
+                micro_batches=steps,
+            )
+        return self._memories[key]
+
+    def _rows(self, row_s: Sequence[float | None]) -> list[int]:
+        # Rows of each rank; ranks of one data-parallel group read the same.
+        layout, total = self._layout, self._config.training.global_batch_size
+        members: dict[int, list[int]] = {}
+        for rank in range(layout.world_size):
+            members.setdefault(layout.dp_rank(rank), []).append(rank)
+        shares = []
+        balance = self._config.balance
+        for group in members.values():
+            seconds = [row_s[rank] for rank in group]
+            if isinstance(balance, dict):
+                shares.append(min(self._share(balance, rank) for rank in group))
+            elif balance == "even" or None in row_s:
+                shares.append(1.0)
+            else:
+                shares.append(1.0 / max(s for s in seconds if s is not None))
+        split = split_rows(total, shares)
+        return [split[layout.dp_rank(rank)] for rank in range(layout.world_size)]
+
+    def _share(self, shares: dict[str, float], rank: int) -> float:
+        host = self._hosts[rank]
+        if host in shares:
+            return shares[host] / max(1, self._hosts.count(host))
+        return shares.get(str(rank), 1.0)
+
+    def _micro_batch(self, rank: int, rows: int) -> int:
+        wanted = self._config.training.micro_batch_size
+        if isinstance(wanted, dict):
+            wanted = wanted.get(self._hosts[rank], "auto")
+        rows = max(1, rows)
+        if isinstance(wanted, int):
+            return min(wanted, rows)
+        if not self._devices[rank].is_cuda:
+            most = min(_CPU_ROWS, rows)
+        else:
+            most = self._largest(min(rows, _MOST_ROWS), limit_of(self._devices[rank]))
+        # As many rows in each as there is need for.
+        return -(-rows // -(-rows // most))
+
+    def _least(self, micro: int, *, accumulates: bool) -> Memory:
+        if self._config.training.micro_batch_size == "auto":
+            return self._memory(1, accumulates=accumulates)
+        return self._memory(micro, accumulates=accumulates)
+
+    def _largest(self, rows: int, limit: float | None) -> int:
+        # Most rows that fit on a device; 1 where none do, or where its memory is not known.
+        if limit is None:
+            return 1
+        if self._memory(rows, accumulates=False).peak.total <= limit:
+            return rows
+        low, high = 1, rows
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._memory(middle, accumulates=True).peak.total <= limit:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _busy_s(self, rank: int, rows: int, micro: int) -> float | None:
+        device, compiled = self._devices[rank], self._config.training.torch_compile
+        whole, rest = divmod(rows, micro)
+        total = 0.0
+        for size, times in ((micro, whole), (rest, 1)):
+            if size and times:
+                work = work_of(self._count(size, 2), self._layout, is_compiled=compiled)
+                seconds = work.seconds(device, is_narrow=self._is_narrow)
+                if seconds is None:
+                    return None
+                total += times * seconds
+        return total
+
+    def _time(self, busy: Sequence[float], micro: Sequence[int], steps: int) -> StepTime:
+        layout = self._layout
+        slowest = max(busy)
+        mean = sum(busy) / len(busy)
+        count = self._count(max(micro), steps)
+        work = work_of(count, layout, is_compiled=self._config.training.torch_compile)
+        sent = communication(self._config, self._strategy, layout, self._job.machines, count, steps)
+        backward = 1.0 - work.forward_share
+        optimizer = max(optimizer_seconds(count, device, layout) for device in self._devices)
+        bubble = slowest / steps * (layout.pp - 1)
+        return StepTime(
+            compute_s=mean,
+            optimizer_s=optimizer,
+            exposed_s=sent.exposed_s(steps, slowest / steps, backward),
+            idle_s=max(0.0, slowest - mean) if slowest > mean * 1.0001 else 0.0,
+            bubble_s=bubble,
+            sent_bytes=sent.sent_bytes,
+            line_bytes=sent.line_bytes,
+            line_s=sent.line_bytes / self._job.machines.network.bytes_per_s,
+            micro_steps=steps,
+        )
+
+
+def split_rows(total: int, shares: Sequence[float]) -> list[int]:
+    """Rows in proportion to shares, whole ones; the largest remainders get what is left."""
+    whole = sum(shares)
+    wanted = [total * share / whole for share in shares]
+    rows = [int(number + 1e-9) for number in wanted]
+    order = sorted(range(len(rows)), key=lambda i: (rows[i] - wanted[i], i))
+    for index in order[: total - sum(rows)]:
+        rows[index] += 1
+    return rows
+
+
+def with_values(config: RunConfig, changes: dict[str, object]) -> RunConfig:
+    """A run file with other values of dotted keys; sections are replaced whole."""
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        if name:
+            own = getattr(config, section).model_copy(update={name: value})
+            config = config.model_copy(update={section: own})
+        else:
+            config = config.model_copy(update={section: value})
+    return config
+
+
+def alone(job: Job, rank: int) -> Job:
+    """The same run on one of its devices."""
+    host = job.machines.host_of(rank)
+    only = replace(host, devices=(job.machines.devices[rank],))
+    machines = replace(job.machines, hosts=(only,))
+    config = job.config.model_copy(update={"strategy": DDPStrategyConfig(), "balance": "even"})
+    return replace(job, config=config, machines=machines)

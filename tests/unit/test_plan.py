@@ -1,0 +1,494 @@
+"""`isles plan`: machines, memory, ladder, strategies, links, and what is printed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from isles.cli import main
+from isles.config.load import load_run_file
+from isles.config.sections.outer import DiLoCoConfig
+from isles.config.sections.strategy import FSDPStrategyConfig
+from isles.errors import ExitCode, UserError
+from isles.facts.gpus import GPUS, find_gpu, named_gpu, short_name
+from isles.facts.models import load_shape
+from isles.plan.find import parse_gpus, parse_link
+from isles.plan.links import outer_plan
+from isles.plan.machines import Device, Host, Link, Machines
+from isles.plan.model import files_params, model_facts, shape_of
+from isles.plan.report import ClusterPlan, Plan
+from isles.plan.step import split_rows
+from isles.plan.verb import PlanOptions, plan_of
+from tests.deadline import run_program
+from tests.documents import ROOT, blocks
+from tests.each import each
+from tests.programs import write_program
+from tests.test_architecture import HEAVY
+
+Capture = pytest.CaptureFixture[str]
+
+RUN = """\
+name: trial   # a comment
+model: {name_or_path: MODEL}
+data:
+  sources: [{path: python-docs}]
+  seq_length: 1024   # tokens
+training:
+  max_steps: 1000
+  global_batch_size: 24
+  learning_rate: 2e-4   # of an adapter
+  # the end of a section
+
+checkpoint: {every_steps: 100}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an 8B model's config.json and a run file, on a machine without GPUs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(load_shape("llama-8b")))
+    (tmp_path / "run.yaml").write_text(RUN.replace("MODEL", "./model"))
+    return tmp_path
+
+
+def planned(*overrides: str, gpus: str = "", nodes: int | None = None, link: str = "") -> Plan:
+    """The plan of run.yaml."""
+    loaded = load_run_file(Path("run.yaml"), overrides)
+    return plan_of(loaded, PlanOptions(gpus=gpus, nodes=nodes, link=link))
+
+
+def only(plan: Plan) -> ClusterPlan:
+    """The one cluster of a plan."""
+    (cluster,) = plan.clusters
+    return cluster
+
+
+@each(
+    ("text", "hosts", "rate"),
+    [
+        ("4090", [["RTX 4090"]], None),
+        ("2x4090+3090", [["RTX 4090", "RTX 4090", "RTX 3090"]], None),
+        ("4090,3070ti@1gbe", [["RTX 4090"], ["RTX 3070 Ti"]], 125e6),
+        (" 2 * a100-80 , rtx a6000 @ 20MB", [["A100-SXM4-80GB"] * 2, ["RTX A6000"]], 20e6),
+        ("h100,h100@8xndr+3us", [["H100"], ["H100"]], 400e9),
+    ],
+)
+def test_machines_as_typed(text: str, hosts: list[list[str]], rate: float | None) -> None:
+    ((found, network),) = parse_gpus(text)
+    assert [[device.name for device in host.devices] for host in found] == hosts
+    assert (network.bytes_per_s if network else None) == rate
+    assert len(parse_gpus("8xh100;4090;t4")) == 3
+    assert len(parse_gpus("8xh100", nodes=2)[0][0]) == 2
+
+
+@each(
+    ("words", "hint"),
+    [
+        ("--gpus 3075ti", "did you mean 3070ti"),
+        ("--gpus 4090,", "there is no card ''"),
+        ("--gpus 4090@fast", "fast is no rate"),
+        ("--gpus 4090@1gbe+soon", "soon is no latency"),
+        ("--gpus 4090,3090 --nodes 2", "--gpus names 2 machines"),
+        ("--nodes 2", "--gpus 8xh100 --nodes 2"),
+        ("--gpus 4090;3090", "names 2 clusters, and the run file has 1"),
+        ("--link 1gbe;1gbe", "2 lines for 1 clusters"),
+        ("--price 3", "0.30/kWh"),
+    ],
+)
+def test_a_wrong_command_line_names_the_fix(
+    here: Path, capsys: Capture, words: str, hint: str
+) -> None:
+    assert main(["plan", "run.yaml", *shlex.split(words.replace(";", "';'"))]) == ExitCode.USER
+    error = capsys.readouterr().err
+    assert hint in error and "Traceback" not in error
+
+
+def test_every_card_has_a_short_name_of_its_own_and_is_never_guessed() -> None:
+    names = [short_name(gpu) for gpu in GPUS]
+    assert len(set(names)) == len(names)
+    assert all(named_gpu(short_name(gpu)) is gpu for gpu in GPUS)
+    assert all(find_gpu(f"NVIDIA {gpu.name}") is gpu for gpu in GPUS)
+    assert all(gpu.source and gpu.watts and gpu.memory_bytes >= 8 << 30 for gpu in GPUS)
+    for unknown in ("RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 3070 Mobile", "Quadro RTX 6000"):
+        assert find_gpu(f"NVIDIA GeForce {unknown}") is None
+    # By SMs, clock and FLOPs a clock come out what the whitepapers print.
+    published = {"5090": 209.5, "5080": 112.6, "5070ti": 87.9, "3080ti": 68.2, "4070ti": 80.2}
+    for name, tflops in published.items():
+        assert named_gpu(name).bf16_flops / 1e12 == pytest.approx(tflops, abs=0.06)
+
+
+def test_a_run_that_fits_and_one_that_does_not(here: Path, capsys: Capture) -> None:
+    assert main(["plan", "run.yaml", "--gpus", "8xh100"]) == ExitCode.OK
+    assert "run.yaml: fits" in capsys.readouterr().out
+    assert main(["plan", "run.yaml", "--gpus", "4090,3080,3070@1gbe"]) == ExitCode.PREFLIGHT
+    shown = capsys.readouterr().out
+    assert "does NOT fit as written; first that fits: adapter" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "-> fits adapter" in shown
+    assert "Traceback" not in shown
+
+
+def test_each_rung_needs_no_more_than_those_it_keeps(here: Path) -> None:
+    cluster = only(planned("strategy={kind: ddp}", gpus="2x3070"))
+    peaks = {rung.name: rung.outcome.tightest.least.peak.total for rung in cluster.ladder}
+    chain = [
+        "as written",
+        "optimizer: adamw_8bit",
+        "gradient_checkpointing: selective",
+        "gradient_checkpointing: full",
+        "strategy: {kind: fsdp}",
+    ]
+    found = [peaks[name] for name in chain]
+    assert found == sorted(found, reverse=True)
+    assert peaks["adapter: {type: qlora}"] < peaks["adapter: {type: lora}"] < found[0]
+    lengths = [peak for name, peak in peaks.items() if name.startswith("seq_length")]
+    assert len(lengths) == 2 and lengths == sorted(lengths, reverse=True)
+    marked = [rung for rung in cluster.ladder if rung.is_first]
+    fitting = [rung for rung in cluster.ladder if rung.outcome.fits]
+    assert marked == fitting[:1] and not cluster.ladder[0].is_first
+
+
+@each(
+    "text",
+    [
+        RUN,
+        "# one line\n{name: f, model: {name_or_path: MODEL}, data: {sources: [{path: "
+        "python-docs}]}, training: {max_steps: 5, micro_batch_size: 8}}  # all of it\n",
+        RUN + "clusters:\n  - name: own   # a host\n    strategy:   # its own\n      kind: ddp\n",
+        RUN.replace("2e-4", "2e-4\n  optimizer:   # soon") + "adapter: {type: none}\n",
+    ],
+)
+def test_apply_keeps_comments_and_the_file_then_fits(
+    here: Path, capsys: Capture, text: str
+) -> None:
+    text = text.replace("MODEL", "./model").replace("optimizer:   #", "optimizer: adamw   #")
+    Path("run.yaml").write_text(text)
+    words = ["plan", "run.yaml", "--gpus", "4090,3080@1gbe", "--apply"]
+    assert main(words) == ExitCode.OK
+    shown, after = capsys.readouterr().out, Path("run.yaml").read_text()
+    assert shown.startswith("--- run.yaml\n+++ run.yaml (new)\n") and "run.yaml: fits" in shown
+    assert re.findall(r"#.*", after) == re.findall(r"#.*", text)
+    kept = [line for line in text.splitlines() if line.strip() and "{" not in line]
+    assert sum(line not in after for line in kept) <= 1
+    assert main(words) == ExitCode.OK
+    assert "nothing to apply: it fits as written" in capsys.readouterr().out
+    assert Path("run.yaml").read_text() == after
+
+
+def test_apply_changes_nothing_where_nothing_fits(here: Path, capsys: Capture) -> None:
+    shape = {**load_shape("llama-8b"), "num_hidden_layers": 400}
+    Path("model/config.json").write_text(json.dumps(shape))
+    before = Path("run.yaml").read_text()
+    assert main(["plan", "run.yaml", "--gpus", "3070", "--apply"]) == ExitCode.PREFLIGHT
+    assert "Nothing on the ladder fits" in capsys.readouterr().out
+    assert Path("run.yaml").read_text() == before
+
+
+def test_json_has_the_same_facts(here: Path, capsys: Capture) -> None:
+    assert main(["plan", "run.yaml", "--gpus", "4090,3080@1gbe", "--json"]) == ExitCode.PREFLIGHT
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False and found["tokens_per_step"] == 24 * 1024
+    assert found["model"]["params"] == found["model"]["trained"] == 8_030_261_248
+    assert found["machines"][0]["network"]["confidence"] == "given"
+    (cluster,) = found["clusters"]
+    first, second = cluster["ranks"]
+    assert (first["device"], first["confidence"]) == ("RTX 4090", "table")
+    assert first["rows"] + second["rows"] == 24
+    causes = ("weights", "gradients", "optimizer", "activations", "logits", "gathered")
+    for moment in first["moments"]:
+        assert moment["total"] == pytest.approx(sum(moment[cause] for cause in causes))
+    assert max(moment["total"] for moment in first["moments"]) == first["peak_bytes"]
+    assert cluster["strategies"][0]["is_chosen"]
+    assert sum(rung["is_first"] for rung in cluster["ladder"]) == 1
+    parts = ("compute_s", "optimizer_s", "exposed_s", "idle_s", "bubble_s")
+    time = cluster["time"]
+    assert time["total_s"] == pytest.approx(sum(time[part] for part in parts))
+    assert {store["what"] for store in cluster["stores"]} == {"main memory", "disk"}
+    assert found["assumptions"] and found["outer"] is None
+
+
+def test_planning_imports_nothing_heavy(here: Path) -> None:
+    code = f"""
+import sys
+from isles.cli import main
+for name in {sorted(HEAVY)!r}:
+    sys.modules[name] = None
+code = main(["plan", "run.yaml", "--gpus", "8xh100"])
+print("loaded:", *[name for name in ("aiohttp", "jinja2") if name in sys.modules])
+sys.exit(code)
+"""
+    result = run_program([sys.executable, "-c", code])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "loaded:"
+
+
+def test_bytes_between_clusters_are_those_of_the_codec() -> None:
+    """Of 100 million numbers, as docs/clusters.md has them."""
+    line = Link(12.5e6, 0.0, "given", "100 Mbit/s")
+    sites = [Machines(name, (), line, line) for name in "ab"]
+    for codec, sent, fetched, seconds in (
+        ("none", 400, 400, 64),
+        ("bf16", 200, 200, 32),
+        ("int8", 102, 102, 16),
+        ("int4", 56, 102, 13),
+        ("topk", 23, 45, 5.4),
+    ):
+        found = outer_plan(
+            DiLoCoConfig.model_validate({"codec": codec}), 10**8, sites, line, [1, 1]
+        )
+        first = found.lines[0]
+        assert first.sent_bytes / 1e6 == pytest.approx(sent, rel=0.02)
+        assert first.fetched_bytes / 1e6 == pytest.approx(fetched, rel=0.02)
+        assert first.seconds == pytest.approx(seconds, rel=0.03)
+
+
+def test_the_smallest_sync_every_keeps_the_sync_below_its_share() -> None:
+    line = Link(12.5e6, 0.025, "given", "100 Mbit/s")
+    host = (Host("a", (Device.of(named_gpu("4090")),)),)
+    sites = [Machines(name, host, line, line) for name in "abcd"]
+    config = DiLoCoConfig(codec="int8")
+    found = outer_plan(config, 10**8, sites, Link(125e6, 0.001, "given"), [1.0, 2.0, 1.5, 1.0])
+    assert found.lines[0].seconds == pytest.approx(16.3, abs=0.2)
+    assert found.hub_in_bytes == found.hub_out_bytes == 4 * found.lines[0].sent_bytes
+    assert found.hub_s < found.round_s == found.lines[0].seconds
+    least = found.least_sync_every
+    assert least is not None and found.step_s == 2.0  # all wait for the slowest
+    assert found.round_s / (least * 2.0) <= 0.02 < found.round_s / ((least - 1) * 2.0)
+    assert found.overhead == pytest.approx(found.round_s / (500 * 2.0))
+    hidden = outer_plan(DiLoCoConfig(delay=100), 10**8, sites, line, [1.0] * 4)
+    assert hidden.overhead == 0.0
+
+
+def test_unequal_cards_are_faster_together_than_alone_and_than_with_even_rows(here: Path) -> None:
+    settings = ("adapter.type=qlora", "training.gradient_checkpointing=full")
+    cluster = only(planned(*settings, gpus="4090,3080,3070@10gbe"))
+    time, speed = cluster.own.time, cluster.speed
+    assert time is not None and speed is not None
+    rows = [rank.rows for rank in cluster.own.ranks]
+    assert sum(rows) == 24 and rows == sorted(rows, reverse=True) and rows[0] > 2 * rows[2]
+    assert speed.even_s is not None and speed.alone_s is not None
+    assert time.total_s < speed.even_s and time.total_s < speed.alone_s
+    # No more than all three together.
+    flops = [rank.device.flops for rank in cluster.own.ranks]
+    assert speed.alone_s / time.total_s <= sum(flops) / flops[0] * 1.1
+    for total in (1, 7, 24, 100):
+        split = split_rows(total, [5.0, 3.0, 0.0])
+        assert sum(split) == total and split[2] == 0
+
+
+def test_more_cards_never_need_more_memory_each(here: Path) -> None:
+    small = only(planned("strategy={kind: fsdp}", gpus="8xh100"))
+    large = only(planned("strategy={kind: fsdp}", gpus="8xh100", nodes=2))
+    peaks = [c.own.tightest.least.peak.total for c in (small, large)]
+    assert peaks[1] < peaks[0]
+    names = [each.name for each in large.strategies]
+    assert {"ddp", "hsdp HYBRID_SHARD", "deepspeed ZeRO 3", "ddp pp 2"} < set(names)
+    assert large.strategies[0].outcome is large.own and large.strategies[0].is_chosen
+    assert isinstance(large.own.strategy, FSDPStrategyConfig)
+    times = [c.outcome.time.total_s for c in large.strategies if c.outcome.time]
+    assert all(math.isfinite(t) and t > 0 for t in times)
+
+
+def test_a_model_of_an_unknown_kind_is_a_guess_and_its_files_are_counted(
+    here: Path, capsys: Capture
+) -> None:
+    shape = {**load_shape("llama-8b"), "model_type": "nobody_knows"}
+    Path("model/config.json").write_text(json.dumps(shape))
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [1000, 7], "data_offsets": [0, 14000]}})
+    data = struct.pack("<Q", len(header)) + header.encode()
+    Path("model/a.safetensors").write_bytes(data)  # no weights behind it
+    assert files_params("./model") == 7000
+    assert main(["plan", "run.yaml", "--gpus", "8xh100"]) == ExitCode.OK
+    shown = capsys.readouterr().out
+    assert "GUESS: the kind 'nobody_knows' is not known, and is counted as a Llama" in shown
+    assert "its safetensors files hold 7.0k numbers" in shown
+    Path("model/config.json").write_text('{"model_type": "llama"}')
+    assert main(["plan", "run.yaml", "--gpus", "8xh100"]) == ExitCode.USER
+    captured = capsys.readouterr()
+    assert "RTX" not in captured.out and "8 x H100" in captured.out
+    assert "does not say how large the model is" in captured.err
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub with one open model, one that is gated, and one that it does not know."""
+
+    asked: ClassVar[list[tuple[str, str]]] = []
+
+    def do_GET(self) -> None:
+        Hub.asked.append((self.path, self.headers.get("Authorization", "")))
+        if "/open/" in self.path:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(load_shape("llama-1b")).encode())
+            return
+        is_gated = "/gated/" in self.path
+        self.send_response(401 if is_gated else 404)
+        self.send_header("X-Error-Code", "GatedRepo" if is_gated else "RepoNotFound")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing is printed."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub on this machine."""
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    Hub.asked.clear()
+    yield
+    server.shutdown()
+    server.server_close()
+
+
+def test_of_a_model_on_the_hub_only_its_config_is_fetched(
+    here: Path, hub: None, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["plan", "run.yaml", "--gpus", "4090"]
+    code = main([*words, "model.name_or_path=open/model", "adapter.type=lora"])
+    shown = capsys.readouterr()
+    assert code == ExitCode.OK, shown.err
+    assert "1.2B parameters" in shown.out and "config.json from the hub" in shown.out
+    assert Hub.asked == [("/open/model/resolve/main/config.json", "Bearer hf_secret")]
+    assert not list(here.rglob("models--*"))
+    for name, hint in (("gated/model", "needs a licence"), ("no/model", "the hub knows no model")):
+        assert main([*words, f"model.name_or_path={name}"]) == ExitCode.USER
+        shown = capsys.readouterr()
+        assert hint in shown.err and "RTX 4090" in shown.out and "24.6k tokens" in shown.out
+        assert "hf_secret" not in shown.out + shown.err
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Hub.asked.clear()
+    assert main([*words, "model.name_or_path=open/model"]) == ExitCode.USER
+    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err and not Hub.asked
+
+
+def test_the_cards_of_this_machine_are_measured(
+    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = """case "$*" in
+*memory.free*) echo "GPU-aa, 9000"; echo "GPU-bb, 24000";;
+*) echo "0, NVIDIA GeForce RTX 4090, GPU-aa, 24564 MiB"
+   echo "1, NVIDIA GeForce RTX 9999, GPU-bb, 30000 MiB";;
+esac"""
+    write_program(here / "bin" / "nvidia-smi", lines)
+    monkeypatch.setenv("PATH", f"{here / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    first, second = only(planned("adapter.type=qlora")).own.ranks
+    assert first.device.confidence == second.device.confidence == "measured"
+    assert first.device.memory_bytes == 24564 * 2**20
+    assert first.limit_bytes is not None and second.limit_bytes is not None
+    assert first.limit_bytes < 9000 * 2**20 < second.limit_bytes
+    assert second.device.flops == 0 and second.busy_s is None
+    assert main(["plan", "run.yaml", "adapter.type=qlora"]) in (ExitCode.OK, ExitCode.PREFLIGHT)
+    assert "the speed of a card is not in the table" in capsys.readouterr().out
+
+
+def test_hosts_are_asked_and_the_silent_ones_are_unknown(
+    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = """case "$*" in
+*desk1*) echo "0, NVIDIA GeForce RTX 3090, GPU-aa, 24576 MiB";;
+*) echo "ssh: connect to host: Connection refused" >&2; exit 255;;
+esac"""
+    write_program(here / "bin" / "ssh", lines)
+    monkeypatch.setenv("PATH", f"{here / 'bin'}:{os.environ['PATH']}")
+    launcher = "clusters=[{launcher: {kind: ssh, hosts: [me@desk1, me@desk2]}}]"
+    plan = planned(launcher, "adapter.type=qlora")
+    known, silent = only(plan).own.ranks
+    assert (known.host, known.device.name) == ("desk1", "RTX 3090")
+    assert silent.device.memory_bytes is None and plan.fits is None
+    assert main(["plan", "run.yaml", launcher, "adapter.type=qlora"]) == ExitCode.OK
+    shown = capsys.readouterr().out
+    assert "whether it fits is not known" in shown and "no ssh server (" not in shown.split("\n")[0]
+
+
+def test_what_slurm_is_asked_for_names_the_cards(here: Path) -> None:
+    cluster = "nodes: 2, gpus_per_node: 8"
+    named = f"clusters=[{{launcher: {{kind: slurm, gres: 'gpu:h100:8'}}, {cluster}}}]"
+    plan = planned(named)
+    assert [device.name for device in only(plan).job.machines.devices] == ["H100"] * 16
+    unnamed = planned(f"clusters=[{{launcher: {{kind: slurm}}, {cluster}}}]")
+    own = only(unnamed).own
+    assert own.fits is None and own.tightest.peak_bytes > 0 and own.time is None
+    assert "--gpus 8xh100" in unnamed.machines[0].notes[0]
+
+
+def test_a_script_is_not_planned_and_energy_has_its_price(here: Path, capsys: Capture) -> None:
+    Path("script.yaml").write_text("name: s\ntraining: {script: a.py}\n")
+    assert main(["plan", "script.yaml"]) == ExitCode.USER
+    assert "nothing is known beforehand of a script" in capsys.readouterr().err
+    words = ["plan", "run.yaml", "--gpus", "8xh100", "--json"]
+    costs = []
+    for price in ("0.30/kWh", "2.50/h"):
+        assert main([*words, "--price", price]) == ExitCode.OK
+        costs.append(json.loads(capsys.readouterr().out)["clusters"][0]["cost"])
+    assert costs[0]["money"] == pytest.approx(0.3 * costs[0]["kwh"])
+    assert costs[1]["money"] == pytest.approx(2.5 * costs[1]["gpu_hours"])
+
+
+def test_flops_are_those_of_the_known_formula(here: Path) -> None:
+    config = load_run_file(Path("run.yaml")).config
+    found = model_facts(config, shape_of(config))
+    shape = load_shape("llama-8b")
+    embedding = shape["vocab_size"] * shape["hidden_size"]
+    matrices = 6 * (found.params - embedding)
+    attention = 6 * 32 * 4096 * 1024
+    assert found.flops_per_token == pytest.approx(matrices + attention, rel=1e-3)
+    assert parse_link("2.5gbe").bytes_per_s == 312.5e6
+    with pytest.raises(UserError):
+        parse_link("0gbe")
+
+
+LLAMA_2_7B = """\
+{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+ "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
+ "max_position_embeddings": 4096, "tie_word_embeddings": false}
+"""
+
+
+def test_the_page_shows_what_is_printed(here: Path, capsys: Capture) -> None:
+    """ISLES_WRITE_GOLDEN=1 writes it anew: plan --gpus --nodes --link --hub-link --price --json
+    --apply --details."""
+    page = ROOT / "docs" / "plan.md"
+    cached = here / "hub" / "models--meta-llama--Llama-2-7b-hf"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("a")
+    (cached / "snapshots" / "a").mkdir(parents=True)
+    (cached / "snapshots" / "a" / "config.json").write_text(LLAMA_2_7B)
+    (here / "examples").symlink_to(ROOT / "examples")
+    text, count = page.read_text(encoding="utf-8"), 0
+    for block in blocks(page):
+        if block.language == "yaml":
+            (here / block.text.splitlines()[0].removeprefix("# ")).write_text(block.text)
+        if block.language != "console":
+            continue
+        typed, _, shown = block.text.partition("\n")
+        code = main(shlex.split(typed.removeprefix("$ isles ")))
+        assert code in (ExitCode.OK, ExitCode.PREFLIGHT)
+        printed, count = capsys.readouterr().out, count + 1
+        if os.environ.get("ISLES_WRITE_GOLDEN"):
+            text = text.replace(f"{typed}\n{shown}```", f"{typed}\n{printed}```")
+        else:
+            assert printed == shown, typed
+    assert count == 4
+    if os.environ.get("ISLES_WRITE_GOLDEN"):
+        page.write_text(text, encoding="utf-8")
