@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from isles.config.sections.strategy import FSDPStrategyConfig
 from isles.errors import ExitCode, UserError
 from isles.facts.gpus import GPUS, find_gpu, named_gpu, short_name
 from isles.facts.models import load_shape
+from isles.plan import verb as plan_verb
 from isles.plan.find import parse_gpus, parse_link
 from isles.plan.links import outer_plan
 from isles.plan.machines import Device, Host, Link, Machines
@@ -106,6 +108,7 @@ def test_machines_as_typed(text: str, hosts: list[list[str]], rate: float | None
         ("--gpus 4090@1gbe+soon", "soon is no latency"),
         ("--gpus 4090,3090 --nodes 2", "--gpus names 2 machines"),
         ("--nodes 2", "--gpus 8xh100 --nodes 2"),
+        ("--gpus 4090 --nodes 0", "1 to 1024"),
         ("--gpus 4090;3090", "names 2 clusters, and the run file has 1"),
         ("--link 1gbe;1gbe", "2 lines for 1 clusters"),
         ("--price 3", "0.30/kWh"),
@@ -189,6 +192,19 @@ def test_apply_keeps_comments_and_the_file_then_fits(
     assert main(words) == ExitCode.OK
     assert "nothing to apply: it fits as written" in capsys.readouterr().out
     assert Path("run.yaml").read_text() == after
+
+
+def test_apply_on_a_full_disk_changes_nothing(
+    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(plan_verb, "write_text_atomic", refuse)
+    before = Path("run.yaml").read_text()
+    assert main(["plan", "run.yaml", "--gpus", "4090,3080@1gbe", "--apply"]) == ExitCode.USER
+    assert "No space left" in capsys.readouterr().err
+    assert Path("run.yaml").read_text() == before
 
 
 def test_apply_changes_nothing_where_nothing_fits(here: Path, capsys: Capture) -> None:

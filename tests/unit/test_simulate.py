@@ -347,6 +347,7 @@ def test_a_wrong_fleet_file_is_named_by_its_line(
         load_fleet(path)
     shown = "\n".join(str(issue) for issue in raised.value.issues)
     assert f"{path}{place}" in shown and words in shown, shown
+    assert "at least 1 item" not in shown, "a list of wrong groups is not an empty one"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,6 +374,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--fleet means nothing without --simulate" in capsys.readouterr().err
     assert main(["plan", str(run), "--simulate", "--gpus", "4090"]) == ExitCode.USER
     assert "--gpus means nothing beside --simulate" in capsys.readouterr().err
+    assert main(["plan", str(run), "--simulate", "--png", "/nowhere/a.png"]) == ExitCode.USER
+    assert "there is no folder /nowhere" in capsys.readouterr().err
     run.write_text(RUN_FILE.split("outer:", maxsplit=1)[0])
     assert main(["plan", str(run), "--simulate"]) == ExitCode.USER
     assert "has no outer steps" in capsys.readouterr().err

@@ -60,6 +60,9 @@ _PER_BIT = {"g": 1e9 / 8, "m": 1e6 / 8}
 _CPU_FLOPS_PER_CYCLE = 16
 """Of a core, in fp32, with half of AVX2's multiply-adds in use."""
 
+_MOST = 1024
+"""Machines of a cluster, and cards of a machine."""
+
 _ASK_S = 10.0
 _NOT_FOUND = 127
 """Of a shell: there is no such command."""
@@ -117,6 +120,8 @@ def _cluster(text: str, nodes: int | None) -> tuple[tuple[Host, ...], Link | Non
     listed, _, rate = text.partition("@")
     hosts = [_host(item, number) for number, item in enumerate(listed.split(","), 1)]
     if nodes is not None:
+        if not 1 <= nodes <= _MOST:
+            raise UserError(f"{nodes} machines", where="--nodes", fix=f"1 to {_MOST}")
         if len(hosts) > 1:
             raise UserError(
                 f"--nodes {nodes} of what? --gpus names {len(hosts)} machines",
@@ -141,8 +146,8 @@ def _host(text: str, number: int) -> Host:
             raise UserError(
                 f"there is no card {word!r} in the table", where="--gpus", fix=f"{near}{example}"
             ) from None
-        if not 1 <= count <= 1024:
-            raise UserError(f"{count} cards of one machine", where="--gpus", fix="1 to 1024")
+        if not 1 <= count <= _MOST:
+            raise UserError(f"{count} cards of one machine", where="--gpus", fix=f"1 to {_MOST}")
         devices += [Device.of(gpu)] * count
     return Host(f"host{number}", tuple(devices))
 

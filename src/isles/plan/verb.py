@@ -183,7 +183,14 @@ def _apply(
             where=str(run_file),
             fix="a value on the command line, or of a cluster of its own, goes before it",
         )
-    write_text_atomic(run_file.resolve(), text)
+    try:
+        write_text_atomic(run_file.resolve(), text)
+    except OSError as error:
+        raise UserError(
+            f"it cannot be written: {error.strerror}",
+            where=str(run_file),
+            fix="nothing in it was changed; make room, or copy it to where you may write",
+        ) from error
     if options.as_json:
         write(
             json.dumps({**record(plan), "diff": difference(str(run_file), before, text)}, indent=1)

@@ -235,7 +235,14 @@ def load_fleet(path: Path) -> FleetConfig:
         fleet = FleetConfig.model_validate(document.value, context={"is_run_file": True})
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
-        errors += [_issue(detail, document, path) for detail in details]
+        # A list whose every group is wrong is not also taken for an empty one.
+        places = [tuple(detail["loc"]) for detail in details]
+        errors += [
+            _issue(detail, document, path)
+            for detail, at in zip(details, places, strict=True)
+            if detail["type"] != "too_short"
+            or not any(len(at) < len(other) and other[: len(at)] == at for other in places)
+        ]
     else:
         errors += _wrong_names(fleet, document, path)
     if errors:

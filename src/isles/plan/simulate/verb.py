@@ -52,6 +52,12 @@ def simulate_run(
             where="--png",
             fix="pip install matplotlib, or look at the timeline in the terminal",
         )
+    if png is not None and not png.absolute().parent.is_dir():
+        raise UserError(
+            f"there is no folder {png.absolute().parent}",
+            where="--png",
+            fix="make it, or give another",
+        )
     notes: list[str] = []
     if fleet_path is None:
         setting = setting_of(loaded)
@@ -64,8 +70,6 @@ def simulate_run(
         hours = DAY_H
     result = simulate(fleet, setting, hours=hours, seed=seed)
     limits, found = capacity(fleet, setting), search(fleet, setting)
-    if png is not None:
-        _draw(result, png)
     if as_json:
         figures = result.figures() | {
             "assumed": notes,
@@ -76,6 +80,8 @@ def simulate_run(
         print_line(json.dumps(figures))
     else:
         print_line(report(fleet, setting, result, limits, found, notes))
+    if png is not None:
+        _draw(result, png)
     return ExitCode.OK
 
 
@@ -93,7 +99,7 @@ def _draw(result: Result, path: Path) -> None:
     )
     if done.returncode:
         raise UserError(
-            f"the picture cannot be written: {done.stderr.strip().splitlines()[-1]}",
+            f"the picture cannot be written: {done.stderr.strip().splitlines()[-1][:200]}",
             where=str(path),
             fix="give another --png",
         )
