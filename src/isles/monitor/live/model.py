@@ -1,0 +1,184 @@
+"""What is shown of a run at one moment: the JSON of `isles top --json` and of the page."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+Mark = Literal["", "straggler", "throttled", "dead", "silent"]
+"""straggler: the others wait for it. throttled: its card is slowed down. dead: its process is gone.
+silent: nothing has come from it for a while."""
+
+
+class Live(BaseModel, frozen=True):
+    """Times are seconds since the epoch (`_at`) or seconds (`_s`), sizes bytes, shares 0 to 1, rates
+    per second. None or empty: not known."""
+
+
+class Head(Live, frozen=True):
+    """The run as a whole."""
+
+    name: str = ""
+    path: str = ""
+    state: str = "unknown"
+    phase: str = ""
+    reason: str = ""
+    step: int | None = None
+    total_steps: int | None = None
+    left_s: float | None = None
+    loss: float | None = None
+    tokens: int | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    goodput: float | None = None
+    """Share of the time since the start that went into steps that are in the model."""
+    begun_at: float | None = None
+    saved_step: int | None = None
+    saved_age_s: float | None = None
+    restarts: int = 0
+    last_restart: str = ""
+
+
+class Point(Live, frozen=True):
+    """A recorded step; of a long run only some."""
+
+    step: int
+    loss: float | None
+    tokens: int = 0
+    elapsed_s: float = 0.0
+    eval_loss: float | None = None
+
+
+class Parts(Live, frozen=True):
+    """Seconds of the last step that was timed, of one rank."""
+
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    """Forward, backward and optimizer."""
+    communication_s: float = 0.0
+    waiting_s: float = 0.0
+    """For ranks that came later to the same communication."""
+
+
+class RankRow(Live, frozen=True):
+    cluster: str = ""
+    rank: int = 0
+    node: int = 0
+    host: str = ""
+    device: str = ""
+    """Name of its GPU, or of its processor."""
+    rows: int | None = None
+    """Of the global batch, in one step."""
+    micro_batch: int | None = None
+    step: int | None = None
+    stage: str = ""
+    """What it does now, such as `forward and backward`."""
+    stage_s: float | None = None
+    use: float | None = None
+    """Of its GPU; without a GPU of the processor: 1.0 is one core."""
+    memory_bytes: int | None = None
+    peak_bytes: int | None = None
+    limit_bytes: int | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+    clock_mhz: float | None = None
+    throttle: str = ""
+    """Why its card is slowed down, such as `heat`."""
+    parts: Parts | None = None
+    heard_s: float | None = None
+    """Seconds since it was last heard of."""
+    pid: int | None = None
+    mark: Mark = ""
+    note: str = ""
+    """The mark in words, with its figures."""
+
+
+class HostRow(Live, frozen=True):
+    cluster: str = ""
+    node: int = 0
+    host: str = ""
+    address: str = ""
+    ranks: tuple[int, int] | None = None
+    state: str = ""
+    cpu: float | None = None
+    """Share of all cores."""
+    memory_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    disk_free_bytes: int | None = None
+    """Where the run directory is."""
+    net_in: float | None = None
+    net_out: float | None = None
+    """Bytes per second, of the interface that the run uses where it is known, else of all."""
+    skew_s: float | None = None
+    """Its clock beside that of the first node."""
+    heard_s: float | None = None
+    mark: Mark = ""
+    note: str = ""
+
+
+class LinkRow(Live, frozen=True):
+    """One way from a host to another, or from a cluster to the hub."""
+
+    cluster: str = ""
+    source: str = ""
+    target: str = ""
+    measured: float | None = None
+    """Bytes per second, as `isles check` has measured; or the speed of the interface."""
+    measured_by: str = ""
+    """`check`, `interface`, or empty."""
+    rtt_s: float | None = None
+    used: float | None = None
+    """Bytes per second now."""
+    state: str = ""
+    """ok, or what is wrong."""
+
+
+class ClusterRow(Live, frozen=True):
+    name: str = ""
+    launcher: str = ""
+    state: str = ""
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    outer_step: int | None = None
+    inner_steps: int | None = None
+    """Of this round."""
+    weight: float | None = None
+    """Share in the last average."""
+    up_bytes: int | None = None
+    down_bytes: int | None = None
+    sync_s: float | None = None
+    hidden_share: float | None = None
+    lag: int | None = None
+    """Outer steps behind the hub."""
+    heard_s: float | None = None
+    mark: Mark = ""
+    note: str = ""
+
+
+class HubRow(Live, frozen=True):
+    address: str = ""
+    round: int | None = None
+    waits_for: tuple[str, ...] = ()
+    due_s: float | None = None
+    error: str = ""
+
+
+class Snapshot(Live, frozen=True):
+    """A run at one moment; of a run on several clusters all of them."""
+
+    version: str = ""
+    at: float = 0.0
+    run: Head = Head()
+    curve: tuple[Point, ...] = ()
+    clusters: tuple[ClusterRow, ...] = ()
+    """Empty for a run that is one cluster."""
+    hub: HubRow | None = None
+    hosts: tuple[HostRow, ...] = ()
+    ranks: tuple[RankRow, ...] = ()
+    links: tuple[LinkRow, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What a person should know now, the worst first: a rank that is gone, a straggler, a link that
+    is cut."""
