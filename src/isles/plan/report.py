@@ -14,6 +14,7 @@ from isles.plan.host import Data, Store, data_of, stores
 from isles.plan.ladder import Rung, climb
 from isles.plan.links import OuterPlan, outer_plan
 from isles.plan.machines import Link, Machines, summary
+from isles.plan.measured import Measured, find_measured
 from isles.plan.model import ModelFacts
 from isles.plan.roofline import ASSUMPTIONS
 from isles.plan.step import Job, Outcome, RankPlan, alone, outcome, with_values
@@ -30,9 +31,11 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast one cluster trains.
+    """How fast one cluster trains: by what an earlier run showed, else by a guess.
 
     Args:
+        step_s: seconds of a step.
+        measured: the earlier run; None: there is none, and all is a guess.
         mfu: model FLOPs over the table's; None: a card is not in it.
         left_s: seconds to the end, with averaging; None: the length is not known in steps.
         even_s, alone_s: seconds of a step with even rows, and on the fastest card alone; None: not
@@ -41,6 +44,8 @@ class Speed:
         watts: of all cards, at their limit.
     """
 
+    step_s: float
+    measured: Measured | None
     tokens_per_s: float
     mfu: float | None
     left_s: float | None
@@ -120,7 +125,8 @@ def make_plan(
         for index, own in enumerate(machines)
     ]
     owns = [outcome(job) for job in jobs]
-    steps = [own.time.total_s if own.time else None for own in owns]
+    seen = [find_measured(job, own) for job, own in zip(jobs, owns, strict=True)]
+    steps = [_step_s(*each) for each in zip(jobs, owns, seen, strict=True)]
     outer = None
     if config.diloco is not None:
         outer = outer_plan(config.diloco, model.trained, machines, hub, steps)
@@ -131,22 +137,35 @@ def make_plan(
             ladder=tuple(climb(job, own)) if not own.refused else (),
             strategies=tuple(compare(job, own)) if not own.refused else (),
             stores=tuple(stores(job, own, model, data)),
-            speed=_speed(job, own, model, data, outer),
+            speed=_speed(job, own, model, data, outer, measured),
         )
-        for job, own in zip(jobs, owns, strict=True)
+        for job, own, measured in zip(jobs, owns, seen, strict=True)
     )
     return Plan(loaded, tuple(machines), model, None, data, clusters, outer, price)
 
 
+def _step_s(job: Job, own: Outcome, measured: Measured | None) -> float | None:
+    if measured is not None:
+        return measured.of_rows(job.config.training.global_batch_size)
+    return _seconds(own)
+
+
 def _speed(
-    job: Job, own: Outcome, model: ModelFacts, data: Data, outer: OuterPlan | None
+    job: Job,
+    own: Outcome,
+    model: ModelFacts,
+    data: Data,
+    outer: OuterPlan | None,
+    measured: Measured | None,
 ) -> Speed | None:
-    if own.time is None:
+    step_s, guess_s = _step_s(job, own, measured), _seconds(own)
+    if step_s is None:
         return None
     config, devices = job.config, job.machines.devices
-    step_s = own.time.total_s
     rows = config.training.global_batch_size * (2 if job.is_dpo else 1)
     tokens_per_s = rows * config.data.seq_length / step_s
+    if measured is not None:
+        tokens_per_s = measured.tokens_per_s
     table = [device.gpu.bf16_flops if device.gpu else 0.0 for device in devices]
     mfu = tokens_per_s * model.flops_per_token / sum(table) if all(table) else None
     left_s = None if data.steps is None else data.steps * step_s
@@ -159,13 +178,15 @@ def _speed(
     single = outcome(alone(job, fastest)) if len(devices) > 1 else None
     watts = [device.gpu.watts if device.gpu else 0.0 for device in devices]
     return Speed(
+        step_s=step_s,
+        measured=measured,
         tokens_per_s=tokens_per_s,
         mfu=mfu,
         left_s=left_s,
         even_s=even if len(devices) > 1 else None,
         alone_s=_seconds(single) if single is not None and single.fits else None,
         fastest=devices[fastest].name,
-        gains=dict(_gains(job, step_s)),
+        gains=dict(_gains(job, guess_s)) if guess_s else {},
         watts=sum(watts) if all(watts) else None,
     )
 

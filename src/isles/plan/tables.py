@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from itertools import groupby
 
 from rich.console import RenderableType
@@ -13,7 +14,8 @@ from rich.text import Text
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.plan.apply import changed, typed
 from isles.plan.ladder import SHORTER, Rung
-from isles.plan.report import ClusterPlan, Plan, cost
+from isles.plan.measured import Measured
+from isles.plan.report import ClusterPlan, Plan, Speed, cost
 from isles.plan.step import Job, Outcome, RankPlan, StepTime
 from isles.plan.strategies import Candidate, name_of
 
@@ -54,7 +56,7 @@ def clusters_table(clusters: Sequence[ClusterPlan]) -> Table:
             name_of(own.strategy),
             gib(own.tightest.peak_bytes),
             gib(own.tightest.limit_bytes),
-            seconds_text(own.time.total_s) if own.time else "?",
+            seconds_text(speed.step_s) if speed is not None else "?",
             format_count(speed.tokens_per_s) if speed is not None else "?",
             "?" if left is None else format_duration(left),
             format_bytes(memory),
@@ -255,18 +257,23 @@ def strategies_table(candidates: Sequence[Candidate], details: bool) -> Table:
 
 def time_rows(plan: Plan, cluster: ClusterPlan) -> Iterator[tuple[str, str]]:
     time, speed = cluster.own.time, cluster.speed
-    if time is None or speed is None:
+    if time is None:
         yield "Time", "not known: the speed of a card is not in the table"
+    else:
+        parts = {
+            "compute": time.compute_s,
+            "optimizer": time.optimizer_s,
+            "exposed communication": time.exposed_s,
+            "idle by imbalance": time.idle_s,
+            "pipeline bubble": time.bubble_s,
+        }
+        shown = {name: own for name, own in parts.items() if own or "b" not in name}
+        texts = [f"{name} {seconds_text(own)}" for name, own in shown.items()]
+        yield "Time", f"{seconds_text(time.total_s)} s a step: {', '.join(texts)} (guess)"
+    if speed is None:
         return
-    parts = {
-        "compute": time.compute_s,
-        "optimizer": time.optimizer_s,
-        "exposed communication": time.exposed_s,
-        "idle by imbalance": time.idle_s,
-        "pipeline bubble": time.bubble_s,
-    }
-    texts = [f"{name} {seconds_text(own)}" for name, own in parts.items() if own or "b" not in name]
-    yield "Time", f"{seconds_text(time.total_s)} s a step: {', '.join(texts)} (guess)"
+    if speed.measured is not None:
+        yield "Measured", _measured_text(cluster, speed.measured)
     text = f"{format_count(speed.tokens_per_s)} tokens/s"
     text += f", MFU {speed.mfu:.1%}" if speed.mfu is not None else ", MFU unknown"
     if speed.left_s is not None:
@@ -274,17 +281,9 @@ def time_rows(plan: Plan, cluster: ClusterPlan) -> Iterator[tuple[str, str]]:
     elif plan.config.training.max_time is None:
         text += "; how many steps is known when the data is prepared"
     yield "", text
-    rows = [str(ranks[0].rows) for ranks in folded(cluster.own.ranks)]
-    if speed.even_s is not None and len(rows) > 1:
-        text = f"rows {' + '.join(rows)}: x{speed.even_s / time.total_s:.2f} of even rows"
-        if speed.alone_s is not None:
-            text += f", x{speed.alone_s / time.total_s:.2f} of the {speed.fastest} alone"
-        else:
-            text += f"; on the {speed.fastest} alone it does not fit"
-        yield "Balance", text
-    elif speed.alone_s is not None:
-        yield "Scaling", f"x{speed.alone_s / time.total_s:.2f} of one {speed.fastest} alone"
-    yield from _link_rows(time, cluster.job)
+    if time is not None:
+        yield from _balance_rows(cluster, speed, time)
+        yield from _link_rows(time, cluster.job)
     gains = [f"{name} x{gain:.2f}" for name, gain in speed.gains.items()]
     if gains:
         yield "Gains", f"{', '.join(gains)} (guess)"
@@ -295,6 +294,32 @@ def time_rows(plan: Plan, cluster: ClusterPlan) -> Iterator[tuple[str, str]]:
         if "money" in found:
             text += f", {_amount(found['money'])} at the given price"
         yield "Energy", text
+
+
+def _measured_text(cluster: ClusterPlan, measured: Measured) -> str:
+    when = datetime.fromtimestamp(measured.at).strftime("%Y-%m-%d")
+    text = f"{seconds_text(measured.step_s)} s a step of {measured.rows} sequences in run "
+    text += f"{measured.run}, steps {measured.first_step} to {measured.last_step}, {when}"
+    if measured.memory_bytes is not None:
+        text += f"; {format_bytes(measured.memory_bytes)} at most"
+        rank = cluster.own.tightest
+        if rank.device.is_cuda:
+            return f"{text} on a card, {format_bytes(rank.peak_bytes)} counted here"
+        return f"{text} of a process"
+    return text
+
+
+def _balance_rows(cluster: ClusterPlan, speed: Speed, time: StepTime) -> Iterator[tuple[str, str]]:
+    rows = [str(ranks[0].rows) for ranks in folded(cluster.own.ranks)]
+    if speed.even_s is not None and len(rows) > 1:
+        text = f"rows {' + '.join(rows)}: x{speed.even_s / time.total_s:.2f} of even rows"
+        if speed.alone_s is not None:
+            text += f", x{speed.alone_s / time.total_s:.2f} of the {speed.fastest} alone"
+        else:
+            text += f"; on the {speed.fastest} alone it does not fit"
+        yield "Balance", text
+    elif speed.alone_s is not None:
+        yield "Scaling", f"x{speed.alone_s / time.total_s:.2f} of one {speed.fastest} alone"
 
 
 def _link_rows(time: StepTime, job: Job) -> Iterator[tuple[str, str]]:
