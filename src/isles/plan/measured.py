@@ -1,13 +1,14 @@
 """What an earlier run on the same cards showed: it goes before what is guessed.
 
-A run directory says all of it: resolved.yaml the settings, balance.json the devices of its ranks
-and how the rows were divided, metrics.jsonl seconds, tokens and memory of its steps.
+A run directory says all of it: resolved.yaml the settings, live.json of its last attempt the ranks'
+hosts, devices and micro-batches, metrics.jsonl seconds, tokens and memory of its steps.
 """
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from isles.config.resolve import load_resolved
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from isles.plan.machines import Device
-from isles.plan.step import Job, Outcome
+from isles.plan.step import Job, Outcome, RankPlan
 from isles.run.find import list_runs
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
@@ -24,8 +25,7 @@ _LOOKED_AT = 50
 """Runs, from the newest on."""
 
 _WARM = 2
-"""Recorded rows after a change of the rows' split that are left out: kernels are chosen, files are
-read for the first time."""
+"""Recorded rows that are left out: kernels are chosen, files are read for the first time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ def find_measured(job: Job, own: Outcome) -> Measured | None:
 
 
 def _measured(run: RunDir, job: Job, own: Outcome) -> Measured | None:
-    allocations = (read_record(run.balance) or {}).get("allocations")
-    if not allocations or not _is_alike(allocations[-1], job, own):
+    attempt = run.last_attempt()
+    if attempt is None or not _is_alike(read_record(attempt.live) or {}, own):
         return None
     try:
         config = load_resolved(run.resolved.read_text(encoding="utf-8")).config
@@ -72,12 +72,8 @@ def _measured(run: RunDir, job: Job, own: Outcome) -> Measured | None:
         return None
     if _settings(config) != _settings(job.config):
         return None
-    after = int(allocations[-1]["after_step"])
-    rows = [
-        row
-        for row in read_rows(run.metrics)
-        if row.get("kind") == "train" and row["step"] > after and row.get("step_time_s")
-    ][_WARM:]
+    every = [row for row in read_rows(run.metrics) if row.get("kind") == "train"]
+    rows = [row for row in every if row.get("step_time_s")][_WARM:]
     if not rows:
         return None
     memory = [row["memory_bytes"] for row in rows if row.get("memory_bytes")]
@@ -93,27 +89,27 @@ def _measured(run: RunDir, job: Job, own: Outcome) -> Measured | None:
     )
 
 
-def _is_alike(allocation: dict[str, Any], job: Job, own: Outcome) -> bool:
+def _is_alike(live: dict[str, Any], own: Outcome) -> bool:
     # The same cards on as many hosts, each with as many rows a micro-batch.
-    devices, ranks = allocation["devices"], own.ranks
-    if len(devices) != len(ranks) or allocation["strategy"] != own.strategy.kind:
+    nodes = [node for _, node in sorted(live.get("nodes", {}).items(), key=lambda n: int(n[0]))]
+    counts = [len(list(ranks)) for _, ranks in groupby(own.ranks, lambda rank: rank.host)]
+    if [len(node["ranks"]) for node in nodes] != counts:
         return False
-    hosts = [device["host"] for device in devices]
-    planned = [rank.host for rank in ranks]
-    if list(map(hosts.index, hosts)) != list(map(planned.index, planned)):
-        return False
-    sizes = allocation["split"]["micro_batch_sizes"]
-    return all(
-        _is_same(device["name"], device["host"], rank.device, rank.host)
-        and (not rank.device.is_cuda or sizes[device["dp_rank"]] == rank.micro_batch)
-        for device, rank in zip(devices, ranks, strict=True)
-    )
+    planned = iter(own.ranks)
+    for node in nodes:
+        for _, ran in sorted(node["ranks"].items(), key=lambda rank: int(rank[0])):
+            rank = next(planned)
+            is_same = _is_same(ran.get("device", ""), node["name"], rank)
+            if not is_same or ran.get("micro_batch") != rank.micro_batch:
+                return False
+    return True
 
 
-def _is_same(name: str, host: str, device: Device, planned_host: str) -> bool:
+def _is_same(name: str, host: str, rank: RankPlan) -> bool:
     # A GPU by its name wherever it is; a processor is known by the machine that it is in.
+    device = rank.device
     if not device.is_cuda:
-        return name.endswith(" threads") and host == planned_host
+        return name == "CPU" and host == rank.host
     other = Device.reported(name, None, None)
     return other.gpu == device.gpu if device.gpu is not None else other.name == device.name
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from isles.config.load import load_run_file
+from isles.errors import ExitCode
 from isles.plan.report import Speed
 from isles.plan.show import text_of
 from isles.plan.verb import PlanOptions, plan_of
 from isles.run.records import read_rows
-from tests.ranks import train
+from tests.e2e.typed import Command
 
 Typed = tuple[str, ...]
 
@@ -27,8 +28,10 @@ def speed_of(run_file: Path, *typed: str, **options: str) -> Speed:
 def test_a_plan_tells_what_an_earlier_run_on_the_same_cores_showed(run_file: Path) -> None:
     two: Typed = ("clusters.0.gpus_per_node=2", "training.logging_steps=1")
     assert speed_of(run_file, *two).measured is None, "nothing has run yet"
-    run = train(run_file, 2, *two)
-    rows = [row for row in read_rows(run.metrics) if row["kind"] == "train"][2:]
+    command = Command("train", run_file, *two, cwd=run_file.parent)
+    assert command.end() == ExitCode.OK, command.text
+    metrics = run_file.parent / "runs" / "tiny-1" / "metrics.jsonl"
+    rows = [row for row in read_rows(metrics) if row["kind"] == "train"][2:]
     found = speed_of(run_file, *two).measured
     assert found is not None
     assert (found.run, found.first_step, found.last_step) == ("tiny-1", 3, 20)
