@@ -647,6 +647,11 @@ def _pipelines() -> Iterator[Case]:
         grid = DDPStrategyConfig(pp_size=2)
         training = {"precision": precision}
         yield Case("pipeline", "llama", training=training, strategy=grid, ranks=2, micro_batches=4)
+    for schedule in ("gpipe", "zbv"):
+        grid = DDPStrategyConfig(pp_size=2, pp_schedule=schedule)
+        yield Case(
+            "pipeline", "llama", "small", 1, 512, FULL, strategy=grid, ranks=2, micro_batches=9
+        )
     cut = FSDPStrategyConfig(pp_size=2)
     yield Case("pipeline", "llama", training=FULL, strategy=cut, ranks=8, micro_batches=4)
 

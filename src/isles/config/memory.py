@@ -170,7 +170,8 @@ def _pipeline(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> dic
             last = micro_batches // rounds + 1
             in_flight = (last + 2 * (ranks - 1), last)
         case "zbv":
-            stages, in_flight = 2, (2 * ranks, 2 * ranks)
+            # All ranks have as many on their way, and one whose weights' gradients are to come.
+            stages, in_flight = 2, (2 * ranks + 1, 2 * ranks + 1)
         case _:
             assert_never(schedule)
     most = stages * micro_batches

@@ -209,9 +209,11 @@ class _Stage:
         head = self._head()
         made, ends = self._activations(), self._end_activations()
         gathered = self._gathered()
-        # Gradients are there already where micro-batches came before, and have gone back.
-        goes_back = setting.accumulates and self._losses < max(2, holding.micro_batches)
-        before = gradients if holding.keeps_gradients or goes_back else 0.0
+        # Gradients are there already where micro-batches came before. Where all go forwards first
+        # they come with the first that goes back, and what that has kept goes.
+        before = gradients if holding.keeps_gradients or setting.accumulates else 0.0
+        if self._losses > 1:
+            before = max(0.0, gradients - made.kept / self._passes - head.earlier)
         yield Moment(
             "the loss, at the end of the forward pass",
             weights,
@@ -319,7 +321,6 @@ class _Stage:
     def _activations(self) -> _Activations:
         # What the forward pass leaves, and what the backward pass of a block adds to it.
         count, setting, holding = self._count, self._setting, self._holding
-        passes = self._passes
         whole = count.block.saved_bytes
         stream = count.hidden.size_bytes
         again = whole - (stream if count.keeps_input else 0)
@@ -341,14 +342,12 @@ class _Stage:
                 recomputed = max(0.0, again - products)
                 first = stream + again
                 high -= products
-        if holding.returns and setting.checkpointing != "none":
-            # Its backward pass is cut in two, and torch holds what both compute again to the end:
-            # at the last loss, of all passes but those that have not come back.
-            passes = max(passes, 2 * holding.micro_batches - 1 - holding.pipeline)
+        if holding.returns:
+            # Where a backward pass is cut in two, nothing is saved by computing again.
             kept = self._layers * whole
         return _Activations(
             again=high,
-            kept=passes * kept / holding.stages + self._travelling(kept_input),
+            kept=self._passes * kept / holding.stages + self._travelling(kept_input),
             recomputed=recomputed,
             first=first,
             gradients=gradients,
@@ -390,7 +389,7 @@ class _Stage:
     def _head(self) -> _Head:
         # The loss: whole logits, or chunks of them, and the gradients that it makes on its way.
         if not self._has_head:
-            return _Head(0.0, 0.0)
+            return _Head(0.0, 0.0, 0.0)
         setting, model, count = self._setting, self._count.model, self._count
         tensor = self._holding.tensor if self._holding.cuts_ends else 1
         tokens, width = setting.rows * setting.length, setting.compute_width
@@ -400,13 +399,14 @@ class _Stage:
             # Tensor parallel gathers them.
             logits = tokens * model.vocab
             # A pipeline keeps what a stage gives, and of earlier micro-batches the logarithms too.
-            earlier = (self._losses - 1) * logits * (width + FP32)
+            earlier = logits * (width + FP32)
+            all_earlier = (self._losses - 1) * earlier
             given = logits * width if self._holding.pipeline > 1 else 0
             narrow = model.head_params / tensor * width if width != count.width else 0
             # In fp32 the tanh's result is gone before its gradient is whole.
             capped = logits * width if model.caps_logits and width != FP32 else 0
-            made = logits * 3 * FP32 + narrow + capped + given + earlier
-            return _Head(made, logits * width + capped + earlier)
+            made = logits * 3 * FP32 + narrow + capped + given + all_earlier
+            return _Head(made, logits * width + capped + all_earlier, earlier)
         chunk = min(tokens, max(LEAST_CHUNK, CHUNK_LOGITS // model.vocab)) * model.vocab
         is_trained = setting.is_whole or setting.trains_ends
         # In fp32, and once more while their log-sum-exp is made.
@@ -422,7 +422,7 @@ class _Stage:
             narrow = model.head_params * width
         if width != count.hidden.width:
             narrow += tokens * model.hidden * width
-        return _Head(made + gradient + narrow + hidden, hidden)
+        return _Head(made + gradient + narrow + hidden, hidden, 0.0)
 
     def _gathered(self) -> _Gathered:
         # FSDP2 keeps the buffer of its last gathering, and until the last micro-batch is through
@@ -476,3 +476,4 @@ class _Gathered:
 class _Head:
     forward: float
     kept: float
+    earlier: float
