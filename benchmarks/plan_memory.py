@@ -6,12 +6,13 @@
 
 Each setting trains two steps of a real Hugging Face model by the engine that isles would take, with
 its loss, optimizer and checkpointing. Tensors are torch's FakeTensors, which have shapes and no
-memory, so that a model of 8B fits here; mixtures of experts, whose shapes depend on values, and
-DeepSpeed are small and real. Other ranks are torch's fake
-process group; of a pipeline the first and the last are counted, and the fuller one is shown. Every
-storage is counted from its birth to its end. Stand-ins do what a GPU does: attention keeps what
-fused kernels keep, a product with a matrix in 4 bits makes it wide first, and a compiled step of
-AdamW in 8 bits makes no copies.
+memory, so that a model of 8B fits here; mixtures of experts, whose shapes depend on values, ddp,
+tensor parallel and DeepSpeed are small and real. Other ranks are torch's fake process group; of a
+pipeline the first and the last rank are counted, and the fuller one is shown. Every storage is
+counted from its birth to its end. Stand-ins do what a GPU does: attention keeps what fused kernels
+keep, and a product with a matrix in 4 bits makes it wide first. AdamW's step in 8 bits, which a GPU
+compiles, is left out: what it holds of one matrix while it steps depends on that. At the end of
+each setting a checkpoint is copied as a save does it, and its bytes are compared too.
 
 Offloading cannot be counted here: where the device is a CPU, weights that lie in main memory are
 on the device.
