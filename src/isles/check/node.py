@@ -20,6 +20,7 @@ from isles.check.checks.links import Listener, bandwidth, reach
 from isles.check.checks.machine import machine
 from isles.check.checks.network import dial, firewalls, interfaces
 from isles.check.checks.ranks import Ranks, smoke
+from isles.check.checks.topology import topology
 from isles.check.finding import Finding
 from isles.check.plan import NodePlan
 from isles.launch.ssh.channel import serve
@@ -34,6 +35,7 @@ Work = Callable[..., dict[str, Any]]
 CHECKS: dict[str, Check] = {
     "machine": machine,
     "gpus": gpus,
+    "topology": topology,
     "files": files,
     "hub": hub,
     "smoke": smoke,

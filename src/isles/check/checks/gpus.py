@@ -49,7 +49,7 @@ def gpus(plan: NodePlan) -> Iterator[Finding]:
     if not found.gpus:
         return
     count, fields = len(found.gpus), _by_uuid()
-    users = _query("compute-apps", _USERS)
+    users = query("compute-apps", _USERS)
     driver = fields.get(found.gpus[0].uuid, {}).get("driver_version", "")
     text = f"{count} x {', '.join(dict.fromkeys(gpu.name for gpu in found.gpus))}"
     yield Finding("gpu.driver", "ok", name, text, driver)
@@ -121,9 +121,9 @@ def _busy(name: str, cards: list[_Gpu]) -> Iterator[Finding]:
 def _by_uuid() -> dict[str, dict[str, str]]:
     # Fields that the driver does not know are absent.
     tables = [
-        _query("gpu", _FIELDS),
-        _query("gpu", ("uuid", _ERRORS, _THROTTLE)),
-        _query("remapped-rows", _ROWS),
+        query("gpu", _FIELDS),
+        query("gpu", ("uuid", _ERRORS, _THROTTLE)),
+        query("remapped-rows", _ROWS),
     ]
     found: dict[str, dict[str, str]] = {}
     for table in tables:
@@ -133,12 +133,23 @@ def _by_uuid() -> dict[str, dict[str, str]]:
     return found
 
 
-def _query(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
-    # A table of nvidia-smi; empty where this driver does not know it.
-    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+def query(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
+    """A table of nvidia-smi; empty where this driver does not know it."""
+    answer = ask_driver(f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
+    table = []
+    for line in answer.splitlines():
+        # The last field, a process' name, may hold commas.
+        parts = [part.strip() for part in line.split(",", len(fields) - 1)]
+        if len(parts) == len(fields):
+            table.append(dict(zip(fields, parts, strict=True)))
+    return table
+
+
+def ask_driver(*words: str) -> str:
+    """What nvidia-smi prints; empty where it fails, is silent or is not there."""
     try:
         done = subprocess.run(
-            command,
+            ["nvidia-smi", *words],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -147,16 +158,8 @@ def _query(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    if done.returncode:
-        return []
-    table = []
-    for line in done.stdout.splitlines():
-        # The last field, a process' name, may hold commas.
-        parts = [part.strip() for part in line.split(",", len(fields) - 1)]
-        if len(parts) == len(fields):
-            table.append(dict(zip(fields, parts, strict=True)))
-    return table
+        return ""
+    return "" if done.returncode else done.stdout
 
 
 def _number(text: str | None) -> int:

@@ -291,22 +291,21 @@ def _behind(rows: Iterable[RankRow]) -> list[RankRow]:
 
 def _records(snapshot: Snapshot, named: str) -> CheckLine:
     run, age_s = snapshot.run, snapshot.run.recorded_age_s
-    lost = [h for h in snapshot.hosts if h.state == "lost" or (h.heard_s or 0.0) > SILENT_S]
+    lost = [h for h in snapshot.hosts if h.mark == "silent" or (h.heard_s or 0.0) > SILENT_S]
     if lost:
         text = "; ".join(f"nothing comes from {_host(host)}" for host in lost[:_LISTED])
         where = ", ".join(host.host for host in lost)
         return CheckLine("records", "wrong", f"{text}{_more(lost)}", where, f"isles status {named}")
-    if age_s is None or not snapshot.curve:
+    steps = [point for point in snapshot.curve if point.loss is not None]
+    if age_s is None or not steps:
         text = f"no step is recorded yet ({run.phase or run.state})"
         return CheckLine("records", "not yet", text, next=f"isles logs {named}")
-    intervals = [
-        later.elapsed_s - earlier.elapsed_s for earlier, later in pairwise(snapshot.curve[-9:])
-    ]
+    intervals = [later.elapsed_s - earlier.elapsed_s for earlier, later in pairwise(steps[-9:])]
     limit_s = max(_LEAST_AGE_S, _SLOW_RECORDS * max(intervals, default=0.0))
-    text = f"step {snapshot.curve[-1].step} was recorded {format_duration(age_s)} ago"
+    text = f"step {steps[-1].step} was recorded {format_duration(age_s)} ago"
     if age_s <= limit_s:
         return CheckLine("records", "ok", text)
-    if run.phase not in _STEADY_PHASES:
+    if run.phase.partition(",")[0] not in _STEADY_PHASES:
         text = f"{text}, and now it is {run.phase}"
         return CheckLine("records", "not yet", text, next=f"isles logs {named}")
     text = f"{text}, and nothing since; one was due after {format_duration(limit_s)} at most"
