@@ -16,7 +16,7 @@ from typing import Any
 
 from isles.check.checks.files import files, hub, probe_read, probe_remove, probe_write
 from isles.check.checks.gpus import gpus
-from isles.check.checks.links import Listener, bandwidth, reach
+from isles.check.checks.links import Listener, bandwidth, keep_pairs, reach
 from isles.check.checks.machine import machine
 from isles.check.checks.network import dial, firewalls, interfaces
 from isles.check.checks.ranks import Ranks, smoke
@@ -62,6 +62,7 @@ def answer(more: Mapping[str, Work], *, idle_s: float = IDLE_S) -> None:
         "unlisten": listener.unlisten,
         "reach": reach,
         "bandwidth": bandwidth,
+        "keep_pairs": keep_pairs,
         "ranks": ranks.start,
         "reduce": ranks.reduce,
         "end_ranks": ranks.end,

@@ -26,13 +26,11 @@ from isles.monitor.live.model import (
 from isles.monitor.live.rows import Records, host_rows, link_rows, rank_rows
 from isles.monitor.live.waits import Waits
 from isles.monitor.status import RunReport, collect
+from isles.run.links import read_links
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 from isles.run.restarts import list_restarts
 from isles.run.state import FRESH_S, number_of
-
-LINKS = ".links.json"
-"""In the output folder: what `isles check` has measured between hosts."""
 
 _SILENT_S = 6.0
 """A coordinator writes live.json every two seconds."""
@@ -69,7 +67,7 @@ class RunReader:
             now,
             live=(read_record(attempt.live) if attempt else None) or {},
             restarts=list_restarts(attempt) if attempt else (),
-            pairs=(read_record(run_dir.path.parent / LINKS) or {}).get("pairs") or {},
+            pairs=read_links(run_dir.path.parent),
             row=self._history.newest,
             curve=self._history.curve(),
             goodput=share,
