@@ -16,7 +16,9 @@ _LEAST = 6
 _SECRET_VARIABLE = re.compile(
     r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY)$",
 )
-_ENDINGS = "TOKEN SECRET PASSWORD PASSWD PASS PWD PASSPHRASE CREDENTIALS? KEY AUTH DSN COOKIE"
+_ENDINGS = (
+    "TOKEN SECRET PASSWORD PASSWD PASSPHRASE CREDENTIALS? COOKIE DSN _PASS _PWD _KEY APIKEY _AUTH"
+)
 _KEYS = r"(?:api|access|secret|private|account|auth|signing|encryption)[_-]?key"
 _NAME = (
     rf"(?:[A-Z0-9_]*(?:{'|'.join(_ENDINGS.split())})"

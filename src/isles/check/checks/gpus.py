@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from isles.check.finding import Finding, Level
 from isles.check.plan import NodePlan
 from isles.facts.units import format_bytes
-from isles.launch.gpus import find_gpus
+from isles.launch.gpus import ask_driver, find_gpus
 
 _GIB = 1 << 30
 _ANSWER_S = 8
@@ -135,7 +134,8 @@ def _by_uuid() -> dict[str, dict[str, str]]:
 
 def query(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
     """A table of nvidia-smi; empty where this driver does not know it."""
-    answer = ask_driver(f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
+    words = (f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
+    answer = ask_driver(*words, timeout_s=_ANSWER_S)
     table = []
     for line in answer.splitlines():
         # The last field, a process' name, may hold commas.
@@ -143,23 +143,6 @@ def query(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
         if len(parts) == len(fields):
             table.append(dict(zip(fields, parts, strict=True)))
     return table
-
-
-def ask_driver(*words: str) -> str:
-    """What nvidia-smi prints; empty where it fails, is silent or is not there."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", *words],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_ANSWER_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return "" if done.returncode else done.stdout
 
 
 def _number(text: str | None) -> int:

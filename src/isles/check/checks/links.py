@@ -271,7 +271,12 @@ def _keep(hosts: Hosts, reached: Links, rates: Mapping[tuple[str, str], float]) 
             if link.is_open:
                 own = {"bytes_per_s": rates.get((name, other)), "rtt_s": link.rtt_s}
                 pairs.setdefault(names[name], {})[names[other]] = own
-    kept = {"output_dir": hosts.run.output_dir, "pairs": pairs, "names": names, "at": time.time()}
+    kept: dict[str, Any] = {
+        "output_dir": hosts.run.output_dir,
+        "pairs": pairs,
+        "names": names,
+        "at": time.time(),
+    }
     keep_pairs(**kept)
     hosts.ask("keep_pairs", kept, only=hosts.names[:1], finding_id="net.bandwidth")()
 

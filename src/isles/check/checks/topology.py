@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from isles.check.checks.gpus import ask_driver, query
+from isles.check.checks.gpus import query
 from isles.check.finding import Finding
 from isles.check.plan import NodePlan
-from isles.launch.gpus import find_gpus
+from isles.launch.gpus import ask_driver, find_gpus
 
 Pairs = dict[tuple[int, int], str]
 """Words of `nvidia-smi topo -m`, such as NV4 or PHB, by two numbers of GPUs, the smaller first."""

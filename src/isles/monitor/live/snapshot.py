@@ -71,6 +71,7 @@ class RunReader:
             row=self._history.newest,
             curve=self._history.curve(),
             goodput=share,
+            recorded_age_s=self._history.age_s(now),
         )
 
 
@@ -99,6 +100,7 @@ class ClusterView:
         curve: tuple[Point, ...] = (),
         goodput: float | None = None,
         age_s: float | None = None,
+        recorded_age_s: float | None = None,
     ) -> Snapshot:
         """A snapshot of the run as it is now.
 
@@ -108,6 +110,7 @@ class ClusterView:
             live: attempts/N/live.json; may be empty.
             row: the newest row of metrics.jsonl.
             age_s: of live.json, where it does not follow from this machine's clock.
+            recorded_age_s: of the newest row.
         """
         is_far = report.host not in (None, socket.gethostname())
         records = Records(
@@ -130,7 +133,9 @@ class ClusterView:
         return Snapshot(
             version=__version__,
             at=at,
-            run=_head(report, records, row or {}, goodput),
+            run=_head(report, records, row or {}, goodput).model_copy(
+                update={"recorded_age_s": recorded_age_s}
+            ),
             curve=curve,
             clusters=clusters,
             hosts=tuple(hosts),

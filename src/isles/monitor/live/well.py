@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from isles.facts.units import format_bytes, format_duration
 from isles.monitor.live.model import HostRow, Point, RankRow, Snapshot
+from isles.run.hang import STAGES
 
 State = Literal["ok", "not yet", "wrong"]
 
@@ -30,8 +31,8 @@ _SLOW_RECORDS = 4.0
 """Records are late after so many times the longest interval between the last ones."""
 
 _STEADY_PHASES = ("training", "")
-_ALIVE = ("running", "queued", "new", "unknown")
-_SAID_EVERY_S = 5.0
+_OVER = ("finished", "stopped", "failed", "killed", "gone")
+_SAID_EVERY_S, _SAME_EVERY_S = 3.0, 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class CheckLine:
 
 def is_over(snapshot: Snapshot) -> bool:
     """Whether the run has ended, however it has."""
-    return snapshot.run.state not in _ALIVE
+    return snapshot.run.state in _OVER
 
 
 def check_lines(snapshot: Snapshot, typed: str = "", *, is_script: bool = False) -> list[CheckLine]:
@@ -74,52 +75,56 @@ def check_lines(snapshot: Snapshot, typed: str = "", *, is_script: bool = False)
 
 
 def wait_until_well(
-    look: Callable[[], tuple[Snapshot, list[CheckLine]]],
+    look: Callable[[], Snapshot],
+    lines_of: Callable[[Snapshot], list[CheckLine]],
     wait_s: float,
     say: Callable[[str], object],
     *,
     clock: Callable[[], float] = time.monotonic,
-    pause: Callable[[float], object] = time.sleep,
 ) -> tuple[Snapshot, list[CheckLine]]:
-    """Look until all five are ok, the time is up, or the run has ended; returns the last look.
+    """Look until all five are ok, the time is up, or the run has ended; the last look.
 
     Args:
-        look: a snapshot of now, and its lines.
+        look: waits a moment, and returns a new snapshot.
         say: called every few seconds with what is waited for.
     """
     begun = clock()
     said, said_at = "", -math.inf
     while True:
-        snapshot, lines = look()
+        snapshot = look()
+        lines = lines_of(snapshot)
         left_s = begun + wait_s - clock()
         waiting = [line for line in lines if line.state != "ok"]
         if not waiting or left_s <= 0 or is_over(snapshot):
             return snapshot, lines
         text = "; ".join(f"{line.id}: {line.text}" for line in waiting)
-        if clock() - said_at >= (_SAID_EVERY_S if text != said else 4 * _SAID_EVERY_S):
+        if clock() - said_at >= (_SAID_EVERY_S if text != said else _SAME_EVERY_S):
             say(f"waiting, {format_duration(left_s)} at most, for {text}")
             said, said_at = text, clock()
-        pause(min(1.0, left_s))
 
 
-def text_lines(snapshot: Snapshot, lines: Sequence[CheckLine]) -> list[str]:
-    """The five lines for a terminal."""
+def text_lines(snapshot: Snapshot, lines: Sequence[CheckLine], typed: str = "") -> list[str]:
+    """The five lines for a terminal; of a run that has ended, how."""
     run = snapshot.run
+    named = typed or run.name
     of = f" of {run.total_steps}" if run.total_steps else ""
     head = f"{run.name} at step {run.step}{of}" if run.step is not None else run.name
     shown = [head if run.state == "running" else f"{head}: {run.state}"]
+    if not lines:
+        why = f" ({run.reason})" if run.reason else ""
+        ended = f"it has ended{why}: there is nothing to check"
+        return [*shown, f"  {ended}", f"  next: isles status {named}"]
     for line in lines:
-        shown.append(f"  {line.state.upper() if line.state == 'wrong' else line.state:<8}"
-                     f"{line.id:<11}{line.text}")  # fmt: skip
+        state = line.state.upper() if line.state == "wrong" else line.state
+        shown.append(f"  {state:<8}{line.id:<11}{line.text}")
         if line.next:
             shown.append(f"{'':<21}next: {line.next}")
     return shown
 
 
-def record_of(snapshot: Snapshot, lines: Sequence[CheckLine]) -> dict[str, Any]:
+def record_of(snapshot: Snapshot, lines: Sequence[CheckLine], *, is_well: bool) -> dict[str, Any]:
     """The same as JSON."""
     run = snapshot.run
-    is_well = all(line.state == "ok" for line in lines)
     head = {"name": run.name, "state": run.state, "step": run.step, "at": snapshot.at}
     return {**head, "is_well": is_well, "lines": [asdict(line) for line in lines]}
 
@@ -305,8 +310,11 @@ def _records(snapshot: Snapshot, named: str) -> CheckLine:
     text = f"step {steps[-1].step} was recorded {format_duration(age_s)} ago"
     if age_s <= limit_s:
         return CheckLine("records", "ok", text)
-    if run.phase.partition(",")[0] not in _STEADY_PHASES:
-        text = f"{text}, and now it is {run.phase}"
+    away = [row.stage for row in snapshot.ranks if row.stage and row.stage not in STAGES]
+    if len(snapshot.clusters) < 2 and run.phase.partition(",")[0] not in _STEADY_PHASES:
+        away.insert(0, run.phase)
+    if away:
+        text = f"{text}, and now it is {away[0]}"
         return CheckLine("records", "not yet", text, next=f"isles logs {named}")
     text = f"{text}, and nothing since; one was due after {format_duration(limit_s)} at most"
     return CheckLine("records", "wrong", text, next=f"isles logs {named}")
