@@ -13,9 +13,7 @@ REMOVED = "[removed]"
 _LEAST = 6
 """Characters of a value that is looked for by itself: a shorter one would be found in any text."""
 
-_SECRET_VARIABLE = re.compile(
-    r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY)$",
-)
+_SECRET_VARIABLE = re.compile(r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY)$")
 _ENDINGS = (
     "TOKEN SECRET PASSWORD PASSWD PASSPHRASE CREDENTIALS? COOKIE DSN _PASS _PWD _KEY APIKEY _AUTH"
 )
@@ -31,21 +29,25 @@ _NAMED = re.compile(
 )
 _HARMLESS = re.compile(r"""["']?(?:[\d.]+|true|false|null|none|yes|no|)["',]?""", re.I)
 
+_HINT = re.compile(
+    r"""(?:token|secret|passw(?:or)?d|passphrase|credentials?|cookie|dsn|_pass|_pwd|key|auth"""
+    r"""|signature)["']?(?:\s*[:=]|\s)"""
+)
+"""In small letters, what a line has that `_NAMED` may match: it is tried on no other."""
+
 _PATTERNS = (
-    # The secret half of a join line.
-    (re.compile(r"(isles://[^\s#]+#)[\w.-]+"), rf"\1{REMOVED}"),
-    (re.compile(r"(?<=://)[^\s/'\"<>]*@"), f"{REMOVED}@"),
-    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}"), rf"\1 {REMOVED}"),
+    # The secret half of a join line; user and password of an address.
+    (("isles://",), re.compile(r"(isles://[^\s#]+#)[\w.-]+"), rf"\1{REMOVED}"),
+    (("://",), re.compile(r"://[^\s/'\"<>]*@"), f"://{REMOVED}@"),
     (
-        re.compile(
-            r"(?:-----BEGIN [A-Z ]*PRIVATE KEY-----|\A).*?-----END [A-Z ]*PRIVATE KEY-----", re.S
-        ),
-        REMOVED,
+        ("earer ", "BEARER ", "asic ", "BASIC "),
+        re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}"),
+        rf"\1 {REMOVED}",
     ),
-    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*", re.S), REMOVED),
     # Keys that their issuers mark: Hugging Face, W&B, GitHub, GitLab, OpenAI, Slack, AWS, Google,
     # and signed tokens.
     (
+        ("hf_", "api_org_", "wandb_v", "gh", "glpat-", "sk-", "xox", "AKIA", "ASIA", "AIza", "eyJ"),
         re.compile(
             r"\b(?:(?:hf|api_org)_[A-Za-z0-9]{8,}|wandb_v\d_\w{16,}|gh[pousr]_[A-Za-z0-9]{16,}"
             r"|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
@@ -54,7 +56,15 @@ _PATTERNS = (
         REMOVED,
     ),
 )
-_HEX_KEY = re.compile(r"(?P<before>.{0,24})\b(?P<key>[0-9a-f]{40})\b")
+"""Words of which one must be there, what is taken out, and what stands there instead."""
+
+_PRIVATE = "PRIVATE KEY-----"
+_PRIVATE_KEYS = re.compile(
+    rf"(?:-----BEGIN [A-Z ]*{_PRIVATE}|\A).*?-----END [A-Z ]*{_PRIVATE}"
+    rf"|-----BEGIN [A-Z ]*{_PRIVATE}.*",
+    re.S,
+)
+_HEX_KEY = re.compile(r"\b[0-9a-f]{40}\b")
 """W&B's keys look like this, and so do git's commits."""
 
 _COMMIT = re.compile(r"(?i)commit|revision|sha|snapshots/|refs|git|@$")
@@ -89,9 +99,17 @@ class Redactor:
     def __call__(self, text: str) -> str:
         for value in self._values:
             text = text.replace(value, REMOVED)
-        for pattern, instead in _PATTERNS:
-            text = pattern.sub(instead, text)
-        text = _NAMED.sub(_without_value, text)
+        if _PRIVATE in text:
+            text = _PRIVATE_KEYS.sub(REMOVED, text)
+        for words, pattern, instead in _PATTERNS:
+            if any(word in text for word in words):
+                text = pattern.sub(instead, text)
+        if _HINT.search(text.lower()):
+            lines = text.splitlines(keepends=True)
+            text = "".join(
+                _NAMED.sub(_without_value, line) if _HINT.search(line.lower()) else line
+                for line in lines
+            )
         return _HEX_KEY.sub(_without_key, text)
 
 
@@ -105,5 +123,5 @@ def _without_value(match: re.Match[str]) -> str:
 
 
 def _without_key(match: re.Match[str]) -> str:
-    before = match["before"]
-    return match[0] if _COMMIT.search(before) else f"{before}{REMOVED}"
+    before = match.string[max(0, match.start() - 24) : match.start()]
+    return match[0] if _COMMIT.search(before) else REMOVED

@@ -268,7 +268,8 @@ def _gather_run(bundle: Bundle, run_dir: RunDir) -> None:
 
 def _ask_stacks(bundle: Bundle, attempt: Attempt) -> None:
     asked_at, end = time.time(), time.monotonic() + _STACKS_S
-    ranks, why = {}, f"rank 0 has not answered within {_STACKS_S:.0f} s"
+    ranks: dict[str, Any] = {}
+    why = f"rank 0 has not answered within {_STACKS_S:.0f} s"
     try:
         write_record(attempt.stacks_request, {"at": asked_at}, durable=False)
         while not ranks and time.monotonic() < end:
@@ -433,9 +434,10 @@ def _texts(paths: Iterable[Path]) -> Iterator[str]:
     for path in paths:
         with suppress(OSError, UnicodeDecodeError):
             text = path.read_text(encoding="utf-8").strip()
-            yield text
-            with suppress(UserError):
-                yield JoinLine.parse(text).token
+            try:
+                yield JoinLine.parse(text).token  # its address is no secret
+            except UserError:
+                yield text
 
 
 def ask_whether(bundle: Bundle, path: Path, ask: Callable[[str], str]) -> bool:
