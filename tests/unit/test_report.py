@@ -29,7 +29,7 @@ from tests.run_records import FAR, GONE, recorded_run, two_hosts
 
 Capture = pytest.CaptureFixture[str]
 
-TOKEN = encode(b"token of the hub, 32 bytes long..")
+TOKEN = encode(bytes(range(32)))
 JOIN = f"isles://10.0.0.1:29400/run#{TOKEN}.{encode(bytes(32))}"
 SSH = """for word; do
   [ "$word" = -G ] && exit 0

@@ -110,7 +110,9 @@ def test_a_run_that_is_well() -> None:
         ("loss", snapshot(curve=losses(*[2.0] * 30)), "not yet", "noise", "", "logs"),
         (
             "ranks",
-            snapshot(rank(0), rank(1, heard_s=20.0, stage="forward and backward"), rank(2)),
+            snapshot(
+                rank(0, mark="straggler"), rank(1, heard_s=20.0, stage="forward and backward")
+            ),
             *("wrong", "not been heard of for 20s, then in forward", "rank 1 on a", "--rank 1"),
         ),
         (
@@ -161,6 +163,11 @@ def test_what_is_not_well(
     line = line_of(line_id, shown)
     assert (line.state, line.state == "ok") == (state, False)
     assert words in line.text and where in line.where and next_line in line.next
+
+
+def test_of_a_silent_rank_and_one_that_waits_for_it_the_silent_one_is_named() -> None:
+    line = line_of("ranks", snapshot(rank(0, mark="straggler"), rank(1, mark="silent"), rank(2)))
+    assert line.where == "rank 1 on a"
 
 
 def test_noise_is_neither_a_fall_nor_a_rise() -> None:

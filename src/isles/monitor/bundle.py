@@ -36,9 +36,10 @@ from isles.monitor.stream import shown_lines
 from isles.run.env import hub_access, inherited
 from isles.run.find import run_of
 from isles.run.join_line import JoinLine
+from isles.run.live import ask_for_stacks
 from isles.run.nodes import read_fleet
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import clear_errors, read_record, write_record
+from isles.run.records import clear_errors, read_record
 from isles.run.remote import MultiClusterRun, RemoteRun, last_report
 from isles.run.state import number_of, run_state
 
@@ -255,7 +256,7 @@ def _gather_run(bundle: Bundle, run_dir: RunDir) -> None:
     for attempt in reversed(attempts):
         _gather_attempt(bundle, attempt)
     bundle.add_end("metrics.jsonl", run_dir.metrics, _ROWS_BYTES, "records of the last steps")
-    samples = sorted(run_dir.path.glob("telemetry/*.jsonl"))
+    samples = sorted(run_dir.telemetry.glob("*.jsonl"))
     for path in samples:
         most = max(_LEAST_BYTES, min(_ROWS_BYTES, bundle.left // (2 * len(samples))))
         bundle.add_end(f"telemetry/{path.name}", path, most, "what the node's agent has sampled")
@@ -267,11 +268,11 @@ def _gather_run(bundle: Bundle, run_dir: RunDir) -> None:
 
 
 def _ask_stacks(bundle: Bundle, attempt: Attempt) -> None:
-    asked_at, end = time.time(), time.monotonic() + _STACKS_S
+    end = time.monotonic() + _STACKS_S
     ranks: dict[str, Any] = {}
     why = f"rank 0 has not answered within {_STACKS_S:.0f} s"
     try:
-        write_record(attempt.stacks_request, {"at": asked_at}, durable=False)
+        asked_at = ask_for_stacks(attempt)
         while not ranks and time.monotonic() < end:
             answer = read_record(attempt.stacks) or {}
             if (number_of(answer, "asked_at") or 0.0) >= asked_at:

@@ -270,13 +270,13 @@ def _ranks(snapshot: Snapshot, named: str, *, has_steps: bool = True) -> CheckLi
 def _out_of_step(snapshot: Snapshot, named: str) -> CheckLine | None:
     rows = snapshot.ranks
     silent = [row for row in rows if _is_silent(row)]
+    # Who waits for a silent rank, or is waited for by its last step, is not out of step.
     behind = [row for row in rows if row.mark in ("straggler", "dead")] or _behind(rows)
     away = [cluster for cluster in snapshot.clusters if cluster.mark in ("dead", "silent")]
-    if silent or behind:
-        words = [f"{_name(row)} {_silence(row)}" for row in silent]
-        words += [f"{_name(row)} is behind{_note(row)}" for row in behind if row not in silent]
-        meant = [*silent, *(row for row in behind if row not in silent)]
-        text = f"{'; '.join(words[:_LISTED])}{_more(words)}"
+    if meant := silent or behind:
+        how = _silence if silent else _lateness
+        words = [f"{_name(row)} {how(row)}" for row in meant[:_LISTED]]
+        text = f"{'; '.join(words)}{_more(meant)}"
         return CheckLine("ranks", "wrong", text, _where(meant), _logs(named, meant[0]))
     if away:
         text = "; ".join(f"cluster {c.name} is {c.mark}{_note(c)}" for c in away[:_LISTED])
@@ -333,6 +333,10 @@ def _silence(row: RankRow) -> str:
     since = f" for {format_duration(row.heard_s)}" if row.heard_s else ""
     doing = f", then in {row.stage}" if row.stage else ""
     return f"has not been heard of{since}{doing}"
+
+
+def _lateness(row: RankRow) -> str:
+    return f"is behind{_note(row)}"
 
 
 def _heard(rows: Sequence[RankRow]) -> str:
