@@ -514,7 +514,7 @@ def test_the_page_shows_what_is_printed(here: Path, capsys: Capture) -> None:
 def test_links_that_check_has_measured_are_those_of_a_plan(
     here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the names of the hosts or as ssh reaches them; where one is missing it guesses, as ever."""
+    """By the hosts' own names or as ssh reaches them; where one is missing it guesses, as ever."""
     write_program(here / "bin" / "ssh", "exit 255")
     monkeypatch.setenv("PATH", f"{here / 'bin'}:{os.environ['PATH']}")
     launcher = "clusters.0.launcher={kind: ssh, hosts: [me@10.0.0.1, me@10.0.0.2]}"
@@ -533,7 +533,9 @@ def test_links_that_check_has_measured_are_those_of_a_plan(
     keep_links(Path("runs"), {"a2": {"a1": {"bytes_per_s": 60e6, "rtt_s": 0.003}}}, names, 1.8e9)
     found, notes = network()
     assert found == {
-        **{"bytes_per_s": 60e6, "latency_s": 0.0015, "confidence": "measured"},
+        "bytes_per_s": 60e6,
+        "latency_s": 0.0015,
+        "confidence": "measured",
         "name": "480 Mbit/s",
     }
     assert any("as `isles check` measured on 2023-11-1" in note for note in notes), "the oldest"

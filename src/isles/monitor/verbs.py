@@ -154,9 +154,9 @@ def status(
         json: Print JSON.
     """
     if check or wait is not None:
-        from isles.monitor.live.verbs import check_run
+        from isles.monitor.live.well import check_run
 
-        return check_run(run, output_dir, wait=wait, json=json)
+        return check_run(run, output_dir, wait=wait, json=json, print_line=print_line, note=note)
     from json import dumps
 
     from isles.monitor.clusters import group_by_run, multi_cluster_lines, multi_cluster_report

@@ -1,4 +1,4 @@
-"""Verbs on a run as it is now: top, dashboard, status --check, report."""
+"""Verbs on a run as it is now: top, dashboard, report."""
 
 # As in `isles.cli`, only what parsing needs is imported here.
 from __future__ import annotations
@@ -9,15 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from isles.errors import ExitCode, PreflightError, UserError
+from isles.errors import ExitCode, UserError
 from isles.monitor.verbs import RUNS, Run, RunsDir, end_with_stdin, note, print_line
 
 if TYPE_CHECKING:
-    from isles.monitor.live.model import Snapshot
     from isles.monitor.live.source import Found
-    from isles.monitor.live.well import CheckLine
-
-_CHECK_EVERY_S, _SILENT_S = 1.0, 20.0
 
 
 def register(app: App) -> None:
@@ -105,75 +101,6 @@ def dashboard(
     with ExitStack() as stack:
         watches = [stack.enter_context(Watch(each, output_dir)) for each in found]
         return server.serve(watches, port=port, print_line=print_line)
-
-
-def check_run(
-    run: str | None, output_dir: Path, *, wait: tuple[str, ...] | None, json: bool
-) -> int:
-    """`isles status --check`.
-
-    Args:
-        wait: what stands after --wait; None: it is not there.
-    """
-    from json import dumps
-
-    from isles.facts.units import parse_duration_s
-    from isles.launch.remote.login import pass_on
-    from isles.monitor.hub import find_hub
-    from isles.monitor.live.source import Watch, snapshot
-    from isles.monitor.live.well import check_lines, is_over, record_of, text_lines, wait_until_well
-    from isles.run.find import find_any, typed_name
-    from isles.run.paths import RunDir
-    from isles.run.remote import RemoteRun
-    from isles.run.state import script_of
-
-    try:
-        wait_s = parse_duration_s(*(wait or ("5m",)))
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{' '.join(wait or ())} is no duration",
-            where="--wait",
-            fix="name the run first: isles status RUN --check --wait 5m",
-        ) from error
-    if find_hub(run, output_dir) is not None:
-        raise UserError(
-            f"{run} is a hub, and has no ranks",
-            where="--check",
-            fix="name the run of a cluster; `isles top` shows the hub",
-            id="run.unknown",
-        )
-    found = find_any(run, output_dir)
-    if isinstance(found, RemoteRun):
-        words = ["status", found.path, "--check", *(["--json"] if json else [])]
-        return pass_on(found, [*words, *(["--wait", *wait] if wait is not None else [])])
-    typed, is_script = typed_name(found), isinstance(found, RunDir) and bool(script_of(found))
-
-    def lines_of(shown: Snapshot) -> list[CheckLine]:
-        return [] if is_over(shown) else check_lines(shown, typed, is_script=is_script)
-
-    if wait is None:
-        shown = snapshot(found)
-        lines = lines_of(shown)
-    else:
-        with Watch(found, output_dir, _CHECK_EVERY_S) as watch:
-            at = 0.0
-
-            def look() -> Snapshot:
-                nonlocal at
-                if (shown := watch.wait(at, _SILENT_S)) is None:
-                    what = watch.error or f"nothing was heard of it for {_SILENT_S:.0f} s"
-                    fix = "`isles status` shows what was last known of it"
-                    raise PreflightError(what, where=watch.typed, fix=fix, id="host.answers")
-                at = shown.at
-                return shown
-
-            shown, lines = wait_until_well(look, lines_of, wait_s, note)
-    is_well = shown.run.state == "finished" or (bool(lines) and all(x.state == "ok" for x in lines))
-    if json:
-        print_line(dumps(record_of(shown, lines, is_well=is_well), indent=1))
-    else:
-        print_line("\n".join(text_lines(shown, lines, typed)))
-    return ExitCode.OK if is_well else ExitCode.PREFLIGHT
 
 
 def report(

@@ -1,4 +1,7 @@
-"""The five things that tell that a run is well: processes, memory, loss, ranks in step, records."""
+"""`isles status --check`: five lines that tell whether a run is well.
+
+`check_lines` makes them from a snapshot: processes, memory, loss, ranks in step, records.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from json import dumps
+from pathlib import Path
 from typing import Any, Literal
 
-from isles.facts.units import format_bytes, format_duration
+from isles.errors import ExitCode, PreflightError, UserError
+from isles.facts.units import format_bytes, format_duration, parse_duration_s
+from isles.launch.remote.login import pass_on
+from isles.monitor.hub import find_hub
 from isles.monitor.live.model import HostRow, Point, RankRow, Snapshot
+from isles.monitor.live.source import Watch
+from isles.monitor.live.source import snapshot as snapshot_of
+from isles.run.find import find_any, typed_name
 from isles.run.hang import STAGES
+from isles.run.paths import RunDir
+from isles.run.remote import RemoteRun
+from isles.run.state import script_of
 
 State = Literal["ok", "not yet", "wrong"]
 
@@ -33,6 +47,7 @@ _SLOW_RECORDS = 4.0
 _STEADY_PHASES = ("training", "")
 _OVER = ("finished", "stopped", "failed", "killed", "gone")
 _SAID_EVERY_S, _SAME_EVERY_S = 3.0, 15.0
+_LOOK_EVERY_S, _NEWS_S = 1.0, 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +142,75 @@ def record_of(snapshot: Snapshot, lines: Sequence[CheckLine], *, is_well: bool) 
     run = snapshot.run
     head = {"name": run.name, "state": run.state, "step": run.step, "at": snapshot.at}
     return {**head, "is_well": is_well, "lines": [asdict(line) for line in lines]}
+
+
+def check_run(
+    run: str | None,
+    output_dir: Path,
+    *,
+    wait: tuple[str, ...] | None,
+    json: bool,
+    print_line: Callable[[str], object],
+    note: Callable[[str], object],
+) -> int:
+    """`isles status --check`; the exit code.
+
+    Args:
+        wait: what stands after --wait; None: it is not there.
+
+    Raises:
+        UserError: there is no such run, or its machine cannot be reached.
+    """
+    try:
+        wait_s = parse_duration_s(*(wait or ("5m",)))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{' '.join(wait or ())} is no duration",
+            where="--wait",
+            fix="name the run first: isles status RUN --check --wait 5m",
+        ) from error
+    if find_hub(run, output_dir) is not None:
+        raise UserError(
+            f"{run} is a hub, and has no ranks",
+            where="--check",
+            fix="name the run of a cluster; `isles top` shows the hub",
+            id="run.unknown",
+        )
+    found = find_any(run, output_dir)
+    if isinstance(found, RemoteRun):
+        words = ["status", found.path, "--check", *(["--json"] if json else [])]
+        return pass_on(found, [*words, *(["--wait", *wait] if wait is not None else [])])
+    typed, is_script = typed_name(found), isinstance(found, RunDir) and bool(script_of(found))
+
+    def lines_of(shown: Snapshot) -> list[CheckLine]:
+        return [] if is_over(shown) else check_lines(shown, typed, is_script=is_script)
+
+    if wait is None:
+        shown = snapshot_of(found)
+        lines = lines_of(shown)
+    else:
+        with Watch(found, output_dir, _LOOK_EVERY_S) as watch:
+            look = _looks(watch)
+            shown, lines = wait_until_well(lambda: next(look), lines_of, wait_s, note)
+    is_well = shown.run.state == "finished" or (bool(lines) and all(x.state == "ok" for x in lines))
+    if json:
+        print_line(dumps(record_of(shown, lines, is_well=is_well), indent=1))
+    else:
+        print_line("\n".join(text_lines(shown, lines, typed)))
+    return ExitCode.OK if is_well else ExitCode.PREFLIGHT
+
+
+def _looks(watch: Watch) -> Iterator[Snapshot]:
+    at = 0.0
+    while (shown := watch.wait(at, _NEWS_S)) is not None:
+        at = shown.at
+        yield shown
+    raise PreflightError(
+        watch.error or f"nothing was heard of it for {_NEWS_S:.0f} s",
+        where=watch.typed,
+        fix="`isles status` shows what was last known of it",
+        id="host.answers",
+    )
 
 
 def _processes(snapshot: Snapshot, named: str) -> CheckLine:
