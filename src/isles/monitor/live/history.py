@@ -44,6 +44,13 @@ class History:
         self.step_s = 0.0
         """Seconds that all steps have taken which are in the model."""
 
+    def age_s(self, now_s: float) -> float | None:
+        """Seconds since the newest row was written; None: there is none."""
+        try:
+            return max(0.0, now_s - self._path.stat().st_mtime) if self.newest else None
+        except OSError:
+            return None
+
     def read(self) -> None:
         """Take in what is new."""
         try:

@@ -225,6 +225,7 @@ class SeveralView:
         used = [head.mfu for head in running if head.mfu is not None]
         tokens = [head.tokens for head in heads if head.tokens is not None]
         begun = [head.begun_at for head in heads if head.begun_at is not None]
+        ages = [head.recorded_age_s for head in running if head.recorded_age_s is not None]
         restarts = [f"{head.name}: {head.last_restart}" for head in heads if head.last_restart]
         return Head(
             name=self.name,
@@ -240,6 +241,7 @@ class SeveralView:
             mfu=sum(used) / len(used) if used else None,
             goodput=sum(shares) / len(shares) if shares else None,
             begun_at=self._begun_at or min(begun, default=None),
+            recorded_age_s=max(ages, default=None),
             saved_step=newest.saved_step,
             saved_age_s=newest.saved_age_s,
             restarts=sum(head.restarts for head in heads),

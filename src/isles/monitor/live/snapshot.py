@@ -26,13 +26,11 @@ from isles.monitor.live.model import (
 from isles.monitor.live.rows import Records, host_rows, link_rows, rank_rows
 from isles.monitor.live.waits import Waits
 from isles.monitor.status import RunReport, collect
+from isles.run.links import read_links
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 from isles.run.restarts import list_restarts
 from isles.run.state import FRESH_S, QUEUES, number_of
-
-LINKS = ".links.json"
-"""In the output folder: what `isles check` has measured between hosts."""
 
 _SILENT_S = 6.0
 """A coordinator writes live.json every two seconds."""
@@ -71,10 +69,11 @@ class RunReader:
             now,
             live=(read_record(attempt.live) if attempt else None) or {},
             restarts=list_restarts(attempt) if attempt else (),
-            pairs=(read_record(run_dir.path.parent / LINKS) or {}).get("pairs") or {},
+            pairs=read_links(run_dir.path.parent),
             row=self._history.newest,
             curve=self._history.curve(),
             goodput=share,
+            recorded_age_s=self._history.age_s(now),
         )
 
 
@@ -103,6 +102,7 @@ class ClusterView:
         curve: tuple[Point, ...] = (),
         goodput: float | None = None,
         age_s: float | None = None,
+        recorded_age_s: float | None = None,
     ) -> Snapshot:
         """A snapshot of the run as it is now.
 
@@ -112,6 +112,7 @@ class ClusterView:
             live: attempts/N/live.json; may be empty.
             row: the newest row of metrics.jsonl.
             age_s: of live.json, where it does not follow from this machine's clock.
+            recorded_age_s: of the newest row.
         """
         # A network file system may show a record half a minute late.
         is_far = report.launcher in QUEUES or report.host not in (None, socket.gethostname())
@@ -135,7 +136,9 @@ class ClusterView:
         return Snapshot(
             version=__version__,
             at=at,
-            run=_head(report, records, row or {}, goodput),
+            run=_head(report, records, row or {}, goodput).model_copy(
+                update={"recorded_age_s": recorded_age_s}
+            ),
             curve=curve,
             clusters=clusters,
             hosts=tuple(hosts),

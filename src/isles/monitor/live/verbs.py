@@ -1,4 +1,4 @@
-"""Verbs that show a run as it is now: top, dashboard."""
+"""Verbs on a run as it is now: top, dashboard, report."""
 
 # As in `isles.cli`, only what parsing needs is imported here.
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def register(app: App) -> None:
-    for verb in (top, dashboard):
+    for verb in (top, dashboard, report):
         app.command(verb)
     app.command(rank_stack, show=False)
 
@@ -103,6 +103,53 @@ def dashboard(
     with ExitStack() as stack:
         watches = [stack.enter_context(Watch(each, output_dir)) for each in found]
         return server.serve(watches, port=port, print_line=print_line)
+
+
+def report(
+    run: Run = None,
+    /,
+    *,
+    output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
+    yes: bool = False,
+    print_: Annotated[bool, Parameter(name="--print", show=False)] = False,
+    most_bytes: Annotated[int | None, Parameter(show=False)] = None,
+    output_dir: RunsDir = RUNS,
+) -> int:
+    """Write one file with everything for a bug report: run file, versions, ends of logs, findings,
+    stacks, telemetry; secrets are taken out, and it lists what is in it.
+
+    Args:
+        output: The file; left out: report-TIME.zip in the run directory.
+        yes: Do not ask before it is written outside of the run directory.
+        print_: Print it; for isles on another machine.
+        most_bytes: Of its files together, unpacked.
+    """
+    from isles.facts.units import format_bytes
+    from isles.monitor import bundle
+    from isles.monitor.hub import find_hub
+    from isles.run.find import find_any
+
+    found = find_hub(run, output_dir) or find_any(run, output_dir)
+    if print_:
+        print_line(bundle.answer_line(bundle.gather(found, output_dir, most_bytes)))
+        return ExitCode.OK
+    path = output or bundle.default_place(found, output_dir)
+    must_ask = not (yes or bundle.is_inside(found, path))
+    if must_ask and not sys.stdin.isatty():
+        raise UserError(
+            "this is not in the run directory, and nobody can be asked whether to write it",
+            where=str(path),
+            fix="add --yes",
+        )
+    gathered = bundle.gather(found, output_dir)
+    if must_ask and not bundle.ask_whether(gathered, path, input):
+        print_line("nothing was written")
+        return ExitCode.USER
+    size = bundle.write_report(path, gathered)
+    for line in [*bundle.contents(gathered), *(f"not in it: {t}" for t in gathered.left_out)]:
+        print_line(f"  {line}")
+    print_line(f"wrote {path}: {len(gathered.files)} files, {format_bytes(size)}")
+    return ExitCode.OK
 
 
 def rank_stack(run: Path, rank: int, /) -> int:
