@@ -45,6 +45,11 @@ class Attempt:
     """That the ranks of a job have saved and ended, until the coordinator decides what follows."""
     findings = _Entry("check.json")
     """What `isles check` found before this start."""
+    live = _Entry("live.json")
+    """What every node and rank does now; written by the coordinator every two seconds."""
+    stacks_request = _Entry("stacks-request.json")
+    """Somebody wants to know where the ranks stand; rank 0 answers with `stacks`."""
+    stacks = _Entry("stacks.json")
     hangs = _Entry("hangs")
     """Stacks of the ranks at steps that took far too long."""
 
