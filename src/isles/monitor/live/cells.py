@@ -96,6 +96,11 @@ def _span(ranks: tuple[int, int] | None) -> str:
     )
 
 
+def _parts_text(row: RankRow) -> str:
+    # What a filter looks at; a bar is drawn instead.
+    return "bar" if row.parts else "-"
+
+
 BAR = "parts"
 RANK_COLUMNS: tuple[Column[RankRow], ...] = (
     _words("cluster", lambda r: r.cluster, is_fixed=True),
@@ -104,11 +109,11 @@ RANK_COLUMNS: tuple[Column[RankRow], ...] = (
     _words("host", lambda r: r.host),
     _number("use", lambda r: r.use, _percent),
     Column(
-        "now/peak/max GiB",
+        "now/peak/of GiB",
         lambda r: r.memory_bytes,
         lambda r: "/".join(map(_gib, (r.memory_bytes, r.peak_bytes, r.limit_bytes))),
     ),
-    Column(BAR, lambda r: parts[1] if (parts := parts_of(r)) else None, lambda _: ""),
+    Column(BAR, lambda r: parts[1] if (parts := parts_of(r)) else None, _parts_text),
     _number("heard", lambda r: r.heard_s, format_duration),
     _number("°C", lambda r: r.temperature_c, _whole),
     _number("W", lambda r: r.power_w, _whole),
@@ -132,7 +137,7 @@ HOST_COLUMNS: tuple[Column[HostRow], ...] = (
     _words("state", lambda r: r.state),
     _number("cpu", lambda r: r.cpu, _percent),
     Column(
-        "now/max GiB",
+        "now/of GiB",
         lambda r: r.memory_bytes,
         lambda r: "/".join(map(_gib, (r.memory_bytes, r.memory_total_bytes))),
     ),

@@ -45,8 +45,12 @@ BAD, WORRY, GOOD, FAINT, HERE = "bold red", "bold magenta", "green", "dim", "rev
 white. Nothing is told by colour alone."""
 _MARKS = {"dead": BAD, "silent": BAD, "straggler": WORRY, "throttled": WORRY}
 _STATES = {"running": GOOD, "finished": GOOD, "failed": BAD, "killed": BAD, "unreachable": BAD}
-_PARTS = (("░", "yellow"), ("█", "green"), ("▚", "blue"), ("·", "red"))
-LEGENDS = ("░data █compute ▚communication ·waiting", "░data █comp ▚comm ·wait", "░data █ ▚ ·wait")
+_PARTS = (("░", "cyan"), ("█", "green"), ("▚", "blue"), ("·", "red"))
+LEGENDS = (
+    "░data █compute ▚communication ·waiting",
+    "░data █compute ▚net ·wait",
+    "░dat█cmp▚net·wait",
+)
 _WIDEST = 28
 """Of a column of words; longer ones end in an ellipsis. Numbers are never cut."""
 _NOTE = 16
@@ -155,7 +159,7 @@ def _head(snapshot: Snapshot, width: int, age_s: float, error: str) -> list[Text
         (f" {run.state}", _STATES.get(run.state, "bold")),
         f": {printable(run.phase, keep='')}" if run.phase else "",
     )
-    at = time.strftime("%H:%M:%S ", time.localtime(snapshot.at))
+    at = time.strftime("at %H:%M:%S ", time.localtime(snapshot.at))
     title.truncate(width - len(at), overflow="ellipsis", pad=True)
     lines = [title.append(at, FAINT)]
     if error or age_s > OLD_S:
@@ -261,8 +265,8 @@ class _Table(Generic[R]):
 
     @property
     def height(self) -> int:
-        """Lines that it would fill."""
-        return 2 + bool(self.hub) + max(1, self.total)
+        """Lines that it would fill, with one that is empty."""
+        return 3 + bool(self.hub) + max(1, self.total)
 
     def draw(self, drawn: Drawn, title: Text, width: int, height: int) -> None:
         view, end = self._view, len(drawn.lines) + height
@@ -296,8 +300,8 @@ class _Table(Generic[R]):
         if len(rows) > page:
             info.append(f"{view.first + 1}-{view.first + page} of {len(rows)}")
         if view.shift or out_right:
-            arrows = [f"◂{view.shift}"] if view.shift else []
-            info.append(" ".join([*arrows, *([f"{len(out_right)}▸"] if out_right else ())]))
+            arrows = [f"← {view.shift}"] if view.shift else []
+            info += [*arrows, *([f"{len(out_right)} more →"] if out_right else ())]
         while info and title.cell_len + cell_len(" · ".join(info)) + 2 > width:
             info.pop()
         title.append(("  " + " · ".join(info)) if info else "", FAINT)

@@ -25,7 +25,17 @@ from textual.widgets import Input, Static
 
 from isles.errors import ExitCode, UserError
 from isles.facts.units import printable
-from isles.monitor.live.drawing import LEGENDS, NAMES, OLD_S, SMALLEST, Drawn, TableView, View, draw
+from isles.monitor.live.drawing import (
+    BAD,
+    LEGENDS,
+    NAMES,
+    OLD_S,
+    SMALLEST,
+    Drawn,
+    TableView,
+    View,
+    draw,
+)
 from isles.monitor.live.model import RankRow, Snapshot
 
 if TYPE_CHECKING:
@@ -42,7 +52,7 @@ HELP = f"""\
 1 2 3 4     ranks, hosts, links, clusters; a terminal of 150 x 44 shows all of them
 Tab         the next table
 up, down    the next row; PgUp, PgDn, Home, End
-left, right other columns, where ◂ or ▸ counts some that have no room
+left, right other columns, of which the line above the table says how many
 s           sort by the next column; so does a click on its head
 r           turn the order around
 /           only rows that have these words in them; Escape: all
@@ -56,7 +66,7 @@ ranks
   mark      straggler: the others wait for it. throttled: its card is slowed down.
             silent: nothing has come from it. dead: its process is gone.
   use       of its GPU; without a GPU of the processor, where 100% is one core
-  now/peak/max  memory of the GPU: now, the most so far, and what there is
+  now/peak/of  memory of the GPU: now, the most so far, and what there is
   {LEGENDS[0]}
             of its last timed step; all bars have the same scale
   took      seconds of that step
@@ -103,6 +113,7 @@ class Lines(Widget):
         if y >= len(self._lines):
             return Strip.blank(self.size.width)
         line = self._lines[y].copy()
+        line.stylize_before(line.style)  # rich forgets it where nothing in the line has a style
         line.truncate(self.size.width, pad=True)
         return Strip(line.render(self.app.console))
 
@@ -112,8 +123,7 @@ class Top(App[None]):
 
     CSS = """
     Lines { width: 1fr; height: 1fr; }
-    #keys, #filter { dock: bottom; height: 1; }
-    #keys { text-style: dim; }
+    #filter { dock: bottom; height: 1; }
     #filter { display: none; border: none; padding: 0 1; background: ansi_default; }
     """
     ENABLE_COMMAND_PALETTE = False
@@ -149,7 +159,6 @@ class Top(App[None]):
 
     def compose(self) -> ComposeResult:
         yield Lines()
-        yield Static(KEYS[0], id="keys", markup=False)
         yield Input(id="filter", placeholder="words that a row must have", compact=True)
 
     def on_mount(self) -> None:
@@ -173,20 +182,20 @@ class Top(App[None]):
         width, height = self.size
         error = printable(self._watch.error)
         if width < SMALLEST[0] or height < SMALLEST[1]:
-            has, needs = f"{width} x {height}", "{} x {}".format(*SMALLEST)
-            lines = (f"This window is {has}:", f"isles top needs {needs}.", "q: quit")
-            self._drawn = Drawn([Text(line) for line in lines])
+            needs = "{} x {}".format(*SMALLEST)
+            text = f"This window is too small: {width} x {height}\nisles top needs {needs}\nq quits"
+            self._drawn = Drawn([Text(line) for line in text.splitlines()])
         elif self._snapshot is None:
-            lines = (f" {self._watch.typed}: waiting for its first data", f" {error}")
-            self._drawn = Drawn([Text(line) for line in lines])
+            waiting = Text(f" {self._watch.typed}: waiting for its first data")
+            self._drawn = Drawn([waiting, Text(f" {error}", BAD)])
         else:
             age_s = self._drawn_at - self._come_at
             self._drawn = draw(
                 self._snapshot, self._view, (width, height), age_s=age_s, error=error
             )
-        self.query_one(Lines).show(self._drawn.lines)
-        keys = next((text for text in KEYS if len(text) < width), "")
-        self.query_one("#keys", Static).update(keys, layout=False)
+        keys = next((text for text in KEYS if len(text) <= width), "")
+        self._drawn.lines += [Text()] * (height - 1 - len(self._drawn.lines))
+        self.query_one(Lines).show([*self._drawn.lines, Text(keys, "dim")])
 
     def on_resize(self) -> None:
         for table in self._view.tables:
@@ -267,13 +276,15 @@ class Top(App[None]):
     def action_stack(self) -> None:
         if (row := self._rank()) is not None:
             title = f"what {_name(row)} does now"
-            self.push_screen(Reader(title, lambda: self._watch.stack(row)))
+            self.push_screen(Reader(title, lambda: self._watch.stack(row), again=True))
 
     def action_log(self) -> None:
         if (row := self._rank()) is not None:
             title = f"the last {LOG_LINES} lines of {_name(row)}"
             work = self._watch.log_lines
-            self.push_screen(Reader(title, lambda: "\n".join(work(row, LOG_LINES)), at_end=True))
+            self.push_screen(
+                Reader(title, lambda: "\n".join(work(row, LOG_LINES)), again=True, at_end=True)
+            )
 
     def _rank(self) -> RankRow | None:
         chosen = self._drawn.chosen
@@ -298,7 +309,8 @@ class Top(App[None]):
 
         def work() -> str:
             code = self._watch.stop(False)
-            return f"{name} has stopped" if code == ExitCode.OK else f"isles stop ends with {code}"
+            end = f"{name} has stopped" if code == ExitCode.OK else f"not stopped: exit code {code}"
+            return "\n".join([*self._watch.said, "", end])
 
         self.push_screen(Question(name), stop)
 
@@ -319,22 +331,26 @@ class Reader(ModalScreen[None]):
         Binding("ctrl+c", "app.quit", priority=True),
     ]
 
-    def __init__(self, title: str, work: Callable[[], str], *, at_end: bool = False) -> None:
+    def __init__(
+        self, title: str, work: Callable[[], str], *, again: bool = False, at_end: bool = False
+    ) -> None:
         super().__init__()
-        self._title, self._work, self._at_end = title, work, at_end
+        self._title, self._work, self._again, self._at_end = title, work, again, at_end
 
     def compose(self) -> ComposeResult:
         yield Static(Text(f" {self._title}"), id="title")
         with VerticalScroll():
             yield Static(Text(" …"), id="text")
-        yield Static(" ↑↓ PgUp PgDn scroll  r again  q back", id="help", markup=False)
+        again = "  r again" if self._again else ""
+        yield Static(f" ↑↓ PgUp PgDn scroll{again}  q back", id="help", markup=False)
 
     def on_mount(self) -> None:
-        self.action_read()
-
-    def action_read(self) -> None:
         # A thread of its own, which keeps nobody from leaving.
         threading.Thread(target=self._read, daemon=True).start()
+
+    def action_read(self) -> None:
+        if self._again:
+            self.on_mount()
 
     def _read(self) -> None:
         try:
@@ -358,7 +374,8 @@ class Question(ModalScreen[bool]):
 
     CSS = """
     Question { align: center middle; }
-    #question { width: 56; height: auto; border: heavy red; padding: 1 2; background: ansi_default; }
+    #question { width: 56; height: auto; border: heavy red; padding: 1 2; }
+    #question { background: ansi_default; }
     """
     BINDINGS: ClassVar = [
         Binding("y", "dismiss(True)"),
