@@ -36,6 +36,12 @@ class Attempt:
     """The nodes of this start; see `isles.run.nodes`."""
     nodes = _Entry("nodes.json")
     """Which nodes are connected, and when each was last seen; written by the coordinator."""
+    live = _Entry("live.json")
+    """The last samples of all nodes, and where each rank is; written by the coordinator."""
+    stacks_request = _Entry("stacks-request.json")
+    """Left by whoever wants to see the stacks of all ranks now."""
+    stacks = _Entry("stacks.json")
+    """The stacks of all ranks at the last request."""
     stop_request = _Entry("stop-request.json")
     script = _Entry("job.sh")
     """The job script that was submitted."""
@@ -45,11 +51,6 @@ class Attempt:
     """That the ranks of a job have saved and ended, until the coordinator decides what follows."""
     findings = _Entry("check.json")
     """What `isles check` found before this start."""
-    live = _Entry("live.json")
-    """What every node and rank does now; written by the coordinator every two seconds."""
-    stacks_request = _Entry("stacks-request.json")
-    """Somebody wants to know where the ranks stand; rank 0 answers with `stacks`."""
-    stacks = _Entry("stacks.json")
     hangs = _Entry("hangs")
     """Stacks of the ranks at steps that took far too long."""
 
