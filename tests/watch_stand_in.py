@@ -38,7 +38,7 @@ MARKS: dict[int, tuple[Mark, str]] = {
 class WatchStandIn:
     """Has the methods of `isles.monitor.live.source.Watch`."""
 
-    typed = "made-up-1"
+    typed, stop_means = "made-up-1", "All its ranks save a checkpoint, and end."
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
         self._folder, self._num_ranks = folder, num_ranks

@@ -297,6 +297,8 @@ class _Table(Generic[R]):
         info = []
         if words:
             info.append(f"/{self._filter}: {len(rows)} of {self.total}")
+        if view.sort and view.sort not in {self._columns[index].head for index in shown}:
+            info.append(f"by {view.sort}")
         if len(rows) > page:
             info.append(f"{view.first + 1}-{view.first + page} of {len(rows)}")
         if view.shift or out_right:

@@ -30,7 +30,7 @@ from isles.run.find import run_of, typed_name
 from isles.run.paths import RunDir
 from isles.run.records import clear_errors, read_record, write_record
 from isles.run.remote import MultiClusterRun, RemoteRun, read_multi_cluster
-from isles.run.state import number_of
+from isles.run.state import number_of, script_of
 
 log = logging.getLogger(__name__)
 
@@ -394,6 +394,25 @@ class Watch:
         choice = LogChoice(rank=row.rank, last=count)
         lines = list(shown_lines(self._run_of(row), choice, notes.append))
         return lines or notes
+
+    @property
+    def stop_means(self) -> str:
+        """What `stop` does, in words for a person."""
+        match self._found:
+            case RunDir() if script_of(self._found) is not None:
+                return "Its script is asked to stop; whether it saves is up to the script."
+            case MultiClusterRun():
+                return (
+                    "All its clusters save a checkpoint at the end of their step, and end. It can "
+                    "be resumed from there."
+                )
+            case Path():
+                return "The hub ends. Its clusters train on, each alone, until it is opened again."
+            case _:
+                return (
+                    "All its ranks save a checkpoint at the end of their step, and end. It can be "
+                    "resumed from there."
+                )
 
     def stop(self, now: bool) -> int:
         """Stop the run as `isles stop` does, and wait until it has; the exit code.

@@ -43,36 +43,43 @@ if TYPE_CHECKING:
 
 LOG_LINES = 500
 _LOOK_S = 0.5
+_ASKED_S = 5.0
+"""Who says yes to stopping and leaves at once: in so long the run has been asked."""
 _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\-_])")
 KEYS = (
     " 1-4 table  ←→ columns  s sort  / filter  t stack  l log  x stop  ? help  q quit",
     " s sort  / filter  t stack  l log  x stop  ? help  q quit",
 )
 HELP = f"""\
-1 2 3 4     ranks, hosts, links, clusters; a terminal of 150 x 44 shows all of them
-Tab         the next table
-up, down    the next row; PgUp, PgDn, Home, End
-left, right other columns, of which the line above the table says how many
-s           sort by the next column; so does a click on its head
-r           turn the order around
-/           only rows that have these words in them; Escape: all
-t, Enter    what this rank does now: the place in its program, of all its threads
-l           the last lines of this rank's log
-n           all notes
-x           stop the run: saved, then ended; it asks first
-q, Ctrl+C   leave. The run goes on: only x and a yes touch it
+1 2 3 4      ranks, hosts, links, clusters; from 150 x 44 on all at once
+Tab          the next table
+up, down     another row; also PgUp, PgDn, Home, End
+left, right  other columns; the line above a table counts those out of sight
+s            sort by the next column; so does a click on its head
+r            the other way round
+/            only rows with these words; Escape: all rows
+t, Enter     what this rank does now: where all its threads are
+l            the last lines of this rank's log
+n            all notes
+x            stop the run; it asks first
+q, Ctrl+C    leave. The run goes on: nothing but x and a yes touches it
 
-ranks
-  mark      straggler: the others wait for it. throttled: its card is slowed down.
-            silent: nothing has come from it. dead: its process is gone.
-  use       of its GPU; without a GPU of the processor, where 100% is one core
-  now/peak/of  memory of the GPU: now, the most so far, and what there is
-  {LEGENDS[0]}
-            of its last timed step; all bars have the same scale
-  took      seconds of that step
-  heard     how long ago it was heard of
-  rows      of the batch in one step × micro-batch
-A column of which nothing is known is left out; - is a figure that is not known.
+mark         straggler: the others wait for it. throttled: its card is slowed
+             down. silent: nothing comes from it. dead: its process is gone
+use          of its GPU; without a GPU of the processor, 100% is one core
+now/peak/of  memory: now, the most so far, what there is
+parts        {LEGENDS[0]},
+             of its last timed step; the bars of all ranks have one scale
+took         seconds of that step
+heard        how long ago it was heard of
+rows         of the batch in one step × micro-batch
+does, for    what it is in, and since when
+clock        of a host beside the first one's
+outer, inner the outer step, and the inner steps of this round
+hidden       share of the exchange that training went on in
+lag          outer steps behind the hub
+
+- is a figure that is not known. A column of which nothing is known is left out.
 """
 
 
@@ -86,6 +93,8 @@ def run_top(watch: Watch) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     top = Top(watch)
     asyncio.run(top.run_async())
+    if top.stopping is not None:
+        top.stopping.join(_ASKED_S)
     return top.return_code or ExitCode.OK
 
 
@@ -156,6 +165,7 @@ class Top(App[None]):
         self._snapshot: Snapshot | None = None
         self._come_at = time.monotonic()
         self._drawn_at = 0.0
+        self.stopping: threading.Thread | None = None
 
     def compose(self) -> ComposeResult:
         yield Lines()
@@ -305,14 +315,18 @@ class Top(App[None]):
 
         def stop(is_sure: bool | None) -> None:
             if is_sure:
-                self.push_screen(Reader(f"stopping {name}", work))
+                reader = Reader(
+                    f"stopping {name}", work, "It is asked, and waited for; q goes back."
+                )
+                self.push_screen(reader)
+                self.stopping = reader.thread
 
         def work() -> str:
             code = self._watch.stop(False)
             end = f"{name} has stopped" if code == ExitCode.OK else f"not stopped: exit code {code}"
             return "\n".join([*self._watch.said, "", end])
 
-        self.push_screen(Question(name), stop)
+        self.push_screen(Question(name, self._watch.stop_means), stop)
 
 
 class Reader(ModalScreen[None]):
@@ -332,25 +346,34 @@ class Reader(ModalScreen[None]):
     ]
 
     def __init__(
-        self, title: str, work: Callable[[], str], *, again: bool = False, at_end: bool = False
+        self,
+        title: str,
+        work: Callable[[], str],
+        waiting: str = "…",
+        *,
+        again: bool = False,
+        at_end: bool = False,
     ) -> None:
         super().__init__()
         self._title, self._work, self._again, self._at_end = title, work, again, at_end
+        self._waiting = waiting
+        # A thread of its own, which keeps nobody from leaving.
+        self.thread = threading.Thread(target=self._read, daemon=True)
 
     def compose(self) -> ComposeResult:
         yield Static(Text(f" {self._title}"), id="title")
         with VerticalScroll():
-            yield Static(Text(" …"), id="text")
+            yield Static(Text(self._waiting), id="text")
         again = "  r again" if self._again else ""
         yield Static(f" ↑↓ PgUp PgDn scroll{again}  q back", id="help", markup=False)
 
     def on_mount(self) -> None:
-        # A thread of its own, which keeps nobody from leaving.
-        threading.Thread(target=self._read, daemon=True).start()
+        self.thread.start()
 
     def action_read(self) -> None:
-        if self._again:
-            self.on_mount()
+        if self._again and not self.thread.is_alive():
+            self.thread = threading.Thread(target=self._read, daemon=True)
+            self.thread.start()
 
     def _read(self) -> None:
         try:
@@ -383,15 +406,14 @@ class Question(ModalScreen[bool]):
         Binding("ctrl+c", "app.quit", priority=True),
     ]
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, means: str) -> None:
         super().__init__()
-        self._name = name
+        self._name, self._means = name, means
 
     def compose(self) -> ComposeResult:
         text = Text.assemble(
             (f"Stop {self._name}?", "bold"),
-            "\n\nAll its ranks save a checkpoint at the end of their step and end, on all hosts"
-            " and clusters. It can be resumed from there.\n\n",
+            f"\n\n{self._means}\n\n",
             ("y", "bold"),
             " stop it     ",
             ("n", "bold"),
