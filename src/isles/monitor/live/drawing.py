@@ -287,8 +287,9 @@ class _Table(Generic[R]):
         if view.chosen in keys:
             view.index = keys.index(view.chosen)
         view.index = max(0, min(view.index, len(rows) - 1))
-        view.chosen = keys[view.index] if keys else None
-        page = max(1, height - 2 - bool(self.hub))
+        view.chosen = keys[view.index] if keys else view.chosen
+        hub = _wrapped(self.hub, width - 2, 2) if self.hub else []
+        page = max(1, height - 2 - len(hub))
         view.first = min(max(view.first, view.index - page + 1), view.index, len(rows) - page)
         view.first = max(0, view.first)
         chosen, gap = self._fit(known, list(cells.values()), width)
@@ -308,8 +309,7 @@ class _Table(Generic[R]):
             info.pop()
         title.append(("  " + " · ".join(info)) if info else "", FAINT)
         drawn.lines.append(title)
-        if self.hub:
-            drawn.lines.append(Text(f" {self.hub}"))
+        drawn.lines += [Text(f" {line}") for line in hub]
         if self._has_keys:
             drawn.chosen = rows[view.index] if rows else None
             drawn.heads_of_table = [self._columns[index].head for index in known]

@@ -21,7 +21,7 @@ from textual.geometry import Region
 from textual.screen import ModalScreen
 from textual.strip import Strip
 from textual.widget import Widget
-from textual.widgets import Input, Static
+from textual.widgets import Static
 
 from isles.errors import ExitCode, UserError
 from isles.facts.units import printable
@@ -130,11 +130,7 @@ class Lines(Widget):
 class Top(App[None]):
     """The screen and its keys."""
 
-    CSS = """
-    Lines { width: 1fr; height: 1fr; }
-    #filter { dock: bottom; height: 1; }
-    #filter { display: none; border: none; padding: 0 1; background: ansi_default; }
-    """
+    CSS = "Lines { width: 1fr; height: 1fr; }"
     ENABLE_COMMAND_PALETTE = False
     AUTO_FOCUS = None
     BINDINGS: ClassVar = [
@@ -161,7 +157,7 @@ class Top(App[None]):
         # The terminal's own colours, on its own ground, light or dark.
         super().__init__(ansi_color=True)
         self._watch = watch
-        self._view, self._drawn = View(), Drawn()
+        self._view, self._drawn, self._is_typing = View(), Drawn(), False
         self._snapshot: Snapshot | None = None
         self._come_at = time.monotonic()
         self._drawn_at = 0.0
@@ -169,7 +165,6 @@ class Top(App[None]):
 
     def compose(self) -> ComposeResult:
         yield Lines()
-        yield Input(id="filter", placeholder="words that a row must have", compact=True)
 
     def on_mount(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -204,6 +199,8 @@ class Top(App[None]):
                 self._snapshot, self._view, (width, height), age_s=age_s, error=error
             )
         keys = next((text for text in KEYS if len(text) <= width), "")
+        if self._is_typing:
+            keys = f" only rows with: {self._view.filter}█   Enter keeps it, Escape: all rows"
         self._drawn.lines += [Text()] * (height - 1 - len(self._drawn.lines))
         self.query_one(Lines).show([*self._drawn.lines, Text(keys, "dim")])
 
@@ -252,21 +249,25 @@ class Top(App[None]):
         self._draw()
 
     def action_filter(self) -> None:
-        field = self.query_one("#filter", Input)
-        field.display = True
-        field.focus()
-
-    def on_input_changed(self, event: Input.Changed) -> None:
-        self._view.filter = event.value
+        self._is_typing = True
         self._draw()
 
-    def on_input_submitted(self) -> None:
-        self.query_one("#filter", Input).display = False
-        self.set_focus(None)
-
     def action_all_rows(self) -> None:
-        self.query_one("#filter", Input).value = ""
-        self.on_input_submitted()
+        self._is_typing, self._view.filter = False, ""
+        self._draw()
+
+    def on_key(self, event: events.Key) -> None:
+        # No widget for a line of text: a key that comes while one takes the focus would be lost.
+        if not self._is_typing or event.key == "escape":
+            return
+        event.prevent_default()
+        if event.key == "enter":
+            self._is_typing = False
+        elif event.key == "backspace":
+            self._view.filter = self._view.filter[:-1]
+        elif event.is_printable:
+            self._view.filter += event.character or ""
+        self._draw()
 
     def on_click(self, event: events.Click) -> None:
         x, y = event.screen_x, event.screen_y
