@@ -27,8 +27,9 @@ from isles.monitor.logs import LogChoice
 from isles.monitor.stop import stop_run
 from isles.monitor.stream import shown_lines
 from isles.run.find import run_of, typed_name
+from isles.run.live import ask_for_stacks
 from isles.run.paths import RunDir
-from isles.run.records import clear_errors, read_record, write_record
+from isles.run.records import clear_errors, read_record
 from isles.run.remote import MultiClusterRun, RemoteRun, read_multi_cluster
 from isles.run.state import number_of, script_of
 
@@ -234,13 +235,12 @@ class Several:
     def _ask_hub(self, run: MultiClusterRun) -> HubAnswer | None:
         if not run.meets:
             return None
+        if not run.hub and hub_process(run.state) is None:
+            return HubAnswer(error="it does not run")
         try:
-            line = hub_line(run)
+            return ask(hub_line(run))
         except UserError as error:
             return HubAnswer(error=error.what)
-        if not run.hub and hub_process(run.state) is None:
-            return HubAnswer(line.address, error="it does not run")
-        return ask(line)
 
     def close(self) -> None:
         """See `Reader.close`."""
@@ -469,10 +469,10 @@ def stack_of(run: RunDir | RemoteRun, rank: int) -> str:
             raise UserError(what[0].removeprefix("error: "), where=f"host {run.host}")
         return done.stdout
     attempt = run.last_attempt()
-    asked_at, answer = time.time(), dict[str, Any]()
+    answer: dict[str, Any] = {}
     if attempt is not None:
         with clear_errors(attempt.path):
-            write_record(attempt.stacks_request, {"at": asked_at}, durable=False)
+            asked_at = ask_for_stacks(attempt)
         end = time.monotonic() + _STACK_S
         while time.monotonic() < end:
             found = read_record(attempt.stacks) or {}
