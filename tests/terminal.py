@@ -25,7 +25,7 @@ class Terminal:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="tmux-")  # noqa: SIM115
+        self._folder = tempfile.TemporaryDirectory(prefix="tmux-")
         command = "exec " + shlex.join(map(str, words))
         width, height = map(str, size)
         # tmux gives its panes the environment of its server, which this call starts.

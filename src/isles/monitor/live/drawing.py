@@ -293,8 +293,8 @@ class _Table(Generic[R]):
         view.first = min(max(view.first, view.index - page + 1), view.index, len(rows) - page)
         view.first = max(0, view.first)
         chosen, gap = self._fit(known, list(cells.values()), width)
-        shown = {index for index, _ in chosen}
-        out_right = [i for i in known if i not in shown and i > max(shown, default=-1)]
+        shown: set[int] = {index for index, _ in chosen}
+        out_right: list[int] = [i for i in known if i not in shown and i > max(shown, default=-1)]
         info = []
         if words:
             info.append(f"/{self._filter}: {len(rows)} of {self.total}")
@@ -303,8 +303,8 @@ class _Table(Generic[R]):
         if len(rows) > page:
             info.append(f"{view.first + 1}-{view.first + page} of {len(rows)}")
         if view.shift or out_right:
-            arrows = [f"← {view.shift}"] if view.shift else []
-            info += [*arrows, *([f"{len(out_right)} more →"] if out_right else ())]
+            info += [f"← {view.shift}"] if view.shift else []
+            info += [f"{len(out_right)} more →"] if out_right else []
         while info and title.cell_len + cell_len(" · ".join(info)) + 2 > width:
             info.pop()
         title.append(("  " + " · ".join(info)) if info else "", FAINT)
@@ -352,13 +352,13 @@ class _Table(Generic[R]):
                 wide = min(wide, _WIDEST)
             wide = max(wide, cell_len(head) + (head == self._view.sort), widths.get(head, 0))
             widths[head] = wide
-        fixed = [index for index in known if self._columns[index].is_fixed]
-        others = [index for index in known if not self._columns[index].is_fixed]
+        fixed: list[int] = [index for index in known if self._columns[index].is_fixed]
+        others: list[int] = [index for index in known if not self._columns[index].is_fixed]
         self._view.shift = max(0, min(self._view.shift, len(others) - 1))
         found: list[tuple[int, int]] = []
         for gap in (2, 1):
             found, left = [], width - 1
-            for index in [*fixed, *others[self._view.shift :]]:
+            for index in fixed + others[self._view.shift :]:
                 head = self._columns[index].head
                 least = {BAR: len(LEGENDS[-1]), "note": _NOTE}.get(head, widths[head])
                 if least + gap * bool(found) > left:
@@ -387,8 +387,7 @@ class _Table(Generic[R]):
             line.append(
                 name.ljust(wide) if column.is_words or name in LEGENDS else name.rjust(wide)
             )
-            where = (len(drawn.lines), start, start + wide)
-            drawn.heads.append((*where, self.index, column.head))
+            drawn.heads.append((len(drawn.lines), start, start + wide, self.index, column.head))
         return line
 
     def _cell(self, row: R, index: int, text: str, wide: int, slowest_s: float) -> Text:

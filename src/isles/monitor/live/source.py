@@ -398,21 +398,12 @@ class Watch:
     @property
     def stop_means(self) -> str:
         """What `stop` does, in words for a person."""
-        match self._found:
-            case RunDir() if script_of(self._found) is not None:
-                return "Its script is asked to stop; whether it saves is up to the script."
-            case MultiClusterRun():
-                return (
-                    "All its clusters save a checkpoint at the end of their step, and end. It can "
-                    "be resumed from there."
-                )
-            case Path():
-                return "The hub ends. Its clusters train on, each alone, until it is opened again."
-            case _:
-                return (
-                    "All its ranks save a checkpoint at the end of their step, and end. It can be "
-                    "resumed from there."
-                )
+        if isinstance(self._found, Path):
+            return "The hub ends. Its clusters train on, each alone, until it is opened again."
+        if isinstance(self._found, RunDir) and script_of(self._found) is not None:
+            return "Its script is asked to stop; whether it saves is up to the script."
+        who = "clusters" if isinstance(self._found, MultiClusterRun) else "ranks"
+        return f"All its {who} save a checkpoint after this step, and end. It can be resumed."
 
     def stop(self, now: bool) -> int:
         """Stop the run as `isles stop` does, and wait until it has; the exit code.
