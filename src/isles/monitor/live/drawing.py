@@ -142,11 +142,12 @@ def draw(
 
 
 def _shares(wanted: list[int], left: int) -> list[int]:
+    # A few lines for each table; of the rest the first gets twice as many as any other.
     shares = [min(want, 4) for want in wanted]
     left -= sum(shares)
-    while left > 0 and any(share < want for share, want in zip(shares, wanted, strict=True)):
-        for index, want in enumerate(wanted):
-            if left > 0 and shares[index] < want:
+    while left > 0 and shares != wanted:
+        for index in (0, *range(len(wanted))):
+            if left > 0 and shares[index] < wanted[index]:
                 shares[index] += 1
                 left -= 1
     return shares
