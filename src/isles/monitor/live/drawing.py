@@ -168,7 +168,7 @@ def _head(snapshot: Snapshot, width: int, age_s: float, error: str) -> list[Text
             f": {error}" if error else ""
         )
         lines += [Text(f" {line}", f"{BAD} {HERE}") for line in _wrapped(old, width - 2, 3)]
-    if run.reason not in ("", run.state):
+    if run.reason not in ("", run.state, run.phase):
         lines += [Text(f" {line}") for line in _wrapped(run.reason, width - 2, 2)]
     line = Text(" ")
     for piece in _fields(snapshot, width):
