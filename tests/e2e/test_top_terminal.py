@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.e2e.typed import ISLES, Command, isles, the_run
 from tests.runs import nothing_left
 from tests.terminal import Terminal
 
-pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+pytestmark = pytest.mark.lab  # it needs tmux
 
 TABLES = ("1 ranks 6", "2 hosts 3", "3 links 2", "4 clusters 2")
 
@@ -147,10 +146,11 @@ def test_it_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     shell = ("env", "PS1=$ ", "bash", "--norc", "--noprofile")
     with Terminal(*shell, cwd=Path(__file__).parents[2]) as terminal:
         terminal.until("$")
-        terminal.type("echo before; stty -g > first", "Enter")
+        terminal.type(f"echo before; stty -g > {tmp_path}/first", "Enter")
         before = [terminal.value(flag) for flag in flags]
         for number, leave in enumerate(("q", "C-c", "TERM", "INT")):
-            terminal.type(f"{start}; echo left-{number} $?; stty -g > now; cmp first now", "Enter")
+            compare = f"stty -g | cmp - {tmp_path}/first"
+            terminal.type(f"{start}; echo left-{number} $?; {compare}", "Enter")
             terminal.until("q quit")
             assert terminal.value("alternate_on") == "1"
             if leave.isupper() and len(leave) > 2:

@@ -335,8 +335,8 @@ class Reader(ModalScreen[None]):
 
     CSS = """
     Reader { background: ansi_default; }
-    #title { text-style: bold; height: 1; }
-    #help { text-style: dim; height: 1; }
+    .title { text-style: bold; height: 1; }
+    .help { text-style: dim; height: 1; }
     VerticalScroll { height: 1fr; }
     """
     AUTO_FOCUS = "VerticalScroll"
@@ -362,11 +362,11 @@ class Reader(ModalScreen[None]):
         self.thread = threading.Thread(target=self._read, daemon=True)
 
     def compose(self) -> ComposeResult:
-        yield Static(Text(f" {self._title}"), id="title")
+        yield Static(Text(f" {self._title}"), classes="title")
         with VerticalScroll():
-            yield Static(Text(self._waiting), id="text")
+            yield Static(Text(self._waiting), classes="text")
         again = "  r again" if self._again else ""
-        yield Static(f" ↑↓ PgUp PgDn scroll{again}  q back", id="help", markup=False)
+        yield Static(f" ↑↓ PgUp PgDn scroll{again}  q back", classes="help", markup=False)
 
     def on_mount(self) -> None:
         self.thread.start()
@@ -388,7 +388,7 @@ class Reader(ModalScreen[None]):
     def _show(self, text: str) -> None:
         if self.is_attached:
             lines = _ESCAPES.sub("", text).expandtabs().splitlines()
-            self.query_one("#text", Static).update(Text("\n".join(map(printable, lines))))
+            self.query_one(".text", Static).update(Text("\n".join(map(printable, lines))))
             if self._at_end:
                 self.query_one(VerticalScroll).scroll_end(animate=False)
 
@@ -398,8 +398,8 @@ class Question(ModalScreen[bool]):
 
     CSS = """
     Question { align: center middle; }
-    #question { width: 56; height: auto; border: heavy red; padding: 1 2; }
-    #question { background: ansi_default; }
+    .question { width: 56; height: auto; border: heavy red; padding: 1 2; }
+    .question { background: ansi_default; }
     """
     BINDINGS: ClassVar = [
         Binding("y", "dismiss(True)"),
@@ -420,7 +420,7 @@ class Question(ModalScreen[bool]):
             ("n", "bold"),
             " let it go on",
         )
-        yield Static(text, id="question")
+        yield Static(text, classes="question")
 
 
 def _name(row: RankRow) -> str:
