@@ -20,6 +20,7 @@ from isles import __version__
 from isles.errors import ConfigErrors, ExitCode, UserError, more_lines
 from isles.launch.verbs import config, data, normalise_overrides, render, setup_app
 from isles.monitor import results, verbs
+from isles.monitor.live import verbs as live_verbs
 
 app = App(
     name="isles",
@@ -33,6 +34,7 @@ app.command(data)
 app.command(render)
 app.command(setup_app)
 verbs.register(app)
+live_verbs.register(app)
 results.register(app)
 
 

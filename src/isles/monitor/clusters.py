@@ -281,8 +281,13 @@ def _sum_report(run: MultiClusterRun, found: dict[str, RunReport]) -> RunReport:
 
 
 def _state_of(reports: Mapping[str, RunReport], run: MultiClusterRun) -> ReportState:
-    # Running if any cluster runs; else the worst outcome of any.
-    states = [reports[c.name].state if c.name in reports else "new" for c in run.clusters]
+    return worst_state(
+        [reports[c.name].state if c.name in reports else "new" for c in run.clusters]
+    )
+
+
+def worst_state(states: Sequence[str]) -> ReportState:
+    """Running if any cluster runs; else the worst outcome of any."""
     return next((state for state in _WORST_FIRST if state in states), "finished")
 
 

@@ -80,7 +80,7 @@ def reports_of(runs: Sequence[RunDir | RemoteRun], output_dir: Path) -> list[Run
 
 
 def records_of(paths: Sequence[Path]) -> str:
-    """The answer of `isles report` on the machine that has these run directories: one line."""
+    """The answer of `isles status-records` where these run directories are: one line."""
     runs = {path: RunDir(path) for path in paths if is_run_dir(path)}
     jobs = refresh_all(list(runs.values()))
     records = [
@@ -94,7 +94,7 @@ def _ask(runs: Sequence[RemoteRun], output_dir: Path) -> list[RunReport]:
     # All these runs are on one machine.
     first = runs[0]
     try:
-        done = ask_isles(first, ["report", *(run.path for run in runs)])
+        done = ask_isles(first, ["status-records", *(run.path for run in runs)])
         answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
         if not answers:
             failure = python_failure(first.host, first.python, done.returncode, done.stderr)

@@ -47,7 +47,7 @@ def register(app: App) -> None:
     for verb in (status, logs, stop):
         app.command(verb)
     app.command(follow, show=False)
-    app.command(report, show=False)
+    app.command(status_records, show=False)
     app.command(hub_app)
     app.command(join_app)
 
@@ -175,7 +175,7 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
     return ExitCode.OK
 
 
-def report(*paths: Path) -> int:
+def status_records(*paths: Path) -> int:
     """Print the status of run directories, for isles on another machine.
 
     Args:
@@ -185,6 +185,16 @@ def report(*paths: Path) -> int:
 
     print_line(records_of(paths))
     return ExitCode.OK
+
+
+def end_with_stdin() -> None:
+    """End this process once the other end of its stdin is closed: nobody reads any more."""
+
+    def wait() -> None:
+        sys.stdin.read()
+        os._exit(ExitCode.OK)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def logs(
@@ -222,12 +232,7 @@ def logs(
         )
     choice = LogChoice(rank, node, max(0, lines), follow, attempt, here, by_node)
     if here and follow:
-        # Once the other end of stdin is closed nobody reads any more, even if no line comes.
-        def end_with_stdin() -> None:
-            sys.stdin.read()
-            os._exit(ExitCode.OK)
-
-        threading.Thread(target=end_with_stdin, daemon=True).start()
+        end_with_stdin()
     found = find_any(run, output_dir)
     if cluster is not None:
         found = find_cluster(run, output_dir, cluster)

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from isles.run.relay import LONGEST
+
 CHUNK_BYTES = 2**20
 """Every file travels in chunks of this size (the last one is what is left)."""
 
@@ -260,6 +262,14 @@ class OnlyId(Message):
     """A body that says no more than who speaks."""
 
     id: Id
+
+
+class Shown(Message):
+    """What a cluster shows of itself to people who have no way to its machines."""
+
+    id: Id
+    record: Annotated[str, StringConstraints(max_length=LONGEST, pattern=r"^[A-Za-z0-9+/=]*$")]
+    """As `isles.run.relay` packs it. The hub only keeps it."""
 
 
 class ErrorBody(Answer):

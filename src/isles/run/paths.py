@@ -36,6 +36,12 @@ class Attempt:
     """The nodes of this start; see `isles.run.nodes`."""
     nodes = _Entry("nodes.json")
     """Which nodes are connected, and when each was last seen; written by the coordinator."""
+    live = _Entry("live.json")
+    """The last samples of all nodes, and where each rank is; written by the coordinator."""
+    stacks_request = _Entry("stacks-request.json")
+    """Left by whoever wants to see the stacks of all ranks now."""
+    stacks = _Entry("stacks.json")
+    """The stacks of all ranks at the last request."""
     stop_request = _Entry("stop-request.json")
     script = _Entry("job.sh")
     """The job script that was submitted."""

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
@@ -102,6 +104,13 @@ def read_restart(attempt: Attempt, number: int) -> Restart | None:
         return None
     record.pop("text", None)
     return Restart(**record)
+
+
+def restart_from(record: dict[str, Any] | None) -> Restart | None:
+    """A restart from a record that may be another version's; None: it is not understood."""
+    with suppress(ValidationError):
+        return TypeAdapter(Restart).validate_python(record)
+    return None
 
 
 def list_restarts(attempt: Attempt) -> list[Restart]:

@@ -12,8 +12,8 @@ silent: nothing has come from it for a while."""
 
 
 class Live(BaseModel, frozen=True):
-    """Times are seconds since the epoch (`_at`) or seconds (`_s`), sizes bytes, shares 0 to 1, rates
-    per second. None or empty: not known."""
+    """Times are seconds since the epoch (`_at`) or seconds (`_s`), sizes are bytes, shares 0 to 1,
+    rates per second. None or empty: not known."""
 
 
 class Head(Live, frozen=True):
@@ -124,9 +124,10 @@ class LinkRow(Live, frozen=True):
     source: str = ""
     target: str = ""
     measured: float | None = None
-    """Bytes per second, as `isles check` has measured; or the speed of the interface."""
+    """Bytes per second, as `isles check` has measured; or the speed of the interface; or, to and
+    from the hub, what the last averages have had."""
     measured_by: str = ""
-    """`check`, `interface`, or empty."""
+    """`check`, `interface`, `averages`, or empty."""
     rtt_s: float | None = None
     used: float | None = None
     """Bytes per second now."""

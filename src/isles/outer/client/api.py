@@ -26,6 +26,7 @@ from isles.outer.messages import (
     LeaveRun,
     OnlyId,
     RoundAnswer,
+    Shown,
     StateAnswer,
     StateFile,
     StateNumber,
@@ -80,6 +81,11 @@ class HubApi:
 
     async def heartbeat(self, heartbeat: Heartbeat, deadline_s: float) -> HeartbeatAnswer:
         return await self.channel.ask("/v1/heartbeat", HeartbeatAnswer, deadline_s, heartbeat)
+
+    async def show(self, record: str, deadline_s: float) -> None:
+        """Show people what this cluster does; the hub keeps the newest."""
+        body = Shown(id=self.id, record=record)
+        await self.channel.ask("/v1/live", Answer, deadline_s, body)
 
     async def leave(self, deadline_s: float, *, has_finished: bool = False) -> None:
         """End; what was leased and not trained on goes to others, at once or after a while."""

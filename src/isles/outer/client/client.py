@@ -187,6 +187,7 @@ class HubClient(Hub):
         note: takes lines for the user, in the thread.
         max_bytes_per_s: limit on what is sent, and on what is fetched, on the wire; 0: none.
         heartbeat_s: between two heartbeats.
+        shows: gives what people see of this cluster through the hub; see `isles.run.relay`.
         hivemind: the hub is in one of the clusters; None: it was started by itself.
     """
 
@@ -199,12 +200,13 @@ class HubClient(Hub):
         note: Callable[[str], None],
         max_bytes_per_s: float = 0.0,
         heartbeat_s: float = 2.0,
+        shows: Callable[[], str] = lambda: "",
         hivemind: HivemindSettings | None = None,
     ) -> None:
         self._more_s = 0.0 if hivemind is None else _PEERS_END_S
         kept = 0 if hivemind is None else _KEPT_AVERAGES
         files = Spool.of(spool, join.pieces, join.version, kept)
-        self._account = Account(join, files, self.emit, note, max_bytes_per_s)
+        self._account = Account(join, files, self.emit, note, max_bytes_per_s, shows)
         super().__init__(files, self._account.state)
         self._join_file, self._heartbeat_s, self._hivemind = join_file, heartbeat_s, hivemind
         if hivemind is not None:

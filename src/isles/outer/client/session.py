@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 _FOREVER_S = 1e9
 _JOIN_S, _HEARTBEAT_S, _MOMENT_S = 5.0, 5.0, 0.25
 _ASK_S, _LEAVE_S, _CANCEL_S, _AGAIN_S = 60.0, 5.0, 20.0, 1.0
+_SHOW_EVERY_S = 5.0
 _WAIT_S = 60.0
 """Until whoever holds up an average, or a state, is named to the user."""
 _AHEAD = 4
@@ -103,7 +105,9 @@ class Account:
         emit: Callable[[Command], None],
         note: Callable[[str], None],
         max_bytes_per_s: float,
+        shows: Callable[[], str] = lambda: "",
     ) -> None:
+        self.shows = shows
         self.first_join, self.spool, self.emit, self.note = join, spool, emit, note
         self.state = HubState()
         self.progress: dict[str, Any] = {"step": 0}
@@ -181,6 +185,7 @@ class Session:
         dead_after_s = float(answer.settings.get("dead_after_s", math.inf))
         self._heartbeat_s = min(self._heartbeat_s, dead_after_s / 4)
         self._group.create_task(self._send_heartbeats())
+        self._group.create_task(self._show())
         for num_samples in account.wanted:
             self.lease(num_samples)
         if is_behind:
@@ -234,6 +239,18 @@ class Session:
             await asyncio.sleep(_MOMENT_S)
             while not account.progress.get("ends") and time.monotonic() < end:
                 await asyncio.sleep(_MOMENT_S)
+
+    async def _show(self) -> None:
+        # What people see of this cluster who have no way to its machines. No run depends on it.
+        while True:
+            with suppress(DeadlineError, OSError):
+                if record := await asyncio.to_thread(self._account.shows):
+                    try:
+                        await self._api.show(record, _SHOW_EVERY_S)
+                    except HubRefusal as error:  # of a hub of an earlier version
+                        log.info("outer the hub does not show this cluster: %s", error.what)
+                        return
+            await asyncio.sleep(_SHOW_EVERY_S)
 
     def _heed(self, answer: HeartbeatAnswer) -> None:
         account, state = self._account, self._state

@@ -30,6 +30,7 @@ from isles.outer.messages import (
     LeaseRequest,
     LeaveRun,
     RoundAnswer,
+    Shown,
     Standing,
 )
 
@@ -225,6 +226,10 @@ class Core:
             send_state=self.states.is_source(number),
         )
 
+    def show(self, shown: Shown) -> None:
+        """Keep what a cluster shows of itself. It is no sign of life: nobody waits for it."""
+        self.membership.show(self.membership.find(shown.id)["number"], shown.record)
+
     def _command_pull(self, member: sqlite3.Row, event: str, why: str) -> None:
         self.journal.run("UPDATE members SET is_behind = 1 WHERE number = ?", member["number"])
         self.membership.command(member["number"], "pull", why)
@@ -350,6 +355,14 @@ def status(core: Core) -> dict[str, Any]:
         "open": [_open(core, answer) for answer in open_rounds],
         "commits": commits,
         "events": events(core),
+    }
+
+
+def live(core: Core) -> dict[str, Any]:
+    """The answer to GET /v1/live, which `isles top` shows."""
+    found = core.membership.shown().items()
+    return {
+        "members": {name: {"heard_s": round(s, 1), "record": text} for name, (s, text) in found}
     }
 
 

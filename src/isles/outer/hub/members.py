@@ -35,6 +35,7 @@ class Membership:
         self._has: dict[int, int] = {}
         self._gather_until = 0.0
         self.heartbeats: dict[int, Heartbeat] = {}
+        self._shown: dict[int, tuple[float, str]] = {}
 
     # Who there is.
 
@@ -217,6 +218,18 @@ class Membership:
             self._moved_at[number] = self.clock()
         self.heartbeats[number] = heartbeat
         self.holds(number, heartbeat.has)
+
+    def show(self, number: int, record: str) -> None:
+        """Keep what a member shows of itself, and of each name only the newest."""
+        self._shown[number] = self.clock(), record
+        latest = {row["number"] for row in self.latest()}
+        self._shown = {n: shown for n, shown in self._shown.items() if n in latest}
+
+    def shown(self) -> dict[str, tuple[float, str]]:
+        """What members show of themselves, by name: seconds since it came, and the record."""
+        now = self.clock()
+        found = ((row["name"], self._shown.get(row["number"])) for row in self.latest())
+        return {name: (now - shown[0], shown[1]) for name, shown in found if shown is not None}
 
     def still_s(self, number: int) -> float:
         """Seconds since a member's last inner step, as far as is known."""

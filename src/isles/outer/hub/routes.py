@@ -19,7 +19,7 @@ from aiohttp.typedefs import Middleware
 from pydantic import BaseModel, ValidationError
 
 from isles.errors import UserError
-from isles.outer.hub.core import status
+from isles.outer.hub.core import live, status
 from isles.outer.hub.files import Incoming, chunk_list, write_chunk_list
 from isles.outer.hub.rules import Refusal
 from isles.outer.hub.work import Work
@@ -35,6 +35,7 @@ from isles.outer.messages import (
     OnlyId,
     Received,
     RoundAnswer,
+    Shown,
     StateFile,
     StateNumber,
     StateOffer,
@@ -190,11 +191,13 @@ def make_app(work: Work, token: str) -> web.Application:
             web.post(f"{step}/complete", routes.complete),
             web.get(step, routes.round),
             web.post(f"{step}/held", routes.held),
+            post("/v1/live", Shown, core.show),
             post("/v1/state", OnlyId, lambda body: core.states.want(core.caller(body.id))),
             web.post("/v1/states", routes.offer_state),
             web.post(f"{state}/complete", routes.complete_state),
             # For people, and for clusters that are to join.
             web.get("/v1/status", routes.status),
+            web.get("/v1/live", routes.live),
             web.get("/v1/run-file", routes.run_file),
         ]
     )
@@ -308,6 +311,9 @@ class Routes:
     async def status(self, _: web.Request) -> web.Response:
         found = await self._work.ask(status, self._core)
         return _answer({"run": self._work.run, **found})
+
+    async def live(self, _: web.Request) -> web.Response:
+        return _answer(await self._work.ask(live, self._core))
 
     async def run_file(self, _: web.Request) -> web.Response:
         path = self._work.run_file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -28,6 +29,7 @@ from isles.outer.trainer.sync import Coordinator
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
+from isles.run.relay import pack
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +179,7 @@ def _open_hub(
         spool=spool,
         note=recorder.note,
         max_bytes_per_s=outer.max_bytes_per_s,
+        shows=functools.partial(pack, run_dir),
         hivemind=hivemind,
     )
 

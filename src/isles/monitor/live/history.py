@@ -1,0 +1,176 @@
+"""What metrics.jsonl says of a run so far: the curve of the loss, the newest step, goodput."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from isles.monitor.live.model import Point
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record
+from isles.run.state import QUEUES, number_of
+
+POINTS = 300
+"""Of a curve at most."""
+
+_BLOCK_BYTES = 4 * 2**20
+_PARSED_BYTES = 16 * 2**20
+"""Of what is new in the file at one look so much is parsed: of a long file every n-th row."""
+
+_EVAL = b'"kind": "eval"'
+_TRAIN = b'"kind": "train"'
+_EVALS = POINTS // 3
+
+
+class History:
+    """Rows of metrics.jsonl, read as they come; the file is replaced where a run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: tuple[int, int] | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._offset, self._rest, self._lines = 0, b"", 0
+        self._train, self._eval = _Thinned(POINTS - _EVALS), _Thinned(_EVALS)
+        self.newest: dict[str, Any] = {}
+        """The newest row of a step; empty: there is none."""
+        self.step_s = 0.0
+        """Seconds that all steps have taken which are in the model."""
+
+    def read(self) -> None:
+        """Take in what is new."""
+        try:
+            stream = self._path.open("rb")
+        except OSError:
+            return
+        with stream:
+            info = os.fstat(stream.fileno())
+            if self._file != (info.st_dev, info.st_ino) or info.st_size < self._offset:
+                self._clear()
+                self._file = info.st_dev, info.st_ino
+            every = max(1, (info.st_size - self._offset) // _PARSED_BYTES)
+            while block := os.pread(stream.fileno(), _BLOCK_BYTES, self._offset):
+                self._offset += len(block)
+                *lines, self._rest = (self._rest + block).split(b"\n")
+                for line in lines:
+                    self._take(line, every)
+
+    def _take(self, line: bytes, every: int) -> None:
+        is_eval = _EVAL in line[:40]
+        if not is_eval:
+            if _TRAIN not in line[:40]:
+                return
+            self._lines += 1
+            if self._lines % every:
+                return
+        try:
+            row = json.loads(line)
+            step = int(row["step"])
+        except (ValueError, KeyError, TypeError):
+            return  # torn by a full disk or a kill
+        if is_eval:
+            self._eval.add(Point(step=step, loss=None, eval_loss=number_of(row, "loss")))
+            return
+        took_s, before = number_of(row, "step_time_s"), self.newest.get("step", 0)
+        self.step_s += (took_s or 0.0) * max(0, step - before)
+        self.newest = row
+        self._train.add(
+            Point(
+                step=step,
+                loss=number_of(row, "loss"),
+                tokens=int(number_of(row, "tokens") or 0),
+                elapsed_s=number_of(row, "elapsed_s") or 0.0,
+            )
+        )
+
+    def curve(self) -> tuple[Point, ...]:
+        """At most `POINTS` points by their steps; an evaluation of a kept step stands with it."""
+        found = {point.step: point for point in self._train.points()}
+        times = sorted(found)
+        for point in self._eval.points():
+            near = found.get(point.step)
+            if near is None:  # where it stands in time: as the step before it
+                before = [found[step] for step in times if step < point.step]
+                beside = before[-1] if before else Point(step=0, loss=None)
+                changes = {"tokens": beside.tokens, "elapsed_s": beside.elapsed_s}
+                found[point.step] = point.model_copy(update=changes)
+            else:
+                found[point.step] = near.model_copy(update={"eval_loss": point.eval_loss})
+        return tuple(found[step] for step in sorted(found))
+
+
+class _Thinned:
+    """Of many points some, evenly; always the newest."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._every, self._count = most, 1, 0
+        self._kept: list[Point] = []
+        self._last: Point | None = None
+
+    def add(self, point: Point) -> None:
+        if self._count % self._every == 0:
+            self._kept.append(point)
+            if len(self._kept) >= self._most:
+                self._kept = self._kept[::2]
+                self._every *= 2
+        self._last = point
+        self._count += 1
+
+    def points(self) -> list[Point]:
+        last = self._last
+        more = [last] if last is not None and (not self._kept or self._kept[-1] != last) else []
+        return [*self._kept, *more]
+
+
+def goodput(step_s: float, spans: Sequence[tuple[float, float]]) -> float | None:
+    """Share of the time that went into steps which are in the model.
+
+    Seconds of the steps in metrics.jsonl, which holds each step once over all attempts (those that
+    were lost by a restart and done again are counted once), over the seconds in which attempts ran.
+    So loading, saving, evaluating, waiting for averages and lost steps make it less. The time
+    between two attempts, and in a queue, is not in it: no machine was held then.
+    """
+    ran_s = sum(end - begin for begin, end in spans)
+    return min(1.0, step_s / ran_s) if ran_s > 0 and step_s > 0 else None
+
+
+def spans_of(run_dir: RunDir, now_s: float, *, is_alive: bool) -> list[tuple[float, float]]:
+    """When each attempt ran; `is_alive`: whether the last one still does."""
+    attempts = run_dir.attempts()
+    found: list[tuple[float, float]] = []
+    for attempt in attempts:
+        launch = read_record(attempt.launch) or {}
+        begun_at = number_of(launch, "begun_at")
+        if launch.get("launcher") in QUEUES:
+            # It began when its first rank did: before, it waited in the queue.
+            begun_at = _first_rank_at(attempt)
+        if begun_at is None:
+            continue
+        if attempt is attempts[-1] and is_alive:
+            end = now_s
+        else:
+            ended_at = number_of(read_record(attempt.outcome), "at")
+            end = ended_at if ended_at is not None else _last_sign_at(attempt, begun_at)
+        found.append((begun_at, max(begun_at, min(end, now_s))))
+    return found
+
+
+def _first_rank_at(attempt: Attempt) -> float | None:
+    records = (read_record(path) for path in (attempt.node_record(0), attempt.rank_record(0)))
+    processes = [ProcessId.from_record(record) for record in records if record]
+    return min((process.started for process in processes if process), default=None)
+
+
+def _last_sign_at(attempt: Attempt, begun_at: float) -> float:
+    # Of an attempt that was killed.
+    times = [begun_at]
+    for path in (attempt.last_step, attempt.nodes, attempt.live):
+        with suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times)

@@ -1,0 +1,324 @@
+"""A `Snapshot` of a run on this machine, and one of several clusters from those of each."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from isles import __version__
+from isles.config.resolve import load_resolved
+from isles.errors import UserError
+from isles.facts.units import format_duration, printable
+from isles.monitor.live.history import History, goodput, spans_of
+from isles.monitor.live.model import (
+    ClusterRow,
+    Head,
+    HostRow,
+    LinkRow,
+    Mark,
+    Point,
+    RankRow,
+    Snapshot,
+)
+from isles.monitor.live.rows import Records, host_rows, link_rows, rank_rows
+from isles.monitor.live.waits import Waits
+from isles.monitor.status import RunReport, collect
+from isles.run.paths import RunDir
+from isles.run.records import read_record
+from isles.run.restarts import list_restarts
+from isles.run.state import FRESH_S, number_of
+
+LINKS = ".links.json"
+"""In the output folder: what `isles check` has measured between hosts."""
+
+_SILENT_S = 6.0
+"""A coordinator writes live.json every two seconds."""
+
+_RECENT_S = 300.0
+"""A restart is among the notes for so long."""
+
+_LISTED = 5
+_RATE_S = 15.0
+"""Bytes to and from a hub are counted every few seconds: their rate is that of so long."""
+
+
+class RunReader:
+    """Looks at one run directory of this machine, again and again.
+
+    Args:
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, run_dir: RunDir, clock: Callable[[], float] = time.time) -> None:
+        self.run_dir, self._clock = run_dir, clock
+        self._history = History(run_dir.metrics)
+        self._view = ClusterView(cluster_name(run_dir))
+
+    def look(self) -> Snapshot:
+        run_dir, now = self.run_dir, self._clock()
+        report = collect(run_dir, self._clock)
+        attempt = run_dir.last_attempt()
+        self._history.read()
+        is_alive = report.state == "running"
+        share = goodput(self._history.step_s, spans_of(run_dir, now, is_alive=is_alive))
+        return self._view.snapshot(
+            report,
+            now,
+            live=(read_record(attempt.live) if attempt else None) or {},
+            restarts=list_restarts(attempt) if attempt else (),
+            pairs=(read_record(run_dir.path.parent / LINKS) or {}).get("pairs") or {},
+            row=self._history.newest,
+            curve=self._history.curve(),
+            goodput=share,
+        )
+
+
+class ClusterView:
+    """Makes snapshots of one cluster from its records; keeps what a snapshot needs of the last.
+
+    Args:
+        name: of the cluster.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._waits = Waits()
+        self._rates = Rates()
+        self._written: tuple[float, float] | None = None
+
+    def snapshot(
+        self,
+        report: RunReport,
+        at: float,
+        *,
+        live: dict[str, Any],
+        restarts: Sequence[Any] = (),
+        pairs: Mapping[str, Mapping[str, Any]] | None = None,
+        row: Mapping[str, Any] | None = None,
+        curve: tuple[Point, ...] = (),
+        goodput: float | None = None,
+        age_s: float | None = None,
+    ) -> Snapshot:
+        """A snapshot of the run as it is now.
+
+        Args:
+            report: as `isles status` has it.
+            at: now.
+            live: attempts/N/live.json; may be empty.
+            row: the newest row of metrics.jsonl.
+            age_s: of live.json, where it does not follow from this machine's clock.
+        """
+        is_far = report.host not in (None, socket.gethostname())
+        records = Records(
+            cluster=self.name if report.outer is not None else "",
+            report=report,
+            at=at,
+            live=live,
+            age_s=self._age_s(live, at) if age_s is None else age_s,
+            silent_s=FRESH_S if is_far else _SILENT_S,
+            restarts=restarts,
+            pairs=pairs or {},
+        )
+        hosts = host_rows(records)
+        ranks = rank_rows(records, hosts, self._waits)
+        links = link_rows(records, hosts)
+        clusters: tuple[ClusterRow, ...] = ()
+        if report.outer is not None:
+            clusters = (_cluster_row(self.name, report),)
+            links += self._rates.links(self.name, report, at)
+        return Snapshot(
+            version=__version__,
+            at=at,
+            run=_head(report, records, row or {}, goodput),
+            curve=curve,
+            clusters=clusters,
+            hosts=tuple(hosts),
+            ranks=tuple(ranks),
+            links=tuple(links),
+            notes=_notes(records, hosts, ranks, clusters),
+        )
+
+    def _age_s(self, live: dict[str, Any], at: float) -> float | None:
+        # By this machine's clock; where it is not that of the coordinator, by how long the record
+        # has not changed.
+        written_at, now = number_of(live, "at"), time.monotonic()
+        if written_at is None:
+            return None
+        before, self._written = self._written, (written_at, now)
+        if before is not None and before[0] == written_at:
+            self._written = before
+        unchanged_s, age_s = now - self._written[1], at - written_at
+        if age_s < 0:
+            return unchanged_s
+        return age_s if before is None else min(age_s, unchanged_s + _SILENT_S / 2)
+
+
+def cluster_name(run_dir: RunDir) -> str:
+    """Name of the cluster of a run; that of the run where it is not known."""
+    try:
+        config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+    except (OSError, UserError, ValueError):
+        return run_dir.name
+    return config.clusters[0].name
+
+
+def _head(
+    report: RunReport, records: Records, row: Mapping[str, Any], goodput: float | None
+) -> Head:
+    saved_age_s = None
+    if report.checkpoint_at is not None:
+        saved_age_s = max(0.0, records.at - report.checkpoint_at)
+    tokens = number_of(dict(row), "tokens")
+    return Head(
+        name=report.name,
+        path=f"{report.on}:{report.path}" if report.on else report.path,
+        state=report.state,
+        phase=", ".join(part for part in (report.phase or "", report.detail) if part),
+        reason=report.reason,
+        step=report.step,
+        total_steps=report.total_steps,
+        left_s=report.eta_s,
+        loss=report.loss,
+        tokens=None if tokens is None else int(tokens),
+        tokens_per_second=report.tokens_per_second,
+        mfu=number_of(dict(row), "mfu"),
+        goodput=goodput,
+        begun_at=report.begun_at,
+        saved_step=report.checkpoint_step,
+        saved_age_s=saved_age_s,
+        restarts=report.restarts,
+        last_restart=report.last_restart,
+    )
+
+
+def _cluster_row(name: str, report: RunReport) -> ClusterRow:
+    outer = report.outer or {}
+    last = outer.get("last_outer_step") or {}
+    weights = last.get("weights") or {}
+    whole = sum(weights.values()) or 1
+    sync_s = (outer.get("exposed_s") or 0.0) + (outer.get("hidden_s") or 0.0)
+    version, since = outer.get("outer_step"), last.get("step")
+    mark: Mark = ""
+    note = ""
+    if report.state == "running" and not outer.get("is_connected", True):
+        mark, note = "silent", "it does not reach the hub, and trains on alone"
+    elif report.state == "running" and outer.get("is_behind"):
+        note = "it is behind, and takes the weights of another"
+    return ClusterRow(
+        name=name,
+        launcher=report.launcher,
+        state=report.state,
+        step=report.step,
+        total_steps=report.total_steps,
+        loss=report.loss,
+        tokens_per_second=report.tokens_per_second,
+        outer_step=version,
+        inner_steps=None if report.step is None or since is None else max(0, report.step - since),
+        weight=weights[name] / whole if name in weights else None,
+        up_bytes=outer.get("sent_bytes"),
+        down_bytes=outer.get("received_bytes"),
+        sync_s=sync_s or None,
+        hidden_share=outer.get("hidden_share"),
+        mark=mark,
+        note=note,
+    )
+
+
+class Rates:
+    """Bytes per second to and from the hub, from the counters of a cluster."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int, int]] = deque()
+
+    def links(self, cluster: str, report: RunReport, at: float) -> list[LinkRow]:
+        """The two ways between a cluster and its hub."""
+        outer = report.outer or {}
+        up, down = self._used(outer.get("sent_bytes"), outer.get("received_bytes"), at)
+        state = "ok"
+        if report.state != "running":
+            state = report.state
+        elif not outer.get("is_connected", True):
+            state = f"cut: {cluster} does not reach the hub"
+        rate = outer.get("bytes_per_s") or None
+        by = "averages" if rate else ""
+        ends = ((cluster, "hub", up), ("hub", cluster, down))
+        return [
+            LinkRow(
+                cluster=cluster,
+                source=source,
+                target=target,
+                measured=rate,
+                measured_by=by,
+                used=used,
+                state=state,
+            )
+            for source, target, used in ends
+        ]
+
+    def _used(
+        self, sent: int | None, received: int | None, at: float
+    ) -> tuple[float | None, float | None]:
+        if sent is None or received is None:
+            return None, None
+        seen = self._seen
+        if seen and (sent < seen[-1][1] or received < seen[-1][2] or at < seen[-1][0]):
+            seen.clear()  # another start of the run
+        seen.append((at, sent, received))
+        while len(seen) > 2 and at - seen[1][0] >= _RATE_S:
+            seen.popleft()
+        took_s = at - seen[0][0]
+        if took_s <= 0:
+            return None, None
+        return (sent - seen[0][1]) / took_s, (received - seen[0][2]) / took_s
+
+
+def _notes(
+    records: Records,
+    hosts: Sequence[HostRow],
+    ranks: Sequence[RankRow],
+    clusters: Sequence[ClusterRow],
+) -> tuple[str, ...]:
+    found = row_notes(hosts, ranks, clusters)
+    if records.report.state in ("failed", "killed"):
+        reason = records.report.reason or "its processes are gone and have left no outcome"
+        found.insert(0, f"the run is {records.report.state}: {reason}")
+    if records.is_on and records.restarts:
+        last = records.restarts[-1]
+        if 0 <= (ago_s := records.at - last.at) < _RECENT_S:
+            found.append(f"{format_duration(ago_s)} ago: {last.text}")
+    return tuple(printable(text) for text in found)
+
+
+def row_notes(
+    hosts: Sequence[HostRow], ranks: Sequence[RankRow], clusters: Sequence[ClusterRow]
+) -> list[str]:
+    """What rows say, the worst first: who is dead, silent, a straggler, throttled; then the rest.
+
+    Of a host that is silent its ranks are not named as well.
+    """
+    away = {(row.cluster, row.node) for row in hosts if row.mark == "silent"}
+    found: list[str] = []
+    marks: tuple[Mark, ...] = ("dead", "silent", "straggler", "throttled")
+    for mark in marks:
+        named = [f"{row.name}: {row.note}" for row in clusters if row.mark == mark]
+        named += [_named(row.cluster, row.note) for row in hosts if row.mark == mark and row.note]
+        named += [
+            _named(row.cluster, _rank_note(row))
+            for row in ranks
+            if row.mark == mark and (mark != "silent" or (row.cluster, row.node) not in away)
+        ]
+        more = len(named) - _LISTED
+        found += named if more <= 0 else [*named[:_LISTED], f"and {more} more: {mark}"]
+    return found + [f"{row.name}: {row.note}" for row in clusters if row.note and not row.mark]
+
+
+def _named(cluster: str, text: str) -> str:
+    return f"{cluster}: {text}" if cluster else text
+
+
+def _rank_note(row: RankRow) -> str:
+    name = f"rank {row.rank} on {row.host}"
+    return row.note if row.note.startswith(name) else f"{name}: {row.note}"

@@ -1,0 +1,124 @@
+"""Verbs that show a run as it is now: top, dashboard."""
+
+# As in `isles.cli`, only what parsing needs is imported here.
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from isles.errors import ExitCode, UserError
+from isles.monitor.verbs import RUNS, Run, RunsDir, end_with_stdin, note, print_line
+
+if TYPE_CHECKING:
+    from isles.monitor.live.source import Found
+
+
+def register(app: App) -> None:
+    for verb in (top, dashboard):
+        app.command(verb)
+    app.command(rank_stack, show=False)
+
+
+def top(
+    run: Run = None,
+    /,
+    *,
+    json: bool = False,
+    every: float | None = None,
+    stdin: Annotated[bool, Parameter(show=False)] = False,
+    output_dir: RunsDir = RUNS,
+) -> int:
+    """Show what every rank, host, link and cluster of a run does now, wherever it runs.
+
+    In a terminal it is live; else it prints lines of text, once.
+
+    Args:
+        json: Print JSON; with --every one line each time, until nobody reads it.
+        every: Seconds between two looks; left out: 2.
+        stdin: End with the end of stdin; for isles on another machine.
+    """
+    from isles.monitor.live.plain import plain_lines
+    from isles.monitor.live.source import Watch, snapshot
+    from isles.monitor.table import console
+
+    if every is not None and not 0.2 <= every <= 3600:
+        raise UserError(f"{every:g} is not between 0.2 and 3600", where="--every", fix="--every 2")
+    found = _watched(run, output_dir)
+    if stdin:
+        end_with_stdin()
+    screen = console()
+    is_live = screen.is_terminal and not screen.is_dumb_terminal and sys.stdin.isatty()
+    if json and every is not None:
+        with Watch(found, output_dir, every) as watch:
+            at, error = 0.0, ""
+            while True:
+                if (shown := watch.wait(at, every)) is not None:
+                    at = shown.at
+                    print_line(shown.model_dump_json())
+                if watch.error != error and (error := watch.error):
+                    note(f"error: {error}")
+    if json:
+        print_line(snapshot(found).model_dump_json())
+        return ExitCode.OK
+    if not is_live:
+        for line in plain_lines(snapshot(found)):
+            print_line(line)
+        return ExitCode.OK
+    from isles.monitor.live.top import run_top
+
+    with Watch(found, output_dir, every or 2.0) as watch:
+        return run_top(watch)
+
+
+def dashboard(
+    *runs: str,
+    port: int = 0,
+    export: Path | None = None,
+    output_dir: RunsDir = RUNS,
+) -> int:
+    """Serve one page on this machine that shows a run live, and compares it with others.
+
+    Args:
+        runs: Names or directories of runs, or NAME@HOST of ones on other machines: the first is
+            shown in full, the others are compared with it; left out: the one that was started
+            last.
+        port: Of the page; 0: any.
+        export: Write the page as one file that opens anywhere, and serve nothing.
+    """
+    from contextlib import ExitStack
+
+    from isles.monitor.live import server
+    from isles.monitor.live.source import Watch, snapshot
+
+    found = [_watched(run, output_dir) for run in runs or (None,)]
+    if export is not None:
+        server.export([snapshot(each) for each in found], export)
+        print_line(f"wrote {export}")
+        return ExitCode.OK
+    with ExitStack() as stack:
+        watches = [stack.enter_context(Watch(each, output_dir)) for each in found]
+        return server.serve(watches, port=port, print_line=print_line)
+
+
+def rank_stack(run: Path, rank: int, /) -> int:
+    """Print where a rank stands now, for isles on another machine.
+
+    Args:
+        run: Run directory.
+        rank: Its number.
+    """
+    from isles.monitor.live.source import stack_of
+    from isles.run.paths import RunDir
+
+    print_line(stack_of(RunDir(run), rank))
+    return ExitCode.OK
+
+
+def _watched(run: str | None, output_dir: Path) -> Found:
+    from isles.monitor.hub import find_hub
+    from isles.run.find import find_any
+
+    return find_hub(run, output_dir) or find_any(run, output_dir)

@@ -1,0 +1,122 @@
+"""Which ranks the others of their cluster wait for, steadily enough to say so."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from isles.run.hang import STAGES
+
+_CLEAR, _PLAIN = 0.25, 0.10
+"""Parts of a step for which the others wait: so much twice in a row is told at once; so much is
+told where it is the median of the last looks."""
+
+_KEPT = 0.5
+"""A rank stays marked until the others wait less than this part of what marks one."""
+
+_LOOKS = 10
+_RECENT = 2
+_ENOUGH = 5
+_LATE_S, _LATE_STEPS = 5.0, 3.0
+"""A rank is late in a step once it has been in one part of it for so long, and so many steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The last step that a rank has timed.
+
+    Args:
+        communication_s: with what it has waited for others.
+        step_s: all of it.
+    """
+
+    communication_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a rank does now, and for how long."""
+
+    step: int
+    stage: str
+    since_s: float
+
+
+class Waits:
+    """The last steps of the ranks of one cluster, as seen at each look.
+
+    The rank that communicates least is the one that the others wait for. Ranks that are equally
+    fast change places at random, so a rank is named only where the difference is large and comes
+    again: by `_CLEAR` in two looks one after the other, or by `_PLAIN` in the median of ten. At a
+    first look, which has nothing to compare with, `_CLEAR` counts.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, deque[Step]] = {}
+        self._marked: set[int] = set()
+
+    def look(self, steps: Mapping[int, Step]) -> dict[int, float]:
+        """Take in the newest steps; the ranks that are waited for, and for how many seconds."""
+        if self._seen.keys() != steps.keys():
+            self._seen = {rank: deque(maxlen=_LOOKS) for rank in steps}
+            self._marked.clear()
+        for rank, step in steps.items():
+            seen = self._seen[rank]
+            if not seen or seen[-1] != step:
+                seen.append(step)
+        if len(steps) < 2:
+            return {}
+        found = self._behind(_RECENT, _CLEAR) | self._behind(_LOOKS, _PLAIN)
+        recent = self._behind(_ENOUGH, _PLAIN * _KEPT)
+        self._marked = set(found) | (self._marked & set(recent))
+        both = {**recent, **found}
+        return {rank: both[rank] for rank in sorted(self._marked)}
+
+    def _behind(self, looks: int, share: float) -> dict[int, float]:
+        # Ranks for which the others have waited for this share of a step.
+        lasts = {rank: list(seen)[-looks:] for rank, seen in self._seen.items()}
+        num = min(map(len, lasts.values()))
+        if looks == _LOOKS and num < _ENOUGH:
+            return {}
+        if looks == _RECENT:  # each of the looks must say so
+            each = [
+                _waits({rank: seen[-n] for rank, seen in lasts.items()}, share)
+                for n in range(1, num + 1)
+            ]
+            same = set.intersection(*map(set, each)) if each else set()
+            return {rank: each[0][rank] for rank in same}
+        middle = {
+            rank: Step(
+                statistics.median(step.communication_s for step in seen),
+                statistics.median(step.step_s for step in seen),
+            )
+            for rank, seen in lasts.items()
+        }
+        return _waits(middle, share)
+
+
+def _waits(steps: Mapping[int, Step], share: float) -> dict[int, float]:
+    # Half of the ranks or more wait: of two slow ranks on one host both are named.
+    least_s = min(step.communication_s for step in steps.values())
+    waits = {rank: step.communication_s - least_s for rank, step in steps.items()}
+    typical_s = sorted(waits.values())[len(waits) // 2]
+    step_s = max(step.step_s for step in steps.values())
+    if step_s <= 0 or typical_s < share * step_s:
+        return {}
+    return {rank: typical_s - wait for rank, wait in waits.items() if wait < typical_s / 2}
+
+
+def late(stages: Mapping[int, Stage], step_s: float | None) -> dict[int, Stage]:
+    """Ranks that all others have passed in the present step, and that do not move."""
+    known = {rank: stage for rank, stage in stages.items() if stage.stage in STAGES}
+    if len(known) < 2 or len(known) < len(stages):
+        return {}
+    places = {rank: (s.step, STAGES.index(s.stage)) for rank, s in known.items()}
+    first, last = min(places.values()), max(places.values())
+    limit_s = max(_LATE_S, _LATE_STEPS * (step_s or 0.0))
+    behind = {rank: known[rank] for rank, place in places.items() if place == first}
+    is_still = all(stage.since_s > limit_s for stage in known.values())
+    return behind if first != last and is_still and 2 * len(behind) <= len(known) else {}

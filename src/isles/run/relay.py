@@ -1,0 +1,56 @@
+"""What a cluster shows of itself through the hub, to whoever has no way to its machines: its
+status.json, live.json and last restart, packed into one text."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from isles.run.paths import RunDir
+
+LONGEST = 256 * 2**10
+"""Characters of such a text."""
+
+_MOST_BYTES = 16 * 2**20
+_PARTS = ("status", "live", "restart")
+
+
+def pack(run_dir: RunDir) -> str:
+    """The records of a run's newest attempt; empty: there are none, or they are too large.
+
+    The files are put together as they are: the interpreter, which others need, parses nothing.
+    """
+    attempt = run_dir.last_attempt()
+    paths: list[Path] = [run_dir.status]
+    if attempt is not None:
+        restarts = sorted(attempt.path.glob("restart-*.json"))
+        paths = [run_dir.status, attempt.live, *restarts[-1:]]
+    found: dict[str, bytes] = {}
+    for name, path in zip(_PARTS, paths, strict=False):
+        with suppress(OSError):
+            found[name] = path.read_bytes()
+    # Without the details of its GPUs a cluster of hundreds still says how far it is.
+    for names in (_PARTS, ("status",)):
+        parts = [b'"%s":%s' % (name.encode(), found[name]) for name in names if name in found]
+        data = zlib.compress(b"{%s}" % b",".join(parts))
+        text = base64.b64encode(data).decode()
+        if parts and len(text) <= LONGEST:
+            return text
+    return ""
+
+
+def unpack(text: str) -> dict[str, dict[str, Any]]:
+    """The records in such a text, by `status`, `live` and `restart`; those that cannot be read are
+    left out. It comes from another site: whatever is in it may be wrong."""
+    try:
+        # Of a small text that would fill the memory only the beginning is unpacked, which is none.
+        packed = base64.b64decode(text, validate=True)
+        found = json.loads(zlib.decompressobj().decompress(packed, _MOST_BYTES))
+    except (ValueError, zlib.error, RecursionError):
+        return {}
+    parts = found.items() if isinstance(found, dict) else ()
+    return {name: part for name, part in parts if name in _PARTS and isinstance(part, dict)}
