@@ -20,7 +20,8 @@ from torch._C._distributed_c10d import TCPStore
 from isles.config.sections.run import RunConfig
 from isles.run.env import read_rank_env
 from isles.run.paths import RunDir
-from isles.train.hang import StepClock, Watchdog
+from isles.train.clock import StepClock
+from isles.train.hang import Watchdog
 from isles.train.record import Recorder
 
 STEPS, ROUNDS = 100_000, 7

@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,9 +18,11 @@ import yaml
 
 from isles.errors import ExitCode
 from isles.run.checkpoints import list_checkpoints
+from isles.run.hang import STAGES
+from isles.run.live import ask_for_stacks
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record
+from isles.run.records import read_record, read_rows
 from isles.run.restarts import current_restart, read_last_step
 from tests.e2e.typed import Command, isles, the_run
 from tests.runs import assert_ended, losses_of, nothing_left, rows_of
@@ -123,6 +126,48 @@ def assert_card(run_dir: RunDir) -> None:
     assert "`words.jsonl`, type text" in card and "base_model" not in card
     written = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
     assert written["training"]["max_steps"] == 20
+
+
+def test_who_watches_sees_each_rank_its_stack_and_the_machine(
+    training: tuple[Command, RunDir],
+) -> None:
+    command, run_dir = training
+    attempt = run_dir.last_attempt()
+    assert attempt is not None
+
+    def node() -> dict[str, Any]:
+        live = read_record(attempt.live) or {}
+        found: dict[str, Any] = live.get("nodes", {}).get("0", {})
+        return found if all(of.get("parts") for of in found.get("ranks", {0: {}}).values()) else {}
+
+    seen = command.until(node)
+    assert (seen["state"], seen["first_rank"], seen["num_ranks"]) == ("there", 0, 2)
+    assert seen["host"]["memory_bytes"] > 0 and list(seen["ranks"]) == ["0", "1"]
+    for process, rank in zip(rank_processes(run_dir), seen["ranks"].values(), strict=True):
+        assert (rank["pid"], rank["alive"], rank["exit"]) == (process.pid, True, None)
+        assert rank["step"] > 0 and rank["stage"] in (*STAGES, "saving") and rank["step_s"] > 0
+        assert 0 <= rank["stage_s"] < 60 and (rank["rows"], rank["restart"]) == (6, 0)
+        assert set(rank["parts"]) == {"data", "forward_backward", "communication", "optimizer"}
+        assert rank["parts"]["forward_backward"] > 0 and rank["parts"]["communication"] >= 0
+        assert rank["resident_bytes"] > 1 << 20
+
+    asked = ask_for_stacks(attempt)
+    command.until(lambda: (read_record(attempt.stacks) or {}).get("asked_at") == asked)
+    stacks = (read_record(attempt.stacks) or {})["ranks"]
+    assert list(stacks) == ["0", "1"] and all(
+        "train/loop.py" in of["stacks"] for of in stacks.values()
+    )
+    assert not attempt.hangs.exists(), "nothing hangs"
+
+    command.until(lambda: any("cpu_use" in row for row in rows_of(run_dir)))
+    row = next(row for row in rows_of(run_dir) if "cpu_use" in row)
+    assert 0 < row["cpu_use"] <= 1 and row["host_memory_bytes"] > 0 and row["gpu_use"] is None
+    samples = read_rows(run_dir.node_telemetry(0))
+    assert samples and "stage" not in samples[-1]["ranks"]["0"]
+    os.kill(rank_processes(run_dir)[1].pid, signal.SIGKILL)
+    assert command.end() == ExitCode.TRAINING
+    last = (read_record(attempt.live) or {})["nodes"]["0"]
+    assert last["state"] == "ended" and last["ranks"], "the last record stays"
 
 
 def test_stop_from_another_terminal_and_going_on(training: tuple[Command, RunDir]) -> None:

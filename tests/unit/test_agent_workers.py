@@ -15,6 +15,7 @@ import psutil
 
 from isles.agent.workers import Ranks
 from isles.errors import ExitCode
+from isles.run.live import Tell
 from tests.deadline import DEADLINE_S, run_program, until
 from tests.each import each
 from tests.runs import nothing_left
@@ -74,6 +75,30 @@ def test_a_rank_that_does_not_end_is_killed(tmp_path: Path) -> None:
         until((tmp_path / "deaf").exists)
         ranks.end(signal.SIGTERM, 0.2)
         assert ranks.look() == ({}, {0: -9}), "the number of its signal"
+
+
+def talk(mark: Path, tell: Tell) -> int:
+    """A rank that tells more than anybody has read, and something that is too long."""
+    tell({"step": -1, "text": "x" * 5_000})
+    for step in range(5_000):
+        tell({"step": step, "text": "x" * 500})
+    mark.touch()
+    return int(ExitCode.REQUEUE)
+
+
+def test_a_rank_tells_where_it_is_and_never_waits_for_the_agent(tmp_path: Path) -> None:
+    forkserver.set_forkserver_preload([])
+    mark = tmp_path / "done"
+    ranks = Ranks("tests.unit.test_agent_workers:talk", {3: ({}, (mark,))}, hears=True)
+    try:
+        until(mark.exists)
+        assert ranks.seen[3]["alive"] and "step" not in ranks.seen[3], "nobody has read yet"
+        until(lambda: ranks.look() == ({3: 85}, {}))
+        seen = ranks.seen[3]
+        assert (seen["alive"], seen["exit"]) == (False, 85) and seen["pid"] and seen["at"]
+        assert 10 < seen["step"] < 4_999, "the last that had room"
+    finally:
+        ranks.end(signal.SIGKILL, DEADLINE_S)
 
 
 class Held:

@@ -14,9 +14,11 @@ from torch._C._distributed_c10d import HashStore
 from isles.config.load import load_run_file
 from isles.run.env import RankEnv
 from isles.run.hang import Position, find_hang
+from isles.run.live import ask_for_stacks
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
-from isles.train.hang import StepClock, Watchdog
+from isles.train.clock import StepClock
+from isles.train.hang import Watchdog
 from isles.train.record import Recorder
 from tests.each import each
 
@@ -194,3 +196,35 @@ def test_a_store_that_is_away_is_asked_again_and_then_named(tmp_path: Path) -> N
     lost = Rank(tmp_path / "lost", "step")
     lost.is_cut = True
     assert "the store of the ranks has not answered" in (lost.judge() or {})["text"]
+
+
+def test_who_asks_for_stacks_gets_them_and_nothing_else_happens(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, "step", took_s=1.0)
+    attempt = Attempt(tmp_path, 1)
+    rank.look(NOW)
+    rank._watchdog._view()
+    assert not rank.store.check(["asked"])
+    asked = ask_for_stacks(attempt)
+    rank._watchdog._view()
+    rank.look(NOW + 1.0)
+    rank._watchdog._view()
+    assert read_record(attempt.stacks) is None, "the other has not answered"
+    rank.hear("step")
+    rank._watchdog._view()
+    answer = read_record(attempt.stacks) or {}
+    assert answer["asked_at"] == asked and list(answer["ranks"]) == ["0", "1"]
+    own = answer["ranks"]["0"]
+    assert (own["host"], own["step"], own["stage"]) == ("box", 7, "asking")
+    assert "test_who_asks_for_stacks" in own["stacks"]
+    rank.look(NOW + 2.0)
+    rank._watchdog._view()
+    assert int(rank.store.get("asked")) == 1, "one answer for each request"
+    assert not attempt.hangs.exists()
+    again = ask_for_stacks(attempt)
+    rank._watchdog._view()
+    rank.look(NOW + 9.0)
+    rank._watchdog._view()
+    answer = read_record(attempt.stacks) or {}
+    assert answer["asked_at"] == again and list(answer["ranks"]) == ["0"], (
+        "who is silent is left out"
+    )

@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ from isles.agent.agent import Agent, NodeLog, Signals
 from isles.agent.connection import Connection, ask_token, fetch_run, versions
 from isles.agent.lead import Lead
 from isles.agent.server import LocalLink
+from isles.agent.telemetry import Telemetry
 from isles.agent.workers import RankStore, WorkerGroup, redirect_output
 from isles.errors import UserError
 from isles.launch.manual import interface_of
-from isles.run.env import ATTEMPT, RUN_DIR, job_node, rank_defaults
+from isles.run.env import ATTEMPT, RUN_DIR, is_sampled, job_node, rank_defaults
 from isles.run.nodes import Fleet, FleetNode, require_nodes
 from isles.run.outcome import agent_error, end_failed
 from isles.run.paths import Attempt, RunDir
@@ -145,13 +146,26 @@ def _serve(
     is_own = isinstance(connection, LocalLink)
     agent_log = attempt.agent_log if is_own else attempt.node_log(node.node)
     node_log = NodeLog(run_dir, attempt, node.node, signals, agent_log)
-    with node_log, _fork_server(run_dir, attempt) as scratch:
+    with node_log, _fork_server(run_dir, attempt) as scratch, ExitStack() as stack:
         workers = WorkerGroup(
-            run_dir, attempt, node.nproc, scratch, in_job=nodes.in_job, store=store
+            run_dir,
+            attempt,
+            node.nproc,
+            scratch,
+            in_job=nodes.in_job,
+            hears=is_sampled(),
+            store=store,
         )
+        telemetry = None
+        if is_sampled():
+            file, ranks = run_dir.node_telemetry(node.node), workers.seen
+            telemetry = Telemetry(run_dir.path, file, interface, node.nproc, ranks)
+            stack.enter_context(telemetry)
         try:
             is_shared = is_own or nodes.is_shared
-            return Agent(attempt, connection, workers, signals, is_shared=is_shared).run()
+            return Agent(
+                attempt, connection, workers, signals, telemetry, is_shared=is_shared
+            ).run()
         finally:
             if store is not None:
                 store.close()

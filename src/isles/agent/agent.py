@@ -21,6 +21,7 @@ from isles.agent.hang import new_hang_files
 from isles.agent.protocol import log_line
 from isles.agent.script.stacks import read_stacks
 from isles.agent.server import LocalLink
+from isles.agent.telemetry import Telemetry
 from isles.agent.workers import WorkerGroup
 from isles.errors import ExitCode
 from isles.run.paths import Attempt, RunDir
@@ -39,6 +40,7 @@ class Agent:
 
     Args:
         signals: to this process, which it forwards to the ranks on command.
+        telemetry: samples this node; None: nobody does.
         is_shared: whether the coordinator is known to see the same folder of the attempt.
     """
 
@@ -48,6 +50,7 @@ class Agent:
         connection: Connection | LocalLink,
         workers: WorkerGroup,
         signals: Signals,
+        telemetry: Telemetry | None,
         *,
         is_shared: bool,
     ) -> None:
@@ -55,6 +58,7 @@ class Agent:
         self._connection = connection
         self._workers = workers
         self._signals = signals
+        self._telemetry = telemetry
         self._is_shared = is_shared
         self._forwarded = 0
         self._hangs: dict[str, Any] = {}
@@ -95,6 +99,7 @@ class Agent:
             self._hangs_at, self._hangs = now_s, new_hang_files(self._attempt)
         more = {"hangs": self._hangs, "stacks": self._stacks, "stop": self._signals.received}
         more["printed"] = self._printed() if self._workers.is_script else 0
+        more["telemetry"] = self._telemetry.last if self._telemetry is not None else {}
         self._connection.report(
             {**self._workers.report, **{key: value for key, value in more.items() if value}}
         )

@@ -157,6 +157,11 @@ class Coordinator:
         """First rank and number of ranks of each node that trains."""
         return dict(self._members.ranks)
 
+    @property
+    def restart(self) -> int:
+        """The present restart of the ranks; 0 before the first."""
+        return self._members.restart
+
     def _decide(self) -> None:
         if not self.is_over:
             self._receive_stop_requests()

@@ -24,6 +24,7 @@ from isles import __version__
 from isles.agent.agent import Signals
 from isles.agent.connection import versions
 from isles.agent.coordinator import Coordinator
+from isles.agent.live import LiveRecord
 from isles.agent.protocol import log_line
 from isles.agent.requeue import QueuedRun
 from isles.agent.script.watch import ScriptWatch
@@ -38,7 +39,7 @@ from isles.launch.queue.job import Allocation
 from isles.launch.queue.pbs import PbsAllocation
 from isles.launch.queue.slurm import SlurmAllocation
 from isles.run.begin import write_launch
-from isles.run.env import inherited
+from isles.run.env import inherited, is_sampled
 from isles.run.find import typed_name
 from isles.run.nodes import Fleet, FleetNode, require_nodes
 from isles.run.outcome import agent_error, end_failed
@@ -113,6 +114,7 @@ class Lead:
             job=self._job,
         )
         self._records = NodeRecords(attempt, self.nodes, self.server)
+        self._live = LiveRecord(attempt, self.nodes, self.server)
         return None
 
     def start(self) -> None:
@@ -279,14 +281,20 @@ class Lead:
                 if not self.nodes.has_own_node:
                     self._take_signal()
                 self._coordinator.look()
-                self._records.write(self._coordinator.places())
+                self._record()
                 self._miss_placed()
                 pause.wait(_LOOK_S)
-            self._records.write(self._coordinator.places(), now=True)
+            self._record(now=True)
         except BaseException:  # the edge of a thread without which nothing goes on
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(ExitCode.TRAINING)
+
+    def _record(self, *, now: bool = False) -> None:
+        places = self._coordinator.places()
+        self._records.write(places, now=now)
+        if is_sampled():
+            self._live.write(places, self._coordinator.restart, now=now)
 
     def _take_signal(self) -> None:
         # What a signal, or the clock, means to a process without ranks of its own.

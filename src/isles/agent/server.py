@@ -105,8 +105,19 @@ class NodeConnection:
     """Why it is taken for lost; empty while it is not."""
     is_done: bool = False
     """Whether its agent has ended in good order."""
+    skew_s: float = 0.0
+    """Its clock minus the clock of this host."""
     sent: dict[str, Any] = field(default_factory=dict)
     sent_at: float = 0.0
+
+    @property
+    def state(self) -> str:
+        return "lost" if self.lost else "ended" if self.is_done else "there"
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its last message."""
+        return 0.0 if isinstance(self.wire, LocalLink) else self.last_seen.seconds
 
 
 class Refusal(PreflightError):
@@ -303,6 +314,7 @@ class RendezvousServer:
                 if not isinstance(report, dict):
                     raise ProtocolError("no report")
                 skew_s = time.time() - float(message.get("clock", time.time()))
+                peer.skew_s = -skew_s
                 for error in (report.get("root_cause"), *report.get("errors", ())):
                     if error:  # by the clock of this host, like those of all nodes
                         error["at"] = float(error["at"]) + skew_s
@@ -420,6 +432,5 @@ class NodeRecords:
         node = {"node": place.node, "name": place.name, "address": place.address, "ssh": place.ssh}
         node |= {"first_rank": first, "ranks": count, "state": "missing", "why": ""}
         if peer is not None:
-            state = "lost" if peer.lost else "ended" if peer.is_done else "there"
-            node |= {**peer.process.record(), "state": state, "why": peer.lost}
+            node |= {**peer.process.record(), "state": peer.state, "why": peer.lost}
         return node

@@ -6,12 +6,17 @@ forked process.
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import importlib
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
+import struct
 import sys
+import termios
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,6 +29,7 @@ from isles.agent.failure import failure_report, oom_kills
 from isles.agent.protocol import END_GRACE_S
 from isles.errors import ExitCode, UserError
 from isles.run.env import RankEnv
+from isles.run.live import Tell
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import die_with_parent
 from isles.run.records import read_record
@@ -34,6 +40,9 @@ _KILL_S = 30.0
 """How long the kernel may take to end a process that was killed."""
 
 _CAUSE_FIRST_S, _LOOK_S = 2.0, 0.05
+
+_LONGEST_BYTES, _UNREAD_BYTES = 4000, 16 << 10
+"""Of what a rank tells: written at once (PIPE_BUF has 4096), and not where so much is unread."""
 
 _RANK_PROCESS = "isles.agent.workers:rank_process"
 _SCRIPT_PROCESS = "isles.agent.script.run:script_process"
@@ -46,6 +55,7 @@ class WorkerGroup:
     Args:
         scratch: a folder for files of this attempt on this host.
         in_job: whether the job of the run may be queued again after a stop.
+        hears: whether the ranks of the built-in trainer tell where they are.
         store: where the ranks of several nodes find one another, if this node is the first of them.
     """
 
@@ -57,14 +67,17 @@ class WorkerGroup:
         scratch: Path,
         *,
         in_job: bool = False,
+        hears: bool = True,
         store: RankStore | None = None,
     ) -> None:
         self._run_dir, self._attempt = run_dir, attempt
+        self._hears = hears
         self._nproc = nproc
         self._scratch = scratch
         self._in_job = in_job
         self._store = store
         self._ranks: Ranks | None = None
+        self._seen: dict[int, dict[str, Any]] = {}
         self._command: dict[str, Any] = {}
         self._failed: dict[int, int] = {}
         self._oom_kills = 0
@@ -118,8 +131,20 @@ class WorkerGroup:
                 in_job=self._in_job,
             )
             starts[env.rank] = self._environ(env), (self._run_dir.path, env, asked)
-        self._ranks = Ranks(_SCRIPT_PROCESS if command["script"] else _RANK_PROCESS, starts)
+        what = _SCRIPT_PROCESS if command["script"] else _RANK_PROCESS
+        self._ranks = Ranks(what, starts, hears=self._hears and not command["script"])
+        self._seen = self._ranks.seen
         self.report = {"restart": restart, "state": "running"}
+
+    def seen(self) -> dict[int, dict[str, Any]]:
+        """The ranks here, or those that ran last: pid, whether it is alive, its exit code, and what
+        it has told. Any thread may call this."""
+        seen = {rank: dict(known) for rank, known in self._seen.items()}
+        for rank, known in seen.items() if self.is_script else ():
+            record = read_record(self._attempt.rank_record(rank)) or {}
+            if record.get("pid") == known["pid"]:  # that process only waits for the script
+                known["pid"] = record["script_pid"]
+        return seen
 
     def look(self) -> None:
         if not self.is_running:
@@ -204,21 +229,29 @@ class Ranks:
         what: MODULE:FUNCTION that each of them runs; it returns an exit code, or ends the process
             itself.
         starts: for each rank, by its number, the variables of its own, and the arguments.
+        hears: whether it gets one more argument, a `Tell`.
     """
 
     def __init__(
-        self, what: str, starts: Mapping[int, tuple[dict[str, str], tuple[Any, ...]]]
+        self,
+        what: str,
+        starts: Mapping[int, tuple[dict[str, str], tuple[Any, ...]]],
+        *,
+        hears: bool = False,
     ) -> None:
+        self.seen: dict[int, dict[str, Any]] = {}
+        """See `WorkerGroup.seen`; values are replaced, never changed."""
         context = multiprocessing.get_context("forkserver")
         self._processes: dict[int, ForkServerProcess] = {}
         self._pipes: dict[int, Connection] = {}
         self._codes: dict[int, int] = {}
         for rank, (environ, args) in starts.items():
             self._pipes[rank], end = context.Pipe(duplex=False)
-            process = context.Process(target=_run, args=(what, args, environ, end))
+            process = context.Process(target=_run, args=(what, args, environ, end, hears))
             _start(process)
             end.close()
             self._processes[rank] = process
+            self.seen[rank] = {"pid": process.pid, "alive": True, "exit": None, "at": time.time()}
 
     @property
     def numbers(self) -> list[int]:
@@ -232,15 +265,26 @@ class Ranks:
         done, failed = {}, {}
         for rank, process in self._processes.items():
             exitcode = process.exitcode  # before the pipe: its answer is complete then
-            with suppress(EOFError, OSError):
-                if rank not in self._codes and self._pipes[rank].poll():
-                    self._codes[rank] = int(self._pipes[rank].recv())
+            self._hear(rank)
+            if exitcode is not None and self.seen[rank]["alive"]:
+                code = exitcode or self._codes.get(rank, 0)
+                self.seen[rank] = {**self.seen[rank], "alive": False, "exit": code}
             if exitcode == 0:
                 # One that is asked to stop when it has nothing left to do ends without an answer.
                 done[rank] = self._codes.get(rank, 0)
             elif exitcode is not None:
                 failed[rank] = exitcode
         return done, failed
+
+    def _hear(self, rank: int) -> None:
+        # What it has told, up to its exit code.
+        with suppress(EOFError, OSError):
+            while rank not in self._codes and self._pipes[rank].poll():
+                message = self._pipes[rank].recv()
+                if isinstance(message, dict):
+                    self.seen[rank] = {**self.seen[rank], **message, "at": time.time()}
+                else:
+                    self._codes[rank] = int(message)
 
     def are_all(self, done: Mapping[int, int]) -> bool:
         return len(done) == len(self._processes)
@@ -261,7 +305,7 @@ class Ranks:
         for process in self._processes.values():
             process.join(max(0.0, deadline - time.monotonic()))
         self.signal(signal.SIGKILL)
-        for rank, process in self._processes.items():
+        for process in self._processes.values():
             # With a limit: what hangs in the kernel, as on a lost disk, cannot be killed.
             process.join(_KILL_S)
             if process.exitcode is None:
@@ -269,7 +313,9 @@ class Ranks:
                     f"process {process.pid} has not ended {_KILL_S:.0f} s after SIGKILL: "
                     "it hangs in a driver or a file system; see `dmesg | tail`\n"
                 )
-            self._pipes[rank].close()
+        self.look()  # for `seen`
+        for pipe in self._pipes.values():
+            pipe.close()
 
 
 class RankStore:
@@ -320,13 +366,23 @@ def _start(process: ForkServerProcess) -> None:
 # From here on: in the forked processes.
 
 
-def _run(what: str, args: tuple[Any, ...], environ: dict[str, str], answer: Connection) -> None:
+def _run(
+    what: str, args: tuple[Any, ...], environ: dict[str, str], answer: Connection, hears: bool
+) -> None:
     os.environ.update(environ)
     try:
-        code = _call(what, args)
+        code = _call(what, (*args, functools.partial(_tell, answer)) if hears else args)
     except KeyboardInterrupt:  # before the rank has taken over the signals
         code = ExitCode.INTERRUPTED
     answer.send(int(code))
+
+
+def _tell(answer: Connection, message: dict[str, Any]) -> None:
+    # An agent that does not read misses some: there is always room for the exit code.
+    data, unread = pickle.dumps(message), bytearray(4)
+    fcntl.ioctl(answer.fileno(), termios.FIONREAD, unread)
+    if len(data) <= _LONGEST_BYTES and struct.unpack("i", unread)[0] < _UNREAD_BYTES:
+        answer.send_bytes(data)
 
 
 def _call(what: str, args: tuple[Any, ...]) -> int:
@@ -337,14 +393,16 @@ def _call(what: str, args: tuple[Any, ...]) -> int:
     return entry(*args)
 
 
-def rank_process(run_path: Path, env: RankEnv, resume_from: Path | None) -> int:
+def rank_process(
+    run_path: Path, env: RankEnv, resume_from: Path | None, tell: Tell | None = None
+) -> int:
     """Train as this rank, with a log of its own; the exit code."""
     run_dir = RunDir(run_path)
     attempt = run_dir.attempt(env.attempt)
     log_to_file(attempt, env)
     # By its name: the control wing never imports the worker wing, and this process is a rank now.
     worker = importlib.import_module("isles.train.worker")
-    code = int(worker.run_rank(run_dir, attempt, env, resume_from))
+    code = int(worker.run_rank(run_dir, attempt, env, resume_from, tell=tell))
     if code not in (ExitCode.OK, ExitCode.HANDOVER, ExitCode.REQUEUE, ExitCode.INTERRUPTED):
         let_cause_end_first(attempt, env, code)
         # Not an exception: the rank's own record holds more than a traceback through torch.

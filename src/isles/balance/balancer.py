@@ -91,6 +91,12 @@ class Balancer:
         """Time these modules from now on; called after the strategy has hooked them."""
         self._meter = ComputeMeter(blocks, self._world.device)
 
+    def blocks_s(self) -> float | None:
+        """Seconds that the forward passes of this rank's blocks took in the last step of which they
+        are known; None: they are not timed. Waits for no GPU."""
+        steps = self._meter.steps() if self._meter is not None else []
+        return steps[-1] if steps else None
+
     def rest(self) -> None:
         """Keep the split that is in use from now on. All ranks must call this."""
         self._meter = None

@@ -14,6 +14,8 @@ RUN_DIR = "ISLES_RUN_DIR"
 ATTEMPT = "ISLES_ATTEMPT"
 NAMED = "ISLES_NAMED"
 """Suffix of a run's name on the machine that shows the output of this one."""
+TELEMETRY = "ISLES_TELEMETRY"
+"""off: agents sample nothing, for benchmarks that compare with it."""
 
 SET_BY_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
 """Variables of torchrun's ranks that no other module here sets."""
@@ -71,6 +73,11 @@ def run_dir_of_script(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The run directory of the script that calls this; None where isles has not started it."""
     value = environ.get(RUN_DIR)
     return Path(value) if value else None
+
+
+def is_sampled(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the agent of this process samples its node and ranks."""
+    return environ.get(TELEMETRY) != "off"
 
 
 def num_restarts(environ: Mapping[str, str] = os.environ) -> int:

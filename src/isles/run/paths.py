@@ -100,6 +100,8 @@ class RunDir:
     """What the run is doing now."""
     metrics = _Entry("metrics.jsonl")
     """One JSON line per recorded step."""
+    telemetry = _Entry("telemetry")
+    """What the agent of each node has sampled, over all starts."""
     balance = _Entry("balance.json")
     """How the rows of each step were divided, where that changes from step to step."""
     join_line = _Entry("join")
@@ -128,6 +130,10 @@ class RunDir:
     def tracker_record(self, kind: str) -> Path:
         """A tracker's own id of the run, such as wandb's."""
         return self.path / "track" / f"{kind}.json"
+
+    def node_telemetry(self, node: int) -> Path:
+        """Samples of a node, one JSON line each: close together at the end, sparse before."""
+        return self.telemetry / f"node-{node}.jsonl"
 
     def latest_node_log(self, node: int) -> Path:
         """Link to the newest log of a node: the lines of its agent and its ranks."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import signal
 import socket
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -58,6 +60,17 @@ class ProcessId:
             return same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
+
+
+def processor_name() -> str:
+    """The processor's model, by the kernel."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
+        models = (line.partition(":")[2].strip() for line in lines if "model name" in line)
+        if name := next(models, ""):
+            return name
+    return platform.processor() or platform.machine()
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

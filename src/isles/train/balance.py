@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +23,7 @@ from isles.dist.world import World
 from isles.errors import ConfigError, OutOfMemoryError, UserError
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
+from isles.run.process import processor_name
 from isles.strategies.fsdp import find_blocks
 from isles.train.probe import CPU_MICRO_BATCH_SIZE, even_micro_batch, measure_curve
 from isles.train.record import Recorder
@@ -260,13 +260,7 @@ def _device_name(world: World) -> str:
     # The GPU's model, or the processor's with the number of its threads.
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
-        models = [line.partition(":")[2].strip() for line in lines if "model name" in line]
-        name = models[0] if models else name
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{processor_name()}, {torch.get_num_threads()} threads"
 
 
 def rank_shares(

@@ -16,14 +16,13 @@ import threading
 import time
 import traceback
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
@@ -33,10 +32,12 @@ from isles.dist.world import World
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
 from isles.run.env import RankEnv
-from isles.run.hang import STAGES, Frame, Hang, Position, collective_in, find_hang, place_in_words
+from isles.run.hang import Frame, Hang, Position, collective_in, find_hang, place_in_words
+from isles.run.live import StacksRequests, Tell
 from isles.run.outcome import end_without_agent, error_record
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record, write_text_atomic
+from isles.train.clock import Moment, StepClock
 from isles.train.record import Recorder
 
 log = logging.getLogger(__name__)
@@ -45,70 +46,18 @@ _LOOK_S = 1.0
 _ANSWER_S = 6.0
 """How long ranks have to answer; a rank or store that has not counts as lost."""
 
+_VIEW_S = 0.25
+"""Between two looks while somebody waits for the stacks of all ranks."""
+
 _CONNECT = timedelta(seconds=5)
 _STOPPED_S = 10.0
 """Longer than this between two looks, the process did not run: a queue had stopped it, or its
 machine was paused. A machine that is full does not keep a thread waiting so long."""
 
-_RECENT_STEPS, _KNOWN_STEPS = 31, 3
+_KNOWN_STEPS = 3
 _FIRST, _COMPILING = 5, 20
 """The first steps, and the first evaluation, may take so many times min_time; the second: where
 the model is compiled."""
-
-
-class Moment(NamedTuple):
-    """Where a rank is.
-
-    Args:
-        phase: step, evaluating or saving; empty: nothing that is watched.
-        step: its number.
-        stage: the part of the step, or the phase.
-        since: when the phase began, by the clock of the `StepClock`.
-    """
-
-    phase: str
-    step: int
-    stage: str
-    since: float
-
-
-class StepClock:
-    """Where this rank is in its step. An update reads a clock and stores a value, nothing else.
-
-    Args:
-        now: monotonic clock, seconds; the watchdog uses the same.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.now = now
-        self.moment = Moment("", 0, "", now())
-        self.steps: deque[float] = deque(maxlen=_RECENT_STEPS)
-        """Seconds that the last steps have taken."""
-        self.longest_evaluation_s = 0.0
-
-    def step(self, step: int) -> None:
-        """A step begins."""
-        self._leave(Moment("step", step, STAGES[0], self.now()))
-
-    def at(self, stage: str) -> None:
-        """A part of the step begins: one of `STAGES`."""
-        self.moment = self.moment._replace(stage=stage)
-
-    def begin(self, phase: str) -> None:
-        """Another phase than a step begins: evaluating, saving."""
-        self._leave(Moment(phase, self.moment.step, phase, self.now()))
-
-    def end(self) -> None:
-        """That phase is over."""
-        self._leave(Moment("", self.moment.step, "", self.now()))
-
-    def _leave(self, moment: Moment) -> None:
-        before, self.moment = self.moment, moment
-        took_s = moment.since - before.since
-        if before.phase == "step":
-            self.steps.append(took_s)
-        elif before.phase == "evaluating":
-            self.longest_evaluation_s = max(self.longest_evaluation_s, took_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +118,8 @@ class Watchdog:
         connect: gives the store of the ranks, again after a failure.
         is_gpu: whether this rank computes on a GPU.
         saving_moved_at: when a save has last made progress, by `clock`.
+        tell: takes what the agent of this node is told each second; None: there is none.
+        figures: what it is told beside the stage; any thread may call it.
     """
 
     def __init__(
@@ -183,7 +134,12 @@ class Watchdog:
         *,
         is_gpu: bool,
         saving_moved_at: Callable[[], float],
+        tell: Tell | None = None,
+        figures: Callable[[], dict[str, Any]] = dict,
     ) -> None:
+        self._tell, self._figures = tell, figures
+        self._requests = StacksRequests(attempt) if env.rank == 0 else None
+        self._viewed: tuple[float, int, float] | None = None
         self._config = config
         self._attempt, self._env, self._rank, self._hosts = attempt, env, env.rank, hosts
         self._clock, self._connect, self._recorder = clock, connect, recorder
@@ -208,13 +164,60 @@ class Watchdog:
         self._thread.join(2 * _CONNECT.total_seconds())
 
     def _watch(self) -> None:
-        while not self._is_over.wait(_LOOK_S):
+        while not self._is_over.wait(_LOOK_S if self._viewed is None else _VIEW_S):
             try:
                 self.look()
             except Exception:  # a thread's edge: no bug in here may end a run
                 log.exception("the watchdog has failed; the run goes on without it")
                 break
+            self._aside(self._show)
+            self._aside(self._view)
         self._store = None
+
+    def _aside(self, work: Callable[[], None]) -> None:
+        # For watchers: whatever happens there, the steps are watched on.
+        try:
+            work()
+        except (OSError, RuntimeError) as error:  # of a disk, the agent, or torch's, of a store
+            log.debug("%s", error)
+        except Exception:
+            log.exception("watchers see no more of this rank; the run goes on")
+            self._tell = self._requests = self._viewed = None
+
+    def _show(self) -> None:
+        # Tell the agent where this rank is.
+        if self._tell is None:
+            return
+        moment, steps = self._clock.moment, self._clock.steps
+        stage_s = self._clock.now() - moment.stage_since
+        place = {"restart": self._env.restart, "step": moment.step, "phase": moment.phase}
+        place |= {"stage": moment.stage, "stage_s": stage_s, "step_s": steps[-1] if steps else None}
+        self._tell({**place, **self._figures()})
+
+    def _view(self) -> None:
+        # On rank 0: have all ranks answer who wants to see their stacks, and write the answers.
+        store, requests, now = self._store, self._requests, self._clock.now()
+        if store is None or requests is None:
+            return
+        if self._viewed is None:
+            if (at := requests.new()) is None:
+                return
+            # Before the question: none but that of a hang leaves files of stacks.
+            store.set("viewed", str(store.add("asked", 0) + 1))
+            self._viewed = at, int(store.add("asked", 1)), now
+            return
+        asked_at, question, since = self._viewed
+        answers = self._answers(question)
+        if len(answers) == len(self._hosts) or now - since > _ANSWER_S:
+            self._viewed = None
+            keys = ("step", "stage", "at", "waits_in", "stacks")
+            requests.answer(
+                asked_at,
+                {
+                    rank: {"host": self._hosts[rank], **{key: answer[key] for key in keys}}
+                    for rank, answer in answers.items()
+                },
+            )
 
     def look(self) -> None:
         """Look once: answer who has asked, and ask or decide where this rank is overdue."""
@@ -269,7 +272,8 @@ class Watchdog:
                 answer = {"question": asked, **moment._asdict(), **asdict(place)}
                 store.set(f"rank-{self._rank}", json.dumps(answer))
                 self._answered = asked
-                self._write_stacks(self._rank, answer)
+                if not store.check(["viewed"]) or int(store.get("viewed")) != asked:
+                    self._write_stacks(self._rank, answer)
             self._store_answered_at = self._clock.now()
         except RuntimeError:  # torch's, of a store that is gone or cut off: tried again
             self._store = None
@@ -395,6 +399,8 @@ def watching(
     world: World,
     recorder: Recorder,
     saving_moved_at: Callable[[], float],
+    tell: Tell | None,
+    figures: Callable[[], dict[str, Any]],
 ) -> Iterator[None]:
     """Watch the steps within; see `Watchdog`. All ranks must call this."""
     ranks = world.gather((world.host, uuid.uuid4().hex))
@@ -408,6 +414,8 @@ def watching(
         recorder,
         is_gpu=world.device.type == "cuda",
         saving_moved_at=saving_moved_at,
+        tell=tell,
+        figures=figures,
     )
     watchdog.start()
     try:

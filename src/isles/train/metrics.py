@@ -6,7 +6,7 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from isles.dist.world import World
 from isles.facts.gpus import find_gpu
 from isles.facts.units import format_bytes
 from isles.strategies.base import Engine
-from isles.train.hang import StepClock
+from isles.train.clock import StepClock
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,10 @@ class StepMeter:
         self._memory_bytes: float | None = memory_bytes if self._cuda else None
         gpu = find_gpu(world.device_name) if self._cuda else None
         self._tokens_per_second_at_peak = gpu.bf16_flops / flops_per_token if gpu else None
+        self.parts: dict[str, float | None] | None = None
+        """Where the time of the last recorded step went on this rank, seconds by part, of which
+        none contains another; communication includes waiting for other ranks."""
+        self._last = dict.fromkeys(PHASES, 0.0)
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._begin_row()
         self._mark_at = self._since
@@ -67,7 +71,8 @@ class StepMeter:
         self.clock.at(_STAGE_AFTER[phase])
         if self._timing:
             now = self._now()
-            self._parts[phase] += now - self._mark_at
+            self._last[phase] = now - self._mark_at
+            self._parts[phase] += self._last[phase]
             self._mark_at = now
 
     def add(self, loss_sum: torch.Tensor) -> None:
@@ -102,6 +107,7 @@ class StepMeter:
         *,
         grad_norm: torch.Tensor,
         communication_s: float | None,
+        blocks_s: float | None,
         sums: Mapping[str, torch.Tensor],
     ) -> dict[str, Any]:
         """The figures since the last row, the same on every rank. All ranks must call this.
@@ -109,6 +115,7 @@ class StepMeter:
         Args:
             grad_norm: of the last step.
             communication_s: of the last timed step; None: it is not known.
+            blocks_s: see `Balancer.blocks_s`.
             sums: this rank's part of what the method tells besides the loss.
         """
         elapsed = time.perf_counter() - self._since
@@ -120,16 +127,22 @@ class StepMeter:
         seconds = {phase: took_s / max(1, self._timed) for phase, took_s in self._parts.items()}
         seconds["communication"] = math.nan if communication_s is None else communication_s
         summed = {"loss": self._loss, **sums}
-        mine = (seconds, {name: float(value.item()) for name, value in summed.items()}, peak_bytes)
-        ranks = self._world.gather(mine)
-        means = {name: sum(of[name] for of, _, _ in ranks) / len(ranks) for name in seconds}
+        losses = {name: float(value.item()) for name, value in summed.items()}
+        passes = self._last["forward_backward"], blocks_s
+        ranks = self._world.gather((seconds, losses, peak_bytes, passes))
+        waited_s = communication_s
+        if waited_s is None:
+            waited_s = waiting_s(passes, [of for *_, of in ranks])
+        own_s = passes[0] - (waited_s or 0.0)
+        self.parts = {**self._last, "forward_backward": max(0.0, own_s), "communication": waited_s}
+        means = {name: sum(of[name] for of, *_ in ranks) / len(ranks) for name in seconds}
         communication = None if math.isnan(means["communication"]) else means["communication"]
         tokens_per_second = self._tokens / elapsed
         per_rank = tokens_per_second / self._world.world_size
         at_peak = self._tokens_per_second_at_peak
         row = {
             **{
-                name: sum(of[name] for _, of, _ in ranks) / max(1, self._loss_divisor)
+                name: sum(of[name] for _, of, *_ in ranks) / max(1, self._loss_divisor)
                 for name in summed
             },
             "grad_norm": float(grad_norm.item()),
@@ -142,7 +155,7 @@ class StepMeter:
             "communication_s": communication,
             "optimizer_s": means["optimizer"],
             "mfu": None if at_peak is None else per_rank / at_peak,
-            "memory_bytes": int(max(peak for _, _, peak in ranks)),
+            "memory_bytes": int(max(peak for _, _, peak, _ in ranks)),
         }
         self._begin_row()
         return row
@@ -167,6 +180,29 @@ class StepMeter:
         if self._cuda:
             torch.cuda.synchronize(self._world.device)
         return time.perf_counter()
+
+
+def waiting_s(
+    own: tuple[float, float | None], ranks: Sequence[tuple[float, float | None]]
+) -> float | None:
+    """Seconds of a rank's forward and backward pass in which it waited for slower ranks.
+
+    All ranks end a pass together where each block gathers its weights, so the rank whose blocks
+    took the largest part of its pass has waited for nobody. What all of them wait for, the
+    transfer itself, is not told apart from computing.
+
+    Args:
+        own: seconds of the pass, and of the blocks' forward pass in it; None: not timed.
+        ranks: the same of all ranks.
+
+    Returns:
+        None where some rank's blocks were not timed.
+    """
+    took_s, blocks_s = own
+    parts = [blocks / took for took, blocks in ranks if blocks is not None and took > 0]
+    if blocks_s is None or len(parts) < len(ranks) or max(parts) <= 0:
+        return None
+    return max(0.0, took_s - blocks_s / max(parts))
 
 
 def evaluate(

@@ -79,6 +79,7 @@ class Parts:
         figures = self.meter.row(
             grad_norm=grad_norm,
             communication_s=self.engine.communication_s(),
+            blocks_s=self.balancer.blocks_s(),
             sums=self.engine.take_figures(of_training=True),
         )
         self.checkpoints.poll()
@@ -97,6 +98,21 @@ class Parts:
             checkpoint_step=self.checkpoints.last_step,
             checkpoint_at=self.checkpoints.last_at,
         )
+
+    def shown(self) -> dict[str, Any]:
+        """What watchers see of this rank beside its stage. Waits for no GPU; of any thread."""
+        split, dp_rank, device = self.loader.split, self.mesh.dp_rank, self.world.device
+        found: dict[str, Any] = {
+            "rows": split.rows[dp_rank],
+            "micro_batch": split.micro_batch_sizes[dp_rank],
+        }
+        found |= {"parts": self.meter.parts, "device": self.world.device_name, "gpu": None}
+        if device.type == "cuda":
+            held = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+            total = torch.cuda.get_device_properties(device).total_memory
+            found |= {"gpu": device.index, "memory_bytes": held["current"]}
+            found |= {"peak_bytes": held["peak"], "limit_bytes": total}
+        return found
 
     def rebalance(self) -> None:
         """Deal the rows anew where ranks have become faster or slower. All ranks must call this."""

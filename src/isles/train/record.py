@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, assert_never
 
 import torch
@@ -26,6 +27,7 @@ from isles.dist.world import World
 from isles.errors import UserError
 from isles.run.begin import require_packages
 from isles.run.checkpoints import list_checkpoints
+from isles.run.live import SampledMeans
 from isles.run.paths import RunDir
 from isles.run.records import write_record
 from isles.run.restarts import LastStep
@@ -48,6 +50,7 @@ class Recorder:
         is_main: whether this is rank 0.
         world_size: ranks in the run.
         last_step: takes the number of each step; None: nothing does.
+        live: live.json, whose means are added to the rows of steps; None: they are not.
         heartbeat_s: how often status.json is written at least.
     """
 
@@ -58,12 +61,14 @@ class Recorder:
         is_main: bool,
         world_size: int,
         last_step: LastStep | None = None,
+        live: Path | None = None,
         heartbeat_s: float = _HEARTBEAT_S,
     ) -> None:
         self._heartbeat_s = heartbeat_s
         self._run_dir = run_dir
         self._last_step = last_step
         self._is_main = is_main
+        self._sampled = SampledMeans(live) if is_main and live is not None else None
         self._trackers = Trackers([])
         self._written_at = 0.0
         self._progress_at = time.time()
@@ -78,6 +83,8 @@ class Recorder:
     def use(self, trackers: Trackers) -> None:
         """The trackers that take rows from now on."""
         self._trackers = trackers
+        if self._sampled is not None:
+            self._sampled.since_last()  # what was before the first step
 
     def phase(self, phase: str, detail: str = "") -> None:
         """What the run does now: starting, preparing data, training, saving …"""
@@ -115,8 +122,11 @@ class Recorder:
 
     def row(self, row: dict[str, Any]) -> None:
         """One recorded step or evaluation, to every tracker."""
-        if self._is_main:
-            self._trackers.log({name: _finite(value) for name, value in row.items()})
+        if not self._is_main:
+            return
+        if self._sampled is not None and row["kind"] == "train":
+            row = {**row, **self._sampled.since_last()}
+        self._trackers.log({name: _finite(value) for name, value in row.items()})
 
     def close(self) -> None:
         """Close the trackers, which takes half a minute at most, and write the last status."""

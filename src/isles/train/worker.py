@@ -22,6 +22,7 @@ from isles.errors import (
     UserError,
 )
 from isles.run.env import RankEnv
+from isles.run.live import Tell
 from isles.run.outcome import end, end_without_agent, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -44,11 +45,13 @@ def run_rank(
     env: RankEnv,
     resume_from: Path | None,
     world: World | None = None,
+    tell: Tell | None = None,
 ) -> int:
     """Train as one rank of a run, and record how it ended; returns the exit code.
 
     Args:
         resume_from: a checkpoint that was asked for by name; None: the latest good one.
+        tell: takes messages to the agent of this node; None: there is none.
     """
     log_of_rank(env.rank)
     signals = StopSignals(attempt if env.rank == 0 else None)
@@ -59,7 +62,7 @@ def run_rank(
         restart = read_restart(attempt, env.restart) if env.restart and env.rank == 0 else None
         if restart is not None:
             log.warning("%s", restart.text)
-        code = int(_train(run_dir, attempt, env, signals, resume_from, world))
+        code = int(_train(run_dir, attempt, env, signals, resume_from, world, tell))
         leave_world()
         return code
     except StopBeforeTraining as stop:
@@ -83,12 +86,17 @@ def _train(
     signals: StopSignals,
     resume_from: Path | None,
     world: World | None,
+    tell: Tell | None,
 ) -> ExitCode:
     resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
     cluster = resolved.config.clusters[0]
     last_step = LastStep(attempt.last_step, env.restart) if env.rank == 0 else None
     recorder = Recorder(
-        run_dir, is_main=env.rank == 0, world_size=env.world_size, last_step=last_step
+        run_dir,
+        is_main=env.rank == 0,
+        world_size=env.world_size,
+        last_step=last_step,
+        live=attempt.live,
     )
     recorder.phase("starting", f"waiting for {env.world_size} ranks" if env.world_size > 1 else "")
     if world is None:
@@ -112,9 +120,16 @@ def _train(
     signals.training_begins()
     recorder.step_done(parts.progress.step)
     recorder.phase("training")
-    checkpoints, clock = parts.checkpoints, parts.meter.clock
     with watching(
-        clock, resolved.config, attempt, env, world, recorder, lambda: checkpoints.moved_at
+        parts.meter.clock,
+        resolved.config,
+        attempt,
+        env,
+        world,
+        recorder,
+        lambda: parts.checkpoints.moved_at,
+        tell,
+        parts.shown,
     ):
         try:
             code = ExitCode(finish_together(parts)) or train(parts)
