@@ -141,8 +141,8 @@ def _rank(
         parts=Parts(
             data_s=round(dice.uniform(0.01, 0.06), 4),
             compute_s=round(compute, 4),
-            communication_s=round(dice.uniform(0.5, 0.7), 4),
-            waiting_s=round(dice.uniform(0.02, 0.3), 4),
+            communication_s=round(dice.uniform(0.8, 1.0), 4),
+            waiting_s=round(dice.uniform(0.1, 0.4), 4),
         ),
         heard_s=round(dice.uniform(0, 2), 1),
         pid=4000 + i,

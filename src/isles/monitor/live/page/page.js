@@ -36,16 +36,22 @@
     }
     return [parts, words];
   }
-  const PARTS = [["data", "data_s"], ["compute", "compute_s"], ["communication", "communication_s"], ["waiting", "waiting_s"]];
-  const step_s = ({ parts }) => (parts ? PARTS.reduce((sum, [, key]) => sum + (parts[key] || 0), 0) : null);
+  const PARTS = ["data", "compute", "communication", "waiting"];
+  /** Seconds of each of PARTS: the model counts waiting as communication too. */
+  function seconds({ parts }) {
+    if (!parts) return null;
+    const { data_s: data = 0, compute_s: compute = 0, communication_s: all = 0, waiting_s: waiting = 0 } = parts;
+    return [data, compute, Math.max(0, all - waiting), waiting];
+  }
+  const step_s = (row) => (row.parts ? seconds(row).reduce((sum, part) => sum + part, 0) : null);
   function step_parts(row) {
     const total = step_s(row);
     if (!total) return [[], NONE];
-    return [PARTS.map(([name, key]) => [(row.parts[key] || 0) / total, `var(--${name})`]), short(total)];
+    return [seconds(row).map((part, index) => [part / total, `var(--${PARTS[index]})`]), short(total)];
   }
   function parts_in_words(row) {
     const total = step_s(row);
-    return total ? PARTS.map(([name, key]) => `${name} ${percent((row.parts[key] || 0) / total)}`).join(", ") : "";
+    return total ? seconds(row).map((part, index) => `${PARTS[index]} ${percent(part / total)}`).join(", ") : "";
   }
   const doing = ({ stage, stage_s: s }) => (stage ? stage + (s >= 10 ? ` for ${span(s)}` : "") : "");
   const condition = (otherwise) => ({
@@ -136,7 +142,7 @@
     ]),
   };
   const legend = make(tables.ranks.bar, "span", "legend");
-  for (const [name] of PARTS) {
+  for (const name of PARTS) {
     const item = make(legend, "span");
     item.style.setProperty("--c", `var(--${name})`);
     write(item, name);
