@@ -149,6 +149,16 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
 
+    def offline(self, is_offline: bool) -> None:
+        """Cut the network, or give it back."""
+        self.call(
+            "Network.emulateNetworkConditions",
+            offline=is_offline,
+            latency=0,
+            downloadThroughput=-1,
+            uploadThroughput=-1,
+        )
+
     def screenshot(self, path: Path) -> None:
         """What the window shows, as a PNG."""
         data = self.call("Page.captureScreenshot", format="png")["data"]

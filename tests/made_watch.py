@@ -6,6 +6,9 @@ import math
 import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
 
 from isles.monitor.live.model import (
     ClusterRow,
@@ -18,6 +21,11 @@ from isles.monitor.live.model import (
     RankRow,
     Snapshot,
 )
+from isles.monitor.live.server import Dashboard
+from tests.deadline import DEADLINE_S
+
+if TYPE_CHECKING:
+    from isles.monitor.live.source import Watch
 
 GIB = 2**30
 CITIES = ("oslo", "lyon", "gent", "turin")
@@ -46,6 +54,19 @@ class MadeWatch:
 
         with self._changed:
             return self._changed.wait_for(newer, timeout_s)
+
+
+@contextmanager
+def served(*watches: MadeWatch, port: int = 0) -> Iterator[Dashboard]:
+    """The page of made watches, served by a thread."""
+    with Dashboard([cast("Watch", watch) for watch in watches], port) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join(DEADLINE_S)
 
 
 def made(

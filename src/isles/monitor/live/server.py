@@ -121,7 +121,6 @@ class Dashboard(ThreadingHTTPServer):
     def __init__(self, watches: Sequence[Watch], port: int) -> None:
         self.watches = watches
         self.token = secrets.token_urlsafe(24)
-        self.is_closing = False
         self._lock = threading.Lock()
         # The oldest first; whether it has asked for something with the token.
         self._connections: dict[Any, bool] = {}
@@ -179,8 +178,11 @@ class Dashboard(ThreadingHTTPServer):
 
     def server_close(self) -> None:
         """Stop listening, and end the streams."""
-        self.is_closing = True
         super().server_close()
+        with self._lock:
+            for connection in self._connections:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -264,9 +266,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _events(self) -> Iterator[str]:
         first, *others = self.server.watches
-        at, compared, trouble = 0.0, list[object](), ""
+        at, compared, trouble = 0.0, list[dict[str, Any]](), ""
         yield "retry: 2000\n\n"
-        while not self.server.is_closing:
+        while True:
             newer = first.wait(at, KEEP_ALIVE_S)
             if newer is not None:
                 at = newer.at

@@ -98,6 +98,7 @@ const view = (() => {
   /** What it is marked with, in a colour and in words; else what it does. */
   const state = (otherwise) => (cell) => {
     const pill = make(cell, "span", "pill");
+    cell.append(" ");
     const rest = make(cell, "span", "rest");
     return (row) => {
       const word = row.mark || "";
