@@ -22,7 +22,7 @@ from isles.outer.client.client import HubClient
 from isles.outer.client.http import HubRefusal
 from isles.outer.hub.core import events
 from isles.outer.messages import CHUNK_BYTES, RoundAnswer
-from isles.run.join_line import encode
+from isles.run.join_line import ask_hub, encode
 from isles.run.records import write_secret
 from tests.deadline import DEADLINE_S
 from tests.outer_member import (
@@ -228,6 +228,47 @@ async def _joins_anew(folder: Path) -> None:
                 await asyncio.sleep(0.05)
         finally:
             await asyncio.to_thread(client.close)
+
+
+def test_clusters_show_themselves_and_a_hub_that_does_not_take_it_is_no_loss(
+    tmp_path: Path,
+) -> None:
+    asyncio.run(_shows(tmp_path))
+
+
+async def _shows(folder: Path) -> None:
+    shown = {"a": "YQ==", "b": "what a hub of another version refuses"}
+    async with serving(folder / "state") as (server, line):
+        write_secret(folder / "join", line.secret_text())
+        clients = {
+            name: HubClient(
+                join(name, 4),
+                join_file=folder / "join",
+                spool=folder / name,
+                note=str,
+                shows=lambda text=text: text,
+            )
+            for name, text in shown.items()
+        }
+        end = time.monotonic() + DEADLINE_S
+
+        def heartbeats() -> int:
+            return len(server.work.core.membership.heartbeats)
+
+        try:
+            found: dict[str, dict[str, str]] = {}
+            while "a" not in found or heartbeats() < 2:
+                assert time.monotonic() < end
+                await asyncio.sleep(0.05)
+                answer = await asyncio.to_thread(ask_hub, line, "/v1/live", DEADLINE_S)
+                found = answer["members"]
+            assert set(found) == {"a"} and found["a"]["record"] == "YQ=="
+            joined = [e["member"] for e in events(server.work.core) if e["kind"] == "joined"]
+            assert sorted(joined) == ["a", "b"], "once each"
+            assert all(client.state.is_connected for client in clients.values())
+        finally:
+            for client in clients.values():
+                await asyncio.to_thread(client.close)
 
 
 def test_it_ends_by_itself_also_where_a_cluster_never_comes_back(tmp_path: Path) -> None:

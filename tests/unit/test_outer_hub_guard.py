@@ -9,11 +9,12 @@ import pytest
 from pydantic import ValidationError
 
 from isles.errors import ConfigError, UserError
-from isles.outer.hub.core import status
+from isles.outer.hub.core import live, status
 from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.rules import Refusal
 from isles.outer.hub.work import AwakeClock
-from isles.outer.messages import Join
+from isles.outer.messages import Join, Shown
+from isles.run.relay import LONGEST
 from tests.outer_world import ZERO, World, member_id
 
 RUN = {"layout": "a", "outer.lr": "0.7", "steps of the run": "100"}
@@ -224,3 +225,33 @@ def test_status_says_who_is_waited_for_and_why(tmp_path: Path) -> None:
     (commit,) = told["commits"]
     assert commit["seconds"] == 3.0
     assert commit["weights"] == {"a": 30, "b": 10} and list(commit["refused"]) == ["c"]
+
+
+def test_the_hub_keeps_the_newest_that_each_cluster_shows(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.join("a"), world.join("b")
+
+    def show(name: str, record: str) -> None:
+        world.do(world.core.show, Shown(id=member_id(name), record=record))
+
+    show("a", "b2xk"), show("b", "Yg==")
+    world.now += 3.0
+    show("a", "bmV3")
+    shown = live(world.core)["members"]
+    assert shown == {
+        "a": {"heard_s": 0.0, "record": "bmV3"},
+        "b": {"heard_s": 3.0, "record": "Yg=="},
+    }
+    world.now += 300.0
+    show("a", "bmV3")
+    world.drop_silent()
+    assert status(world.core)["members"][0]["state"] != "living", "it is no sign of life"
+    world.join("c")  # others come, b's name is taken anew: nothing of the old ones is kept
+    world.join("b2", name="b")
+    show("c", "Yw==")
+    assert set(live(world.core)["members"]) == {"a", "c"}
+    with pytest.raises(Refusal, match="does not know this cluster"):
+        show("nobody", "Yg==")
+    for record in ("x" * (LONGEST + 1), "\n", '{"a": 1}'):
+        with pytest.raises(ValidationError):
+            Shown(id=member_id("a"), record=record)

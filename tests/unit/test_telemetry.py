@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -73,7 +74,7 @@ def test_the_whole_run_stays_visible_in_a_file_of_one_size(tmp_path: Path) -> No
     numbers = [row["number"] for row in read_rows(path)]
     assert numbers[0] == 0 and numbers[-1] == 1_999 and numbers == sorted(numbers)
     assert len(numbers) > 150
-    gaps = [later - number for number, later in zip(numbers, numbers[1:], strict=False)]
+    gaps = [later - number for number, later in itertools.pairwise(numbers)]
     quarter = len(gaps) // 4
     assert statistics.mean(gaps[:quarter]) > 4 * statistics.mean(gaps[-quarter:])
     shutil.rmtree(path.parent)

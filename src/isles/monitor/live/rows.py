@@ -163,7 +163,8 @@ def rank_rows(records: Records, hosts: Sequence[HostRow], waits: Waits) -> list[
 
 def _ranks_of(records: Records, host: HostRow) -> list[RankRow]:
     node = records.nodes.get(host.node, {})
-    ranks, gpus = _part(node, "ranks"), [g for g in node.get("gpus") or () if isinstance(g, dict)]
+    ranks, listed = _part(node, "ranks"), node.get("gpus")
+    gpus = [gpu for gpu in listed if isinstance(gpu, dict)] if isinstance(listed, list) else []
     if host.ranks is None:
         return []
     first, last = host.ranks

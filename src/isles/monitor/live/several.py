@@ -11,7 +11,16 @@ from isles import __version__
 from isles.errors import UserError
 from isles.facts.units import format_count, format_duration, printable
 from isles.monitor.clusters import worst_state
-from isles.monitor.live.model import ClusterRow, Head, HubRow, Mark, Snapshot
+from isles.monitor.live.model import (
+    ClusterRow,
+    Head,
+    HostRow,
+    HubRow,
+    LinkRow,
+    Mark,
+    RankRow,
+    Snapshot,
+)
 from isles.monitor.live.snapshot import ClusterView, row_notes
 from isles.monitor.status import ReportState, RunReport
 from isles.run.join_line import JoinLine, ask_hub
@@ -153,12 +162,18 @@ class SeveralView:
         return [*self.clusters, *(name for name in known if name not in self.clusters)]
 
     def _own(self, name: str, part: Snapshot) -> Snapshot:
-        # The rows of a cluster under the name that the run file gives it.
+        # The rows of a cluster under the name that the run of all gives it.
+        def own(row: HostRow | RankRow | LinkRow) -> HostRow | RankRow | LinkRow:
+            if row.cluster == name:
+                return row
+            changes = {"cluster": name}
+            if isinstance(row, LinkRow):
+                ends = {"source": row.source, "target": row.target}
+                changes |= {end: name for end, was in ends.items() if was == row.cluster}
+            return row.model_copy(update=changes)
+
         renamed: dict[str, Any] = {
-            kind: tuple(
-                row if row.cluster == name else row.model_copy(update={"cluster": name})
-                for row in getattr(part, kind)
-            )
+            kind: tuple(own(row) for row in getattr(part, kind))
             for kind in ("hosts", "ranks", "links")
         }
         return part.model_copy(update=renamed)

@@ -234,13 +234,12 @@ class Several:
     def _ask_hub(self, run: MultiClusterRun) -> HubAnswer | None:
         if not run.meets:
             return None
+        if not run.hub and hub_process(run.state) is None:
+            return HubAnswer(error="it does not run")
         try:
-            line = hub_line(run)
+            return ask(hub_line(run))
         except UserError as error:
             return HubAnswer(error=error.what)
-        if not run.hub and hub_process(run.state) is None:
-            return HubAnswer(line.address, error="it does not run")
-        return ask(line)
 
     def close(self) -> None:
         """See `Reader.close`."""

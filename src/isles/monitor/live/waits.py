@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from isles.run.hang import STAGES
 
 _CLEAR, _PLAIN = 0.25, 0.10
-"""Parts of a step for which the others wait: so much twice in a row is told at once; so much is
-told where it is the median of the last looks."""
+"""Parts of a step for which the others wait: so much in two looks one after the other is told at
+once; so much is told where it is the median of five looks, and of the five before them."""
 
 _KEPT = 0.5
 """A rank stays marked until the others wait less than this part of what marks one."""
 
-_LOOKS = 10
-_RECENT = 2
-_ENOUGH = 5
+_MEDIAN_OF = 5
 _LATE_S, _LATE_STEPS = 5.0, 3.0
 """A rank is late in a step once it has been in one part of it for so long, and so many steps."""
 
@@ -50,8 +48,7 @@ class Waits:
 
     The rank that communicates least is the one that the others wait for. Ranks that are equally
     fast change places at random, so a rank is named only where the difference is large and comes
-    again: by `_CLEAR` in two looks one after the other, or by `_PLAIN` in the median of ten. At a
-    first look, which has nothing to compare with, `_CLEAR` counts.
+    again (`_CLEAR`, `_PLAIN`). At the first look there is nothing to compare with.
     """
 
     def __init__(self) -> None:
@@ -61,7 +58,7 @@ class Waits:
     def look(self, steps: Mapping[int, Step]) -> dict[int, float]:
         """Take in the newest steps; the ranks that are waited for, and for how many seconds."""
         if self._seen.keys() != steps.keys():
-            self._seen = {rank: deque(maxlen=_LOOKS) for rank in steps}
+            self._seen = {rank: deque(maxlen=2 * _MEDIAN_OF) for rank in steps}
             self._marked.clear()
         for rank, step in steps.items():
             seen = self._seen[rank]
@@ -69,32 +66,28 @@ class Waits:
                 seen.append(step)
         if len(steps) < 2:
             return {}
-        found = self._behind(_RECENT, _CLEAR) | self._behind(_LOOKS, _PLAIN)
-        recent = self._behind(_ENOUGH, _PLAIN * _KEPT)
-        self._marked = set(found) | (self._marked & set(recent))
-        both = {**recent, **found}
+        num = min(map(len, self._seen.values()))
+        now, last = self._behind(1, 0, _CLEAR), self._behind(2, 1, _CLEAR)
+        clear = now.keys() & last.keys() if num > 1 else now.keys()
+        recent = self._behind(_MEDIAN_OF, 0, _PLAIN * _KEPT)
+        plain = set[int]()
+        if num == 2 * _MEDIAN_OF:
+            halves = self._behind(_MEDIAN_OF, 0, _PLAIN), self._behind(num, _MEDIAN_OF, _PLAIN)
+            plain = halves[0].keys() & halves[1].keys()
+        self._marked = clear | plain | (self._marked & recent.keys())
+        both = {**now, **recent}
         return {rank: both[rank] for rank in sorted(self._marked)}
 
-    def _behind(self, looks: int, share: float) -> dict[int, float]:
-        # Ranks for which the others have waited for this share of a step.
-        lasts = {rank: list(seen)[-looks:] for rank, seen in self._seen.items()}
-        num = min(map(len, lasts.values()))
-        if looks == _LOOKS and num < _ENOUGH:
-            return {}
-        if looks == _RECENT:  # each of the looks must say so
-            each = [
-                _waits({rank: seen[-n] for rank, seen in lasts.items()}, share)
-                for n in range(1, num + 1)
-            ]
-            same = set.intersection(*map(set, each)) if each else set()
-            return {rank: each[0][rank] for rank in same}
-        middle = {
-            rank: Step(
-                statistics.median(step.communication_s for step in seen),
-                statistics.median(step.step_s for step in seen),
+    def _behind(self, first: int, last: int, share: float) -> dict[int, float]:
+        # Ranks for which the others have waited for this share of a step, by the medians of the
+        # looks from one to another, counted from the newest.
+        middle = {}
+        for rank, seen in self._seen.items():
+            steps = list(seen)[-first : len(seen) - last] or [seen[-1]]
+            middle[rank] = Step(
+                statistics.median(step.communication_s for step in steps),
+                statistics.median(step.step_s for step in steps),
             )
-            for rank, seen in lasts.items()
-        }
         return _waits(middle, share)
 
 

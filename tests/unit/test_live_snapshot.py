@@ -1,0 +1,476 @@
+"""What `isles top` and the page show, from records made by hand."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.monitor.live.history import POINTS, History, goodput, spans_of
+from isles.monitor.live.model import RankRow, Snapshot
+from isles.monitor.live.plain import plain_lines
+from isles.monitor.live.several import HubAnswer, SeveralView
+from isles.monitor.live.snapshot import RunReader
+from isles.monitor.live.source import Several, Watch, snapshot, stack_of
+from isles.monitor.live.waits import Stage, Step, Waits, late
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import write_record
+from isles.run.relay import LONGEST, pack, unpack
+from isles.run.remote import ClusterRun, MultiClusterRun
+from isles.run.restarts import record_restart
+from tests.deadline import DEADLINE_S
+from tests.live_records import (
+    gpu_record,
+    live_record,
+    metrics_row,
+    node_record,
+    rank_record,
+    write_live,
+    write_metrics,
+)
+from tests.run_records import GONE, recorded_run, two_hosts
+
+STATUS = {"phase": "training", "step": 40, "total_steps": 100, "loss": 0.2, "world_size": 4}
+OUTER = {
+    "outer_step": 6,
+    "round": 6,
+    "sync_every": 20,
+    "is_connected": True,
+    "is_behind": False,
+    "sent_bytes": 6000,
+    "received_bytes": 5000,
+    "bytes_per_s": 1e6,
+    "exposed_s": 1.0,
+    "hidden_s": 3.0,
+    "hidden_share": 0.75,
+    "last_outer_step": {"outer_step": 5, "step": 30, "weights": {"a": 300, "b": 100}},
+}
+
+
+def running(path: Path, **status: Any) -> tuple[RunDir, Attempt]:
+    """A run whose agent is this process."""
+    me = ProcessId.of(os.getpid()).record()
+    launch = {**me, "launcher": "ssh", "world_size": 4, "device": "cuda"}
+    return recorded_run(path, launch, status={**STATUS, **status})
+
+
+def two_nodes(**of_rank: Any) -> list[dict[str, Any]]:
+    """Nodes h0 and h1 with two ranks each; `of_rank`: rK: fields of rank K."""
+    ranks = [rank_record(gpu=n % 2, **of_rank.get(f"r{n}", {})) for n in range(4)]
+    gpus = [gpu_record(0), gpu_record(1)]
+    return [node_record("h0", 0, ranks[:2], gpus), node_record("h1", 2, ranks[2:], gpus)]
+
+
+def marks(shown: Snapshot) -> dict[int, str]:
+    return {row.rank: row.mark for row in shown.ranks}
+
+
+def assert_fits(shown: Snapshot) -> None:
+    assert all(len(line) <= 80 and line.isprintable() for line in plain_lines(shown))
+
+
+def test_all_that_is_well_is_shown_and_nothing_is_marked(tmp_path: Path) -> None:
+    run_dir, attempt = running(tmp_path / "far-1", eta_s=30.0, tokens_per_second=3000.0)
+    write_live(attempt, *two_nodes())
+    write_metrics(run_dir, *(metrics_row(step) for step in range(10, 50, 10)))
+    pairs = {"h0": {"h1": {"bytes_per_s": 1e9, "rtt_s": 2e-4}}, "other": {"h0": None}}
+    write_record(tmp_path / ".links.json", {"at": 1.0, "pairs": pairs})
+    shown = snapshot(run_dir)
+    assert shown.notes == () and set(marks(shown).values()) == {""}
+    head = shown.run
+    assert (head.name, head.state, head.step, head.total_steps) == ("far-1", "running", 40, 100)
+    assert (head.mfu, head.tokens, head.left_s) == (0.41, 60000, 30.0)
+    assert head.goodput == pytest.approx(20.0 / 60.0, rel=0.1)  # forty steps in a minute
+    assert [point.step for point in shown.curve] == [10, 20, 30, 40]
+    first = shown.ranks[0]
+    assert (first.host, first.rows, first.micro_batch, first.use) == ("h0", 4, 2, 0.97)
+    assert (first.temperature_c, first.power_w) == (61.0, 640.0)
+    assert first.parts is not None and first.parts.compute_s == pytest.approx(0.29)
+    assert first.heard_s is not None and first.heard_s < 5.0
+    link, back = shown.links
+    assert (link.source, link.target, link.measured, link.used) == ("h0", "h1", 1e9, 2e6)
+    assert (back.source, back.measured_by, back.state) == ("h1", "interface", "ok")
+    assert shown.clusters == () and shown.hub is None
+    assert_fits(shown)
+    assert Snapshot.model_validate_json(shown.model_dump_json()) == shown
+
+
+def test_each_fault_is_named_and_the_worst_first(tmp_path: Path) -> None:
+    run_dir, attempt = running(tmp_path / "far-1")
+    hot = gpu_record(0, throttle="heat", temperature_c=92.0, clock_mhz=1100.0)
+    busy = gpu_record(1, throttle="its power limit")
+    nodes = [
+        node_record("h0", 0, [rank_record(gpu=0), rank_record(gpu=1)], [hot, busy]),
+        node_record(
+            "h1",
+            2,
+            [rank_record(communication_s=0.02), rank_record(alive=False, exit=-9)],
+            [gpu_record(0), gpu_record(1)],
+        ),
+        node_record("h2", 4, [rank_record(), rank_record()], heard_s_ago=9.0),
+    ]
+    write_live(attempt, *nodes)
+    shown = snapshot(run_dir)
+    assert marks(shown) == {
+        0: "throttled",
+        1: "",
+        2: "straggler",
+        3: "dead",
+        4: "silent",
+        5: "silent",
+    }
+    dead, silent, straggler, throttled = shown.notes
+    assert dead == "rank 3 on h1: its process was ended by signal 9 (SIGKILL)"
+    assert silent == "h2 has not been heard of for 9s: its machine or its link is down"
+    assert straggler == "rank 2 on h1: the others wait for it: 0.18 s of each 0.50 s step"
+    assert throttled.startswith("rank 0 on h0: its card is slowed down by heat: 92 °C, 640 W, 1100")
+    assert shown.links[2].state == "cut: h2 has not been heard of for 9s"
+    waits = [row.parts.waiting_s for row in shown.ranks if row.parts is not None]
+    assert waits[2] == 0.0 and waits[0] == pytest.approx(0.18)
+    assert_fits(shown)
+
+
+def test_a_card_at_its_power_limit_is_throttled_where_the_others_are_faster(tmp_path: Path) -> None:
+    run_dir, attempt = running(tmp_path / "far-1")
+    gpus = [gpu_record(n, throttle="its power limit") for n in range(4)]
+    gpus[2]["clock_mhz"] = 900.0
+    write_live(attempt, node_record("h0", 0, [rank_record(gpu=n) for n in range(4)], gpus))
+    assert marks(snapshot(run_dir)) == {0: "", 1: "", 2: "throttled", 3: ""}
+
+
+def test_a_rank_or_a_leader_that_says_nothing_is_silent(tmp_path: Path) -> None:
+    run_dir, attempt = running(tmp_path / "far-1")
+    write_live(attempt, *two_nodes(r1={"at": time.time() - 12}))
+    shown = snapshot(run_dir)
+    assert marks(shown) == {0: "", 1: "silent", 2: "", 3: ""}
+    assert "rank 1 on h0: its process is there, and has said nothing for" in shown.notes[0]
+    write_live(attempt, *two_nodes(), ago_s=30.0)
+    shown = snapshot(run_dir)
+    assert set(marks(shown).values()) == {"silent"}
+    (note,) = shown.notes
+    assert note.startswith("h0: nothing is recorded for 30s")
+
+
+def test_who_made_all_start_again_is_named_until_he_is_back(tmp_path: Path) -> None:
+    run_dir, attempt = running(tmp_path / "far-1")
+    cause = {"rank": 2, "host": "h1", "what": "rank 2 on h1 was killed by SIGKILL"}
+    record_restart(
+        run_dir, attempt, 1, cause["what"], max_restarts=3, root_cause=cause, is_counted=True
+    )
+    write_live(attempt, *two_nodes())  # of before: the new ones have not begun
+    shown = snapshot(run_dir)
+    assert marks(shown) == {0: "", 1: "", 2: "dead", 3: ""}
+    assert shown.notes[0] == "rank 2 on h1 was killed by SIGKILL"
+    write_live(attempt, *two_nodes(r2={"restart": 1}), restart=1)
+    shown = snapshot(run_dir)
+    assert set(marks(shown).values()) == {""} and shown.run.restarts == 1
+    assert "ago: rank 2 on h1 was killed by SIGKILL; going on from the beginning" in shown.notes[0]
+
+
+def test_a_run_that_is_over_has_no_marks_but_of_who_ended_it(tmp_path: Path) -> None:
+    ended = {"alive": False, "exit": 0}
+    for state, code, marked in (("finished", 0, {""}), ("failed", 3, {"", "dead"})):
+        outcome = {"state": state, "exit_code": code, "reason": "rank 1 was killed"}
+        outcome["error"] = {"rank": 1, "what": "rank 1 was killed"} if code else None
+        run_dir, attempt = recorded_run(tmp_path / state, GONE, outcome, status=STATUS)
+        write_live(attempt, *two_nodes(**{f"r{n}": ended for n in range(4)}), ago_s=900.0)
+        shown = snapshot(run_dir)
+        assert set(marks(shown).values()) == marked, state
+        assert shown.ranks[1].mark == ("dead" if code else "")
+        assert all(row.heard_s is None for row in shown.hosts)
+    assert shown.notes[0] == "the run is failed: rank 1 was killed"
+
+
+# Noise.
+
+
+def noisy(rng: random.Random, slow: Mapping[int, float], noise: float) -> dict[int, Step]:
+    """The last step of eight ranks; `slow`: how many seconds more some compute."""
+    computes = {n: 0.5 + slow.get(n, 0.0) + rng.gauss(0, noise) for n in range(8)}
+    longest = max(computes.values())
+    return {n: Step(longest - own + 0.05, longest + 0.05) for n, own in computes.items()}
+
+
+def test_equal_ranks_are_never_marked_and_a_slow_one_at_the_second_look() -> None:
+    rng = random.Random(0)
+    waits, seen = Waits(), list[set[int]]()
+    for _ in range(500):
+        seen.append(set(waits.look(noisy(rng, {}, 0.02))))
+    assert not any(seen)
+    assert [set(waits.look(noisy(rng, {3: 0.5}, 0.02))) for _ in range(4)][1:] == [{3}] * 3
+    slow = [set(waits.look(noisy(rng, {3: 0.5}, 0.05))) for _ in range(200)]
+    assert slow == [{3}] * 200, "steadily"
+    after = [set(waits.look(noisy(rng, {}, 0.02))) for _ in range(20)]
+    assert not any(after[6:])
+
+
+def test_a_little_slower_is_told_after_some_looks_and_both_ranks_of_a_slow_host() -> None:
+    rng, waits = random.Random(1), Waits()
+    seen = [set(waits.look(noisy(rng, {5: 0.1}, 0.01))) for _ in range(20)]
+    assert seen[10:] == [{5}] * 10
+    waits = Waits()
+    seen = [set(waits.look(noisy(rng, {4: 0.4, 5: 0.4}, 0.02))) for _ in range(20)]
+    assert seen[2:] == [{4, 5}] * 18
+
+
+def test_a_rank_that_stands_in_a_step_while_the_others_wait_is_late() -> None:
+    ahead = Stage(7, "forward and backward", 12.0)
+    behind = Stage(7, "data loading", 12.0)
+    assert late({0: ahead, 1: behind, 2: ahead}, 0.5) == {1: behind}
+    assert late({0: ahead, 1: behind, 2: ahead}, 20.0) == {}, "steps are as long as that"
+    assert late({0: ahead, 1: ahead}, 0.5) == {}, "nobody is behind"
+    assert late({0: ahead, 1: Stage(7, "saving", 12.0)}, 0.5) == {}
+
+
+# Records that are old, or broken.
+
+
+def test_a_run_of_an_earlier_version_names_its_hosts_and_ranks(tmp_path: Path) -> None:
+    run_dir, attempt = running(tmp_path / "far-1")
+    two_hosts(attempt, "ssh")
+    shown = snapshot(run_dir)
+    assert [(row.rank, row.host) for row in shown.ranks] == [(0, "h0"), (1, "h0"), (2, "h1")]
+    assert [row.host for row in shown.hosts] == ["h0", "h1"]
+    assert shown.run.goodput is None and shown.curve == ()
+    assert_fits(shown)
+
+
+def test_records_that_are_broken_are_shown_as_unknown(tmp_path: Path) -> None:
+    run_dir, attempt = running(tmp_path / "far-1")
+    nodes = {"0": {"host": [], "gpus": 3, "ranks": {"0": 7}, "name": "h\x1b[2J", "first_rank": 0}}
+    nodes["0"] |= {"num_ranks": 10**9, "at": "x", "heard_at": None}
+    for text in ("", "{", "[]", "{}", '{"nodes": 3}', json.dumps({"at": 1e400, "nodes": nodes})):
+        attempt.live.write_text(text)
+        run_dir.metrics.write_bytes(b'{"kind": "train", "step": \n\xff\n{"kind": "train"}\n' + b"[")
+        (tmp_path / ".links.json").write_text('{"pairs": {"h0": 3}}')
+        shown = snapshot(run_dir)
+        assert len(shown.ranks) <= 1024
+        Snapshot.model_validate_json(shown.model_dump_json())
+        assert_fits(shown)
+
+
+# metrics.jsonl.
+
+
+def test_a_long_curve_is_thinned_and_read_as_it_grows(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    history = History(run_dir.metrics)
+    history.read()
+    assert history.curve() == ()
+    with run_dir.metrics.open("w") as stream:
+        for step in range(1, 60_001):
+            stream.write(json.dumps(metrics_row(step)) + "\n")
+            if step % 1000 == 0:
+                stream.write(json.dumps({"kind": "eval", "step": step, "loss": 2.0}) + "\n")
+    history.read()
+    curve = history.curve()
+    assert 150 < len(curve) <= POINTS
+    assert curve[-1].step == 60_000 and curve[-1].eval_loss == 2.0
+    assert 20 < sum(point.eval_loss is not None for point in curve) < 100
+    assert [point.step for point in curve] == sorted({point.step for point in curve})
+    assert history.step_s == pytest.approx(30_000.0)
+    with run_dir.metrics.open("a") as stream:
+        stream.write(json.dumps(metrics_row(60_001))[:-5])  # torn
+        stream.flush()
+        history.read()
+        assert history.newest["step"] == 60_000
+        stream.write(json.dumps(metrics_row(60_001))[-5:] + "\n")
+    history.read()
+    assert history.newest["step"] == 60_001 and history.curve()[-1].step == 60_001
+    # The run goes on from step 10: rows of what is lost are taken out, by a new file.
+    other = tmp_path / "other"
+    other.write_text("".join(json.dumps(metrics_row(step)) + "\n" for step in (5, 10)))
+    other.rename(run_dir.metrics)
+    history.read()
+    assert [point.step for point in history.curve()] == [5, 10] and history.step_s == 5.0
+
+
+def test_goodput_counts_each_step_once_and_no_time_between_attempts(tmp_path: Path) -> None:
+    now = time.time()
+    run_dir, first = recorded_run(
+        tmp_path / "x-1", {"launcher": "local", "begun_at": now - 1000}, {"at": now - 900}
+    )
+    second = run_dir.attempt(2)
+    second.path.mkdir()
+    write_record(second.launch, {"launcher": "local", "begun_at": now - 100})
+    spans = spans_of(run_dir, now, is_alive=True)
+    assert sum(end - begin for begin, end in spans) == pytest.approx(200.0)
+    assert goodput(150.0, spans) == pytest.approx(0.75)
+    first.outcome.unlink()  # it was killed: its last sign of life counts
+    first.last_step.write_text("0 1\n")
+    os.utime(first.last_step, (now - 950, now - 950))
+    assert sum(e - b for b, e in spans_of(run_dir, now, is_alive=True)) == pytest.approx(150.0)
+
+
+# Several clusters.
+
+
+def cluster_snapshot(path: Path, **changes: Any) -> tuple[RunDir, Attempt, Snapshot]:
+    """One of several clusters."""
+    run_dir, attempt = running(path, **{"outer": OUTER, "tokens_per_second": 900.0, **changes})
+    write_live(attempt, *two_nodes())
+    return run_dir, attempt, RunReader(run_dir).look()
+
+
+def member(name: str, **changes: Any) -> dict[str, Any]:
+    """A cluster as the hub knows it."""
+    return {
+        "name": name,
+        "state": "living",
+        "step": 40,
+        "tokens_per_s": 900.0,
+        "since": 7,
+        "is_behind": False,
+        "heard_s": 1.0,
+        "weight": 0.5,
+        "refused": "",
+        "slow": "",
+        "sent_bytes": 10,
+        "received_bytes": 20,
+        "phase": "training",
+        "loss": 0.3,
+        **changes,
+    }
+
+
+def test_clusters_hub_and_links_between_them(tmp_path: Path) -> None:
+    _, _, a = cluster_snapshot(tmp_path / "t-a-1")
+    _, _, b = cluster_snapshot(tmp_path / "t-b-1", outer={**OUTER, "outer_step": 5})
+    waiting = {"round": 7, "waits_for": ["b"], "contributed": ["a"], "due_in_s": 12.0}
+    waiting["missing"] = {"b": "training: 7 inner steps since its last round"}
+    members = [member("a"), member("b", heard_s=9.0)]
+    status = {"round": 7, "members": members, "open": [waiting]}
+    view = SeveralView("t-1", "/runs/t-1", {"a": "local", "b": "ssh", "c": "slurm"})
+    answer = HubAnswer("hub:29400", status)
+    shown = view.snapshot({"a": a, "b": b}, {}, answer)
+    rows = {row.name: row for row in shown.clusters}
+    assert list(rows) == ["a", "b", "c"] and rows["c"].state == "never started"
+    assert (rows["a"].mark, rows["a"].lag, rows["a"].inner_steps) == ("", 1, 7)
+    assert (rows["a"].weight, rows["a"].hidden_share, rows["a"].sync_s) == (0.5, 0.75, 4.0)
+    assert (rows["b"].mark, rows["b"].lag, rows["b"].launcher) == ("silent", 2, "ssh")
+    assert shown.notes[0] == "b: the hub has not heard of it for 9s"
+    assert shown.notes[-1].startswith("round 7 waits for b (training: 7 inner steps")
+    assert {(row.cluster, row.rank) for row in shown.ranks} == {
+        (c, n) for c in "ab" for n in range(4)
+    }
+    links = {(row.source, row.target): row for row in shown.links}
+    assert links["b", "hub"].state.startswith("cut: ") and links["a", "hub"].state == "ok"
+    assert links["hub", "a"].measured == 1e6
+    assert shown.hub is not None and shown.hub.waits_for == ("b",) and shown.hub.due_s == 12.0
+    assert (shown.run.tokens_per_second, shown.run.state) == (1800.0, "running")
+    assert_fits(shown)
+    # Its machine does not answer; the hub is gone.
+    lost = HubAnswer("hub:29400", error="no hub listens there")
+    shown = view.snapshot({"a": a}, {"b": "far cannot be asked"}, lost)
+    assert shown.notes[0] == "the hub does not answer: no hub listens there"
+    assert shown.notes[1] == "b: far cannot be asked"
+
+
+def test_a_cluster_that_only_the_hub_reaches_is_shown_by_what_it_sends(tmp_path: Path) -> None:
+    run_dir, attempt, _ = cluster_snapshot(tmp_path / "t-far-1")
+    write_live(attempt, *two_nodes(r3={"alive": False, "exit": 1}))
+    text = pack(run_dir)
+    assert set(unpack(text)) == {"status", "live"} and len(text) < 4000
+    view = SeveralView("t-hub-1", "/runs/t-hub-1", {})
+    bad = base64.b64encode(zlib.compress(b"[" * 10_000)).decode()
+    bomb = base64.b64encode(zlib.compress(bytes(2**26))).decode()
+    members = [member(name) for name in ("far", "bad", "bomb", "none")]
+    status = {"round": 7, "members": members}
+    shown = view.snapshot(
+        {},
+        {},
+        HubAnswer(
+            "h:1", status, shown={"far": (2.0, text), "bad": (0.0, bad), "bomb": (0.0, bomb)}
+        ),
+    )
+    assert {row.name: row.state for row in shown.clusters} == dict.fromkeys(
+        ("far", "bad", "bomb", "none"), "running"
+    )
+    assert [row.host for row in shown.hosts if row.cluster == "far"] == ["h0", "h1"]
+    assert shown.notes[0] == "far: rank 3 on h1: its process has ended with exit code 1"
+    assert_fits(shown)
+
+
+def test_records_that_are_too_large_to_send_are_cut_to_the_status(tmp_path: Path) -> None:
+    run_dir, attempt = running(tmp_path / "t-a-1")
+    attempt.live.write_text(json.dumps({"noise": os.urandom(LONGEST).hex()}))
+    assert set(unpack(pack(run_dir))) == {"status"}
+    assert pack(RunDir(tmp_path / "nowhere")) == ""
+
+
+def test_the_clusters_of_this_machine_are_read_from_their_directories(tmp_path: Path) -> None:
+    clusters = []
+    for name in "ab":
+        run_dir, _, _ = cluster_snapshot(tmp_path / f"t-{name}-1")
+        clusters.append(ClusterRun(name, "local", str(run_dir.path), "", 1))
+    path = tmp_path / "t-1"
+    path.mkdir()
+    run = MultiClusterRun(path, (*clusters, ClusterRun("c", "ssh")), 1.0, time.time(), {})
+    run.write()
+    reader = Several(run, 2.0)
+    shown = reader.look()
+    assert shown is not None and shown.hub is not None and shown.hub.error == "it does not run"
+    assert [(row.name, row.state) for row in shown.clusters] == [
+        ("a", "running"),
+        ("b", "running"),
+        ("c", "never started"),
+    ]
+    assert len(shown.ranks) == 8
+    reader.close()
+
+
+def test_a_watch_gives_one_snapshot_after_the_other(tmp_path: Path) -> None:
+    run_dir, attempt = running(tmp_path / "far-1")
+    write_live(attempt, *two_nodes())
+    with Watch(run_dir, tmp_path, 0.2) as watch:
+        first = watch.wait(0.0, DEADLINE_S)
+        assert first is not None
+        write_live(attempt, *two_nodes(r1={"alive": False, "exit": -9}))
+        second = watch.wait(first.at, DEADLINE_S)
+        assert second is not None and second.at > first.at
+        while marks(second)[1] != "dead":
+            second = watch.wait(second.at, DEADLINE_S)
+            assert second is not None
+        assert watch.error == "" and watch.typed == str(run_dir.path)
+        attempt.rank_log(1).write_text("one\ntwo\nthree\n")
+        assert watch.log_lines(RankRow(rank=1), 2) == ["two", "three"]
+
+
+def test_the_stack_of_a_rank_is_asked_for_by_a_record(tmp_path: Path) -> None:
+    run_dir, attempt = running(tmp_path / "far-1")
+    answer = {"host": "h0", "step": 5, "stage": "data loading", "at": "at x.py:3", "waits_in": ""}
+    ranks = {"1": {**answer, "stacks": "thread MainThread:\n  x.py"}}
+    write_record(attempt.stacks, {"asked_at": time.time() + 60, "ranks": ranks})
+    text = stack_of(run_dir, 1)
+    assert text.startswith("rank 1 on h0: step 5, data loading, at x.py:3\n\nthread MainThread")
+    assert attempt.stacks_request.exists()
+
+
+def test_sixty_four_nodes_of_eight_cards_are_a_small_snapshot(tmp_path: Path) -> None:
+    run_dir, attempt = running(tmp_path / "big-1", world_size=512)
+    gpus = [gpu_record(n) for n in range(8)]
+    nodes = [
+        node_record(f"node{k:02d}", 8 * k, [rank_record(gpu=n) for n in range(8)], gpus)
+        for k in range(64)
+    ]
+    write_live(attempt, *nodes)
+    names = [f"node{k:02d}" for k in range(64)]
+    pairs = {a: {b: {"bytes_per_s": 1e9, "rtt_s": 1e-4} for b in names} for a in names}
+    write_record(tmp_path / ".links.json", {"at": 1.0, "pairs": pairs})
+    shown = snapshot(run_dir)
+    assert len(shown.ranks) == 512 and len(shown.links) == 64
+    size = len(shown.model_dump_json())
+    assert size < 400_000, size
+    packed = len(zlib.compress(shown.model_dump_json().encode()))
+    assert packed < 40_000, packed
+    assert len(pack(run_dir)) < LONGEST // 2
+    assert live_record(*nodes)["nodes"].keys() == {str(k) for k in range(64)}
