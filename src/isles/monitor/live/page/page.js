@@ -163,6 +163,7 @@
     const [first, second] = tiles.get(name);
     write(first, value);
     write(second, more);
+    attribute(second, "title", more.length > 40 ? more : null);
   }
 
   let snapshot = null;

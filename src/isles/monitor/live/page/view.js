@@ -307,10 +307,12 @@ const view = (() => {
         if (words !== undefined) element.textContent = words;
         return element;
       };
-      for (const value of ticks(low, high, 5)) {
-        const place = y(value), real = this.log ? 10 ** value : value;
+      const marks = ticks(low, high, 5);
+      const digits = Math.max(0, Math.ceil(-Math.log10(marks[1] - marks[0]) - 1e-9));
+      for (const value of marks) {
+        const place = y(value), words = this.log ? Number((10 ** value).toPrecision(4)) : value.toFixed(digits);
         add("line", { class: "grid", x1: left, x2: right, y1: place, y2: place });
-        add("text", { x: left - 8, y: place + 4, "text-anchor": "end" }, Number(real.toPrecision(3)));
+        add("text", { x: left - 8, y: place + 4, "text-anchor": "end" }, words);
       }
       for (const value of ticks(0, end, Math.max(2, Math.min(8, width / 110)))) {
         const place = left + ((right - left) * value) / end;
