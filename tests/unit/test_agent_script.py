@@ -26,6 +26,7 @@ from isles.launch.worker import run_verb
 from isles.monitor.follow import row_text
 from isles.monitor.table import checkpoint_lines
 from isles.run.begin import begin_run
+from isles.run.live import ask_for_stacks
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, read_rows, write_record
 from isles.run.restarts import read_last_step
@@ -209,6 +210,20 @@ def test_stacks_can_be_had_by_hand_and_a_hang_may_end_the_script(tmp_path: Path)
     error = script.look(33.0, printed=1)
     assert "rank 0 on here does not answer" in error["what"]
     assert (error["exit_code"], error["id"]) == (ExitCode.COMMUNICATION, "script.silent")
+
+
+def test_a_watcher_gets_the_stacks_and_nobody_else_hears_of_it(tmp_path: Path) -> None:
+    script = Watched(tmp_path)
+    asked = ask_for_stacks(script.attempt)
+    script.look(1.0, printed=1)
+    assert script.look(2.0, printed=1, at="at my.py:1 f()") is None
+    answer = read_record(script.attempt.stacks) or {}
+    own = answer["ranks"]["0"]
+    assert (answer["asked_at"], own["host"], own["at"]) == (asked, "here", "at my.py:1 f()")
+    assert not script.attempt.hangs.exists()
+    assert "notes" not in (read_record(script.run_dir.status) or {})
+    script.look(3.0, printed=1)
+    assert not script.watch.question, "one answer for each request"
 
 
 def test_hosts_without_a_common_disk_report_their_stacks(tmp_path: Path) -> None:

@@ -263,29 +263,29 @@ def test_records_that_are_broken_are_shown_as_unknown(tmp_path: Path) -> None:
 
 def test_a_long_curve_is_thinned_and_read_as_it_grows(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    history = History(run_dir.metrics)
+    history = History(run_dir.metrics, parsed_bytes=2**20)
     history.read()
     assert history.curve() == ()
     with run_dir.metrics.open("w") as stream:
-        for step in range(1, 60_001):
+        for step in range(1, 12_001):
             stream.write(json.dumps(metrics_row(step)) + "\n")
-            if step % 1000 == 0:
+            if step % 200 == 0:
                 stream.write(json.dumps({"kind": "eval", "step": step, "loss": 2.0}) + "\n")
     history.read()
     curve = history.curve()
     assert 150 < len(curve) <= POINTS
-    assert curve[-1].step == 60_000 and curve[-1].eval_loss == 2.0
+    assert curve[-1].step == 12_000 and curve[-1].eval_loss == 2.0
     assert 20 < sum(point.eval_loss is not None for point in curve) < 100
     assert [point.step for point in curve] == sorted({point.step for point in curve})
-    assert history.step_s == pytest.approx(30_000.0)
+    assert history.step_s == pytest.approx(6000.0, rel=1e-3)
     with run_dir.metrics.open("a") as stream:
-        stream.write(json.dumps(metrics_row(60_001))[:-5])  # torn
+        stream.write(json.dumps(metrics_row(12_001))[:-5])  # torn
         stream.flush()
         history.read()
-        assert history.newest["step"] == 60_000
-        stream.write(json.dumps(metrics_row(60_001))[-5:] + "\n")
+        assert history.newest["step"] == 12_000
+        stream.write(json.dumps(metrics_row(12_001))[-5:] + "\n")
     history.read()
-    assert history.newest["step"] == 60_001 and history.curve()[-1].step == 60_001
+    assert history.newest["step"] == 12_001 and history.curve()[-1].step == 12_001
     # The run goes on from step 10: rows of what is lost are taken out, by a new file.
     other = tmp_path / "other"
     other.write_text("".join(json.dumps(metrics_row(step)) + "\n" for step in (5, 10)))

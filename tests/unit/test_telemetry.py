@@ -195,7 +195,7 @@ def test_rows_get_the_means_of_what_was_sampled_since_the_last(tmp_path: Path) -
 
     assert SampledMeans(path).since_last() == {}
     write({"0": sums(10, cpu=5.0), "1": sums(100, cpu=9.0, gpu_use=50.0)})
-    means = SampledMeans(path)
+    means = SampledMeans(path, rest=0)
     assert means.since_last() == {}, "nothing since this start"
     missing = {"sums": {}}  # of a node that has not come
     write({"0": sums(12, cpu=6.0), "1": sums(104, cpu=12.0, gpu_use=53.0), "2": missing})

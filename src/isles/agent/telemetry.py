@@ -131,7 +131,7 @@ class Telemetry:
             elif known["alive"]:
                 process = self._processes[pid]
                 with process.oneshot():
-                    found["cpu"] = process.cpu_percent() / 100
+                    found["cpu"] = round(process.cpu_percent() / 100, 4)
                     found["resident_bytes"] = process.memory_info().rss
         return found
 
@@ -159,7 +159,7 @@ class _Host:
             self._rate = self._interface_rate()
         self._num_reads += 1
         return {
-            "cpu": psutil.cpu_percent() / 100,
+            "cpu": round(psutil.cpu_percent() / 100, 4),
             **self._about,
             "memory_bytes": memory.total - memory.available,
             "memory_total_bytes": memory.total,
@@ -180,7 +180,10 @@ class _Host:
         if before is None or now <= before[0] or not counters:
             return None, None
         took_s = now - before[0]
-        return max(0, moved[1] - before[1]) / took_s, max(0, moved[2] - before[2]) / took_s
+        net_in, net_out = (
+            max(0, new - old) for new, old in zip(moved[1:], before[1:], strict=True)
+        )
+        return round(net_in / took_s, 1), round(net_out / took_s, 1)
 
     def _interface_rate(self) -> float | None:
         stats = psutil.net_if_stats().get(self._interface or "")

@@ -189,7 +189,7 @@ class Watchdog:
         if self._tell is None:
             return
         moment, steps = self._clock.moment, self._clock.steps
-        stage_s = self._clock.now() - moment.stage_since
+        stage_s = round(self._clock.now() - moment.stage_since, 3)
         place = {"restart": self._env.restart, "step": moment.step, "phase": moment.phase}
         place |= {"stage": moment.stage, "stage_s": stage_s, "step_s": steps[-1] if steps else None}
         self._tell({**place, **self._figures()})

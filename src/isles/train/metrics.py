@@ -133,8 +133,8 @@ class StepMeter:
         waited_s = communication_s
         if waited_s is None:
             waited_s = waiting_s(passes, [of for *_, of in ranks])
-        own_s = passes[0] - (waited_s or 0.0)
-        self.parts = {**self._last, "forward_backward": max(0.0, own_s), "communication": waited_s}
+        own_s = max(0.0, passes[0] - (waited_s or 0.0))
+        self.parts = {**self._last, "forward_backward": own_s, "communication": waited_s}
         means = {name: sum(of[name] for of, *_ in ranks) / len(ranks) for name in seconds}
         communication = None if math.isnan(means["communication"]) else means["communication"]
         tokens_per_second = self._tokens / elapsed

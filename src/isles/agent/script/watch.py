@@ -1,8 +1,8 @@
 """Watches a user's own script for the coordinator: its status, whether it hangs, and where.
 
 Agents report when their ranks have printed, and answer a question for stacks (`stacks.py`). The
-question is asked when no rank has reported a step or printed for too long, or when somebody leaves
-a file `stacks` in the folder of the attempt.
+question is asked when no rank has reported a step or printed for too long, when somebody leaves a
+file `stacks` in the folder of the attempt, and when a watcher wants to see them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from isles.config.sections.training import WatchdogConfig
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
 from isles.run.hang import Hang, Position, find_hang
+from isles.run.live import StacksRequests
 from isles.run.outcome import ErrorRecord, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record, write_text_atomic
@@ -56,6 +57,8 @@ class _Question:
     why: str
     at: float
     by_hand: bool
+    asked_at: float | None
+    """Of the request of a watcher, who gets the answers; None: it is none."""
     seen: tuple[Any, ...]
 
 
@@ -69,6 +72,7 @@ class ScriptWatch:
         self._script, self._config = script, config
         self._restart = 0
         self._hosts: list[str] = []
+        self._requests = StacksRequests(attempt)
         self._signs = Signs(0.0, 0.0)
         self._number = 0
         self._question: _Question | None = None
@@ -103,10 +107,11 @@ class ScriptWatch:
             self._update_signs(reports, now_s)
             if self._question is not None:
                 return self._gather(self._question, reports, now_s)
-            request = self._attempt.path / "stacks"
-            if request.exists():
-                request.unlink()
-                self._ask("somebody asked for the stacks", now_s, by_hand=True)
+            request, asked_at = self._attempt.path / "stacks", self._requests.new()
+            if request.exists() or asked_at is not None:
+                request.unlink(missing_ok=True)
+                why = "somebody asked for the stacks"
+                self._ask(why, now_s, by_hand=True, asked_at=asked_at)
             elif self._hang is None or self._hang[2] != self._signs.seen:
                 self._look(now_s)
         return None
@@ -134,9 +139,10 @@ class ScriptWatch:
         if (seen := (step, *printed)) != signs.seen:
             signs.seen, signs.any = seen, now_s
 
-    def _ask(self, why: str, now_s: float, *, by_hand: bool) -> None:
+    def _ask(self, why: str, now_s: float, *, by_hand: bool, asked_at: float | None = None) -> None:
         self._number += 1
-        self._question = _Question(self._number, why, now_s, by_hand, self._signs.seen)
+        seen = self._signs.seen
+        self._question = _Question(self._number, why, now_s, by_hand, asked_at, seen)
 
     def _gather(
         self, question: _Question, reports: dict[int, dict[str, Any]], now_s: float
@@ -150,7 +156,20 @@ class ScriptWatch:
         if len(answers) < len(self._hosts) and now_s - question.at < _ANSWER_S:
             return None
         self._question = None
-        return self._report(question, answers)
+        if question.asked_at is None:
+            return self._report(question, answers)
+        place = {"step": self._signs.last, "stage": "running"}
+        found = {
+            rank: {
+                "host": self._hosts[rank],
+                **place,
+                **answer,
+                "at": answer["at"] or answer["frozen"],
+            }
+            for rank, answer in answers.items()
+        }
+        self._requests.answer(question.asked_at, found)
+        return None
 
     def _report(self, question: _Question, answers: dict[int, Answer]) -> ErrorRecord | None:
         folder, hosts, signs = self._attempt.hangs, self._hosts, self._signs

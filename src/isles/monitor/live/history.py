@@ -19,19 +19,20 @@ POINTS = 300
 """Of a curve at most."""
 
 _BLOCK_BYTES = 4 * 2**20
-_PARSED_BYTES = 16 * 2**20
-"""Of what is new in the file at one look so much is parsed: of a long file every n-th row."""
-
 _EVAL = b'"kind": "eval"'
 _TRAIN = b'"kind": "train"'
 _EVALS = POINTS // 3
 
 
 class History:
-    """Rows of metrics.jsonl, read as they come; the file is replaced where a run goes on."""
+    """Rows of metrics.jsonl, read as they come; the file is replaced where a run goes on.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Args:
+        parsed_bytes: of what is new at one look so much is parsed: of a long file every n-th row.
+    """
+
+    def __init__(self, path: Path, parsed_bytes: int = 16 * 2**20) -> None:
+        self._path, self._parsed_bytes = path, parsed_bytes
         self._file: tuple[int, int] | None = None
         self._clear()
 
@@ -54,7 +55,7 @@ class History:
             if self._file != (info.st_dev, info.st_ino) or info.st_size < self._offset:
                 self._clear()
                 self._file = info.st_dev, info.st_ino
-            every = max(1, (info.st_size - self._offset) // _PARSED_BYTES)
+            every = max(1, (info.st_size - self._offset) // self._parsed_bytes)
             while block := os.pread(stream.fileno(), _BLOCK_BYTES, self._offset):
                 self._offset += len(block)
                 *lines, self._rest = (self._rest + block).split(b"\n")

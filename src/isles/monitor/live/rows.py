@@ -18,6 +18,7 @@ from isles.run.state import number_of
 NODE_SILENT_S = 4.0
 """A node sends a message every second."""
 
+_STARTS_S = 30.0
 RANK_SILENT_S = 6.0
 """A rank tells its agent where it is every second or two."""
 
@@ -228,8 +229,9 @@ def _parts(own: dict[str, Any]) -> Parts | None:
 
 def _step_s(own: dict[str, Any], row: RankRow) -> float:
     parts = row.parts or Parts()
-    given = number_of(own, "step_s")
-    return given or parts.data_s + parts.compute_s + parts.communication_s
+    # What its parts make; `step_s` may be that of a later step.
+    summed_s = parts.data_s + parts.compute_s + parts.communication_s
+    return summed_s or number_of(own, "step_s") or 0.0
 
 
 def _held_up(records: Records, rows: list[RankRow], waits: Waits) -> dict[int, str]:
@@ -300,7 +302,9 @@ def _lost_in_restart(records: Records) -> dict[int, str]:
         return {}
     for node in records.nodes.values():
         own = _part(_part(node, "ranks"), str(rank))
-        if own.get("alive") and (_whole(own, "restart") or -1) >= last.number:
+        is_old = records.at - last.at > _STARTS_S  # one of a user's own script says nothing
+        begun = _whole(own, "restart") or (_whole(records.live, "restart") if is_old else None) or 0
+        if own.get("alive") and begun >= last.number:
             return {}
     return {rank: str(cause.get("what") or last.why)}
 

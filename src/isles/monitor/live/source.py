@@ -27,8 +27,9 @@ from isles.monitor.logs import LogChoice
 from isles.monitor.stop import stop_run
 from isles.monitor.stream import shown_lines
 from isles.run.find import run_of, typed_name
+from isles.run.live import ask_for_stacks
 from isles.run.paths import RunDir
-from isles.run.records import clear_errors, read_record, write_record
+from isles.run.records import clear_errors, read_record
 from isles.run.remote import MultiClusterRun, RemoteRun, read_multi_cluster
 from isles.run.state import number_of
 
@@ -449,10 +450,10 @@ def stack_of(run: RunDir | RemoteRun, rank: int) -> str:
             raise UserError(what[0].removeprefix("error: "), where=f"host {run.host}")
         return done.stdout
     attempt = run.last_attempt()
-    asked_at, answer = time.time(), dict[str, Any]()
+    answer: dict[str, Any] = {}
     if attempt is not None:
         with clear_errors(attempt.path):
-            write_record(attempt.stacks_request, {"at": asked_at}, durable=False)
+            asked_at = ask_for_stacks(attempt)
         end = time.monotonic() + _STACK_S
         while time.monotonic() < end:
             found = read_record(attempt.stacks) or {}

@@ -14,9 +14,10 @@ _CLEAR, _PLAIN = 0.25, 0.10
 once; so much is told where it is the median of five looks, and of the five before them."""
 
 _KEPT = 0.5
-"""A rank stays marked until the others wait less than this part of what marks one."""
+"""A rank stays marked until the others wait less than this part of what marks one, by the median of
+three looks."""
 
-_MEDIAN_OF = 5
+_MEDIAN_OF, _KEEPS = 5, 3
 _LATE_S, _LATE_STEPS = 5.0, 3.0
 """A rank is late in a step once it has been in one part of it for so long, and so many steps."""
 
@@ -69,13 +70,12 @@ class Waits:
         num = min(map(len, self._seen.values()))
         now, last = self._behind(1, 0, _CLEAR), self._behind(2, 1, _CLEAR)
         clear = now.keys() & last.keys() if num > 1 else now.keys()
-        recent = self._behind(_MEDIAN_OF, 0, _PLAIN * _KEPT)
-        plain = set[int]()
+        recent = self._behind(_KEEPS, 0, _PLAIN * _KEPT)
+        plain, steady = set[int](), self._behind(_MEDIAN_OF, 0, _PLAIN)
         if num == 2 * _MEDIAN_OF:
-            halves = self._behind(_MEDIAN_OF, 0, _PLAIN), self._behind(num, _MEDIAN_OF, _PLAIN)
-            plain = halves[0].keys() & halves[1].keys()
+            plain = steady.keys() & self._behind(num, _MEDIAN_OF, _PLAIN).keys()
         self._marked = clear | plain | (self._marked & recent.keys())
-        both = {**now, **recent}
+        both = {**now, **recent, **steady}
         return {rank: both[rank] for rank in sorted(self._marked)}
 
     def _behind(self, first: int, last: int, share: float) -> dict[int, float]:
