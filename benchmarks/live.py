@@ -37,10 +37,11 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import PROCESS_DEADLINE_S, environment, prepare
-from isles.run.paths import RunDir
-from isles.run.records import read_rows
 from tests.browser import browser
 from tests.made_watch import MadeWatch, made, served
+
+from isles.run.paths import RunDir
+from isles.run.records import read_rows
 
 TURN_S = 2.0
 SETTLE_S = 0.3

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
 import os
@@ -218,3 +219,41 @@ async def _connect(loop: asyncio.AbstractEventLoop, address: str) -> Browser:
     page = next(target for target in targets if target["type"] == "page")
     ws = await session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0)
     return Browser(loop, session, ws)
+
+
+def pictures(folder: Path) -> None:
+    """Make the pictures of docs/watching.md and README.md from made snapshots."""
+    from tests.made_watch import MadeWatch, made, other, served
+
+    runs = [MadeWatch(made()), MadeWatch(other(1100, 1, "wide-2"))]
+    wide, phone = (1440, 1290), (390, 844)
+    for name, scheme, size, watches in (
+        ("dashboard", "light", wide, runs[:1]),
+        ("dashboard-dark", "dark", wide, runs),
+        ("dashboard-phone", "light", phone, runs[:1]),
+    ):
+        with browser() as page, served(*watches) as server:
+            page.prefer(scheme)
+            page.size(*size, is_phone=size is phone)
+            page.open(server.link)
+            page.until("document.querySelectorAll('#ranks tbody tr').length === 6")
+            page.until("document.querySelectorAll('#chart .line').length > 0")
+            path = folder / f"{name}.png"
+            page.screenshot(path)
+            _shrink(path)
+            print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
+
+
+def _shrink(path: Path) -> None:
+    # A page has few colours: a palette of them is a third of the size.
+    from PIL import Image
+
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pictures", action="store_true", required=True)
+    parser.parse_args()
+    pictures(Path(__file__).parents[1] / "docs" / "pictures")
