@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 
 from isles.errors import CommunicationError
+from isles.monitor.live.readers import reader_of
 from isles.outer.client.api import HubApi
 from isles.outer.client.client import HubClient
 from isles.outer.client.http import HubRefusal
 from isles.outer.hub.core import events
 from isles.outer.messages import CHUNK_BYTES, RoundAnswer
 from isles.run.join_line import ask_hub, encode
+from isles.run.process import ProcessId
 from isles.run.records import write_secret
 from tests.deadline import DEADLINE_S
 from tests.outer_member import (
@@ -36,6 +38,7 @@ from tests.outer_member import (
     serving,
 )
 from tests.outer_world import member_id
+from tests.run_records import recorded_run
 
 
 def test_strangers_and_nonsense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -236,6 +239,14 @@ def test_clusters_show_themselves_and_a_hub_that_does_not_take_it_is_no_loss(
     asyncio.run(_shows(tmp_path))
 
 
+OWN = {"phase": "training", "step": 3, "outer": {"outer_step": 0, "is_connected": True}}
+
+
+def here() -> dict[str, object]:
+    """This process, in a record."""
+    return ProcessId.of(os.getpid()).record()
+
+
 async def _shows(folder: Path) -> None:
     shown = {"a": "YQ==", "b": "what a hub of another version refuses"}
     async with serving(folder / "state") as (server, line):
@@ -263,6 +274,13 @@ async def _shows(folder: Path) -> None:
                 answer = await asyncio.to_thread(ask_hub, line, "/v1/live", DEADLINE_S)
                 found = answer["members"]
             assert set(found) == {"a"} and found["a"]["record"] == "YQ=="
+            # A run that has joined from elsewhere is shown with all that the hub shows.
+            run_dir, _ = recorded_run(folder / "own-1", {**here(), "launcher": "local"}, status=OWN)
+            write_secret(run_dir.join_line, line.secret_text())
+            for is_own, names in ((False, ["own-1", "a", "b"]), (True, ["own-1"])):
+                reader = reader_of(run_dir, 2.0, is_own=is_own)
+                look = await asyncio.to_thread(reader.look)
+                assert look is not None and [row.name for row in look.clusters] == names
             joined = [e["member"] for e in events(server.work.core) if e["kind"] == "joined"]
             assert sorted(joined) == ["a", "b"], "once each"
             assert all(client.state.is_connected for client in clients.values())
