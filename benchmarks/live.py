@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import math
 import signal
 import statistics
 import subprocess
@@ -58,7 +59,7 @@ class Run:
         self._processes = [_isles(*words, **more)]
         folder, name = run_file.parent / "runs", run_file.stem
         self.run_dir = RunDir(_until(lambda: next(folder.glob(f"{name}-[0-9]*"), None)))
-        _until(lambda: self.rows(0.0))
+        _until(self.rows)
         if is_watched:
             self._processes.append(_isles("dashboard", str(self.run_dir.path)))
             self._follow(self._processes[-1])
@@ -69,10 +70,10 @@ class Run:
         path = f"/events?{link.query}"
         threading.Thread(target=_read, args=(link.netloc, path, []), daemon=True).start()
 
-    def rows(self, since: float) -> list[float]:
-        """Seconds of the steps that have ended since a time."""
-        rows = read_rows(self.run_dir.metrics)
-        return [row["step_time_s"] for row in rows if row["kind"] == "train" and row["at"] > since]
+    def rows(self, begin: float = 0.0, end: float = math.inf) -> list[float]:
+        """Seconds of the steps that have ended in a span of time."""
+        rows = (row for row in read_rows(self.run_dir.metrics) if row["kind"] == "train")
+        return [row["step_time_s"] for row in rows if begin < row["at"] < end]
 
     def send(self, number: int) -> None:
         """A signal to all its processes."""
@@ -83,13 +84,13 @@ class Run:
                     with suppress(psutil.NoSuchProcess):
                         one.send_signal(number)
 
-    def turn(self) -> float:
-        """Let it train for a while; the mean step."""
+    def turn(self) -> tuple[float, float]:
+        """Let it train for a while; the span, without its beginning."""
         begun = time.time()
         self.send(signal.SIGCONT)
         time.sleep(TURN_S)
         self.send(signal.SIGSTOP)
-        return statistics.mean(self.rows(begun + SETTLE_S))
+        return begun + SETTLE_S, time.time()
 
 
 def _isles(*words: str, **more: str) -> subprocess.Popen[str]:
@@ -123,7 +124,7 @@ def _until(look):  # type: ignore[no-untyped-def]  # a path, or rows
 def steps(folder: Path, rounds: int) -> dict[str, float]:
     """Ratio of a step that is watched to one that is not, and of two that are not."""
     inputs = prepare(folder)
-    turns: list[tuple[str, float]] = []
+    spans: list[tuple[str, tuple[float, float]]] = []
     with ExitStack() as stack:
         runs = {}
         for name in ("watched", "a", "b"):
@@ -133,8 +134,11 @@ def steps(folder: Path, rounds: int) -> dict[str, float]:
             runs[name].send(signal.SIGSTOP)
         for number in range(rounds + 1):
             for name in ("watched", *(("a", "b") if number % 2 else ("b", "a"))):
-                turns.append((name, runs[name].turn()))
-    turns = turns[3:]
+                spans.append((name, runs[name].turn()))
+        for run in runs.values():  # what is not written yet
+            run.send(signal.SIGCONT)
+        time.sleep(TURN_S)
+        turns = [(name, statistics.mean(runs[name].rows(*span))) for name, span in spans[3:]]
     watched, floor = [], []
     for (name, seconds), (next_name, next_seconds) in pairwise(turns):
         if "watched" not in (name, next_name):

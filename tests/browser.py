@@ -223,33 +223,33 @@ async def _connect(loop: asyncio.AbstractEventLoop, address: str) -> Browser:
 
 def pictures(folder: Path) -> None:
     """Make the pictures of docs/watching.md and README.md from made snapshots."""
+    from PIL import Image
+
     from tests.made_watch import MadeWatch, made, other, served
 
     runs = [MadeWatch(made()), MadeWatch(other(1100, 1, "wide-2"))]
-    wide, phone = (1440, 1290), (390, 844)
-    for name, scheme, size, watches in (
-        ("dashboard", "light", wide, runs[:1]),
-        ("dashboard-dark", "dark", wide, runs),
-        ("dashboard-phone", "light", phone, runs[:1]),
+    for name, scheme, width, watches in (
+        ("dashboard", "light", 1440, runs[:1]),
+        ("dashboard-compared", "dark", 1440, runs),
+        ("dashboard-phone", "light", 390, runs[:1]),
     ):
         with browser() as page, served(*watches) as server:
             page.prefer(scheme)
-            page.size(*size, is_phone=size is phone)
+            page.call("Emulation.setScrollbarsHidden", hidden=True)
+            page.size(width, 900, is_phone=width < 500)
             page.open(server.link)
             page.until("document.querySelectorAll('#ranks tbody tr').length === 6")
             page.until("document.querySelectorAll('#chart .line').length > 0")
+            if width > 500:
+                page.size(width, page.evaluate("document.documentElement.scrollHeight"))
             path = folder / f"{name}.png"
             page.screenshot(path)
-            _shrink(path)
+            with Image.open(path) as image:  # a palette that keeps rare colours: half the size
+                small = image.convert("RGB").quantize(
+                    256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+                )
+            small.save(path, optimize=True)
             print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
-
-
-def _shrink(path: Path) -> None:
-    # A page has few colours: a palette of them is a third of the size.
-    from PIL import Image
-
-    with Image.open(path) as image:
-        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 if __name__ == "__main__":

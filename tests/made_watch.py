@@ -248,10 +248,10 @@ def _break(ranks: list[RankRow], links: list[LinkRow]) -> list[str]:
     """Mark some ranks; the notes that say so, the worst first."""
     notes = []
     marks = {
-        0.35: ("dead", "exit code -9"),
-        0.55: ("straggler", "1.9 times the others' time"),
-        0.75: ("throttled", "heat: 1,120 of 1,980 MHz"),
-        0.9: ("silent", "for 24 s"),
+        0.35: ("dead", "it was killed by SIGKILL"),
+        0.55: ("straggler", "the others wait for it: 0.9 s of each 4.0 s step"),
+        0.75: ("throttled", "its card is slowed down by heat"),
+        0.9: ("silent", "nothing is heard of it for 24 s"),
     }
     for place, (mark, note) in marks.items():
         index = int(place * len(ranks))
@@ -266,7 +266,7 @@ def _break(ranks: list[RankRow], links: list[LinkRow]) -> list[str]:
         if mark in ("dead", "silent"):
             changed |= {"heard_s": 24.0, "use": 0.0}
         ranks[index] = old.model_copy(update=changed)
-        notes.append(f"rank {old.rank} on {old.host} is {mark}: {note}")
+        notes.append(f"rank {old.rank} on {old.host}: {note}")
     if links:
         last = links[-1]
         links[-1] = last.model_copy(update={"state": "slow: a tenth of what was measured"})

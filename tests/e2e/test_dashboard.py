@@ -93,8 +93,8 @@ def test_a_run_is_followed_sorted_and_filtered(page: Browser) -> None:
         shown = rows(page, "ranks")
         for mark in ("dead", "straggler", "throttled", "silent"):
             assert any(f" {mark} " in row for row in shown), (mark, shown)
-        assert "rank 2 on oslo-01 is dead" in page.text("#note-list")
-        assert page.text("#spoken").startswith("rank 2 on oslo-01 is dead")
+        assert "rank 2 on oslo-01: it was killed" in page.text("#note-list")
+        assert page.text("#spoken").startswith("rank 2 on oslo-01: it was killed")
         parts = "document.querySelector('#ranks .parts').ariaLabel"
         assert page.evaluate(parts).startswith("data 1") and "waiting" in page.evaluate(parts)
         assert "round 24" in page.text(".hub") and "waits for lyon" in page.text(".hub")
