@@ -20,8 +20,8 @@ from isles.monitor.live.model import Snapshot
 from tests.deadline import DEADLINE_S
 from tests.lab.home import HOSTS, ISLES, assert_nothing_left, isles, link_cut, sh, until, write_run
 from tests.lab.hosts import Lab
-from tests.slowdown import PERIOD_S
 
+PERIOD_S = 0.1
 SLOWDOWN = str(Path(__file__).parents[1] / "slowdown.py")
 SHAPE = {
     "device": "cpu",
@@ -77,9 +77,12 @@ def shown(lab: Lab, run: str) -> Iterator[Top]:
 
 
 @contextmanager
-def slowed_on(lab: Lab, host: str, pid: int) -> Iterator[None]:
-    """A process of a host, at half its speed inside a `with`."""
-    command = [sys.executable, SLOWDOWN, str(PERIOD_S), f"{pid}:2"]
+def slowed_on(lab: Lab, host: str, pid: int, cores: float) -> Iterator[None]:
+    """A process of a host, at half its speed inside a `with`.
+
+    It runs for half as long as it did: where others want its core too, it has `cores` of one.
+    """
+    command = [sys.executable, SLOWDOWN, str(PERIOD_S), f"{pid}:{2 / max(0.05, cores):.2f}"]
     process = lab.popen(host, command, stdin=subprocess.PIPE)
     try:
         yield
@@ -176,16 +179,16 @@ def _assert_names(lab: Lab, top: Top) -> None:
 
 
 def _assert_faults(lab: Lab, top: Top) -> None:
-    def pid_of(rank: int) -> int:
+    def place_of(rank: int) -> tuple[int, float]:
         assert top.last is not None
         row = next(r for r in top.last.ranks if (r.cluster, r.rank) == ("office", rank))
         assert row.pid is not None
-        return row.pid
+        return row.pid, row.use or 0.0
 
-    sh(lab, "a2", f"kill -KILL {pid_of(1)}")
+    sh(lab, "a2", f"kill -KILL {place_of(1)[0]}")
     top.until(lambda s: is_named(s, "office: ", "rank 1 on a2"), "a rank that is killed")
     top.until(is_well, "it trains again")
-    with slowed_on(lab, "a3", pid_of(2)):
+    with slowed_on(lab, "a3", *place_of(2)):
         top.until(
             lambda s: mark_of(s, "office", 2) == "straggler" and is_named(s, "rank 2 on a3"),
             "a rank at half its speed",
