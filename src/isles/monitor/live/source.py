@@ -23,7 +23,7 @@ from isles.run.live import ask_for_stacks
 from isles.run.paths import RunDir
 from isles.run.records import clear_errors, read_record
 from isles.run.remote import MultiClusterRun, RemoteRun, read_multi_cluster
-from isles.run.state import number_of
+from isles.run.state import number_of, script_of
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +154,16 @@ class Watch:
         choice = LogChoice(rank=row.rank, last=count)
         lines = list(shown_lines(self._run_of(row), choice, notes.append))
         return lines or notes
+
+    @property
+    def stop_means(self) -> str:
+        """What `stop` does, in words for a person."""
+        if isinstance(self._found, Path):
+            return "The hub ends. Its clusters train on, each alone, until it is opened again."
+        if isinstance(self._found, RunDir) and script_of(self._found) is not None:
+            return "Its script is asked to stop; whether it saves is up to the script."
+        who = "clusters" if isinstance(self._found, MultiClusterRun) else "ranks"
+        return f"All its {who} save a checkpoint after this step, and end. It can be resumed."
 
     def stop(self, now: bool) -> int:
         """Stop the run as `isles stop` does, and wait until it has; the exit code.

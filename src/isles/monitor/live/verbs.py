@@ -52,7 +52,9 @@ def top(
     if stdin:
         end_with_stdin()
     screen = console()
-    is_live = screen.is_terminal and not screen.is_dumb_terminal and sys.stdin.isatty()
+    # It is drawn on stderr.
+    has_all = screen.is_terminal and sys.stdin.isatty() and sys.stderr.isatty()
+    is_live = has_all and not screen.is_dumb_terminal
     if json and every is not None:
         with Watch(found, output_dir, every, is_own=own) as watch:
             at, error = 0.0, ""
