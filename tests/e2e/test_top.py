@@ -28,6 +28,22 @@ SHAPE = {
     "max_restarts": 3,
     "environment": {"variables": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}},
 }
+LOOK_AND_STOP = """
+from pathlib import Path
+from isles.monitor.live.source import Watch
+from isles.run.find import find_any
+
+at, rows = 0.0, []
+with Watch(find_any("see", Path("runs")), Path("runs"), 1.0) as watch:
+    while not rows and (shown := watch.wait(at, 60)):
+        at = shown.at
+        rows = [row for row in shown.ranks if (row.cluster, row.rank) == ("office", 2)]
+    print(watch.stack(rows[0]))
+    print("log:", len(watch.log_lines(rows[0], 3)))
+    print("stopped with", watch.stop(False))
+"""
+"""What `isles top` does by a key, of a rank on another machine."""
+
 RANKS = {(cluster, rank) for cluster in ("home", "office") for rank in range(3)}
 
 
@@ -154,6 +170,10 @@ def test_two_clusters_and_what_goes_wrong_in_them(lab: Lab) -> None:
         assert all(len(line) <= 80 for line in text.splitlines()), text
         (line,) = isles(lab, "top", "see-office", "--json").splitlines()
         assert {row["host"] for row in json.loads(line)["ranks"]} == set(HOSTS)
+        did = sh(lab, "ctl", f"cd /shared && {sys.executable} - <<'END'\n{LOOK_AND_STOP}\nEND")
+        assert "rank 2 on a3: step " in did and "thread MainThread" in did and "log: 3" in did, did
+        assert "stopped with 0" in did, did
+        assert "stopped" in isles(lab, "status", "see")
     finally:
         isles(lab, "stop", "see", "--now", expected=None)
     assert_nothing_left(lab, ("ctl", *HOSTS))
