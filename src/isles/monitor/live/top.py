@@ -37,6 +37,7 @@ from isles.monitor.live.drawing import (
     draw,
 )
 from isles.monitor.live.model import RankRow, Snapshot
+from isles.run.env import forget_window_size
 
 if TYPE_CHECKING:
     from isles.monitor.live.source import Watch
@@ -91,6 +92,7 @@ def run_top(watch: Watch) -> int:
     # A closed terminal ends this process at once: nothing has to be saved, and there is nothing to
     # draw on. It may have been started with this signal ignored.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    forget_window_size()
     top = Top(watch)
     asyncio.run(top.run_async())
     if top.stopping is not None:
