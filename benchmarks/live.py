@@ -11,6 +11,8 @@ Page. A page in Chromium shows 64 nodes of 8 GPUs, made snapshots in which every
 each two seconds: milliseconds of its main thread for each, by the clock and by its processor time,
 and bytes on the wire.
 
+Agent. The share of one core that sampling this node with eight ranks takes, every two seconds.
+
 The last line is JSON.
 """
 
@@ -41,6 +43,8 @@ from benchmarks.common import PROCESS_DEADLINE_S, environment, prepare
 from tests.browser import browser
 from tests.made_watch import MadeWatch, made, served
 
+from isles.agent.telemetry import EVERY_S as SAMPLE_EVERY_S
+from isles.agent.telemetry import SampleFile, Telemetry
 from isles.run.paths import RunDir
 from isles.run.records import read_rows
 
@@ -198,6 +202,26 @@ def page(updates: int) -> dict[str, float]:
     return result
 
 
+def agent(samples: int) -> dict[str, float]:
+    """What the sampler costs the processor; GPUs, where there are any, are read too."""
+    rank = {"pid": psutil.Process().pid, "alive": True, "exit": None, "at": 1.0, "gpu": None}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        file = SampleFile(path / "node-0.jsonl")
+        telemetry = Telemetry(
+            path, path / "none.jsonl", None, 8, lambda: dict.fromkeys(range(8), rank)
+        )
+        telemetry.begin()
+        costs = []
+        for _ in range(samples):
+            begun = time.thread_time()
+            file.append(telemetry.sample())
+            costs.append(time.thread_time() - begun)
+    share = statistics.median(costs) / SAMPLE_EVERY_S
+    print(f"the agent's sampling, of a core {share:7.2%}", flush=True)
+    return {"agent_core_share": share}
+
+
 def _p95(values: Sequence[float]) -> float:
     return sorted(values)[min(len(values) - 1, round(0.95 * len(values)))]
 
@@ -206,13 +230,15 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three minutes")
-    parser.add_argument("--only", choices=("steps", "page"))
+    parser.add_argument("--only", choices=("steps", "page", "agent"))
     options = parser.parse_args()
     result: dict[str, float] = {}
-    if options.only != "page":
+    if options.only in (None, "agent"):
+        result |= agent(100)
+    if options.only in (None, "steps"):
         with tempfile.TemporaryDirectory() as folder:
             result |= steps(Path(folder), rounds=12 if options.quick else 40)
-    if options.only != "steps":
+    if options.only in (None, "page"):
         result |= page(updates=10 if options.quick else 60)
     print(json.dumps({name: round(value, 4) for name, value in result.items()}))
 

@@ -106,6 +106,11 @@ def test_a_run_that_is_well() -> None:
             snapshot(curve=losses(9.0, 8.0, math.nan)),
             *("wrong", "not finite since step 30", "", "isles explain loss.finite"),
         ),
+        (
+            "loss",
+            snapshot(curve=(*losses(*range(30, 10, -1)), Point(step=990, loss=None))),
+            *("wrong", "not finite since step 990", "", "isles explain loss.finite"),
+        ),
         ("loss", snapshot(curve=losses(*range(1, 30))), "wrong", "rising", "", "isles stop run-1"),
         ("loss", snapshot(curve=losses(*[2.0] * 30)), "not yet", "noise", "", "logs"),
         (

@@ -72,7 +72,9 @@ def read_record(path: Path) -> dict[str, Any] | None:
     for _ in range(_TRIES):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError, ValueError):
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+        except (ValueError, RecursionError):  # it is no record of ours
             return None
         except OSError as error:
             if error.errno != errno.ESTALE:

@@ -83,15 +83,18 @@ class History:
         self._skipped = b""
         try:
             row = json.loads(line)
-            step = int(row["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError):
             return  # torn by a full disk or a kill
+        given = number_of(row, "step") if isinstance(row, dict) else None
+        if given is None:
+            return
+        step = int(given)
         if is_eval:
             self._eval.add(Point(step=step, loss=None, eval_loss=number_of(row, "loss")))
             return
         took_s, before = number_of(row, "step_time_s"), self.newest.get("step", 0)
         self.step_s += (took_s or 0.0) * max(0, step - before)
-        self.newest = row
+        self.newest = {**row, "step": step}
         self._train.add(
             Point(
                 step=step,

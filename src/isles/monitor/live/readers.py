@@ -21,7 +21,7 @@ from isles.monitor.clusters import hub_line
 from isles.monitor.live.model import Snapshot
 from isles.monitor.live.several import HubAnswer, SeveralView, ask
 from isles.monitor.live.snapshot import RunReader
-from isles.run.find import run_of
+from isles.run.find import is_run_dir, run_of
 from isles.run.join_line import JoinLine
 from isles.run.paths import RunDir
 from isles.run.remote import (
@@ -63,14 +63,20 @@ class Reader(Protocol):
 class Here:
     """A run directory of this machine."""
 
-    error, is_ready = "", True
+    is_ready = True
 
     def __init__(self, run_dir: RunDir) -> None:
-        self._reader = RunReader(run_dir)
+        self.error = ""
+        self._path, self._reader = run_dir.path, RunReader(run_dir)
+        self._latest: Snapshot | None = None
 
     def look(self) -> Snapshot | None:
         """See `Reader.look`."""
-        return self._reader.look()
+        if is_run_dir(self._path):
+            self.error, self._latest = "", self._reader.look()
+        else:
+            self.error = f"its directory {self._path} is gone: it was deleted or moved away"
+        return self._latest
 
     def close(self) -> None:
         """See `Reader.close`."""
@@ -154,7 +160,7 @@ class There:
                 process.wait(timeout=2)
             if process.poll() is None:
                 process.kill()
-        self._thread.join()
+        self._thread.join(timeout=2)  # another process may hold ssh's output open
 
     def _read(self) -> None:
         words = ["top", self._run.path, "--json", "--every", f"{self._every_s:g}", "--stdin"]

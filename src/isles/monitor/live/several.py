@@ -130,9 +130,12 @@ class SeveralView:
         hosts = [row for part in known.values() for row in part.hosts]
         ranks = [row for part in known.values() for row in part.ranks]
         marked = {row.name: row for row in rows if row.mark == "silent"}
+        cut = {name: row.note for name, row in marked.items()}
+        if hub is not None and hub.error:
+            cut = {row.name: "the hub does not answer" for row in rows if row.state == "running"}
         links = [
-            link.model_copy(update={"state": f"cut: {marked[link.cluster].note}"})
-            if link.cluster in marked and "hub" in (link.source, link.target)
+            link.model_copy(update={"state": f"cut: {cut[link.cluster]}"})
+            if link.cluster in cut and "hub" in (link.source, link.target)
             else link
             for part in known.values()
             for link in part.links

@@ -23,7 +23,7 @@ from isles.monitor.live.model import (
     RankRow,
     Snapshot,
 )
-from isles.monitor.live.rows import Records, host_rows, link_rows, rank_rows
+from isles.monitor.live.rows import Records, host_rows, link_rows, part_of, rank_rows, whole_of
 from isles.monitor.live.waits import Waits
 from isles.monitor.status import RunReport, collect
 from isles.run.links import read_links
@@ -201,11 +201,12 @@ def _head(
 
 def _cluster_row(name: str, report: RunReport) -> ClusterRow:
     outer = report.outer or {}
-    last = outer.get("last_outer_step") or {}
-    weights = last.get("weights") or {}
+    last = part_of(outer, "last_outer_step")
+    given = part_of(last, "weights")
+    weights = {key: found for key in given if (found := number_of(given, key)) is not None}
     whole = sum(weights.values()) or 1
-    sync_s = (outer.get("exposed_s") or 0.0) + (outer.get("hidden_s") or 0.0)
-    version, since = outer.get("outer_step"), last.get("step")
+    sync_s = (number_of(outer, "exposed_s") or 0.0) + (number_of(outer, "hidden_s") or 0.0)
+    version, since = whole_of(outer, "outer_step"), whole_of(last, "step")
     mark: Mark = ""
     note = ""
     if report.state == "running" and not outer.get("is_connected", True):
@@ -223,10 +224,10 @@ def _cluster_row(name: str, report: RunReport) -> ClusterRow:
         outer_step=version,
         inner_steps=None if report.step is None or since is None else max(0, report.step - since),
         weight=weights[name] / whole if name in weights else None,
-        up_bytes=outer.get("sent_bytes"),
-        down_bytes=outer.get("received_bytes"),
+        up_bytes=whole_of(outer, "sent_bytes"),
+        down_bytes=whole_of(outer, "received_bytes"),
         sync_s=sync_s or None,
-        hidden_share=outer.get("hidden_share"),
+        hidden_share=number_of(outer, "hidden_share"),
         mark=mark,
         note=note,
     )
@@ -241,13 +242,13 @@ class Rates:
     def links(self, cluster: str, report: RunReport, at: float) -> list[LinkRow]:
         """The two ways between a cluster and its hub."""
         outer = report.outer or {}
-        up, down = self._used(outer.get("sent_bytes"), outer.get("received_bytes"), at)
+        up, down = self._used(whole_of(outer, "sent_bytes"), whole_of(outer, "received_bytes"), at)
         state = "ok"
         if report.state != "running":
             state = report.state
         elif not outer.get("is_connected", True):
             state = f"cut: {cluster} does not reach the hub"
-        rate = outer.get("bytes_per_s") or None
+        rate = number_of(outer, "bytes_per_s") or None
         by = "averages" if rate else ""
         ends = ((cluster, "hub", up), ("hub", cluster, down))
         return [

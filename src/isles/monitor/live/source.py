@@ -93,7 +93,7 @@ class Watch:
 
     def __exit__(self, *error: object) -> None:
         self._is_closed.set()
-        self._thread.join()
+        self._thread.join(timeout=10)
 
     @property
     def error(self) -> str:

@@ -48,7 +48,7 @@ _STEADY_PHASES = ("training", "")
 _OVER = ("finished", "stopped", "failed", "killed", "gone")
 _SAID_EVERY_S, _SAME_EVERY_S = 3.0, 15.0
 _LOOK_EVERY_S, _NEWS_S = 1.0, 20.0
-_AGAIN_S = 10.0
+_AGAIN_S = 20.0
 """One look may call a rank behind that something else has held up for a moment: it is looked at for
 so much longer."""
 
@@ -235,7 +235,7 @@ def _processes(snapshot: Snapshot, named: str) -> CheckLine:
         return CheckLine(
             "processes", state, text, ", ".join(names[:_LISTED]), f"isles logs {named}"
         )
-    hosts = len({(row.cluster, row.host) for row in rows})
+    hosts = len({row.host for row in rows})
     on_gpus = all(row.limit_bytes for row in rows)
     each = "one on each GPU" if on_gpus else "one for each rank"
     text = (
@@ -280,9 +280,12 @@ def _memory(snapshot: Snapshot, named: str) -> CheckLine:
 
 def _loss(snapshot: Snapshot, named: str) -> CheckLine:
     points = [point for point in snapshot.curve if point.loss is not None]
-    bad = [point for point in points if not math.isfinite(point.loss or 0.0)]
+    # Records have null for NaN; a point of an evaluation alone has its own loss.
+    bad = [p.step for p in snapshot.curve if p.loss is None and p.eval_loss is None]
+    bad = [step for step in bad if not points or step > points[-1].step]
+    bad += [point.step for point in points if not math.isfinite(point.loss or 0.0)]
     if bad:
-        text = f"it is not finite since step {bad[0].step}"
+        text = f"it is not finite since step {min(bad)}"
         return CheckLine("loss", "wrong", text, next="isles explain loss.finite")
     if len(points) < _LEAST_POINTS:
         return CheckLine("loss", "not yet", _steps_missing(points), next=f"isles logs {named}")
