@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from isles.errors import UserError
 from isles.monitor.live.model import Snapshot
 from isles.monitor.live.server import MAX_CONNECTIONS, Dashboard, export
 from tests.browser import Browser, browser
@@ -212,6 +214,48 @@ def test_names_stay_text_and_an_export_opens_offline(page: Browser, tmp_path: Pa
     page.offline(False)
 
 
+def test_a_loss_that_is_no_number_leaves_the_page_readable(page: Browser, tmp_path: Path) -> None:
+    def spoiled(snapshot: Snapshot) -> Snapshot:
+        curve = list(snapshot.curve)
+        for at, loss in ((2, math.nan), (3, math.inf)):
+            curve[at] = curve[at].model_copy(update={"loss": loss})
+        return snapshot.model_copy(update={"curve": tuple(curve)})
+
+    first, second = spoiled(made()), spoiled(other(900, 1, "narrow-1"))
+    path = tmp_path / "run.html"
+    export([first, second], path)
+    with served(MadeWatch(first), MadeWatch(second)) as server:
+        for url in (server.link, path.as_uri()):
+            page.open(url)
+            page.until("document.querySelectorAll('#runs tbody tr').length === 2")
+            assert "NaN" not in page.text("main") and page.errors == []
+
+
+def test_an_export_replaces_only_an_export(tmp_path: Path) -> None:
+    path, notes = tmp_path / "run.html", tmp_path / "notes.html"
+    for step in (1240, 1241):
+        export([made(step)], path)
+        assert f'"step": {step}' in path.read_text()
+        assert path.stat().st_mode & 0o777 == 0o600
+        path.chmod(0o644)
+    notes.write_text("<!doctype html>\n<p>mine")
+    os.mkfifo(tmp_path / "pipe")
+    for taken in (notes, tmp_path, tmp_path / "pipe"):
+        with pytest.raises(UserError, match="there already") as refused:
+            export([made()], taken)
+        assert "another name" in (refused.value.fix or "")
+    assert notes.read_text().endswith("mine")
+    with pytest.raises(UserError, match="cannot be written"):
+        export([made()], tmp_path / "none" / "run.html")
+    assert {one.name for one in tmp_path.iterdir()} == {"run.html", "notes.html", "pipe"}
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_port_that_cannot_be_is_named(port: int) -> None:
+    with pytest.raises(UserError, match=f"--port: {port} is not between 0 and 65535"):
+        Dashboard([], port)
+
+
 def ask(
     server: Dashboard, path: str, *, method: str = "GET", token: bool = True, **headers: str
 ) -> tuple[int, str]:
@@ -328,6 +372,41 @@ def test_bad_requests_and_silent_connections_leave_it_answering() -> None:
         assert threading.active_count() < MAX_CONNECTIONS + 60
         assert json.loads(ask(server, "/state.json")[1])["run"]["step"] == 1241
         assert urlsplit(server.link).hostname == "127.0.0.1"
+
+
+def test_a_malformed_request_is_answered_and_says_nothing_in_the_terminal(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(line: bytes) -> bytes:
+        with socket.create_connection(address, timeout=DEADLINE_S) as one:
+            one.sendall(line + b"\r\n\r\n" if line else b"")
+            with one.makefile("rb") as stream:
+                return stream.read()
+
+    with served(MadeWatch(made())) as server:
+        monkeypatch.setattr(server.RequestHandlerClass, "timeout", 1.0)
+        address = ("127.0.0.1", server.server_address[1])
+        for line, status in (
+            (b"GET http://[ HTTP/1.1", 400),
+            (b"GET //[ HTTP/1.1", 403),
+            (b"GET", 400),
+            (b"GET / HTTP/x", 400),
+            (b"GET / HTTP/9.9", 505),
+            (b"GET / HTTP/0.9", 403),
+            (b"GET /", 403),
+            (b"POST /", 400),
+        ):
+            head, _, text = answer(line).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.0 %d " % status), (line, head)
+            assert text.startswith(b"isles: ") and text.count(b"\n") == 1, (line, text)
+        assert answer(b"") == b"", "one that asks nothing ends"
+
+        def broken() -> None:
+            raise RuntimeError("made")
+
+        monkeypatch.setattr(server, "has_asked", lambda _: broken())
+        assert answer(b"GET /?token=%s HTTP/1.1\r\nHost: localhost" % server.token.encode()) == b""
+    assert capfd.readouterr() == ("", "")
 
 
 def shown_rank(page: Browser, cluster: str, rank: int) -> str:

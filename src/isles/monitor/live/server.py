@@ -14,7 +14,6 @@ import json
 import logging
 import secrets
 import socket
-import sys
 import threading
 import time
 import zlib
@@ -26,12 +25,12 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from isles.errors import ExitCode, UserError
 from isles.monitor.live.model import Snapshot
-from isles.run.records import write_text_atomic
 
 if TYPE_CHECKING:
     from isles.monitor.live.source import Watch
@@ -39,10 +38,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
+ASK_S = 5.0
+"""A connection on which nothing comes for so long, before it has asked, ends."""
 SILENT_S = 10.0
-"""A connection on which nothing can be read or written for so long ends."""
+"""A connection on which nothing can be written for so long, once it has asked, ends."""
 KEEP_ALIVE_S = 5.0
 _PAGE = Path(__file__).with_name("page")
+_SAVED = "<!doctype html>\n<!-- saved by isles dashboard -->\n"
+"""Beginning of a saved page; only such a file is replaced."""
 _STYLE = '<link rel="stylesheet" href="page.css">'
 _SCRIPTS = '<script src="view.js"></script>\n<script src="page.js"></script>'
 _POLICY = "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -85,25 +88,37 @@ def export(snapshots: Sequence[Snapshot], path: Path) -> None:
 
     Args:
         snapshots: the first is shown in full, the others' curves are compared with its.
-        path: the file; one that is there is replaced.
+        path: the file, which only this user may read; a saved page that is there is replaced.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: it cannot be written, or another file is there.
     """
-    runs = [snapshots[0].model_dump(mode="json"), *map(_compared, snapshots[1:])]
-    data = json.dumps({"exported_at": time.time(), "runs": runs}, ensure_ascii=False)
+    runs = [json.loads(snapshots[0].model_dump_json()), *map(_compared, snapshots[1:])]
+    data = _json({"exported_at": time.time(), "runs": runs})
     style, scripts = _text("page.css"), [_text("view.js"), _text("page.js")]
     hashes = f"script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}"
     policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}{hashes}">'
     # The data comes last, so that nothing in it is taken for a place to fill; and it has no `<`,
     # which alone ends an element of HTML.
-    page = _filled("index.html", "<head>", f"<head>\n{policy}", _STYLE, f"<style>{style}</style>")
+    head = ("<!doctype html>\n", _SAVED, "<head>", f"<head>\n{policy}")
+    page = _filled("index.html", *head, _STYLE, f"<style>{style}</style>")
     element = f'<script type="application/json" id="data">{data.replace("<", chr(92) + "u003c")}'
     code = "".join(f"<script>{script}</script>" for script in scripts)
     before, _, behind = page.partition(_SCRIPTS)
     page = f"{before}{element}</script>{code}{behind}"
     try:
-        write_text_atomic(path, page, durable=False)
+        if path.exists() and not (path.is_file() and _is_saved(path)):
+            raise UserError(
+                "the file is there already, and is not a page that isles has saved",
+                where=str(path),
+                fix="give another name to --export, or remove it",
+                id="file.exists",
+            )
+        with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            partial = Path(folder, path.name)
+            partial.touch(mode=0o600)
+            partial.write_text(page, encoding="utf-8")
+            partial.replace(path)
     except OSError as error:
         raise UserError(
             f"it cannot be written: {error.strerror}",
@@ -116,9 +131,16 @@ class Dashboard(ThreadingHTTPServer):
     """The server of one page; `link` opens it."""
 
     daemon_threads = True
-    request_queue_size = 128
+    # Where it is full, the kernel drops a connection, which is tried again after 1, 3 and 7 s.
+    request_queue_size = 1024
 
     def __init__(self, watches: Sequence[Watch], port: int) -> None:
+        if not 0 <= port <= 65535:
+            raise UserError(
+                f"{port} is not between 0 and 65535",
+                where="--port",
+                fix="name another one, or 0 for any that is free",
+            )
         self.watches = watches
         self.token = secrets.token_urlsafe(24)
         self._lock = threading.Lock()
@@ -172,9 +194,8 @@ class Dashboard(ThreadingHTTPServer):
                 self._connections[request] = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is no fault."""
-        if not isinstance(sys.exception(), OSError):
-            log.warning("a request to the page has failed", exc_info=True)
+        """Keep it off the terminal, which anybody on this machine could fill with requests."""
+        log.debug("a request to the page has failed", exc_info=True)
 
     def server_close(self) -> None:
         """Stop listening, and end the streams."""
@@ -188,17 +209,23 @@ class Dashboard(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """A request. HTTP/1.0: one for each connection."""
 
-    timeout = SILENT_S
+    timeout = ASK_S
     server: Dashboard
     server_version, sys_version = "isles", ""
 
     def do_GET(self) -> None:
         """Answer, where the request comes from the page's own user."""
-        if why := self._refusal():
+        try:
+            url = urlsplit(self.path)
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST, "this is no address")
+            return
+        if why := self._refusal(url):
             self.send_error(HTTPStatus.FORBIDDEN, why)
             return
         self.server.has_asked(self.connection)
-        match urlsplit(self.path).path:
+        self.connection.settimeout(SILENT_S)
+        match url.path:
             case "/":
                 query = f'?token={self.server.token}">'
                 style, scripts = (tags.replace('">', query) for tags in (_STYLE, _SCRIPTS))
@@ -217,9 +244,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def _refusal(self) -> str:
+    def _refusal(self, url: SplitResult) -> str:
         """Why this request is not answered; empty: it is."""
-        url, host = urlsplit(self.path), self.headers.get("Host", "")
+        host = self.headers.get("Host", "")
         with suppress(ValueError):
             # A name that only leads here is how a foreign page would ask from within a browser.
             if urlsplit(f"//{host}").hostname not in ("127.0.0.1", "localhost", "::1"):
@@ -235,7 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
             ):
                 return "another page has asked"
             return ""
-        return "this is no address"
+        return "this name is no address"
 
     def _send(self, kind: str, text: str, status: HTTPStatus = HTTPStatus.OK) -> None:
         body = text.encode()
@@ -244,6 +271,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _begin(self, kind: str, status: HTTPStatus, more: dict[str, str]) -> None:
+        # The base class leaves the status line and headers out where it has read HTTP/0.9, which
+        # it also takes a malformed line for.
+        self.request_version = self.protocol_version
         self.send_response(status)
         headers = {"Content-Type": f"{kind}; charset=utf-8", "Connection": "close"}
         for name, value in {**headers, **_HEADERS, **more}.items():
@@ -299,12 +329,24 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _event(name: str, data: object) -> str:
-    return f"event: {name}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"event: {name}\ndata: {_json(data)}\n\n"
 
 
 def _compared(snapshot: Snapshot) -> dict[str, Any]:
     """What of a run stands beside another."""
-    return snapshot.model_dump(mode="json", include={"run", "curve"}, exclude_none=True)
+    # By way of JSON, in which pydantic writes null for NaN: the browser's JSON has no NaN.
+    text = snapshot.model_dump_json(include={"run", "curve"}, exclude_none=True)
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _json(data: object) -> str:
+    return json.dumps(data, ensure_ascii=False, allow_nan=False)
+
+
+def _is_saved(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(len(_SAVED)) == _SAVED.encode()
 
 
 def _text(name: str) -> str:
