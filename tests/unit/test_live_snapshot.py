@@ -17,9 +17,10 @@ import pytest
 from isles.monitor.live.history import POINTS, History, goodput, spans_of
 from isles.monitor.live.model import RankRow, Snapshot
 from isles.monitor.live.plain import plain_lines
+from isles.monitor.live.readers import Several
 from isles.monitor.live.several import HubAnswer, SeveralView
 from isles.monitor.live.snapshot import RunReader
-from isles.monitor.live.source import Several, Watch, snapshot, stack_of
+from isles.monitor.live.source import Watch, snapshot, stack_of
 from isles.monitor.live.waits import Stage, Step, Waits, late
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId

@@ -25,7 +25,7 @@ from isles.run.live import SUMS
 from isles.run.process import processor_name
 from isles.run.records import write_bytes_atomic
 
-_EVERY_S = 3.0
+_EVERY_S = 2.0
 _LIMIT_BYTES = 4 << 20
 _RATE_EVERY = 20
 """Samples between two questions for the speed of the interface, which a driver answers."""

@@ -201,7 +201,7 @@ def write_report(path: Path, bundle: Bundle) -> int:
             id="file.exists",
         )
     data = packed(bundle)
-    with clear_errors(path):
+    with clear_errors(path, "give another file: -o FILE"):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(handle, "wb") as stream:

@@ -37,7 +37,7 @@ class History:
         self._clear()
 
     def _clear(self) -> None:
-        self._offset, self._rest, self._lines = 0, b"", 0
+        self._offset, self._rest, self._lines, self._skipped = 0, b"", 0, b""
         self._train, self._eval = _Thinned(POINTS - _EVALS), _Thinned(_EVALS)
         self.newest: dict[str, Any] = {}
         """The newest row of a step; empty: there is none."""
@@ -68,6 +68,8 @@ class History:
                 *lines, self._rest = (self._rest + block).split(b"\n")
                 for line in lines:
                     self._take(line, every)
+            if self._skipped:  # the newest row counts, whichever it is
+                self._take(self._skipped, 1)
 
     def _take(self, line: bytes, every: int) -> None:
         is_eval = _EVAL in line[:40]
@@ -76,7 +78,9 @@ class History:
                 return
             self._lines += 1
             if self._lines % every:
+                self._skipped = line
                 return
+        self._skipped = b""
         try:
             row = json.loads(line)
             step = int(row["step"])

@@ -30,7 +30,7 @@ from isles.run.links import read_links
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 from isles.run.restarts import list_restarts
-from isles.run.state import FRESH_S, number_of
+from isles.run.state import FRESH_S, QUEUES, number_of
 
 _SILENT_S = 6.0
 """A coordinator writes live.json every two seconds."""
@@ -52,8 +52,10 @@ class RunReader:
 
     def __init__(self, run_dir: RunDir, clock: Callable[[], float] = time.time) -> None:
         self.run_dir, self._clock = run_dir, clock
+        self.cluster = _cluster_name(run_dir)
+        """Name of its cluster; that of the run where it is not known."""
         self._history = History(run_dir.metrics)
-        self._view = ClusterView(cluster_name(run_dir))
+        self._view = ClusterView(self.cluster)
 
     def look(self) -> Snapshot:
         run_dir, now = self.run_dir, self._clock()
@@ -112,7 +114,8 @@ class ClusterView:
             age_s: of live.json, where it does not follow from this machine's clock.
             recorded_age_s: of the newest row.
         """
-        is_far = report.host not in (None, socket.gethostname())
+        # A network file system may show a record half a minute late.
+        is_far = report.launcher in QUEUES or report.host not in (None, socket.gethostname())
         records = Records(
             cluster=self.name if report.outer is not None else "",
             report=report,
@@ -159,8 +162,7 @@ class ClusterView:
         return age_s if before is None else min(age_s, unchanged_s + _SILENT_S / 2)
 
 
-def cluster_name(run_dir: RunDir) -> str:
-    """Name of the cluster of a run; that of the run where it is not known."""
+def _cluster_name(run_dir: RunDir) -> str:
     try:
         config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
     except (OSError, UserError, ValueError):

@@ -13,7 +13,7 @@ from isles.errors import ExitCode, UserError
 from isles.monitor.verbs import RUNS, Run, RunsDir, end_with_stdin, note, print_line
 
 if TYPE_CHECKING:
-    from isles.monitor.live.source import Found
+    from isles.monitor.live.readers import Found
 
 
 def register(app: App) -> None:
@@ -29,6 +29,7 @@ def top(
     json: bool = False,
     every: float | None = None,
     stdin: Annotated[bool, Parameter(show=False)] = False,
+    own: Annotated[bool, Parameter(show=False)] = False,
     output_dir: RunsDir = RUNS,
 ) -> int:
     """Show what every rank, host, link and cluster of a run does now, wherever it runs.
@@ -39,6 +40,7 @@ def top(
         json: Print JSON; with --every one line each time, until nobody reads it.
         every: Seconds between two looks; left out: 2.
         stdin: End with the end of stdin; for isles on another machine.
+        own: Of a cluster that has joined others only itself; for isles on another machine.
     """
     from isles.monitor.live.plain import plain_lines
     from isles.monitor.live.source import Watch, snapshot
@@ -50,9 +52,11 @@ def top(
     if stdin:
         end_with_stdin()
     screen = console()
-    is_live = screen.is_terminal and not screen.is_dumb_terminal and sys.stdin.isatty()
+    # It is drawn on stderr.
+    has_all = screen.is_terminal and sys.stdin.isatty() and sys.stderr.isatty()
+    is_live = has_all and not screen.is_dumb_terminal
     if json and every is not None:
-        with Watch(found, output_dir, every) as watch:
+        with Watch(found, output_dir, every, is_own=own) as watch:
             at, error = 0.0, ""
             while True:
                 if (shown := watch.wait(at, every)) is not None:
@@ -61,7 +65,7 @@ def top(
                 if watch.error != error and (error := watch.error):
                     note(f"error: {error}")
     if json:
-        print_line(snapshot(found).model_dump_json())
+        print_line(snapshot(found, is_own=own).model_dump_json())
         return ExitCode.OK
     if not is_live:
         for line in plain_lines(snapshot(found)):
@@ -69,7 +73,7 @@ def top(
         return ExitCode.OK
     from isles.monitor.live.top import run_top
 
-    with Watch(found, output_dir, every or 2.0) as watch:
+    with Watch(found, output_dir, every or 2.0, is_own=own) as watch:
         return run_top(watch)
 
 

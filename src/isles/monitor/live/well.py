@@ -48,6 +48,9 @@ _STEADY_PHASES = ("training", "")
 _OVER = ("finished", "stopped", "failed", "killed", "gone")
 _SAID_EVERY_S, _SAME_EVERY_S = 3.0, 15.0
 _LOOK_EVERY_S, _NEWS_S = 1.0, 20.0
+_AGAIN_S = 10.0
+"""One look may call a rank behind that something else has held up for a moment: it is looked at for
+so much longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +188,14 @@ def check_run(
     def lines_of(shown: Snapshot) -> list[CheckLine]:
         return [] if is_over(shown) else check_lines(shown, typed, is_script=is_script)
 
-    if wait is None:
-        shown = snapshot_of(found)
-        lines = lines_of(shown)
-    else:
+    shown = snapshot_of(found)
+    lines = lines_of(shown)
+    is_behind = any(row.mark == "straggler" for row in shown.ranks)
+    if wait is not None or (is_behind and lines):
         with Watch(found, output_dir, _LOOK_EVERY_S) as watch:
             look = _looks(watch)
-            shown, lines = wait_until_well(lambda: next(look), lines_of, wait_s, note)
+            seconds, say = (_AGAIN_S, lambda _: None) if wait is None else (wait_s, note)
+            shown, lines = wait_until_well(lambda: next(look), lines_of, seconds, say)
     is_well = shown.run.state == "finished" or (bool(lines) and all(x.state == "ok" for x in lines))
     if json:
         print_line(dumps(record_of(shown, lines, is_well=is_well), indent=1))
