@@ -341,10 +341,13 @@ def _gather_remote(bundle: Bundle, run: RemoteRun, output_dir: Path) -> None:
 
 
 def _unpacked(data: bytes) -> Iterator[tuple[str, str]]:
-    # No file of another machine is believed to be small.
+    # No file of another machine is believed to be small, nor its name to stay in a folder.
     left = MOST_BYTES
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         for info in archive.infolist():
+            parts = info.filename.replace("\\", "/").split("/")
+            if ".." in parts or parts[0] == "" or parts[0].endswith(":"):
+                continue
             left -= info.file_size
             if left < 0:
                 return

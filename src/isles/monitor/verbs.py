@@ -147,9 +147,8 @@ def status(
     Args:
         run: Name or directory of a run, or NAME@HOST; left out: all of them, and with --check the
             one that was started last.
-        check: Tell the five things by which a run is well: a process on every GPU, memory in use,
-            loss falling, ranks in step, records arriving. The exit code is 0, or 2 where one of
-            them is not so.
+        check: Whether it is well: a process on every GPU, memory in use, loss falling, ranks in
+            step, records arriving. Exit code 0, or 2.
         wait: With --check: until all five are so, or for so long (5m), or until the run ends.
         json: Print JSON.
     """
