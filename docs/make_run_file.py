@@ -121,7 +121,7 @@ A longer one may change freely otherwise: with `constant`, in the warm-up, befor
 
 def write() -> str:
     """The whole reference."""
-    schema = keys.run_schema()
+    schema = keys.tree()
     top = {key: node for key, node in keys.children(schema).items() if _section(node) is None}
     parts = [HEAD, *_table(top, "")]
     for key, node in keys.children(schema).items():
@@ -199,8 +199,6 @@ def _sentence(node: keys.Schema) -> str:
 
     A field that says the same as its section's class has no text of its own in the schema.
     """
-    if "description" not in node and "$ref" in node:
-        return _sentence(keys.run_schema()["$defs"][node["$ref"].rpartition("/")[2]])
     if "description" in node:
         return " ".join(str(node["description"]).split())
     texts = [
@@ -260,7 +258,7 @@ def _free_keys() -> str:
 
 
 if __name__ == "__main__":
-    assert set(keys.children(keys.run_schema())) == set(RunConfig.model_fields)
+    assert set(keys.children(keys.tree())) == set(RunConfig.model_fields)
     if "--check" in sys.argv:
         sys.exit(TARGET.read_text(encoding="utf-8") != write())
     TARGET.write_text(write(), encoding="utf-8")

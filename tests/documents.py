@@ -171,7 +171,7 @@ def is_key(dotted: str) -> bool:
 
 
 def _leads(parts: list[str]) -> bool:
-    node: keys.Schema | None = keys.run_schema()
+    node: keys.Schema | None = keys.tree()
     for part in parts:
         assert node is not None
         if (item := keys.items(node)) is not None:

@@ -334,7 +334,11 @@ def test_one_hub_ends_somewhere_and_a_second_level_carries_more() -> None:
             ":3 incidents.0.cluster",
             "use one of a",
         ),
-        ("clusters: [{name: a, step: 1s}, {name: a, step: 2s}]", ":1 clusters", "two groups"),
+        (
+            "clusters: [{name: a, step: 1s}, {name: a, step: 2s}]",
+            ":1 clusters.1.name",
+            "two groups",
+        ),
         ("hub: {}", ":1 clusters", "is missing"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a run file, in plain words: the value, and a fix."""
+"""What pydantic finds wrong with a file, in plain words: the value, and a fix."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 from isles.config import keys
 from isles.config.issues import Issue, alias_words, quote, unknown_key
+from isles.config.sections.run import RunConfig
 from isles.config.yaml import KeyPath, dotted, is_leaf, resolve_plain, scalar_text
 
 _SIZES = frozenset(
@@ -18,11 +21,13 @@ _YES = frozenset(("yes", "on", "true", "1", "y"))
 _NO = frozenset(("no", "off", "false", "0", "n"))
 
 
-def explain(errors: Iterable[Mapping[str, Any]], data: object) -> list[Issue]:
+def explain(
+    errors: Iterable[Mapping[str, Any]], data: object, file: type[BaseModel] = RunConfig
+) -> list[Issue]:
     """Every issue in `ValidationError.errors()` of this data, one a key, in plain words."""
     types_by_path: dict[KeyPath, set[str]] = {}
     for error in errors:
-        path = _path_in_file(error["loc"], error["type"], data)
+        path = _path_in_file(error["loc"], error["type"], data, file)
         if error["type"] == "too_short" and _value_at(data, path):
             continue  # pydantic counts the items that are right; the others have their own issue
         types_by_path.setdefault(path, set()).add(error["type"])
@@ -32,18 +37,18 @@ def explain(errors: Iterable[Mapping[str, Any]], data: object) -> list[Issue]:
         if "literal_error" in types and any(o[: len(path)] == path != o for o in types_by_path):
             continue  # no such word, and it was none: the issue is below it
         if "extra_forbidden" in types:
-            issues += unknown_key(path, _value_at(data, path))
+            issues += unknown_key(path, _value_at(data, path), file)
         elif "missing" in types:
-            missing.append(_missing(path))
+            missing.append(_missing(path, file))
         else:
-            issues.append(_WrongValue(path, _value_at(data, path), types).issue())
+            issues.append(_WrongValue(path, _value_at(data, path), types, file).issue())
     # `base_model: x` is one mistake, not two: no word on model.name_or_path being absent as well.
     meant = [f"{key}." for issue in issues for key in issue.meant]
     return issues + [m for m in missing if not any(k.startswith(f"{m.keys[0]}.") for k in meant)]
 
 
-def _missing(path: KeyPath) -> Issue:
-    node = keys.schema_at(path) or {}
+def _missing(path: KeyPath, file: type[BaseModel]) -> Issue:
+    node = keys.schema_at(path, file) or {}
     if not keys.is_section(node):
         fix = f"add {path[-1]}: with {keys.allowed(node)}"
         return Issue((dotted(path),), f"the key {dotted(path)} is missing", fix)
@@ -56,11 +61,12 @@ def _missing(path: KeyPath) -> Issue:
 class _WrongValue:
     """A value that pydantic refused, beside what its key may hold."""
 
-    def __init__(self, path: KeyPath, value: object, errors: set[str]) -> None:
-        self.path = path
-        self.value = value
+    def __init__(
+        self, path: KeyPath, value: object, errors: set[str], file: type[BaseModel]
+    ) -> None:
+        self.path, self.value, self.file = path, value, file
         self.errors = errors  # pydantic's names of them
-        self.node = keys.schema_at(path) or {}
+        self.node = keys.schema_at(path, file) or {}
         self.types = keys.value_types(self.node)
         self.name = f"{path[-2]}.{path[-1]}" if isinstance(path[-1], int) else str(path[-1])
         self.label = "" if isinstance(path[-1], int) else f"{path[-1]}: "  # items have no name
@@ -100,7 +106,8 @@ class _WrongValue:
         value, node, kinds = self.value, self.node, tuple(keys.by_kind(self.node))
         if isinstance(value, Mapping):
             if "kind" in value:
-                return _WrongValue((*self.path, "kind"), value["kind"], self.errors)._word()
+                at = (*self.path, "kind")
+                return _WrongValue(at, value["kind"], self.errors, self.file)._word()
             return self._issue(" does not say its kind", f"add kind: one of {', '.join(kinds)}")
         if value not in (None, "") and keys.literals(node):
             return self._word()  # a word stands for a section with its defaults
@@ -195,10 +202,12 @@ def _is_finite(number: float) -> bool:
     return number - number == 0
 
 
-def _path_in_file(loc: Sequence[str | int], kind: str, data: object) -> KeyPath:
+def _path_in_file(
+    loc: Sequence[str | int], kind: str, data: object, file: type[BaseModel]
+) -> KeyPath:
     # pydantic's place without the names of union members, which are in no file.
     path: list[str | int] = []
-    node: keys.Schema = keys.run_schema()
+    node: keys.Schema = keys.tree(file)
     for position, part in enumerate(loc):
         if isinstance(part, int):
             node = keys.items(node) or {}

@@ -1,4 +1,4 @@
-"""Issues of a run file: what rules yield, and what an unknown key was meant to be.
+"""Issues of a file: what rules yield, and what an unknown key was meant to be.
 
 The names that other tools use are data: aliases.yaml.
 """
@@ -12,8 +12,11 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from pydantic import BaseModel
+
 from isles import __version__
 from isles.config import keys
+from isles.config.sections.run import RunConfig
 from isles.config.yaml import KeyPath, dotted, is_leaf, parse_yaml, scalar_text, shorten
 
 _OUTER = "outer"
@@ -28,7 +31,7 @@ _NOT_WITH_DEEPSPEED = (
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """What is wrong with a run file.
+    """What is wrong with a file.
 
     Args:
         keys: the dotted keys that it is about; it is reported at the first that was given.
@@ -137,42 +140,44 @@ def find_alias(path: Sequence[str | int]) -> Alias | None:
     return next((alias for alias in found if alias is not None), None)
 
 
-def unknown_key(path: KeyPath, value: object) -> list[Issue]:
+def unknown_key(path: KeyPath, value: object, file: type[BaseModel] = RunConfig) -> list[Issue]:
     """A key that isles does not have; and those below it that another tool has."""
-    fix, meant, tools = next(_guesses(path))
+    fix, meant, tools = next(_guesses(path, file))
     *others, last = tools or ("",)
     origin = f", a name from {', '.join(others)}{' and ' if others else ''}{last}" if tools else ""
     shown = f" (value {quote(value)})" if is_leaf(value) else ""
     what = f"unknown key {shorten(str(path[-1]))}{origin}{shown}"
     issues = [Issue((dotted(path),), what, fix, meant)]
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and file is RunConfig:
         for inner, inner_value in value.items():
             if find_alias((*path, str(inner))) is not None:
                 issues += unknown_key((*path, str(inner)), inner_value)
     return issues
 
 
-def _guesses(path: KeyPath) -> Iterator[_Guess]:
+def _guesses(path: KeyPath, file: type[BaseModel] = RunConfig) -> Iterator[_Guess]:
     # This spelling elsewhere, another tool's name, then the nearest name; the best guess first.
     name, parent = _normal(str(path[-1])), path[:-1]
-    above = keys.schema_at(parent) or {}
+    above = keys.schema_at(parent, file) or {}
     siblings = keys.children(above)
     if name == path[-1] and (kinds := keys.kinds_with(above, name)):
         why = _NOT_WITH_DEEPSPEED if name in _MESH_KEYS else ""
         yield f"it goes with kind: {' or '.join(kinds)}{why}", (dotted(path),), ()
     if name in siblings:
         yield f"write it as {name}", (dotted((*parent, name)),), ()
-    alias = find_alias(path)
+    alias = find_alias(path) if file is RunConfig else None
     if "." in name:
         inner = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
-        for whole in (dotted(p) for p in ((*parent, *inner), inner) if keys.schema_at(p)):
+        for whole in (dotted(p) for p in ((*parent, *inner), inner) if keys.schema_at(p, file)):
             fix = f"a dotted key works on the command line only: write it {_place(whole)}"
             yield fix, (whole,), ()
         if alias is None:
-            yield from _guesses((*parent, *inner))
+            yield from _guesses((*parent, *inner), file)
     if alias is not None and "." in alias.name:
         yield _from_alias(alias)
-    same = [dotted(known) for known in keys.all_paths() if known[-1] == name]
+    for near in difflib.get_close_matches(name, siblings, n=1, cutoff=0.9):
+        yield f"did you mean {near}?", (dotted((*parent, near)),), ()
+    same = [dotted(known) for known in keys.all_paths(file) if known[-1] == name]
     if elsewhere := tuple(key for key in same if not key.startswith(f"{_OUTER}.")):
         yield f"it belongs {_place(elsewhere[0])}: {' or '.join(elsewhere)}", elsewhere, ()
     if alias is not None:
@@ -181,11 +186,12 @@ def _guesses(path: KeyPath) -> Iterator[_Guess]:
         yield f"it belongs {_place(same[0])}: {' or '.join(same)}", tuple(same), ()
     for near in difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
         yield f"did you mean {near}?", (dotted((*parent, near)),), ()
-    leaves = {str(known[-1]): dotted(known) for known in reversed(keys.all_paths())}
+    leaves = {str(known[-1]): dotted(known) for known in reversed(keys.all_paths(file))}
     for near in difflib.get_close_matches(name, leaves, n=1, cutoff=0.8):
         target = leaves[near]
         yield f"did you mean {target}? It belongs {_place(target)}", (target,), ()
-    for near in difflib.get_close_matches(name, alias_keys(), n=1, cutoff=0.85):
+    other_tools = alias_keys() if file is RunConfig else ()
+    for near in difflib.get_close_matches(name, other_tools, n=1, cutoff=0.85):
         yield _from_alias(alias_keys()[near])
     there = f"{dotted(parent)} has" if parent else "the top of the file has"
     yield f"{there} these keys: {', '.join(siblings)}" if siblings else "delete it", (), ()

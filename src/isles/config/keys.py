@@ -1,10 +1,12 @@
-"""The tree of a run file's keys, from its JSON schema: what each may hold, in plain words."""
+"""The tree of a file's keys, from its JSON schema: what each may hold, in plain words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
+
+from pydantic import BaseModel
 
 from isles.config.sections.run import RunConfig
 from isles.facts.units import write_duration
@@ -16,6 +18,25 @@ Schema = Mapping[str, Any]  # a JSON schema: its values are of every kind
 def run_schema() -> dict[str, Any]:
     """The JSON schema of a run file as pydantic writes it. Shared: do not change it."""
     return RunConfig.model_json_schema()
+
+
+@cache
+def tree(file: type[BaseModel] = RunConfig) -> Schema:
+    """The keys of a kind of file: its JSON schema with what it refers to in its place."""
+    schema = file.model_json_schema()
+
+    def whole(node: Any) -> Any:
+        if isinstance(node, list):
+            return [whole(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        own = {key: whole(child) for key, child in node.items() if key not in ("$ref", "$defs")}
+        if "$ref" not in node:
+            return own
+        return {**whole(schema["$defs"][node["$ref"].rpartition("/")[2]]), **own}
+
+    found: Schema = whole(schema)
+    return found
 
 
 def children(node: Schema) -> dict[str, Schema]:
@@ -53,9 +74,9 @@ def kinds_with(node: Schema, key: str) -> tuple[str, ...]:
     return tuple(kind for kind, form in by_kind(node).items() if key in form["properties"])
 
 
-def schema_at(path: tuple[str | int, ...]) -> Schema | None:
+def schema_at(path: tuple[str | int, ...], file: type[BaseModel] = RunConfig) -> Schema | None:
     """The schema of one key; None where there is no such key."""
-    node: Schema | None = run_schema()
+    node: Schema | None = tree(file)
     for part in path:
         if node is None:
             return None
@@ -64,7 +85,7 @@ def schema_at(path: tuple[str | int, ...]) -> Schema | None:
 
 
 @cache
-def all_paths() -> tuple[tuple[str | int, ...], ...]:
+def all_paths(file: type[BaseModel] = RunConfig) -> tuple[tuple[str | int, ...], ...]:
     """Every key and section, from the top down; the items of a list as its item 0."""
 
     def walk(node: Schema, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
@@ -74,7 +95,7 @@ def all_paths() -> tuple[tuple[str | int, ...], ...]:
             item = items(child)
             yield from walk(child, here) if item is None else walk(item, (*here, 0))
 
-    return tuple(walk(run_schema(), ()))
+    return tuple(walk(tree(file), ()))
 
 
 def own_types(node: Schema) -> set[str]:
@@ -154,9 +175,6 @@ def as_written(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _options(node: Schema) -> Iterator[Schema]:
-    if "$ref" in node:
-        yield from _options(run_schema()["$defs"][node["$ref"].rpartition("/")[2]])
-        return
     alternatives = node.get("anyOf") or node.get("oneOf")
     if alternatives is None:
         yield node
@@ -180,11 +198,13 @@ _OWN_TYPES = {
     "login": "a host as ssh takes it, such as me@big-box",
     "hub-id": "owner/name",
     "rate": "bytes a second, such as 500kB or 20MB",
+    "line": "a rate with its unit, such as 100Mbit/s or 12MB/s",
+    "count": "a number such as 7000000000 or 7B",
     "address": "HOST:PORT, such as hub.example.org:29400",
     "peer": "a peer's whole address, such as /ip4/203.0.113.5/tcp/30001/p2p/QmXyz",
     "maddr": "an address such as /ip4/0.0.0.0/tcp/30001",
 }
-_OWN_TEXTS = ("rate", "address", "peer", "maddr", "login")
+_OWN_TEXTS = ("rate", "line", "count", "address", "peer", "maddr", "login")
 _LIMITS = (
     ("minimum", "at least"),
     ("exclusiveMinimum", "greater than"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -95,21 +95,33 @@ def load_run_file(
         given |= dict.fromkeys(changed, f"{COMMAND_LINE} {shorten(override)}")
     config, issues = _check(data)
     places = {dotted(at): place for at, place in given.items()}
-    for issue in issues:
-        key = next((key for key in issue.keys if key in places), issue.keys[0])
-        if key not in refused:
-            section = key
-            while section and section not in places:
-                section = section.rpartition(".")[0]
-            place = places.get(section, base.name if base else f"{path}:1")
-            where = place if place.startswith(COMMAND_LINE) else f"{place} {key}"
-            errors.append(ConfigError(issue.what, where=where, fix=issue.fix))
+    found = placed(issues, places, base.name if base else f"{path}:1")
+    errors += [error for key, error in found if key not in refused]
     if errors or config is None:
         raise ConfigErrors(sorted(errors, key=lambda error: _line_of(error, path)))
     origins = {} if base is None else {dotted(at): base.name for at in _below((), data)}
     for key, place in places.items():
         origins[key] = COMMAND_LINE if place.startswith(COMMAND_LINE) else place
     return Loaded(config, origins, text, path)
+
+
+def placed(
+    issues: Iterable[Issue], places: Mapping[str, str], nowhere: str
+) -> Iterator[tuple[str, ConfigError]]:
+    """Issues as errors with their places, by their keys.
+
+    Args:
+        places: of what was given, by dotted key.
+        nowhere: the place of what stands in nothing that was given.
+    """
+    for issue in issues:
+        key = next((key for key in issue.keys if key in places), issue.keys[0])
+        section = key
+        while section and section not in places:
+            section = section.rpartition(".")[0]
+        place = places.get(section, nowhere)
+        where = place if place.startswith(COMMAND_LINE) else f"{place} {key}"
+        yield key, ConfigError(issue.what, where=where, fix=issue.fix)
 
 
 def _check(data: dict[str, Any]) -> tuple[RunConfig | None, list[Issue]]:

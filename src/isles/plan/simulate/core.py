@@ -1,4 +1,7 @@
-"""Clock, events, lines and costs of a simulated run; what happens is in `exchange.py`."""
+"""Clock, events, lines and costs of a simulated run; what happens is in `exchange.py`.
+
+Events are data: a time, a name and whom it is about. `Engine` has the table of what each does.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,22 @@ from isles.plan.simulate.setting import HUB_GIVES, HUB_TAKES, ON_THE_WIRE, Setti
 
 
 class Core:
-    """Clock, events, lines and the costs of work."""
+    """Clock, events, lines and the costs of work.
+
+    Args:
+        is_batched: whether equal clusters are played together.
+    """
 
     def __init__(
-        self, fleet: FleetConfig, setting: Setting, *, seed: int, marks: Sequence[int]
+        self,
+        fleet: FleetConfig,
+        setting: Setting,
+        *,
+        seed: int,
+        marks: Sequence[int],
+        is_batched: bool,
     ) -> None:
-        self.fleet, self.setting = fleet, setting
+        self.fleet, self.setting, self.is_batched = fleet, setting, is_batched
         self.now = 0.0
         self.chance = random.Random(seed)
         hub, hubs = fleet.hub, fleet.hub.hubs
@@ -32,39 +45,50 @@ class Core:
         self.hub_costs = setting.costs.scaled(hub.cpu)
         self.marks = sorted(marks)
         self.marked: dict[tuple[str, int], tuple[float, float]] = {}
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.calls: dict[str, Callable[..., None]] = {
+            "member": self._fire,
+            "line": self._line_event,
+        }
+        """What each event does, by its name."""
+        self.incidents = [each for each in fleet.incidents if each.round is not None]
+        """What befalls the fleet once a round is over, and has not yet."""
+        self.has_somebody_left = False
+        """Whether a member has ended or left since the end was last looked for."""
+        self._events: list[tuple[float, int, str, tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._line_ends = {self.line_in: math.inf, self.line_out: math.inf}
         self.num_events = 0
 
     # Events.
 
-    def push(self, when: float, call: Callable[..., None], *args: object) -> None:
-        heapq.heappush(self._events, (max(when, self.now), next(self._numbers), call, args))
+    def push(self, when: float, name: str, *args: object) -> None:
+        heapq.heappush(self._events, (max(when, self.now), next(self._numbers), name, args))
 
-    def later(
-        self, member: Member, when: float, key: str, call: Callable[..., None], *args: object
-    ) -> None:
-        """Let something happen to a member; the same key again replaces it."""
-        member.pending[key] = when, call, args
-        self.push(when, self._fire, member, key, when)
+    def later(self, member: Member, when: float, key: str, *args: object) -> None:
+        """Let something happen to a member; the same key again replaces it.
+
+        Args:
+            key: the event's name, and where there are several of it a number behind it.
+        """
+        member.pending[key] = when, args
+        self.push(when, "member", member, key, when)
 
     def _fire(self, member: Member, key: str, when: float) -> None:
         found = member.pending.get(key)
         if found is not None and found[0] == when:
             del member.pending[key]
-            found[1](member, *found[2])
+            self.calls[key.partition(":")[0]](member, *found[1])
 
     def play(self, until: float, is_over: Callable[[], bool]) -> None:
         """Let everything happen that happens before a time."""
         while self._events and not is_over():
-            when, _, call, args = heapq.heappop(self._events)
+            when, _, name, args = heapq.heappop(self._events)
             if when > until:
                 self.now = until
                 return
             self.now = when
             self.num_events += 1
-            call(*args)
+            self.calls[name](*args)
 
     # Lines.
 
@@ -87,7 +111,7 @@ class Core:
         when = line.next_end()
         self._line_ends[line] = when
         if when < math.inf:
-            self.push(when, self._line_event, line, when)
+            self.push(when, "line", line, when)
 
     def _line_event(self, line: Line, when: float) -> None:
         if self._line_ends[line] != when:
@@ -178,14 +202,10 @@ class Core:
             self.settle(member)
             member.rate = share / member.group.step_s
             if "wake" in member.pending:
-                self.wake(member)
+                self.wake_at(member, *member.pending["wake"][1])
 
-    def account_all(self, members: Sequence[Member]) -> None:
-        """Count what members do up to now, at the end."""
-        for member in members:
-            if member.state != "done":
-                self.set_state(member, member.state)
-
-    def wake(self, member: Member) -> None:
-        """Ask a member again after the next step at which it has something to do."""
-        raise NotImplementedError
+    def wake_at(self, member: Member, goal: int) -> None:
+        """Ask a member again after this inner step."""
+        self.settle(member)
+        left = max(0.0, goal - member.pos)
+        self.later(member, self.now + left / member.rate, "wake", goal)

@@ -6,10 +6,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from functools import partial
 
 from isles.plan.simulate.absence import Absence
+from isles.plan.simulate.core import Core
+from isles.plan.simulate.exchange import Exchange
 from isles.plan.simulate.fleet import FleetConfig, GroupConfig, IncidentConfig
-from isles.plan.simulate.member import GroupState, Machine, Member, State
+from isles.plan.simulate.member import GroupState, Machine, Member
 from isles.plan.simulate.result import Result, make_result
 from isles.plan.simulate.setting import (
     CHUNK_BYTES,
@@ -25,6 +28,7 @@ _SPEEDS = 9
 """Different speeds that stand for a spread."""
 _ROWS = 12
 """Members that the timeline shows."""
+_AT_WORK = {"compute", "outer", "wait"}
 
 
 def simulate(
@@ -46,8 +50,10 @@ def simulate(
         rounds: it ends after so many outer steps, if not before.
         is_batched: whether equal clusters are played together; None: in large fleets.
     """
-    engine = Engine(fleet, settled(fleet, setting), seed=seed, marks=marks, is_batched=is_batched)
-    return engine.run(math.inf if hours is None else 3600.0 * hours, rounds)
+    if is_batched is None:
+        is_batched = fleet.num_clusters > MOST_SINGLE
+    core = Core(fleet, settled(fleet, setting), seed=seed, marks=marks, is_batched=is_batched)
+    return Engine(core).run(math.inf if hours is None else 3600.0 * hours, rounds)
 
 
 def settled(fleet: FleetConfig, setting: Setting) -> Setting:
@@ -87,69 +93,81 @@ def link_rate(rate: float, config: GroupConfig, setting: Setting) -> float:
     return min(rate, CHUNKS_AT_ONCE * CHUNK_BYTES / (trip_s + CHUNK_BYTES / rate))
 
 
-class Engine(Absence):
+class Engine:
     """One run."""
 
-    def __init__(
-        self,
-        fleet: FleetConfig,
-        setting: Setting,
-        *,
-        seed: int,
-        marks: Sequence[int] = (),
-        is_batched: bool | None = None,
-    ) -> None:
-        super().__init__(fleet, setting, seed=seed, marks=marks)
-        self.groups: list[GroupState] = []
-        self._machines = {name: Machine(cores) for name, cores in fleet.machines.items()}
-        is_large = fleet.num_clusters > MOST_SINGLE
-        self._is_batched = is_large if is_batched is None else is_batched
-        self._incidents = [each for each in fleet.incidents if each.round is not None]
-        self._rounds: int | None = None
-        self._has_ended = False
-        for config in fleet.clusters:
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._exchange = exchange = Exchange(core)
+        self._absence = absence = Absence(core, exchange)
+        self._groups: list[GroupState] = []
+        self._machines = {name: Machine(cores) for name, cores in core.fleet.machines.items()}
+        core.calls |= {
+            # Of a cluster.
+            "begin": self._begin,
+            "wake": exchange.boundary,
+            "outer": exchange.go_on,
+            "hand": exchange.hand_in,
+            "complete": exchange.complete,
+            "counted": self._counted,
+            "closing": exchange.closing,
+            "fetched": absence.fetched,
+            "deadline": exchange.give_up,
+            "merge": self._try_merge,
+            # Of one that is gone, or comes.
+            "drop": absence.drop,
+            "back": absence.back,
+            "caught up": absence.caught_up,
+            "adopt": absence.adopt,
+            "mended": absence.heard,
+            "heard": self._heard_hub,
+            "thaw": self._thaw,
+            # Of the hub.
+            "look": exchange.look,
+            "average": exchange.average,
+            "commit": exchange.commit,
+            "serve state": absence.serve_state,
+            "hub is back": self._hub_is_back,
+            # By chance, and for certain.
+            "chance": self._chance,
+            "time is up": self._time_is_up,
+            "befall": self._befall,
+        }
+        for config in core.fleet.clusters:
             self._begin_group(config)
-        for incident in fleet.incidents:
+        for incident in core.fleet.incidents:
             if incident.at is not None:
-                self.push(incident.at, self._befall, incident)
+                core.push(incident.at, "befall", incident)
 
     def run(self, until: float, rounds: int | None) -> Result:
         """Play to the end of the inner steps, to a time, or to a number of outer steps."""
-        self._rounds = rounds
-        self.play(until, self._is_over)
-        members = [member for group in self.groups for member in group.members]
-        self.account_all(members)
-        return make_result(self, self.groups)
+        core = self._core
+        core.play(until, lambda: self._is_over(rounds))
+        for member in [member for group in self._groups for member in group.members]:
+            if member.state != "done":
+                core.set_state(member, member.state)  # what it does up to now counts
+        return make_result(core, self._groups)
 
-    def _is_over(self) -> bool:
-        if self._rounds is not None and self.hub.next >= self._rounds:
+    def _is_over(self, rounds: int | None) -> bool:
+        core = self._core
+        if rounds is not None and core.hub.next >= rounds:
             return True
-        return self._has_ended
-
-    def _end(self, member: Member) -> None:
-        super()._end(member)
-        self._look_for_end()
-
-    def leave(self, member: Member, state: State, away_s: float) -> None:
-        super().leave(member, state, away_s)
-        self._look_for_end()
-
-    def _look_for_end(self) -> None:
+        if not core.has_somebody_left:
+            return False
         # Over is a run where all have ended who are there.
-        members = [member for group in self.groups for member in group.members]
-        self._has_ended = any(m.state == "done" for m in members) and all(
-            m.state in ("done", "away", "queue") for m in members
-        )
+        core.has_somebody_left = False
+        states = [member.state for group in self._groups for member in group.members]
+        return "done" in states and {*states} <= {"done", "away", "queue"}
 
     # The fleet.
 
     def _begin_group(self, config: GroupConfig) -> None:
-        setting = self.setting
+        core, setting = self._core, self._core.setting
         step_s = step_seconds(config, setting)
         up = link_rate(config.uplink, config, setting)
         down = link_rate(config.downlink, config, setting)
-        counts = _speeds(config) if self._is_batched else [(1.0, 1)] * config.count
-        if not self._is_batched and config.spread:
+        counts = _speeds(config) if core.is_batched else [(1.0, 1)] * config.count
+        if not core.is_batched and config.spread:
             quantiles = statistics.NormalDist(1.0, config.spread)
             parts = [(index + 0.5) / config.count for index in range(config.count)]
             counts = [(quantiles.inv_cdf(part), 1) for part in parts]
@@ -159,22 +177,21 @@ class Engine(Absence):
             group = by_speed.get(speed)
             if group is None:
                 group = by_speed[speed] = GroupState(config, step_s / speed, up, down, costs)
-                self.groups.append(group)
+                self._groups.append(group)
             if config.joins is not None:
                 for _ in range(count):
                     member = self._new_member(group, 1)
-                    when = self.chance.expovariate(1 / config.joins)
-                    self.later(member, when, "back", self.back)
+                    when = core.chance.expovariate(1 / config.joins)
+                    core.later(member, when, "back")
             else:
-                member = self._new_member(group, count)
-                self.push(0.0, self._begin, member)
+                core.push(0.0, "begin", self._new_member(group, count))
         for group in by_speed.values():
             self._begin_chances(group)
 
     def _new_member(self, group: GroupState, count: int) -> Member:
-        member = Member(group, count, self.setting.num_fragments)
+        member = Member(group, count, self._core.setting.num_fragments)
         group.members.append(member)
-        if sum(len(each.members) for each in self.groups) <= _ROWS:
+        if sum(len(each.members) for each in self._groups) <= _ROWS:
             member.keep_spans()
         if group.config.machine is not None:
             member.machine = self._machines[group.config.machine]
@@ -183,58 +200,50 @@ class Engine(Absence):
 
     def _begin(self, member: Member) -> None:
         # It is there from the start.
-        self.hub.admit(member)
-        self.compute(member)
+        self._core.hub.admit(member)
+        self._exchange.compute(member)
 
     def _begin_chances(self, group: GroupState) -> None:
-        config = group.config
+        config, core = group.config, self._core
         number = sum(member.count for member in group.members)
-        if config.failures is not None:
-            self._next_chance(group, number, config.failures.every, self._failure)
-        if config.leaves is not None:
-            self._next_chance(group, number, config.leaves.every, self._leaving)
+        for kind, chances in (("failure", config.failures), ("leaving", config.leaves)):
+            if chances is not None:
+                self._next_chance(group, number, chances.every, kind)
         if config.time_limit is not None:
             for member in list(group.members):
                 for _ in range(member.count):
-                    when = self.chance.uniform(0.0, config.time_limit)
-                    self.push(when, self.time_is_up, member)
+                    core.push(core.chance.uniform(0.0, config.time_limit), "time is up", member)
 
     # Chance. Whom it hits is drawn among all clusters of the group; who is not there is spared.
 
-    def _next_chance(self, group: GroupState, number: int, every_s: float, call: object) -> None:
-        when = self.now + self.chance.expovariate(number / every_s)
-        self.push(when, self._chance, group, number, every_s, call)
+    def _next_chance(self, group: GroupState, number: int, every_s: float, kind: str) -> None:
+        when = self._core.now + self._core.chance.expovariate(number / every_s)
+        self._core.push(when, "chance", group, number, every_s, kind)
 
-    def _chance(self, group: GroupState, number: int, every_s: float, call: object) -> None:
-        assert callable(call)
-        place = self.chance.randrange(number)
+    def _chance(self, group: GroupState, number: int, every_s: float, kind: str) -> None:
+        chance, config = self._core.chance, group.config
+        place = chance.randrange(number)
         for member in group.members:
             place -= member.count
             if place < 0:
-                if member.state in ("compute", "outer", "wait"):
-                    call(member)
                 break
-        self._next_chance(group, number, every_s, call)
+        if member.state in _AT_WORK and kind == "failure" and config.failures is not None:
+            self._absence.kill(self._single(member), config.failures.lasts)
+        elif member.state in _AT_WORK and config.leaves is not None:
+            away_s = chance.expovariate(1 / config.leaves.away)
+            self._absence.leave(self._single(member), "away", away_s)
+        self._next_chance(group, number, every_s, kind)
 
-    def _failure(self, member: Member) -> None:
-        failures = member.group.config.failures
-        assert failures is not None
-        self.kill(self._single(member), failures.lasts)
-
-    def _leaving(self, member: Member) -> None:
-        leaves = member.group.config.leaves
-        assert leaves is not None
-        self.leave(self._single(member), "away", self.chance.expovariate(1 / leaves.away))
-
-    def time_is_up(self, member: Member) -> None:
+    def _time_is_up(self, member: Member) -> None:
+        # The time limit of a job is over.
         group = member.group
         if member not in group.members:  # it counts with others by now
             member = max(group.members, key=lambda each: each.count)
-        if member.state not in ("compute", "outer", "wait"):
+        if member.state not in _AT_WORK:
             return
         assert group.config.queue_wait is not None
-        wait_s = self.chance.expovariate(1 / group.config.queue_wait)
-        self.leave(self._single(member), "queue", wait_s)
+        wait_s = self._core.chance.expovariate(1 / group.config.queue_wait)
+        self._absence.leave(self._single(member), "queue", wait_s)
 
     # One of several, and back.
 
@@ -242,44 +251,27 @@ class Engine(Absence):
         """One of a member's clusters as a member of its own."""
         if member.count == 1:
             return member
-        self.set_state(member, member.state)  # what it did until now counts for all
+        core, exchange = self._core, self._exchange
+        core.set_state(member, member.state)  # what it did until now counts for all
         one = member.copy_of_one()
         member.count -= 1
         member.group.members.append(one)
-        self.hub.split(member, one)
+        core.hub.split(member, one)
         if member.sending is not None:
             outer_step = member.to_send[0]
-            one.sending = self.line_in.take_one(
-                self.now, member.sending, lambda: self._sent_by_one(one, outer_step)
-            )
+            size = core.setting.contribution_bytes(outer_step % core.setting.num_fragments)
+            done = partial(exchange.sent, one, outer_step, size)
+            one.sending = core.line_in.take_one(core.now, member.sending, done)
         if member.fetching is not None:
-            fetched = member.delivered
-            one.fetching = self.line_out.take_one(
-                self.now, member.fetching, lambda: self._fetched_by_one(one, fetched)
-            )
-        for key, (when, call, args) in member.pending.items():
-            self.later(one, when, key, call, *args)
+            done = partial(exchange.got, one, member.delivered, 0.0)
+            one.fetching = core.line_out.take_one(core.now, member.fetching, done)
+        for key, (when, args) in member.pending.items():
+            core.later(one, when, key, *args)
         return one
 
-    def _sent_by_one(self, one: Member, outer_step: int) -> None:
-        one.sending = None
-        size = self.setting.contribution_bytes(outer_step % self.setting.num_fragments)
-        wait_s = size / one.group.costs.hash + 6 * one.group.config.latency
-        self.later(one, self.now + wait_s, "complete", self._complete, outer_step)
-
-    def _fetched_by_one(self, one: Member, outer_step: int) -> None:
-        one.fetching = None
-        wait_s = one.group.costs.fsync_s + 5 * one.group.config.latency
-        self.later(one, self.now + wait_s, "fetched", self._fetched, outer_step)
-
-    def applied(self, member: Member, outer_step: int) -> None:
-        super().applied(member, outer_step)
-        if self._is_batched and member.count == 1 and member.has_taken_part:
-            self.push(self.now, self._try_merge, member)
-
-    def counted(self, member: Member, outer_step: int) -> None:
-        super().counted(member, outer_step)
-        if self._is_batched and member.count == 1 and member.has_taken_part:
+    def _counted(self, member: Member, outer_step: int) -> None:
+        self._exchange.counted(member, outer_step)
+        if self._core.is_batched and member.count == 1 and member.has_taken_part:
             self._try_merge(member)
 
     def _try_merge(self, member: Member) -> None:
@@ -291,7 +283,7 @@ class Engine(Absence):
             main is not member
             and member in group.members
             and is_quiet
-            and {member.state, main.state} <= {"compute", "outer", "wait"}
+            and {member.state, main.state} <= _AT_WORK
             and member.version == main.version
             and member.delivered == main.delivered
             and member.sent.keys() == main.sent.keys()
@@ -299,81 +291,72 @@ class Engine(Absence):
         if not same:
             return
         apart = (member.steps - member.contributed_at) - (main.steps - main.contributed_at)
-        if abs(apart) > self.setting.delay + 2:
+        if abs(apart) > self._core.setting.delay + 2:
             return
-        self.set_state(main, main.state)
-        self.set_state(member, member.state)
+        self._core.set_state(main, main.state)
+        self._core.set_state(member, member.state)
         main.count += 1
         group.members.remove(member)
-        self.hub.merge(member, main)
+        self._core.hub.merge(member, main)
         member.pending.clear()
 
     # What happens for certain.
 
-    def committed(self) -> None:
-        fragments = self.setting.num_fragments
-        for incident in list(self._incidents):
-            assert incident.round is not None
-            if self.hub.next > incident.round * fragments:
-                self._incidents.remove(incident)
-                self.push(self.now + incident.after, self._befall, incident)
-
     def _befall(self, incident: IncidentConfig) -> None:
+        core, absence, hub = self._core, self._absence, self._core.hub
         if incident.kind == "hub":
-            self._stop_hub(incident.lasts)
+            hub.is_away = True
+            for member in list(hub.living):
+                absence.stop_transfers(member)
+            core.push(core.now + incident.lasts, "hub is back")
             return
-        group = next(g for g in self.groups if g.config.name == incident.cluster)
+        group = next(g for g in self._groups if g.config.name == incident.cluster)
         member = self._single(max(group.members, key=lambda each: each.count))
         if member.state in ("down", "joining", "queue", "away", "done"):
             return
-        match incident.kind:
-            case "killed":
-                self.kill(member, incident.lasts)
-            case "cut":
-                self.silence(member)
-                self.later(member, self.now + incident.lasts, "mended", self.heard)
-            case "frozen" | "stuck":
-                if incident.kind == "frozen":
-                    self.silence(member)
-                self._freeze(member, incident.lasts)
+        if incident.kind == "killed":
+            absence.kill(member, incident.lasts)
+            return
+        if incident.kind in ("cut", "frozen"):
+            absence.silence(member)
+        if incident.kind == "cut":
+            core.later(member, core.now + incident.lasts, "mended")
+        else:
+            self._freeze(member, incident.lasts)
 
     def _freeze(self, member: Member, lasts_s: float) -> None:
         # No steps; what is under way goes on afterwards.
+        core = self._core
         member.stopped_in = member.state
-        self.set_state(member, "down")
+        core.set_state(member, "down")
         for key in ("outer", "deadline"):
             if key in member.pending:
-                when, call, args = member.pending[key]
-                self.later(member, when + lasts_s, key, call, *args)
+                when, args = member.pending[key]
+                core.later(member, when + lasts_s, key, *args)
         member.pending.pop("wake", None)
-        self.later(member, self.now + lasts_s, "thaw", self._thaw)
+        core.later(member, core.now + lasts_s, "thaw")
 
     def _thaw(self, member: Member) -> None:
         state, member.stopped_in = member.stopped_in, None
         assert state is not None
-        self.set_state(member, state)
+        self._core.set_state(member, state)
         if not member.is_connected:
-            self.heard(member)
+            self._absence.heard(member)
         if state == "compute":
-            self.wake(member)
+            self._exchange.wake(member)
         elif state == "wait" and member.delivered > member.version:
-            self._spend_waiting(member)
-
-    def _stop_hub(self, lasts_s: float) -> None:
-        self.hub.is_away = True
-        for member in list(self.hub.living):
-            self.stop_transfers(member)
-        self.push(self.now + lasts_s, self._hub_is_back)
+            self._exchange.end_wait(member)
 
     def _hub_is_back(self) -> None:
-        self.hub.is_away = False
-        for member in list(self.hub.living):
-            self.later(member, self.now + RECONNECT_S / 2, "heard", self._heard_hub)
-        self.push(self.now + RECONNECT_S, self.look)
+        core = self._core
+        core.hub.is_away = False
+        for member in list(core.hub.living):
+            core.later(member, core.now + RECONNECT_S / 2, "heard")
+        core.push(core.now + RECONNECT_S, "look")
 
     def _heard_hub(self, member: Member) -> None:
         if member.is_connected:
-            self.heard(member)
+            self._absence.heard(member)
 
 
 def _speeds(config: GroupConfig) -> list[tuple[float, int]]:

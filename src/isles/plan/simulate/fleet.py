@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo
 
-from isles.config.issues import quote
-from isles.config.load import Loaded
-from isles.config.sections.base import DurationS, Section, Text
+from isles.config.explain import explain
+from isles.config.issues import Issue, quote
+from isles.config.load import Loaded, placed
+from isles.config.sections.base import DurationS, Section, Text, own_type
 from isles.config.sections.cluster import PbsLauncherConfig, SlurmLauncherConfig, SshLauncherConfig
-from isles.config.yaml import Document, KeyPath, dotted, read_text, scan_yaml
-from isles.errors import ConfigError, ConfigErrors
+from isles.config.yaml import dotted, read_text, scan_yaml
+from isles.errors import ConfigErrors
 from isles.facts.gpus import find_gpu
 from isles.plan.simulate.setting import Setting
 
@@ -54,9 +47,9 @@ def _count(value: object) -> object:
     return round(float(found[1]) * 1000.0 ** " kMBT".index(found[2] or " "))
 
 
-Rate = Annotated[float, BeforeValidator(_rate), Field(gt=0)]
+Rate = Annotated[float, BeforeValidator(_rate), Field(gt=0), own_type("line", "100Mbit/s")]
 """Bytes/s; written as `100Mbit/s` or `12MB/s`."""
-Count = Annotated[int, BeforeValidator(_count), Field(ge=1)]
+Count = Annotated[int, BeforeValidator(_count), Field(ge=1), own_type("count", "7B")]
 Positive = Annotated[DurationS, Field(gt=0)]
 
 
@@ -149,14 +142,6 @@ class GroupConfig(Section):
     ranks: Annotated[int, Field(ge=1, le=1024)] = 1
     """machine: cores that a step uses."""
 
-    @model_validator(mode="after")
-    def _is_whole(self) -> GroupConfig:
-        if (self.step is None) == (self.tokens_per_s is None):
-            raise ValueError("give one of step and tokens_per_s")
-        if (self.time_limit is None) != (self.queue_wait is None):
-            raise ValueError("time_limit and queue_wait go together")
-        return self
-
 
 class IncidentConfig(Section):
     """One thing that happens for certain."""
@@ -181,22 +166,6 @@ class IncidentConfig(Section):
     lasts: Positive
     """For so long."""
 
-    @model_validator(mode="after")
-    def _is_whole(self) -> IncidentConfig:
-        if (self.at is None) == (self.round is None):
-            raise ValueError("give one of at and round")
-        if (self.cluster is None) != (self.kind == "hub"):
-            raise ValueError("kind hub is without cluster, every other kind is of one")
-        return self
-
-
-def _unique(groups: tuple[GroupConfig, ...]) -> tuple[GroupConfig, ...]:
-    names = [group.name for group in groups]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two groups are called {name}")
-    return groups
-
 
 class FleetConfig(Section):
     """A fleet file."""
@@ -207,9 +176,7 @@ class FleetConfig(Section):
     hub: HubConfig = HubConfig()
     """Where the clusters average."""
 
-    clusters: Annotated[
-        tuple[GroupConfig, ...], Field(strict=False, min_length=1), AfterValidator(_unique)
-    ]
+    clusters: Annotated[tuple[GroupConfig, ...], Field(strict=False, min_length=1)]
     """Groups of equal clusters."""
 
     machines: dict[str, Annotated[int, Field(ge=1)]] = Field(default={})
@@ -233,96 +200,43 @@ def load_fleet(path: Path) -> FleetConfig:
     document, errors = scan_yaml(text, str(path))
     try:
         fleet = FleetConfig.model_validate(document.value, context={"is_run_file": True})
+        issues = list(_rules(fleet))
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
-        # A list whose every group is wrong is not also taken for an empty one.
-        places = [tuple(detail["loc"]) for detail in details]
-        errors += [
-            _issue(detail, document, path)
-            for detail, at in zip(details, places, strict=True)
-            if detail["type"] != "too_short"
-            or not any(len(at) < len(other) and other[: len(at)] == at for other in places)
-        ]
-    else:
-        errors += _wrong_names(fleet, document, path)
+        issues = explain(details, document.value, FleetConfig)
+    places = {dotted(at): f"{path}:{line}" for at, line in document.lines.items()}
+    errors += [error for _, error in placed(issues, places, f"{path}:1")]
     if errors:
         raise ConfigErrors(errors)
     return fleet
 
 
-def _wrong_names(fleet: FleetConfig, document: Document, path: Path) -> list[ConfigError]:
-    groups, machines = [group.name for group in fleet.clusters], list(fleet.machines)
-    found: list[tuple[KeyPath, str, Sequence[str]]] = [
-        (("incidents", index, "cluster"), incident.cluster, groups)
-        for index, incident in enumerate(fleet.incidents)
-        if incident.cluster is not None and incident.cluster not in groups
-    ]
-    found += [
-        (("clusters", index, "machine"), group.machine, machines)
-        for index, group in enumerate(fleet.clusters)
-        if group.machine is not None and group.machine not in machines
-    ]
-    return [
-        ConfigError(
-            f"there is no {at[-1]} {quote(name)}",
-            where=f"{path}:{_line(at, document)} {dotted(at)}",
-            fix=_near(name, known),
-        )
-        for at, name, known in found
-    ]
+def _rules(fleet: FleetConfig) -> Iterator[Issue]:
+    names, machines = [group.name for group in fleet.clusters], list(fleet.machines)
+    for index, group in enumerate(fleet.clusters):
+        at = f"clusters.{index}"
+        if names.index(group.name) < index:
+            yield Issue((f"{at}.name",), f"two groups are called {group.name}", "rename one")
+        if (group.step is None) == (group.tokens_per_s is None):
+            yield Issue((at,), "a group has one of step and tokens_per_s", "give one of them")
+        if (group.time_limit is None) != (group.queue_wait is None):
+            yield Issue((at,), "time_limit and queue_wait go together", "give both or none")
+        if group.machine is not None and group.machine not in machines:
+            yield _unknown(f"{at}.machine", "machine", group.machine, machines)
+    for index, incident in enumerate(fleet.incidents):
+        at = f"incidents.{index}"
+        if (incident.at is None) == (incident.round is None):
+            yield Issue((at,), "an incident has one of at and round", "give one of them")
+        if (incident.cluster is None) != (incident.kind == "hub"):
+            what = "kind hub is without cluster, every other kind is of one"
+            yield Issue((f"{at}.cluster", at), what, f"use one of {', '.join(names)}, or kind: hub")
+        elif incident.cluster is not None and incident.cluster not in names:
+            yield _unknown(f"{at}.cluster", "cluster", incident.cluster, names)
 
 
-def _issue(detail: Mapping[str, Any], document: Document, path: Path) -> ConfigError:
-    at: KeyPath = tuple(detail["loc"])
-    node, value = _section_at(at[:-1]), _value_at(document.value, at)
-    where = f"{path}:{_line(at, document)} {dotted(at) or 'the file'}"
-    name = str(at[-1]) if at else ""
-    if detail["type"] == "extra_forbidden" and node is not None:
-        return ConfigError(f"{name} is no key here", where=where, fix=_near(name, [*node]))
-    if detail["type"] == "missing":
-        fix = f"{name}: {node[name].description}" if node and name in node else "add it"
-        return ConfigError(f"{name} is missing", where=where, fix=fix)
-    text = str(detail["msg"]).removeprefix("Value error, ")
-    described = node[name].description if node is not None and name in node else ""
-    what = f"is {quote(value)}: {text[0].lower()}{text[1:]}" if described else text
-    return ConfigError(what, where=where, fix=described or "see docs/scale.md")
-
-
-def _near(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    choices = f"use one of {', '.join(known)}" if known else "there is none"
-    return f"did you mean {near[0]}? {choices}" if near else choices
-
-
-def _section_at(path: KeyPath) -> dict[str, Any] | None:
-    # The fields of the section that a path leads to; None: it leads to none.
-    section: Any = FleetConfig
-    inner = {
-        "hub": HubConfig,
-        "clusters": GroupConfig,
-        "incidents": IncidentConfig,
-        "failures": FailuresConfig,
-        "leaves": LeavesConfig,
-    }
-    for part in path:
-        if isinstance(part, str):
-            section = inner.get(part)
-    return None if section is None else dict(section.model_fields)
-
-
-def _value_at(data: Any, path: KeyPath) -> Any:  # what YAML holds
-    for part in path:
-        try:
-            data = data[part]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return data
-
-
-def _line(path: KeyPath, document: Document) -> int:
-    while path and path not in document.lines:
-        path = path[:-1]
-    return document.lines.get(path, 1)
+def _unknown(key: str, noun: str, name: str, known: list[str]) -> Issue:
+    fix = f"use one of {', '.join(known)}" if known else f"add it to {noun}s"
+    return Issue((key,), f"there is no {noun} {quote(name)}", fix)
 
 
 def fleet_of(loaded: Loaded, setting: Setting) -> tuple[FleetConfig, list[str]]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from isles.plan.simulate.fleet import GroupConfig
 from isles.plan.simulate.line import Flow
@@ -98,15 +97,6 @@ class Member:
     `pos` inner steps are done at `at`, as a number with a part of the step that is under way.
     """
 
-    __slots__ = (
-        *("applied_at", "apply_from", "at", "base", "closing_at", "contributed_at", "count"),
-        *("delivered", "encoded_at", "fetching", "finishing", "from_round", "group"),
-        *("has_taken_part", "is_behind", "is_connected", "is_finished", "is_living", "is_sending"),
-        *("left_bytes", "machine", "made", "own_past", "pending", "pos", "rate", "ready"),
-        *("sending", "sent", "since", "skip", "spans", "state", "stopped_in", "to_send"),
-        *("version", "wait_for", "wait_since", "waited"),
-    )
-
     def __init__(self, group: GroupState, count: int, num_fragments: int) -> None:
         self.group, self.count = group, count
         self.machine: Machine | None = None
@@ -150,8 +140,8 @@ class Member:
         """What is left of transfers that were cut off."""
         self.stopped_in: State | None = None
         """What it did when it was frozen."""
-        self.pending: dict[str, tuple[float, Callable[..., None], tuple[object, ...]]] = {}
-        """What is going to happen to it, by what that is."""
+        self.pending: dict[str, tuple[float, tuple[Any, ...]]] = {}
+        """Events that are going to happen to it: when, and what else they say; see `Core.later`."""
         self.spans: deque[tuple[str, float, float]] | None = None
 
     def keep_spans(self) -> None:
@@ -178,20 +168,12 @@ class Member:
     def copy_of_one(self) -> Member:
         """One of these clusters, as it is now; transfers are the engine's."""
         one = Member(self.group, 1, len(self.base))
-        for name in self.__slots__:
+        for name, value in vars(self).items():
             if name not in ("count", "pending", "spans", "sending", "fetching"):
-                value = getattr(self, name)
-                if isinstance(value, dict | list | set | deque):
-                    value = value.copy()
-                setattr(one, name, value)
-        one.sent = {
-            step: Sent(each.pos, each.inner, each.at, each.is_counted)
-            for step, each in self.sent.items()
-        }
-        one.made = deque(
-            (Made(each.outer_step, each.pos, each.is_counted) for each in self.made),
-            maxlen=self.made.maxlen,
-        )
+                copied = isinstance(value, dict | list | set | deque)
+                setattr(one, name, value.copy() if copied else value)
+        one.sent = {step: replace(each) for step, each in self.sent.items()}
+        one.made = deque(map(replace, self.made), maxlen=self.made.maxlen)
         return one
 
     def checkpoint(self, setting: Setting, now: float) -> int:

@@ -14,6 +14,12 @@ PRESENT: tuple[Cause, ...] = ("compute", "outer", "others", "transfer", "down", 
 """Causes of time in which a cluster is there."""
 
 
+_SUMS = (
+    *("steps_done", "steps_averaged", "steps_lost", "sent_bytes", "received_bytes"),
+    *("num_failures", "late", "stale_steps", "num_applied"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupResult:
     """The clusters of a group, together.
@@ -203,20 +209,13 @@ def _group_result(same: Sequence[GroupState]) -> GroupResult:
     shares = {c: seconds.get(c, 0.0) / present_s if present_s else 0.0 for c in PRESENT}
     away: tuple[Cause, ...] = ("queue", "away")
     shares |= {c: seconds.get(c, 0.0) / all_s if all_s else 0.0 for c in away}
+    sums: dict[str, Any] = {name: sum(getattr(group, name) for group in same) for name in _SUMS}
     return GroupResult(
         name=same[0].config.name,
         count=same[0].config.count,
         step_s=statistics.mean(group.step_s for group in same),
         shares={str(cause): part for cause, part in shares.items()},
         present_s=present_s,
-        steps_done=sum(group.steps_done for group in same),
-        steps_averaged=sum(group.steps_averaged for group in same),
-        steps_lost=sum(group.steps_lost for group in same),
-        sent_bytes=sum(group.sent_bytes for group in same),
-        received_bytes=sum(group.received_bytes for group in same),
-        num_failures=sum(group.num_failures for group in same),
-        late=sum(group.late for group in same),
-        stale_steps=sum(group.stale_steps for group in same),
         most_stale=max(group.most_stale for group in same),
-        num_applied=sum(group.num_applied for group in same),
+        **sums,
     )
