@@ -175,17 +175,16 @@ def _guesses(path: KeyPath, file: type[BaseModel] = RunConfig) -> Iterator[_Gues
             yield from _guesses((*parent, *inner), file)
     if alias is not None and "." in alias.name:
         yield _from_alias(alias)
-    for near in difflib.get_close_matches(name, siblings, n=1, cutoff=0.9):
-        yield f"did you mean {near}?", (dotted((*parent, near)),), ()
     same = [dotted(known) for known in keys.all_paths(file) if known[-1] == name]
+    alike = 0.9 if same or alias else 0.7
+    for near in difflib.get_close_matches(name, siblings, n=1, cutoff=alike):
+        yield f"did you mean {near}?", (dotted((*parent, near)),), ()
     if elsewhere := tuple(key for key in same if not key.startswith(f"{_OUTER}.")):
         yield f"it belongs {_place(elsewhere[0])}: {' or '.join(elsewhere)}", elsewhere, ()
     if alias is not None:
         yield _from_alias(alias)
     if same:
         yield f"it belongs {_place(same[0])}: {' or '.join(same)}", tuple(same), ()
-    for near in difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
-        yield f"did you mean {near}?", (dotted((*parent, near)),), ()
     leaves = {str(known[-1]): dotted(known) for known in reversed(keys.all_paths(file))}
     for near in difflib.get_close_matches(name, leaves, n=1, cutoff=0.8):
         target = leaves[near]
