@@ -282,9 +282,6 @@ def test_figures_that_are_none_are_left_out(tmp_path: Path) -> None:
         shown = snapshot(run_dir)
         assert shown.curve[-1].step == 7 and shown.curve[-1].loss == 1.5
         assert_fits(shown)
-    attempt.live.unlink()
-    attempt.live.mkdir()
-    assert snapshot(run_dir).run.state == "running"
 
 
 # metrics.jsonl.

@@ -72,7 +72,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
     for _ in range(_TRIES):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, RecursionError):  # it is no record of ours
             return None
