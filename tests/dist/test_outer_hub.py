@@ -15,14 +15,17 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
 
 from isles.errors import CommunicationError
+from isles.monitor.live.readers import reader_of
 from isles.outer.client.api import HubApi
 from isles.outer.client.client import HubClient
 from isles.outer.client.http import HubRefusal
-from isles.outer.hub.core import events
+from isles.outer.hub.core import Core, events
 from isles.outer.messages import CHUNK_BYTES, RoundAnswer
 from isles.run.join_line import ask_hub, encode
+from isles.run.process import ProcessId
 from isles.run.records import write_secret
 from tests.deadline import DEADLINE_S
 from tests.outer_member import (
@@ -36,6 +39,7 @@ from tests.outer_member import (
     serving,
 )
 from tests.outer_world import member_id
+from tests.run_records import recorded_run
 
 
 def test_strangers_and_nonsense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -230,45 +234,80 @@ async def _joins_anew(folder: Path) -> None:
             await asyncio.to_thread(client.close)
 
 
-def test_clusters_show_themselves_and_a_hub_that_does_not_take_it_is_no_loss(
-    tmp_path: Path,
-) -> None:
+OWN = {"phase": "training", "step": 3, "outer": {"outer_step": 0, "is_connected": True}}
+
+
+def test_clusters_show_themselves_through_the_hub(tmp_path: Path) -> None:
     asyncio.run(_shows(tmp_path))
 
 
 async def _shows(folder: Path) -> None:
-    shown = {"a": "YQ==", "b": "what a hub of another version refuses"}
-    async with serving(folder / "state") as (server, line):
+    async with serving(folder / "state") as (_, line):
         write_secret(folder / "join", line.secret_text())
-        clients = {
-            name: HubClient(
-                join(name, 4),
-                join_file=folder / "join",
-                spool=folder / name,
-                note=str,
-                shows=lambda text=text: text,
-            )
-            for name, text in shown.items()
-        }
+        client = HubClient(
+            join("a", 4),
+            join_file=folder / "join",
+            spool=folder / "spool",
+            note=str,
+            shows=lambda: "YQ==",
+        )
         end = time.monotonic() + DEADLINE_S
-
-        def heartbeats() -> int:
-            return len(server.work.core.membership.heartbeats)
-
         try:
             found: dict[str, dict[str, str]] = {}
-            while "a" not in found or heartbeats() < 2:
+            while "a" not in found:
                 assert time.monotonic() < end
                 await asyncio.sleep(0.05)
                 answer = await asyncio.to_thread(ask_hub, line, "/v1/live", DEADLINE_S)
                 found = answer["members"]
-            assert set(found) == {"a"} and found["a"]["record"] == "YQ=="
-            joined = [e["member"] for e in events(server.work.core) if e["kind"] == "joined"]
-            assert sorted(joined) == ["a", "b"], "once each"
-            assert all(client.state.is_connected for client in clients.values())
+            assert found["a"]["record"] == "YQ=="
+            # A run that has joined from elsewhere is shown with all that the hub shows.
+            launch = {**ProcessId.of(os.getpid()).record(), "launcher": "local"}
+            run_dir, _ = recorded_run(folder / "own-1", launch, status=OWN)
+            write_secret(run_dir.join_line, line.secret_text())
+            for is_own, names in ((False, ["own-1", "a"]), (True, ["own-1"])):
+                reader = reader_of(run_dir, 2.0, is_own=is_own)
+                look = await asyncio.to_thread(reader.look)
+                assert look is not None and [row.name for row in look.clusters] == names
         finally:
-            for client in clients.values():
-                await asyncio.to_thread(client.close)
+            await asyncio.to_thread(client.close)
+
+
+def test_a_hub_that_shows_nobody_is_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one of an earlier version, which has no such address."""
+
+    def show(*_: object) -> None:
+        raise web.HTTPNotFound
+
+    monkeypatch.setattr(Core, "show", show)
+    asyncio.run(_shows_nobody(tmp_path, caplog))
+
+
+async def _shows_nobody(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(folder / "state") as (server, line):
+        write_secret(folder / "join", line.secret_text())
+        client = HubClient(
+            join("a", 4),
+            join_file=folder / "join",
+            spool=folder / "spool",
+            note=str,
+            shows=lambda: "YQ==",
+        )
+        end = time.monotonic() + DEADLINE_S
+        heartbeats = server.work.core.membership.heartbeats
+        try:
+            while "does not show this cluster: 404" not in caplog.text or not heartbeats:
+                assert time.monotonic() < end
+                await asyncio.sleep(0.05)
+            heartbeats.clear()
+            while not heartbeats:
+                assert time.monotonic() < end
+                await asyncio.sleep(0.05)
+            assert client.state.is_connected and client.state.lost_at is None
+            assert sum(e["kind"] == "joined" for e in events(server.work.core)) == 1
+        finally:
+            await asyncio.to_thread(client.close)
 
 
 def test_it_ends_by_itself_also_where_a_cluster_never_comes_back(tmp_path: Path) -> None:

@@ -64,6 +64,10 @@ def test_all_is_well(lab: Lab) -> None:
     assert seen["reduce.works"]["measured"] == "3 ranks"
     assert seen["files.shared"]["measured"] == "not shared"
     assert seen["files.data"]["where"] == "a1"
+    for host in ("ctl", "a1"):  # for a plan here, and for who watches the run
+        kept = json.loads(sh(lab, host, "cat /root/out/.links.json"))
+        assert set(kept["pairs"]) == set(HOSTS) == set(kept["pairs"]["a1"]) | {"a1"}
+        assert kept["pairs"]["a1"]["a2"]["bytes_per_s"] > 1e5
     assert not left(lab)
 
 

@@ -20,14 +20,30 @@ from isles.monitor.live.model import Snapshot
 from tests.deadline import DEADLINE_S
 from tests.lab.home import HOSTS, ISLES, assert_nothing_left, isles, link_cut, sh, until, write_run
 from tests.lab.hosts import Lab
-from tests.slowdown import PERIOD_S
 
+PERIOD_S = 0.1
 SLOWDOWN = str(Path(__file__).parents[1] / "slowdown.py")
 SHAPE = {
     "device": "cpu",
     "max_restarts": 3,
     "environment": {"variables": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}},
 }
+LOOK_AND_STOP = """
+from pathlib import Path
+from isles.monitor.live.source import Watch
+from isles.run.find import find_any
+
+at, rows = 0.0, []
+with Watch(find_any("see", Path("runs")), Path("runs"), 1.0) as watch:
+    while not rows and (shown := watch.wait(at, 60)):
+        at = shown.at
+        rows = [row for row in shown.ranks if (row.cluster, row.rank) == ("office", 2)]
+    print(watch.stack(rows[0]))
+    print("log:", len(watch.log_lines(rows[0], 3)))
+    print("stopped with", watch.stop(False))
+"""
+"""What `isles top` does by a key, of a rank on another machine."""
+
 RANKS = {(cluster, rank) for cluster in ("home", "office") for rank in range(3)}
 
 
@@ -77,9 +93,12 @@ def shown(lab: Lab, run: str) -> Iterator[Top]:
 
 
 @contextmanager
-def slowed_on(lab: Lab, host: str, pid: int) -> Iterator[None]:
-    """A process of a host, at half its speed inside a `with`."""
-    command = [sys.executable, SLOWDOWN, str(PERIOD_S), f"{pid}:2"]
+def slowed_on(lab: Lab, host: str, pid: int, cores: float) -> Iterator[None]:
+    """A process of a host, at half its speed inside a `with`.
+
+    It runs for half as long as it did: where others want its core too, it has `cores` of one.
+    """
+    command = [sys.executable, SLOWDOWN, str(PERIOD_S), f"{pid}:{2 / max(0.05, cores):.2f}"]
     process = lab.popen(host, command, stdin=subprocess.PIPE)
     try:
         yield
@@ -151,6 +170,10 @@ def test_two_clusters_and_what_goes_wrong_in_them(lab: Lab) -> None:
         assert all(len(line) <= 80 for line in text.splitlines()), text
         (line,) = isles(lab, "top", "see-office", "--json").splitlines()
         assert {row["host"] for row in json.loads(line)["ranks"]} == set(HOSTS)
+        did = sh(lab, "ctl", f"cd /shared && {sys.executable} - <<'END'\n{LOOK_AND_STOP}\nEND")
+        assert "rank 2 on a3: step " in did and "thread MainThread" in did and "log: 3" in did, did
+        assert "stopped with 0" in did, did
+        assert "stopped" in isles(lab, "status", "see")
     finally:
         isles(lab, "stop", "see", "--now", expected=None)
     assert_nothing_left(lab, ("ctl", *HOSTS))
@@ -176,16 +199,16 @@ def _assert_names(lab: Lab, top: Top) -> None:
 
 
 def _assert_faults(lab: Lab, top: Top) -> None:
-    def pid_of(rank: int) -> int:
+    def place_of(rank: int) -> tuple[int, float]:
         assert top.last is not None
         row = next(r for r in top.last.ranks if (r.cluster, r.rank) == ("office", rank))
         assert row.pid is not None
-        return row.pid
+        return row.pid, row.use or 0.0
 
-    sh(lab, "a2", f"kill -KILL {pid_of(1)}")
+    sh(lab, "a2", f"kill -KILL {place_of(1)[0]}")
     top.until(lambda s: is_named(s, "office: ", "rank 1 on a2"), "a rank that is killed")
     top.until(is_well, "it trains again")
-    with slowed_on(lab, "a3", pid_of(2)):
+    with slowed_on(lab, "a3", *place_of(2)):
         top.until(
             lambda s: mark_of(s, "office", 2) == "straggler" and is_named(s, "rank 2 on a3"),
             "a rank at half its speed",

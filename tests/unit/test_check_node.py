@@ -28,6 +28,7 @@ from isles.check.checks.gpus import gpus
 from isles.check.checks.links import Link, Listener, bandwidth, link_findings, reach
 from isles.check.checks.machine import machine
 from isles.check.checks.network import interfaces
+from isles.check.checks.topology import topology
 from isles.check.finding import Finding
 from isles.check.plan import Extent, Hosts, NodePlan, RunFacts
 from isles.cli import main
@@ -93,6 +94,169 @@ def test_troubles_of_a_gpu(
     (bad,) = [finding for finding in found(_WELL | answers) if finding.level != "ok"]
     assert bad.id == finding_id and "GPU 0 (NVIDIA RTX 5070 Ti)" in bad.text
     assert re.search(words, bad.text) and bad.fix
+
+
+_HGX = """\
+\x1b[4m\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV12\tNV12\tNV12\tPXB\tSYS\t48-63,176-191\t3\t\tN/A
+GPU1\tNV12\t X \tNV12\tNV12\tPXB\tSYS\t48-63,176-191\t3\t\tN/A
+GPU2\tNV12\tNV12\t X \tNV12\tSYS\tPXB\t16-31,144-159\t1\t\tN/A
+GPU3\tNV12\tNV12\tNV12\t X \tSYS\tPXB\t16-31,144-159\t1\t\tN/A
+NIC0\tPXB\tPXB\tSYS\tSYS\t X \tSYS\t\t\t\t
+NIC1\tSYS\tSYS\tPXB\tPXB\tSYS\t X \t\t\t\t
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
+  NV#  = Connection traversing a bonded set of # NVLinks
+
+NIC Legend:
+
+  NIC0: mlx5_0
+"""
+"""As drivers of version 535 and later print it; before, the last columns were not there, network
+cards stood with their names, and the head was underlined also where nobody could see that."""
+
+_BRIDGED = """\
+        GPU0    GPU1    GPU2    GPU3    mlx5_0  CPU Affinity    NUMA Affinity
+GPU0     X      PHB     SYS     SYS     PHB     0-15    0
+GPU1    PHB      X      SYS     SYS     PHB     0-15    0
+GPU2    SYS     SYS      X      NV4     SYS     16-31   1
+GPU3    SYS     SYS     NV4      X      SYS     16-31   1
+mlx5_0  PHB     PHB     SYS     SYS      X
+"""
+"""Four cards on two processors, two of them with a bridge."""
+
+
+def _nvlinks(*rates: list[float | None]) -> str:
+    lines = []
+    for index, own in enumerate(rates):
+        lines.append(f"GPU {index}: NVIDIA GeForce RTX 3090 (UUID: GPU-{index})")
+        lines += [
+            f"\t Link {n}: {f'{rate:g} GB/s' if rate else '<inactive>'}"
+            for n, rate in enumerate(own)
+        ]
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[tuple[str, str, str]]]:
+    """Level, measured and text of what is found between the GPUs of a stand-in for nvidia-smi."""
+
+    def find(
+        topo: str, nvlink: str, *slots: str, hosts: str = "", use: str | None = None
+    ) -> list[tuple[str, str, str]]:
+        numbers = range(len(slots))
+        answers = {
+            "--query-gpu=index": "\n".join(f"{n}, NVIDIA X, GPU-{n}, 24576 MiB" for n in numbers),
+            "pcie.link.gen.max": "\n".join(f"GPU-{n}, {n}, {slots[n]}" for n in numbers),
+            "topo -m": topo,
+            "nvlink -s": nvlink,
+        }
+        if hosts:
+            answers["pcie.link.gen.hostmax"] = "\n".join(f"GPU-{n}, {hosts}" for n in numbers)
+        program(tmp_path, "nvidia-smi", answers)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", use or ",".join(map(str, numbers)))
+        nproc = len((use or "x," * len(slots)).strip(",").split(","))
+        found = list(topology(NodePlan("a", nproc=nproc, device="cuda")))
+        assert {finding.id for finding in found} <= {"gpu.links"}
+        assert all(finding.fix for finding in found if finding.level != "ok")
+        return [(finding.level, finding.measured, finding.text) for finding in found]
+
+    return find
+
+
+def test_nvlink_is_told_from_pcie(linked: Callable[..., list[tuple[str, str, str]]]) -> None:
+    links = _nvlinks(*[[25.0] * 12] * 4)
+    ((level, measured, text),) = linked(_HGX, links, *["4, 16, 16"] * 4, hosts="4, 4")
+    assert (level, measured) == ("ok", "NV12")
+    assert "NVLink (12 links of 25 GB/s) between all of GPUs 0 to 3" in text
+    assert "PCIe gen 4 x16, 31.5 GB/s" in text and "300 GB/s in each direction" in text
+    some: list[list[float | None]] = [[None] * 4, [None] * 4, [14.062] * 4, [14.062] * 4]
+    ((level, measured, text),) = linked(_BRIDGED, _nvlinks(*some), *["3, 16, 16"] * 4)
+    assert (level, measured) == ("ok", "NV4 + PHB + SYS"), "all are used: there is no better choice"
+    assert "NVLink (4 links of 14.1 GB/s) between GPUs 2-3" in text
+    assert "PCIe through the processor's PCIe bridge (PHB) between GPUs 0-1" in text
+    assert "the link between processors (SYS) between GPUs 0-2, 0-3, 1-2, 1-3" in text
+    assert "16 GB/s in each direction are to be expected of the slowest pair" in text
+    ((level, measured, _),) = linked(_BRIDGED, "", "4, 16, 16")
+    assert (level, measured) == ("ok", "PCIe gen 4 x16, 31.5 GB/s"), "a single card"
+    ((_, measured, text),) = linked(_HGX, "all links are inActive", *["4, 16, 16"] * 4)
+    assert measured == "NV12" and "to be expected" not in text
+    assert linked("", "", *["4, 16, 16"] * 2) == [], "a driver that says nothing of it"
+    assert linked(_HGX, "", *["[N/A], [N/A], [N/A]"] * 4)[0][1] == "NV12", "nothing of the slots"
+
+
+@each(
+    ("topo", "nvlink", "slots", "hosts", "use", "measured", "words"),
+    [
+        (
+            _BRIDGED,
+            "",
+            ["4, 16, 8", *["4, 16, 16"] * 3],
+            "",
+            None,
+            "x8",
+            "GPU 0 runs on 8 of the 16",
+        ),
+        (
+            _BRIDGED,
+            "",
+            ["3, 16, 16", *["4, 16, 16"] * 3],
+            "4, 4",
+            None,
+            "gen 3",
+            "GPU 0 is held at",
+        ),
+        (
+            _BRIDGED,
+            *("", ["4, 16, 16", "4, 4, 4", *["4, 16, 16"] * 2], "4, 4", None),
+            *("PCIe gen 4 x4, 7.88 GB/s", "the others wait for it"),
+        ),
+        (_BRIDGED, "", ["4, 16, 16"] * 4, "", "0,2", "SYS", "GPUs 2, 3 are nearer to one another"),
+        (
+            _BRIDGED,
+            "",
+            ["4, 16, 16"] * 4,
+            "",
+            "0,1",
+            "PHB",
+            "without NVLink .*GPUs 2, 3 are nearer",
+        ),
+        (
+            _HGX,
+            *(_nvlinks(*[[25.0] * 12] * 3, [25.0] * 11 + [None]), ["4, 16, 16"] * 4, "", None),
+            *("11 links", "11 NVLinks of GPU 3 are up, and 12 of another"),
+        ),
+    ],
+)
+def test_slots_and_links_that_give_less(
+    topo: str,
+    nvlink: str,
+    slots: list[str],
+    hosts: str,
+    use: str | None,
+    measured: str,
+    words: str,
+    linked: Callable[..., list[tuple[str, str, str]]],
+) -> None:
+    found = linked(topo, nvlink, *slots, hosts=hosts, use=use)
+    (bad,) = [finding for finding in found if finding[0] != "ok"]
+    assert bad[:2] == ("warning", measured) and re.search(words, bad[2])
+    assert found[-1][0] == "ok", "and what there is"
+
+
+def test_a_card_that_idles_is_not_taken_for_a_slow_one(
+    linked: Callable[..., list[tuple[str, str, str]]],
+) -> None:
+    """It lowers its generation, which is not asked for; an old machine has no higher one."""
+    for hosts in ("", "4, 3"):
+        ((level, measured, _),) = linked("", "", "3, 16, 16", hosts=hosts)
+        assert (level, measured) == ("ok", "PCIe gen 3 x16, 15.8 GB/s")
 
 
 def test_ports_over_the_loopback() -> None:

@@ -17,9 +17,10 @@ import pytest
 from isles.monitor.live.history import POINTS, History, goodput, spans_of
 from isles.monitor.live.model import RankRow, Snapshot
 from isles.monitor.live.plain import plain_lines
+from isles.monitor.live.readers import Several
 from isles.monitor.live.several import HubAnswer, SeveralView
 from isles.monitor.live.snapshot import RunReader
-from isles.monitor.live.source import Several, Watch, snapshot, stack_of
+from isles.monitor.live.source import Watch, snapshot, stack_of
 from isles.monitor.live.waits import Stage, Step, Waits, late
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -27,7 +28,7 @@ from isles.run.records import write_record
 from isles.run.relay import LONGEST, pack, unpack
 from isles.run.remote import ClusterRun, MultiClusterRun
 from isles.run.restarts import record_restart
-from tests.deadline import DEADLINE_S
+from tests.deadline import DEADLINE_S, until
 from tests.live_records import (
     gpu_record,
     live_record,
@@ -158,6 +159,13 @@ def test_a_rank_or_a_leader_that_says_nothing_is_silent(tmp_path: Path) -> None:
     assert set(marks(shown).values()) == {"silent"}
     (note,) = shown.notes
     assert note.startswith("h0: nothing is recorded for 30s")
+    frozen = {"at": time.time() - 60}  # the agent lives, and a driver or a disk does not answer
+    nodes = two_nodes(r0=frozen, r1=frozen)
+    write_live(attempt, {**nodes[0], **frozen}, nodes[1])
+    shown = snapshot(run_dir)
+    assert marks(shown) == {0: "silent", 1: "silent", 2: "", 3: ""}
+    assert shown.ranks[0].heard_s is not None and shown.ranks[0].heard_s > 55
+    assert shown.notes[0].startswith("h0 has not been sampled for")
 
 
 def test_who_made_all_start_again_is_named_until_he_is_back(tmp_path: Path) -> None:
@@ -255,6 +263,24 @@ def test_records_that_are_broken_are_shown_as_unknown(tmp_path: Path) -> None:
         shown = snapshot(run_dir)
         assert len(shown.ranks) <= 1024
         Snapshot.model_validate_json(shown.model_dump_json())
+        assert_fits(shown)
+
+
+def test_figures_that_are_none_are_left_out(tmp_path: Path) -> None:
+    """What json reads and arithmetic does not bear: NaN, infinity, words, lists, huge and deep."""
+    run_dir, attempt = running(tmp_path / "far-1")
+    odd = ("NaN", "Infinity", str(10**400), '"7"', "[1]", "null", "[" * 30_000)
+    keys = ("step", "loss", "tokens", "elapsed_s", "step_time_s")
+    good = '{"kind": "train", "step": 7, "loss": 1.5}\n'
+    rows = (f'{{"kind": "train", "step": 6, "{key}": {value}}}\n' for key in keys for value in odd)
+    run_dir.metrics.write_text("".join(rows) + good)
+    for value in odd[:-1]:
+        status = json.dumps({**STATUS, "eta_s": 0, "outer": OUTER | {"exposed_s": 0}})
+        status = status.replace('"eta_s": 0', f'"eta_s": {value}').replace("300", value)
+        run_dir.status.write_text(status.replace('"exposed_s": 0', f'"exposed_s": {value}'))
+        attempt.live.write_text(f'{{"at": {value}, "nodes": {{"²": {{}}, "0": {value}}}}}')
+        shown = snapshot(run_dir)
+        assert shown.curve[-1].step == 7 and shown.curve[-1].loss == 1.5
         assert_fits(shown)
 
 
@@ -443,6 +469,9 @@ def test_a_watch_gives_one_snapshot_after_the_other(tmp_path: Path) -> None:
         assert watch.error == "" and watch.typed == str(run_dir.path)
         attempt.rank_log(1).write_text("one\ntwo\nthree\n")
         assert watch.log_lines(RankRow(rank=1), 2) == ["two", "three"]
+        run_dir.path.rename(tmp_path / "elsewhere")
+        until(lambda: "was deleted or moved away" in watch.error)
+        assert watch.latest is not None and len(watch.latest.ranks) == 4
 
 
 def test_the_stack_of_a_rank_is_asked_for_by_a_record(tmp_path: Path) -> None:

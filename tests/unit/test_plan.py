@@ -33,6 +33,7 @@ from isles.plan.model import files_params, model_facts, shape_of
 from isles.plan.report import ClusterPlan, Plan
 from isles.plan.step import split_rows
 from isles.plan.verb import PlanOptions, plan_of
+from isles.run.links import keep_links, read_links
 from tests.deadline import run_program
 from tests.documents import ROOT, blocks
 from tests.each import each
@@ -508,3 +509,34 @@ def test_the_page_shows_what_is_printed(here: Path, capsys: Capture) -> None:
     assert count == 4
     if os.environ.get("ISLES_WRITE_GOLDEN"):
         page.write_text(text, encoding="utf-8")
+
+
+def test_links_that_check_has_measured_are_those_of_a_plan(
+    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the hosts' own names or as ssh reaches them; where one is missing it guesses, as ever."""
+    write_program(here / "bin" / "ssh", "exit 255")
+    monkeypatch.setenv("PATH", f"{here / 'bin'}:{os.environ['PATH']}")
+    launcher = "clusters.0.launcher={kind: ssh, hosts: [me@10.0.0.1, me@10.0.0.2]}"
+    words = ["plan", "run.yaml", launcher, "clusters.0.gpus_per_node=1", "--json"]
+
+    def network() -> tuple[dict[str, Any], list[str]]:
+        main(words)
+        (machines,) = json.loads(capsys.readouterr().out)["machines"]
+        return machines["network"], machines["notes"]
+
+    assert network()[0]["confidence"] == "guess"
+    names = {"me@10.0.0.1": "a1", "me@10.0.0.2": "a2"}
+    first = {"a1": {"a2": {"bytes_per_s": 118e6, "rtt_s": 0.001}, "a3": {"bytes_per_s": 1.0}}}
+    keep_links(Path("runs"), first, names, 1.7e9)
+    assert network()[0]["confidence"] == "guess", "one way only"
+    keep_links(Path("runs"), {"a2": {"a1": {"bytes_per_s": 60e6, "rtt_s": 0.003}}}, names, 1.8e9)
+    found, notes = network()
+    assert found == {
+        "bytes_per_s": 60e6,
+        "latency_s": 0.0015,
+        "confidence": "measured",
+        "name": "480 Mbit/s",
+    }
+    assert any("as `isles check` measured on 2023-11-1" in note for note in notes), "the oldest"
+    assert set(read_links(Path("runs"))["a1"]) == {"a2", "a3"}, "older pairs are kept"

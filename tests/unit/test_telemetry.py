@@ -22,14 +22,11 @@ from isles.run.live import SampledMeans
 from isles.run.records import read_record, read_rows, write_record
 from isles.train.metrics import waiting_s
 from tests.agent_table import table
-from tests.deadline import run_program
+from tests.deadline import run_program, until
 from tests.each import each
 
-CORE_S = 0.003 * 3.0
-"""Three thousandths of a core, for the three seconds between two samples."""
 
-
-def test_a_sample_tells_of_this_machine_and_its_ranks_and_costs_little(tmp_path: Path) -> None:
+def test_a_sample_tells_of_this_machine_and_its_ranks(tmp_path: Path) -> None:
     ranks = {
         0: {"pid": os.getpid(), "alive": True, "exit": None, "at": 1.0, "step": 7, "gpu": None},
         1: {"pid": 2**22 + 1, "alive": True, "exit": None, "at": 1.0},  # has just ended
@@ -53,13 +50,21 @@ def test_a_sample_tells_of_this_machine_and_its_ranks_and_costs_little(tmp_path:
     assert (sample["ranks"]["2"]["alive"], sample["ranks"]["2"]["exit"]) == (False, -9)
     assert sample["sums"]["samples"] == 2 and sample["sums"]["cpu"] >= host["cpu"]
     assert sample["gpus"] or sample["sums"]["gpu_use"] is None
-    costs = []
-    for _ in range(21):
-        began = time.thread_time()
-        SampleFile(tmp_path / "t" / "node-0.jsonl").append(telemetry.sample())
-        costs.append(time.thread_time() - began)
-    assert statistics.median(costs) < CORE_S
     json.dumps(sample, allow_nan=False)
+
+
+def test_a_sample_that_fails_costs_nothing_but_itself(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def ranks() -> dict[int, dict[str, Any]]:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError(24, "Too many open files")
+        return {}
+
+    with Telemetry(tmp_path, tmp_path / "t" / "node-0.jsonl", None, 0, ranks) as telemetry:
+        until(lambda: telemetry.last)
+    assert len(calls) > 1 and read_rows(tmp_path / "t" / "node-0.jsonl")
 
 
 def test_the_whole_run_stays_visible_in_a_file_of_one_size(tmp_path: Path) -> None:

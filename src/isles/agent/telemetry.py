@@ -25,7 +25,7 @@ from isles.run.live import SUMS
 from isles.run.process import processor_name
 from isles.run.records import write_bytes_atomic
 
-_EVERY_S = 3.0
+EVERY_S = 2.0
 _LIMIT_BYTES = 4 << 20
 _RATE_EVERY = 20
 """Samples between two questions for the speed of the interface, which a driver answers."""
@@ -93,17 +93,27 @@ class Telemetry:
         return {"at": at, "name": name, "host": host, "gpus": gpus, "sums": sums, "ranks": ranks}
 
     def _run(self) -> None:
-        try:
-            self.begin()
-            while not self._is_over.wait(_EVERY_S):
-                self.last = sample = self.sample()
-                ranks = {
-                    rank: {key: of[key] for key in of.keys() - _OF_THE_MOMENT}
-                    for rank, of in sample["ranks"].items()
-                }
-                self._file.append({**sample, "ranks": ranks})
-        except Exception as error:  # a thread's edge: the run goes on without it
-            log_line(f"this node is not sampled any more: {error!r:.200}", "agent")
+        is_begun, has_failed = False, False
+        while not self._is_over.wait(EVERY_S if is_begun else 0.0):
+            try:
+                if is_begun:
+                    self._take()
+                else:
+                    self.begin()
+                has_failed = False
+            except Exception as error:  # a thread's edge: the run goes on, and the next may come
+                if not has_failed:
+                    log_line(f"this node could not be sampled: {error!r:.200}", "agent")
+                has_failed = True
+            is_begun = True
+
+    def _take(self) -> None:
+        self.last = sample = self.sample()
+        ranks = {
+            rank: {key: of[key] for key in of.keys() - _OF_THE_MOMENT}
+            for rank, of in sample["ranks"].items()
+        }
+        self._file.append({**sample, "ranks": ranks})
 
     def _add(self, host: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> None:
         # To the sums, from which readers make means over any time.

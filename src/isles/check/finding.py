@@ -27,7 +27,7 @@ IDS = (
     *("version.driver", "torch.imports"),
     # GPUs
     *("gpu.driver", "gpu.count", "gpu.visible", "gpu.kernel", "gpu.errors", "gpu.throttle"),
-    "gpu.busy",
+    *("gpu.busy", "gpu.links"),
     # The machine
     *("memory.free", "cpu.cores", "shm.size", "limits.nofile", "limits.memlock", "limits.nproc"),
     "clock.skew",

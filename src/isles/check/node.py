@@ -16,10 +16,11 @@ from typing import Any
 
 from isles.check.checks.files import files, hub, probe_read, probe_remove, probe_write
 from isles.check.checks.gpus import gpus
-from isles.check.checks.links import Listener, bandwidth, reach
+from isles.check.checks.links import Listener, bandwidth, keep_pairs, reach
 from isles.check.checks.machine import machine
 from isles.check.checks.network import dial, firewalls, interfaces
 from isles.check.checks.ranks import Ranks, smoke
+from isles.check.checks.topology import topology
 from isles.check.finding import Finding
 from isles.check.plan import NodePlan
 from isles.launch.ssh.channel import serve
@@ -34,6 +35,7 @@ Work = Callable[..., dict[str, Any]]
 CHECKS: dict[str, Check] = {
     "machine": machine,
     "gpus": gpus,
+    "topology": topology,
     "files": files,
     "hub": hub,
     "smoke": smoke,
@@ -60,6 +62,7 @@ def answer(more: Mapping[str, Work], *, idle_s: float = IDLE_S) -> None:
         "unlisten": listener.unlisten,
         "reach": reach,
         "bandwidth": bandwidth,
+        "keep_pairs": keep_pairs,
         "ranks": ranks.start,
         "reduce": ranks.reduce,
         "end_ranks": ranks.end,

@@ -230,6 +230,7 @@ def check_hosts(
         timeout_s=extent.timeout_s,
     )
     gpus = hosts.check("gpus", finding_id="gpu.driver")
+    between = hosts.check("topology", finding_id="gpu.links")
     machines = hosts.check("machine")
     files = hosts.check("files", finding_id="files.output")
     repos = hosts.check("hub", finding_id="hub.access")
@@ -248,6 +249,7 @@ def check_hosts(
     hosts.findings += findings_of(answers)
     found = gpus()
     hosts.findings += found
+    hosts.findings += between()
     imported = {name: answer["versions"] for name, answer in answers.items()}
     drivers = {f.where: f.measured for f in found if f.id == "gpu.driver" and f.level == "ok"}
     hosts.findings += compare_versions(hosts.facts, imported, drivers, __version__)

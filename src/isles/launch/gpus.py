@@ -12,7 +12,7 @@ from isles.run.env import visible_devices
 GPU_QUERY = ("nvidia-smi", "--query-gpu=index,name,uuid,memory.total", "--format=csv,noheader")
 """What `read_gpus` reads the answer of."""
 
-_FREE_QUERY = ("nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits")
+_FREE_QUERY = ("--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +63,29 @@ def find_gpus(environ: Mapping[str, str] = os.environ, timeout_s: float = 20.0) 
 
 def free_bytes() -> dict[str, int]:
     """Free memory of the GPUs of this machine by their uuid; empty where nothing says it."""
-    try:
-        answer = subprocess.run(
-            _FREE_QUERY,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=20.0,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    rows = [line.split(",") for line in answer.stdout.splitlines()]
+    rows = [line.split(",") for line in ask_driver(*_FREE_QUERY).splitlines()]
     return {
         row[0].strip(): int(row[1]) * 2**20
         for row in rows
         if len(row) == 2 and row[1].strip().isdigit()
     }
+
+
+def ask_driver(*words: str, timeout_s: float = 20.0) -> str:
+    """What nvidia-smi prints; empty where it fails, gives no answer or is not there."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "" if done.returncode else done.stdout
 
 
 def read_gpus(code: int, stdout: str, stderr: str, wanted: list[str] | None) -> GpuFinding:

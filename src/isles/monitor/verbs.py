@@ -133,13 +133,29 @@ def _follow(
     return follower.follow(signals)
 
 
-def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir = RUNS) -> int:
+def status(
+    run: str | None = None,
+    /,
+    *,
+    check: bool = False,
+    wait: Annotated[tuple[str, ...] | None, Parameter(consume_multiple=True)] = None,
+    json: bool = False,
+    output_dir: RunsDir = RUNS,
+) -> int:
     """Show the status of runs: all of them, or one in full, wherever they run.
 
     Args:
-        run: Name or directory of a run, or NAME@HOST; left out: all of them.
+        run: Name or directory of a run, or NAME@HOST; left out: all of them, and with --check the
+            one that was started last.
+        check: Whether it is well: a process on every GPU, memory in use, loss falling, ranks in
+            step, records arriving. Exit code 0, or 2.
+        wait: With --check: until all five are so, or for so long (5m), or until the run ends.
         json: Print JSON.
     """
+    if check or wait is not None:
+        from isles.monitor.live.well import check_run
+
+        return check_run(run, output_dir, wait=wait, json=json, print_line=print_line, note=note)
     from json import dumps
 
     from isles.monitor.clusters import group_by_run, multi_cluster_lines, multi_cluster_report

@@ -20,6 +20,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -50,6 +51,7 @@ from isles.plan.machines import (
     rate_text,
 )
 from isles.run.env import inherited
+from isles.run.links import measured_links
 
 _NAMED_RATES = {"ethernet": 125e6, "wifi": 12.5e6, "ndr": 50e9, "hdr": 25e9, "edr": 12.5e9}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(gbe|gbit/?s?|mbit/?s?|g|m)", re.I)
@@ -173,7 +175,11 @@ def find_machines(loaded: Loaded, gpus: str, nodes: int | None, link: str) -> li
             fix = "for example --gpus 8xh100 --nodes 2"
             raise UserError("--nodes says how many, and not of what", where="--nodes", fix=fix)
         environs = local_environs(loaded)
-        found = [_known(cluster, environs.get(cluster.name, {})) for cluster in clusters]
+        output_dir = Path(loaded.config.output_dir).expanduser()
+        found = [
+            _measured(_known(cluster, environs.get(cluster.name, {})), cluster, output_dir)
+            for cluster in clusters
+        ]
     else:
         named = parse_gpus(gpus, nodes=nodes)
         if len(named) not in (1, len(clusters)):
@@ -199,6 +205,18 @@ def _network(hosts: Sequence[Host]) -> Link:
         d.gpu is not None and d.gpu.nvlink_bytes_per_s for h in hosts for d in h.devices
     )
     return GUESSED_FABRIC if is_centre else GUESSED_NETWORK
+
+
+def _measured(found: Machines, cluster: ClusterConfig, output_dir: Path) -> Machines:
+    # The network as `isles check` has measured it between the hosts of a run file.
+    hosts = [host.ssh for host in cluster.hosts] or [host.name for host in found.hosts]
+    links = measured_links(output_dir, hosts) if len(hosts) > 1 else None
+    if links is None:
+        return found
+    network = Link(links.bytes_per_s, links.rtt_s / 2, "measured", rate_text(links.bytes_per_s))
+    day = datetime.fromtimestamp(links.at).astimezone().strftime("%Y-%m-%d")
+    note = f"its slowest link as `isles check` measured on {day}"
+    return replace(found, network=network, notes=(*found.notes, note))
 
 
 def _known(cluster: ClusterConfig, environ: Mapping[str, str]) -> Machines:

@@ -80,6 +80,12 @@ def is_sampled(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get(TELEMETRY) != "off"
 
 
+def forget_window_size() -> None:
+    """Take out COLUMNS and LINES, which programs take for the size of a window that may change."""
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
+
+
 def num_restarts(environ: Mapping[str, str] = os.environ) -> int:
     """How often the ranks of this start were started again before, by our agents or torchrun."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

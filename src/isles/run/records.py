@@ -72,7 +72,9 @@ def read_record(path: Path) -> dict[str, Any] | None:
     for _ in range(_TRIES):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError, ValueError):
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (ValueError, RecursionError):  # it is no record of ours
             return None
         except OSError as error:
             if error.errno != errno.ESTALE:
@@ -100,7 +102,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def clear_errors(path: Path) -> Iterator[None]:
+def clear_errors(path: Path, instead: str = "set another output_dir") -> Iterator[None]:
     """Raise a UserError that says what to do in place of an OSError of a write below `path`."""
     try:
         yield
@@ -110,7 +112,7 @@ def clear_errors(path: Path) -> Iterator[None]:
         folder = Path(where).absolute()
         while folder != folder.parent and not os.path.lexists(folder):
             folder = folder.parent
-        fix = f"{how_to_write(what, str(folder))}set another output_dir"
+        fix = f"{how_to_write(what, str(folder))}{instead}"
         if what not in (NOT_A_FOLDER, NO_SPACE):
             what = f"cannot be written: {what}"
         raise UserError(what, where=where, fix=fix, id="files.output") from error

@@ -67,10 +67,15 @@ class AttemptState:
 NEVER_STARTED = AttemptState("new", False, None, None, None)
 
 
+_LARGEST = 1e300
+
+
 def number_of(record: dict[str, Any] | None, key: str) -> float | None:
     value = (record or {}).get(key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    # Neither NaN nor infinity, which json reads, nor what is too large for arithmetic.
+    return value if -_LARGEST < value < _LARGEST else None
 
 
 def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> AttemptState:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from isles.check.finding import Finding, Level
 from isles.check.plan import NodePlan
 from isles.facts.units import format_bytes
-from isles.launch.gpus import find_gpus
+from isles.launch.gpus import ask_driver, find_gpus
 
 _GIB = 1 << 30
 _ANSWER_S = 8
@@ -49,7 +48,7 @@ def gpus(plan: NodePlan) -> Iterator[Finding]:
     if not found.gpus:
         return
     count, fields = len(found.gpus), _by_uuid()
-    users = _query("compute-apps", _USERS)
+    users = query("compute-apps", _USERS)
     driver = fields.get(found.gpus[0].uuid, {}).get("driver_version", "")
     text = f"{count} x {', '.join(dict.fromkeys(gpu.name for gpu in found.gpus))}"
     yield Finding("gpu.driver", "ok", name, text, driver)
@@ -121,9 +120,9 @@ def _busy(name: str, cards: list[_Gpu]) -> Iterator[Finding]:
 def _by_uuid() -> dict[str, dict[str, str]]:
     # Fields that the driver does not know are absent.
     tables = [
-        _query("gpu", _FIELDS),
-        _query("gpu", ("uuid", _ERRORS, _THROTTLE)),
-        _query("remapped-rows", _ROWS),
+        query("gpu", _FIELDS),
+        query("gpu", ("uuid", _ERRORS, _THROTTLE)),
+        query("remapped-rows", _ROWS),
     ]
     found: dict[str, dict[str, str]] = {}
     for table in tables:
@@ -133,25 +132,12 @@ def _by_uuid() -> dict[str, dict[str, str]]:
     return found
 
 
-def _query(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
-    # A table of nvidia-smi; empty where this driver does not know it.
-    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_ANSWER_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    if done.returncode:
-        return []
+def query(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
+    """A table of nvidia-smi; empty where this driver does not know it."""
+    words = (f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
+    answer = ask_driver(*words, timeout_s=_ANSWER_S)
     table = []
-    for line in done.stdout.splitlines():
+    for line in answer.splitlines():
         # The last field, a process' name, may hold commas.
         parts = [part.strip() for part in line.split(",", len(fields) - 1)]
         if len(parts) == len(fields):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from isles.check.checks.network import connect
@@ -19,6 +20,7 @@ from isles.check.plan import Answers, Hosts
 from isles.errors import UserError
 from isles.facts.units import format_bytes, format_duration
 from isles.launch.ssh.hosts import Reach
+from isles.run.links import keep_links
 
 _CONNECT_S, _STREAM_S, _BLOCKED_S, _POLL_S = 3.0, 0.5, 6.0, 0.05
 _PING = 64
@@ -253,6 +255,38 @@ def try_links(hosts: Hosts) -> None:
     gradients = hosts.run.gradient_bytes()
     hosts.findings += bandwidth_findings(rates, gradients, len(hosts.names))
     hosts.ask("unlisten", finding_id="net.connect")()
+    _keep(hosts, reached, rates)
+
+
+def _keep(hosts: Hosts, reached: Links, rates: Mapping[tuple[str, str], float]) -> None:
+    # Here, for a plan; and beside the run directories of the first host, for who watches a run.
+    if hosts.run.loaded is None:
+        return
+    names = {name: str(facts["host"]) for name, facts in hosts.facts.items()}
+    if len(set(names.values())) < len(names):
+        names = {name: name for name in names}
+    pairs: dict[str, dict[str, Any]] = {}
+    for name, others in reached.items():
+        for other, link in others.items():
+            if link.is_open:
+                own = {"bytes_per_s": rates.get((name, other)), "rtt_s": link.rtt_s}
+                pairs.setdefault(names[name], {})[names[other]] = own
+    kept: dict[str, Any] = {
+        "output_dir": hosts.run.output_dir,
+        "pairs": pairs,
+        "names": names,
+        "at": time.time(),
+    }
+    keep_pairs(**kept)
+    hosts.ask("keep_pairs", kept, only=hosts.names[:1], finding_id="net.bandwidth")()
+
+
+def keep_pairs(
+    output_dir: str, pairs: dict[str, Any], names: dict[str, str], at: float
+) -> dict[str, Any]:
+    """Keep what was measured in the output folder of this machine; see `isles.run.links`."""
+    keep_links(Path(output_dir).expanduser(), pairs, names, at)
+    return {}
 
 
 def _rates(hosts: Hosts, ports: Answers, reached: Links) -> dict[tuple[str, str], float]:

@@ -222,7 +222,11 @@ def try_reduce(hosts: Hosts) -> None:
         timeout_s=timeout_s,
         finding_id="reduce.works",
     )()
-    hosts.findings += reduce_findings(answers, commands, hosts.run.cluster.network)
+    own_id = "net.bandwidth" if len(names) > 1 else "gpu.links"
+    least = [f for f in hosts.findings if f.id == own_id and f.level == "ok"]
+    expected = (least[0].measured if len(names) > 1 else least[0].limit) if least else ""
+    network = hosts.run.cluster.network
+    hosts.findings += reduce_findings(answers, commands, network, expected=expected)
 
 
 def _commands(hosts: Hosts, port: int) -> dict[str, list[dict[str, Any]]]:
@@ -252,12 +256,17 @@ def _commands(hosts: Hosts, port: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def reduce_findings(
-    answers: Answers, commands: Mapping[str, list[dict[str, Any]]], network: NetworkConfig
+    answers: Answers,
+    commands: Mapping[str, list[dict[str, Any]]],
+    network: NetworkConfig,
+    *,
+    expected: str = "",
 ) -> Iterator[Finding]:
     """Findings on the all-reduce: its speed, or which ranks failed and where.
 
     Args:
         answers: of `Ranks.reduce`, for `commands` of the ranks of each host.
+        expected: rate of the slowest link between ranks, in words; empty: not known.
     """
     owner = {command["rank"]: name for name, own in commands.items() for command in own}
     backend = str(commands[next(iter(commands))][0]["backend"])
@@ -295,7 +304,9 @@ def reduce_findings(
         best = max(rows, key=lambda row: row["bytes"])
         bus = bit_rate(best["bus"])
         text = f"bus bandwidth {bus}, algorithm bandwidth {bit_rate(best['algorithm'])}"
-        yield Finding("reduce.speed", "ok", "all hosts", text, bus)
+        if expected:
+            text += f"; its slowest link gives {expected} at most in each direction"
+        yield Finding("reduce.speed", "ok", "all hosts", text, bus, expected)
 
 
 _RUN_FILE = """\

@@ -37,12 +37,19 @@ class History:
         self._clear()
 
     def _clear(self) -> None:
-        self._offset, self._rest, self._lines = 0, b"", 0
+        self._offset, self._rest, self._lines, self._skipped = 0, b"", 0, b""
         self._train, self._eval = _Thinned(POINTS - _EVALS), _Thinned(_EVALS)
         self.newest: dict[str, Any] = {}
         """The newest row of a step; empty: there is none."""
         self.step_s = 0.0
         """Seconds that all steps have taken which are in the model."""
+
+    def age_s(self, now_s: float) -> float | None:
+        """Seconds since the newest row was written; None: there is none."""
+        try:
+            return max(0.0, now_s - self._path.stat().st_mtime) if self.newest else None
+        except OSError:
+            return None
 
     def read(self) -> None:
         """Take in what is new."""
@@ -61,6 +68,8 @@ class History:
                 *lines, self._rest = (self._rest + block).split(b"\n")
                 for line in lines:
                     self._take(line, every)
+            if self._skipped:  # the newest row counts, whichever it is
+                self._take(self._skipped, 1)
 
     def _take(self, line: bytes, every: int) -> None:
         is_eval = _EVAL in line[:40]
@@ -69,18 +78,23 @@ class History:
                 return
             self._lines += 1
             if self._lines % every:
+                self._skipped = line
                 return
+        self._skipped = b""
         try:
             row = json.loads(line)
-            step = int(row["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError):
             return  # torn by a full disk or a kill
+        given = number_of(row, "step") if isinstance(row, dict) else None
+        if given is None:
+            return
+        step = int(given)
         if is_eval:
             self._eval.add(Point(step=step, loss=None, eval_loss=number_of(row, "loss")))
             return
         took_s, before = number_of(row, "step_time_s"), self.newest.get("step", 0)
         self.step_s += (took_s or 0.0) * max(0, step - before)
-        self.newest = row
+        self.newest = {**row, "step": step}
         self._train.add(
             Point(
                 step=step,

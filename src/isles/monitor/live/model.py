@@ -34,6 +34,8 @@ class Head(Live, frozen=True):
     goodput: float | None = None
     """Share of the time since the start that went into steps that are in the model."""
     begun_at: float | None = None
+    recorded_age_s: float | None = None
+    """Since the newest record of a step."""
     saved_step: int | None = None
     saved_age_s: float | None = None
     restarts: int = 0

@@ -19,8 +19,11 @@ NODE_SILENT_S = 4.0
 """A node sends a message every second."""
 
 _STARTS_S = 30.0
-RANK_SILENT_S = 6.0
-"""A rank tells its agent where it is every second or two."""
+RANK_SILENT_S = 8.0
+"""A rank tells its agent where it is every second, and a sample may be three seconds old."""
+
+SAMPLE_OLD_S = 15.0
+"""An agent samples its node every two seconds, unless a driver or a disk does not answer."""
 
 _POWER_LIMIT = "its power limit"
 _SLOW_CLOCK = 0.85
@@ -71,7 +74,14 @@ class Records:
     def nodes(self) -> dict[int, dict[str, Any]]:
         found = self.live.get("nodes")
         nodes = found.items() if isinstance(found, dict) else ()
-        return {int(n): node for n, node in nodes if n.isdigit() and isinstance(node, dict)}
+        return {int(n): node for n, node in nodes if n.isdecimal() and isinstance(node, dict)}
+
+    def sample_age_s(self, node: dict[str, Any]) -> float:
+        """Seconds from a node's sample to the writing of live.json, which may hold an old one."""
+        written_at, sampled_at = number_of(self.live, "at"), number_of(node, "at")
+        if written_at is None or sampled_at is None or not self.is_on:
+            return 0.0
+        return max(0.0, written_at - sampled_at + (number_of(node, "skew_s") or 0.0))
 
     def quiet_s(self, node: dict[str, Any]) -> float | None:
         """Seconds for which the coordinator had not heard of a node when it wrote live.json."""
@@ -88,10 +98,10 @@ def host_rows(records: Records) -> list[HostRow]:
         return _reported_hosts(records)
     rows = []
     for number, node in sorted(nodes.items()):
-        host, state = _part(node, "host"), _text(node, "state")
+        host, state = part_of(node, "host"), _text(node, "state")
         quiet_s, name = records.quiet_s(node), _text(node, "name")
         heard_s = None if quiet_s is None else quiet_s + (records.age_s or 0.0)
-        first, count = _whole(node, "first_rank"), min(_whole(node, "num_ranks") or 0, _MOST)
+        first, count = whole_of(node, "first_rank"), min(whole_of(node, "num_ranks") or 0, _MOST)
         note = ""
         if records.is_on and state == "lost":
             note = f"{name} is lost: {_text(node, 'why') or 'nothing has come from it'}"
@@ -102,6 +112,9 @@ def host_rows(records: Records) -> list[HostRow]:
         elif quiet_s is not None and quiet_s > NODE_SILENT_S and state == "there":
             heard = format_duration(heard_s or quiet_s)
             note = f"{name} has not been heard of for {heard}: its machine or its link is down"
+        elif state == "there" and records.sample_age_s(node) > SAMPLE_OLD_S:
+            old = format_duration(records.sample_age_s(node))
+            note = f"{name} has not been sampled for {old}: what is shown of it is as old"
         rows.append(
             HostRow(
                 cluster=records.cluster,
@@ -111,9 +124,9 @@ def host_rows(records: Records) -> list[HostRow]:
                 ranks=(first, first + count - 1) if first is not None and count > 0 else None,
                 state=_STATES.get(state, state),
                 cpu=number_of(host, "cpu"),
-                memory_bytes=_whole(host, "memory_bytes"),
-                memory_total_bytes=_whole(host, "memory_total_bytes"),
-                disk_free_bytes=_whole(host, "disk_free_bytes"),
+                memory_bytes=whole_of(host, "memory_bytes"),
+                memory_total_bytes=whole_of(host, "memory_total_bytes"),
+                disk_free_bytes=whole_of(host, "disk_free_bytes"),
                 net_in=number_of(host, "net_in"),
                 net_out=number_of(host, "net_out"),
                 skew_s=number_of(node, "skew_s"),
@@ -164,14 +177,14 @@ def rank_rows(records: Records, hosts: Sequence[HostRow], waits: Waits) -> list[
 
 def _ranks_of(records: Records, host: HostRow) -> list[RankRow]:
     node = records.nodes.get(host.node, {})
-    ranks, listed = _part(node, "ranks"), node.get("gpus")
+    ranks, listed = part_of(node, "ranks"), node.get("gpus")
     gpus = [gpu for gpu in listed if isinstance(gpu, dict)] if isinstance(listed, list) else []
     if host.ranks is None:
         return []
     first, last = host.ranks
     rows = []
     for rank in range(first, last + 1):
-        own = _part(ranks, str(rank))
+        own = part_of(ranks, str(rank))
         index = own.get("gpu")
         if index is None and len(gpus) == last - first + 1:
             index = gpus[rank - first].get("index")
@@ -179,7 +192,8 @@ def _ranks_of(records: Records, host: HostRow) -> list[RankRow]:
         sampled_at, said_at = number_of(node, "at"), number_of(own, "at")
         quiet_s = None
         if sampled_at is not None and said_at is not None and host.heard_s is not None:
-            quiet_s = max(0.0, sampled_at - said_at) + host.heard_s
+            age_s = records.sample_age_s(node) + (records.age_s or 0.0)
+            quiet_s = max(0.0, sampled_at - said_at) + max(host.heard_s, age_s)
         stage_s = number_of(own, "stage_s")
         if stage_s is not None and quiet_s is not None:
             stage_s += quiet_s
@@ -191,32 +205,32 @@ def _ranks_of(records: Records, host: HostRow) -> list[RankRow]:
                 host=host.host,
                 device=_text(own, "device")
                 or _text(gpu, "name")
-                or _text(_part(node, "host"), "cpu_name"),
-                rows=_whole(own, "rows"),
-                micro_batch=_whole(own, "micro_batch"),
-                step=_whole(own, "step"),
+                or _text(part_of(node, "host"), "cpu_name"),
+                rows=whole_of(own, "rows"),
+                micro_batch=whole_of(own, "micro_batch"),
+                step=whole_of(own, "step"),
                 stage=_text(own, "stage") or _text(own, "phase"),
                 stage_s=stage_s,
                 use=number_of(gpu or own, "use" if gpu else "cpu"),
                 memory_bytes=_first(own, "memory_bytes", gpu)
                 if gpu
-                else _first(own, "memory_bytes") or _whole(own, "resident_bytes"),
-                peak_bytes=_whole(own, "peak_bytes"),
-                limit_bytes=_whole(own, "limit_bytes") or _whole(gpu, "memory_total_bytes"),
+                else _first(own, "memory_bytes") or whole_of(own, "resident_bytes"),
+                peak_bytes=whole_of(own, "peak_bytes"),
+                limit_bytes=whole_of(own, "limit_bytes") or whole_of(gpu, "memory_total_bytes"),
                 temperature_c=number_of(gpu, "temperature_c"),
                 power_w=number_of(gpu, "power_w"),
                 clock_mhz=number_of(gpu, "clock_mhz"),
                 throttle=_text(gpu, "throttle"),
                 parts=_parts(own),
                 heard_s=quiet_s if quiet_s is not None else host.heard_s,
-                pid=_whole(own, "pid"),
+                pid=whole_of(own, "pid"),
             )
         )
     return rows
 
 
 def _parts(own: dict[str, Any]) -> Parts | None:
-    parts = _part(own, "parts")
+    parts = part_of(own, "parts")
     if not parts:
         return None
     compute = (number_of(parts, "forward_backward"), number_of(parts, "optimizer"))
@@ -237,12 +251,12 @@ def _step_s(own: dict[str, Any], row: RankRow) -> float:
 def _held_up(records: Records, rows: list[RankRow], waits: Waits) -> dict[int, str]:
     # Which ranks hold up the others, in words; and what each waits goes into its row's parts.
     own = {
-        row.rank: _part(_part(records.nodes.get(row.node, {}), "ranks"), str(row.rank))
+        row.rank: part_of(part_of(records.nodes.get(row.node, {}), "ranks"), str(row.rank))
         for row in rows
     }
     timed: dict[int, Step] = {}
     for row in rows:
-        seconds = number_of(_part(own[row.rank], "parts"), "communication")
+        seconds = number_of(part_of(own[row.rank], "parts"), "communication")
         if seconds is not None:
             timed[row.rank] = Step(seconds, _step_s(own[row.rank], row))
     least_s = min((step.communication_s for step in timed.values()), default=0.0)
@@ -301,9 +315,11 @@ def _lost_in_restart(records: Records) -> dict[int, str]:
     if not isinstance(rank, int):
         return {}
     for node in records.nodes.values():
-        own = _part(_part(node, "ranks"), str(rank))
+        own = part_of(part_of(node, "ranks"), str(rank))
         is_old = records.at - last.at > _STARTS_S  # one of a user's own script says nothing
-        begun = _whole(own, "restart") or (_whole(records.live, "restart") if is_old else None) or 0
+        begun = (
+            whole_of(own, "restart") or (whole_of(records.live, "restart") if is_old else None) or 0
+        )
         if own.get("alive") and begun >= last.number:
             return {}
     return {rank: str(cause.get("what") or last.why)}
@@ -317,7 +333,7 @@ def _marked(
     slow: Mapping[int, str],
     lost: Mapping[int, str],
 ) -> RankRow:
-    own = _part(_part(records.nodes.get(row.node, {}), "ranks"), str(row.rank))
+    own = part_of(part_of(records.nodes.get(row.node, {}), "ranks"), str(row.rank))
     error, mark, notes = records.report.error or {}, "", list[str]()
     exit_code, is_over = own.get("exit"), not records.is_on
     if own.get("alive") is False and (not is_over or exit_code not in (None, *_WELL)):
@@ -385,7 +401,7 @@ def link_rows(records: Records, hosts: Sequence[HostRow]) -> list[LinkRow]:
         )
     seen = {row.source for row in rows}
     for host in hosts:
-        node = _part(records.nodes.get(host.node, {}), "host")
+        node = part_of(records.nodes.get(host.node, {}), "host")
         if host.host in seen or host.net_out is None:
             continue
         rate, interface = number_of(node, "interface_rate"), _text(node, "interface")
@@ -412,7 +428,7 @@ def _link_state(ends: Sequence[HostRow]) -> str:
     return f"cut: {silent[0].host} has not been heard of{since}"
 
 
-def _part(record: Mapping[str, Any], key: str) -> dict[str, Any]:
+def part_of(record: Mapping[str, Any], key: str) -> dict[str, Any]:
     found = record.get(key)
     return found if isinstance(found, dict) else {}
 
@@ -423,13 +439,13 @@ def _text(record: Mapping[str, Any], key: str) -> str:
     return printable(found, longest=_LONGEST) if isinstance(found, str) else ""
 
 
-def _whole(record: dict[str, Any], key: str) -> int | None:
+def whole_of(record: dict[str, Any], key: str) -> int | None:
     found = number_of(record, key)
     return int(found) if found is not None and abs(found) < 2**62 else None
 
 
 def _first(record: dict[str, Any], key: str, *others: dict[str, Any]) -> int | None:
-    return next((v for r in (record, *others) if (v := _whole(r, key)) is not None), None)
+    return next((v for r in (record, *others) if (v := whole_of(r, key)) is not None), None)
 
 
 def _seconds(seconds: float) -> str:

@@ -130,9 +130,12 @@ class SeveralView:
         hosts = [row for part in known.values() for row in part.hosts]
         ranks = [row for part in known.values() for row in part.ranks]
         marked = {row.name: row for row in rows if row.mark == "silent"}
+        cut = {name: row.note for name, row in marked.items()}
+        if hub is not None and hub.error:
+            cut = {row.name: "the hub does not answer" for row in rows if row.state == "running"}
         links = [
-            link.model_copy(update={"state": f"cut: {marked[link.cluster].note}"})
-            if link.cluster in marked and "hub" in (link.source, link.target)
+            link.model_copy(update={"state": f"cut: {cut[link.cluster]}"})
+            if link.cluster in cut and "hub" in (link.source, link.target)
             else link
             for part in known.values()
             for link in part.links
@@ -225,6 +228,7 @@ class SeveralView:
         used = [head.mfu for head in running if head.mfu is not None]
         tokens = [head.tokens for head in heads if head.tokens is not None]
         begun = [head.begun_at for head in heads if head.begun_at is not None]
+        ages = [head.recorded_age_s for head in running if head.recorded_age_s is not None]
         restarts = [f"{head.name}: {head.last_restart}" for head in heads if head.last_restart]
         return Head(
             name=self.name,
@@ -240,6 +244,7 @@ class SeveralView:
             mfu=sum(used) / len(used) if used else None,
             goodput=sum(shares) / len(shares) if shares else None,
             begun_at=self._begun_at or min(begun, default=None),
+            recorded_age_s=max(ages, default=None),
             saved_step=newest.saved_step,
             saved_age_s=newest.saved_age_s,
             restarts=sum(head.restarts for head in heads),

@@ -23,16 +23,14 @@ from isles.monitor.live.model import (
     RankRow,
     Snapshot,
 )
-from isles.monitor.live.rows import Records, host_rows, link_rows, rank_rows
+from isles.monitor.live.rows import Records, host_rows, link_rows, part_of, rank_rows, whole_of
 from isles.monitor.live.waits import Waits
 from isles.monitor.status import RunReport, collect
+from isles.run.links import read_links
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 from isles.run.restarts import list_restarts
-from isles.run.state import FRESH_S, number_of
-
-LINKS = ".links.json"
-"""In the output folder: what `isles check` has measured between hosts."""
+from isles.run.state import FRESH_S, QUEUES, number_of
 
 _SILENT_S = 6.0
 """A coordinator writes live.json every two seconds."""
@@ -54,8 +52,10 @@ class RunReader:
 
     def __init__(self, run_dir: RunDir, clock: Callable[[], float] = time.time) -> None:
         self.run_dir, self._clock = run_dir, clock
+        self.cluster = _cluster_name(run_dir)
+        """Name of its cluster; that of the run where it is not known."""
         self._history = History(run_dir.metrics)
-        self._view = ClusterView(cluster_name(run_dir))
+        self._view = ClusterView(self.cluster)
 
     def look(self) -> Snapshot:
         run_dir, now = self.run_dir, self._clock()
@@ -69,10 +69,11 @@ class RunReader:
             now,
             live=(read_record(attempt.live) if attempt else None) or {},
             restarts=list_restarts(attempt) if attempt else (),
-            pairs=(read_record(run_dir.path.parent / LINKS) or {}).get("pairs") or {},
+            pairs=read_links(run_dir.path.parent),
             row=self._history.newest,
             curve=self._history.curve(),
             goodput=share,
+            recorded_age_s=self._history.age_s(now),
         )
 
 
@@ -101,6 +102,7 @@ class ClusterView:
         curve: tuple[Point, ...] = (),
         goodput: float | None = None,
         age_s: float | None = None,
+        recorded_age_s: float | None = None,
     ) -> Snapshot:
         """A snapshot of the run as it is now.
 
@@ -110,8 +112,10 @@ class ClusterView:
             live: attempts/N/live.json; may be empty.
             row: the newest row of metrics.jsonl.
             age_s: of live.json, where it does not follow from this machine's clock.
+            recorded_age_s: of the newest row.
         """
-        is_far = report.host not in (None, socket.gethostname())
+        # A network file system may show a record half a minute late.
+        is_far = report.launcher in QUEUES or report.host not in (None, socket.gethostname())
         records = Records(
             cluster=self.name if report.outer is not None else "",
             report=report,
@@ -132,7 +136,9 @@ class ClusterView:
         return Snapshot(
             version=__version__,
             at=at,
-            run=_head(report, records, row or {}, goodput),
+            run=_head(report, records, row or {}, goodput).model_copy(
+                update={"recorded_age_s": recorded_age_s}
+            ),
             curve=curve,
             clusters=clusters,
             hosts=tuple(hosts),
@@ -156,8 +162,7 @@ class ClusterView:
         return age_s if before is None else min(age_s, unchanged_s + _SILENT_S / 2)
 
 
-def cluster_name(run_dir: RunDir) -> str:
-    """Name of the cluster of a run; that of the run where it is not known."""
+def _cluster_name(run_dir: RunDir) -> str:
     try:
         config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
     except (OSError, UserError, ValueError):
@@ -196,11 +201,12 @@ def _head(
 
 def _cluster_row(name: str, report: RunReport) -> ClusterRow:
     outer = report.outer or {}
-    last = outer.get("last_outer_step") or {}
-    weights = last.get("weights") or {}
+    last = part_of(outer, "last_outer_step")
+    given = part_of(last, "weights")
+    weights = {key: found for key in given if (found := number_of(given, key)) is not None}
     whole = sum(weights.values()) or 1
-    sync_s = (outer.get("exposed_s") or 0.0) + (outer.get("hidden_s") or 0.0)
-    version, since = outer.get("outer_step"), last.get("step")
+    sync_s = (number_of(outer, "exposed_s") or 0.0) + (number_of(outer, "hidden_s") or 0.0)
+    version, since = whole_of(outer, "outer_step"), whole_of(last, "step")
     mark: Mark = ""
     note = ""
     if report.state == "running" and not outer.get("is_connected", True):
@@ -218,10 +224,10 @@ def _cluster_row(name: str, report: RunReport) -> ClusterRow:
         outer_step=version,
         inner_steps=None if report.step is None or since is None else max(0, report.step - since),
         weight=weights[name] / whole if name in weights else None,
-        up_bytes=outer.get("sent_bytes"),
-        down_bytes=outer.get("received_bytes"),
+        up_bytes=whole_of(outer, "sent_bytes"),
+        down_bytes=whole_of(outer, "received_bytes"),
         sync_s=sync_s or None,
-        hidden_share=outer.get("hidden_share"),
+        hidden_share=number_of(outer, "hidden_share"),
         mark=mark,
         note=note,
     )
@@ -236,13 +242,13 @@ class Rates:
     def links(self, cluster: str, report: RunReport, at: float) -> list[LinkRow]:
         """The two ways between a cluster and its hub."""
         outer = report.outer or {}
-        up, down = self._used(outer.get("sent_bytes"), outer.get("received_bytes"), at)
+        up, down = self._used(whole_of(outer, "sent_bytes"), whole_of(outer, "received_bytes"), at)
         state = "ok"
         if report.state != "running":
             state = report.state
         elif not outer.get("is_connected", True):
             state = f"cut: {cluster} does not reach the hub"
-        rate = outer.get("bytes_per_s") or None
+        rate = number_of(outer, "bytes_per_s") or None
         by = "averages" if rate else ""
         ends = ((cluster, "hub", up), ("hub", cluster, down))
         return [

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import tempfile
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
-
-from pydantic import ValidationError
+from typing import Any
 
 from isles.errors import PreflightError, UserError, cut_more
-from isles.facts.units import format_duration, parse_duration_s, printable
-from isles.launch.hub import hub_process, local_line
-from isles.launch.remote.login import ask_isles, remote_isles
-from isles.launch.ssh.shell import SSH_FAILED, Shell, python_failure
-from isles.monitor.clusters import hub_line, stop_clusters
+from isles.facts.units import parse_duration_s, printable
+from isles.launch.remote.login import ask_isles
+from isles.monitor.clusters import stop_clusters
 from isles.monitor.hub import stop_hub
 from isles.monitor.live.model import RankRow, Snapshot
-from isles.monitor.live.several import HubAnswer, SeveralView, ask
-from isles.monitor.live.snapshot import RunReader
+from isles.monitor.live.readers import Found, reader_of
 from isles.monitor.logs import LogChoice
 from isles.monitor.stop import stop_run
 from isles.monitor.stream import shown_lines
@@ -31,16 +23,9 @@ from isles.run.live import ask_for_stacks
 from isles.run.paths import RunDir
 from isles.run.records import clear_errors, read_record
 from isles.run.remote import MultiClusterRun, RemoteRun, read_multi_cluster
-from isles.run.state import number_of
+from isles.run.state import number_of, script_of
 
 log = logging.getLogger(__name__)
-
-Found = RunDir | RemoteRun | MultiClusterRun | Path
-"""A path: the state directory of a hub (`isles hub`)."""
-
-_RETRY_S = 2.0
-_LATE_S = 8.0
-"""Another machine that has said nothing for so much longer than it should is silent."""
 
 _FIRST_S = 20.0
 """Longest wait for the first snapshot of a run on another machine."""
@@ -49,244 +34,16 @@ _STACK_S, _LOOK_S = 20.0, 0.1
 _STOP_TIMEOUT = "10m"
 
 
-class Reader(Protocol):
-    """Looks at one run; `error`: why what it gives is old, or nothing, since when."""
-
-    @property
-    def error(self) -> str: ...
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether all machines have answered, or are known not to."""
-        ...
-
-    def look(self) -> Snapshot | None:
-        """The run as it is now; None: nothing has come yet."""
-        ...
-
-    def close(self) -> None:
-        """End what runs for it."""
-        ...
-
-
-class Here:
-    """A run directory of this machine."""
-
-    error, is_ready = "", True
-
-    def __init__(self, run_dir: RunDir) -> None:
-        self._reader = RunReader(run_dir)
-
-    def look(self) -> Snapshot | None:
-        """See `Reader.look`."""
-        return self._reader.look()
-
-    def close(self) -> None:
-        """See `Reader.close`."""
-
-
-class There:
-    """A run on another machine: isles there looks, and writes a line each time.
-
-    One ssh process lasts as long as this does; where it is cut it is opened again. isles there ends
-    when its standard input is closed.
-    """
-
-    def __init__(self, run: RemoteRun, every_s: float) -> None:
-        self._run, self._every_s = run, every_s
-        self._latest: Snapshot | None = None
-        self._heard_at = time.monotonic()
-        self._why = ""
-        self._is_closed = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._starting = threading.Lock()
-        self._thread = threading.Thread(target=self._read, name="top-there", daemon=True)
-        self._thread.start()
-
-    @property
-    def error(self) -> str:
-        """See `Reader`."""
-        silent_s = time.monotonic() - self._heard_at
-        if self._why:
-            since = f", for {format_duration(silent_s)}" if self._latest is not None else ""
-            return f"{self._run.host} cannot be asked{since}: {self._why}"
-        if silent_s > self._every_s + _LATE_S and self._latest is not None:
-            return f"{self._run.host} has said nothing for {format_duration(silent_s)}"
-        return ""
-
-    @property
-    def is_ready(self) -> bool:
-        """See `Reader.is_ready`."""
-        return self._latest is not None or bool(self._why)
-
-    def look(self) -> Snapshot | None:
-        """See `Reader.look`."""
-        return self._latest
-
-    def close(self) -> None:
-        """See `Reader.close`."""
-        with self._starting:
-            self._is_closed.set()
-            process = self._process
-        if process is not None:
-            with suppress(OSError):
-                assert process.stdin is not None
-                process.stdin.close()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=2)
-            if process.poll() is None:
-                process.kill()
-        self._thread.join()
-
-    def _read(self) -> None:
-        words = ["top", self._run.path, "--json", "--every", f"{self._every_s:g}", "--stdin"]
-        argv = remote_isles(self._run, words, connect_timeout_s=5.0)
-        while not self._is_closed.is_set():
-            with tempfile.TemporaryFile() as errors:
-                with self._starting:
-                    if self._is_closed.is_set():
-                        return
-                    process = self._process = subprocess.Popen(
-                        argv,
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=errors,
-                        start_new_session=True,
-                    )
-                assert process.stdout is not None
-                for raw in process.stdout:
-                    self._take(raw)
-                code = process.wait()
-                errors.seek(0)
-                self._why = self._failure(code, errors)
-            self._is_closed.wait(_RETRY_S)
-
-    def _take(self, raw: bytes) -> None:
-        if not raw.startswith(b"{"):
-            return  # what a login prints
-        with suppress(ValidationError):
-            found = Snapshot.model_validate_json(raw)
-            place = f"{self._run.ssh}:{self._run.path}"
-            run = found.run.model_copy(update={"path": place})
-            self._latest = found.model_copy(update={"run": run})
-            self._heard_at, self._why = time.monotonic(), ""
-
-    def _failure(self, code: int, errors: IO[bytes]) -> str:
-        text = errors.read().decode(errors="replace")
-        if code == SSH_FAILED:
-            return Shell(self._run.ssh).failure(text).what
-        if (found := python_failure(self._run.host, self._run.python, code, text)) is not None:
-            return found.what
-        lines = cut_more(text)[0].strip().splitlines()
-        return lines[0].removeprefix("error: ") if lines else f"exit status {code}"
-
-
-class Several:
-    """A run on several clusters, from the machine that has started it."""
-
-    error = ""
-
-    def __init__(self, run: MultiClusterRun, every_s: float) -> None:
-        self._run, self._every_s = run, every_s
-        self._readers: dict[tuple[str, str, str], Reader] = {}
-        launchers = {cluster.name: cluster.launcher for cluster in run.clusters}
-        self._view = SeveralView(run.name, str(run.path), launchers, begun_at=run.begun_at)
-        self._open()
-
-    @property
-    def is_ready(self) -> bool:
-        """See `Reader.is_ready`."""
-        return all(reader.is_ready for reader in self._readers.values())
-
-    def _open(self) -> dict[str, str]:
-        # A reader for each cluster; why there is none.
-        run = self._run = read_multi_cluster(self._run.path) or self._run
-        errors: dict[str, str] = {}
-        for cluster in run.clusters:
-            found = run_of(run, cluster)
-            key = cluster.name, cluster.ssh, cluster.path
-            if found is not None and key not in self._readers:
-                old = [other for other in self._readers if other[0] == cluster.name]
-                for other in old:  # it was started anew
-                    self._readers.pop(other).close()
-                self._readers[key] = _reader_of(found, self._every_s)
-            elif found is None and cluster.path:
-                errors[cluster.name] = f"its run is not at {cluster.path} any more"
-        return errors
-
-    def look(self) -> Snapshot | None:
-        """See `Reader.look`."""
-        errors, asked = self._open(), set[str]()
-        parts: dict[str, Snapshot] = {}
-        for (name, _, _), reader in self._readers.items():
-            try:
-                part = reader.look()
-            except OSError as error:
-                errors[name] = str(error)
-                continue
-            if part is not None:
-                parts[name] = part
-            if reader.error:
-                errors[name] = reader.error
-            elif part is None:
-                asked.add(name)
-        return self._view.snapshot(parts, errors, self._ask_hub(self._run), asked)
-
-    def _ask_hub(self, run: MultiClusterRun) -> HubAnswer | None:
-        if not run.meets:
-            return None
-        if not run.hub and hub_process(run.state) is None:
-            return HubAnswer(error="it does not run")
-        try:
-            return ask(hub_line(run))
-        except UserError as error:
-            return HubAnswer(error=error.what)
-
-    def close(self) -> None:
-        """See `Reader.close`."""
-        for reader in self._readers.values():
-            reader.close()
-
-
-class Hub:
-    """A hub of this machine that was opened by itself, and the clusters that have joined it."""
-
-    error, is_ready = "", True
-
-    def __init__(self, state: Path) -> None:
-        self._state = state
-        self._view = SeveralView(state.name, str(state), {})
-
-    def look(self) -> Snapshot | None:
-        """See `Reader.look`."""
-        line = local_line(self._state)
-        is_on = hub_process(self._state) is not None
-        answer = ask(line) if is_on else HubAnswer(line.address, error="it does not run")
-        return self._view.snapshot({}, {}, answer)
-
-    def close(self) -> None:
-        """See `Reader.close`."""
-
-
-def _reader_of(found: Found, every_s: float) -> Reader:
-    match found:
-        case RunDir():
-            return Here(found)
-        case RemoteRun():
-            return There(found, every_s)
-        case MultiClusterRun():
-            return Several(found, every_s)
-        case _:
-            return Hub(found)
-
-
-def snapshot(found: Found, every_s: float = 2.0) -> Snapshot:
+def snapshot(found: Found, *, is_own: bool = False) -> Snapshot:
     """A run as it is now, wherever it runs.
+
+    Args:
+        is_own: of a cluster that has joined others elsewhere only itself.
 
     Raises:
         UserError: its machine, or its directory, cannot be read.
     """
-    reader = _reader_of(found, every_s)
+    reader = reader_of(found, 2.0, is_own=is_own)
     end, shown = time.monotonic() + _FIRST_S, None
     try:
         while not reader.is_ready and time.monotonic() < end:
@@ -312,17 +69,20 @@ class Watch:
     Args:
         found: what `find_any` or `find_hub` has found.
         output_dir: where runs are, as the user has given it.
+        is_own: as of `snapshot`.
     """
 
-    def __init__(self, found: Found, output_dir: Path, every_s: float = 2.0) -> None:
+    def __init__(
+        self, found: Found, output_dir: Path, every_s: float = 2.0, *, is_own: bool = False
+    ) -> None:
         self.latest: Snapshot | None = None
         """The newest snapshot; None: none has come yet."""
         self.typed = _typed(found)
         """What is typed after a verb to mean this run."""
         self.said: list[str] = []
         """What `stop` has to say, line by line."""
-        self._found, self._output_dir, self._every_s = found, output_dir, every_s
-        self._error = ""
+        self._found, self._every_s = found, every_s
+        self._error, self._is_own = "", is_own
         self._news = threading.Condition()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -333,7 +93,7 @@ class Watch:
 
     def __exit__(self, *error: object) -> None:
         self._is_closed.set()
-        self._thread.join()
+        self._thread.join(timeout=10)
 
     @property
     def error(self) -> str:
@@ -353,7 +113,7 @@ class Watch:
             return self.latest if self._news.wait_for(newer, timeout_s) else None
 
     def _watch(self) -> None:
-        reader = _reader_of(self._found, self._every_s)
+        reader = reader_of(self._found, self._every_s, is_own=self._is_own)
         try:
             while not self._is_closed.is_set():
                 begun, shown = time.monotonic(), None
@@ -395,6 +155,16 @@ class Watch:
         lines = list(shown_lines(self._run_of(row), choice, notes.append))
         return lines or notes
 
+    @property
+    def stop_means(self) -> str:
+        """What `stop` does, in words for a person."""
+        if isinstance(self._found, Path):
+            return "The hub ends. Its clusters train on, each alone, until it is opened again."
+        if isinstance(self._found, RunDir) and script_of(self._found) is not None:
+            return "Its script is asked to stop; whether it saves is up to the script."
+        who = "clusters" if isinstance(self._found, MultiClusterRun) else "ranks"
+        return f"All its {who} save a checkpoint after this step, and end. It can be resumed."
+
     def stop(self, now: bool) -> int:
         """Stop the run as `isles stop` does, and wait until it has; the exit code.
 
@@ -426,7 +196,9 @@ class Watch:
             names = [cluster.name for cluster in found.clusters]
             run = run_of(found, found.cluster(row.cluster)) if row.cluster in names else None
         else:
-            run = None if isinstance(found, Path) else found
+            clusters = self.latest.clusters if self.latest is not None else ()
+            is_here = row.cluster in ("", *(own.name for own in clusters[:1]))
+            run = found if is_here and not isinstance(found, Path) else None
         if run is None:
             raise UserError(
                 f"there is no way from here to the machines of {row.cluster}",

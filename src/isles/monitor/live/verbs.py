@@ -1,4 +1,4 @@
-"""Verbs that show a run as it is now: top, dashboard."""
+"""Verbs on a run as it is now: top, dashboard, report."""
 
 # As in `isles.cli`, only what parsing needs is imported here.
 from __future__ import annotations
@@ -13,11 +13,11 @@ from isles.errors import ExitCode, UserError
 from isles.monitor.verbs import RUNS, Run, RunsDir, end_with_stdin, note, print_line
 
 if TYPE_CHECKING:
-    from isles.monitor.live.source import Found
+    from isles.monitor.live.readers import Found
 
 
 def register(app: App) -> None:
-    for verb in (top, dashboard):
+    for verb in (top, dashboard, report):
         app.command(verb)
     app.command(rank_stack, show=False)
 
@@ -29,6 +29,7 @@ def top(
     json: bool = False,
     every: float | None = None,
     stdin: Annotated[bool, Parameter(show=False)] = False,
+    own: Annotated[bool, Parameter(show=False)] = False,
     output_dir: RunsDir = RUNS,
 ) -> int:
     """Show what every rank, host, link and cluster of a run does now, wherever it runs.
@@ -39,6 +40,7 @@ def top(
         json: Print JSON; with --every one line each time, until nobody reads it.
         every: Seconds between two looks; left out: 2.
         stdin: End with the end of stdin; for isles on another machine.
+        own: Of a cluster that has joined others only itself; for isles on another machine.
     """
     from isles.monitor.live.plain import plain_lines
     from isles.monitor.live.source import Watch, snapshot
@@ -50,9 +52,11 @@ def top(
     if stdin:
         end_with_stdin()
     screen = console()
-    is_live = screen.is_terminal and not screen.is_dumb_terminal and sys.stdin.isatty()
+    # It is drawn on stderr.
+    has_all = screen.is_terminal and sys.stdin.isatty() and sys.stderr.isatty()
+    is_live = has_all and not screen.is_dumb_terminal
     if json and every is not None:
-        with Watch(found, output_dir, every) as watch:
+        with Watch(found, output_dir, every, is_own=own) as watch:
             at, error = 0.0, ""
             while True:
                 if (shown := watch.wait(at, every)) is not None:
@@ -61,7 +65,7 @@ def top(
                 if watch.error != error and (error := watch.error):
                     note(f"error: {error}")
     if json:
-        print_line(snapshot(found).model_dump_json())
+        print_line(snapshot(found, is_own=own).model_dump_json())
         return ExitCode.OK
     if not is_live:
         for line in plain_lines(snapshot(found)):
@@ -69,7 +73,7 @@ def top(
         return ExitCode.OK
     from isles.monitor.live.top import run_top
 
-    with Watch(found, output_dir, every or 2.0) as watch:
+    with Watch(found, output_dir, every or 2.0, is_own=own) as watch:
         return run_top(watch)
 
 
@@ -101,6 +105,53 @@ def dashboard(
     with ExitStack() as stack:
         watches = [stack.enter_context(Watch(each, output_dir)) for each in found]
         return server.serve(watches, port=port, print_line=print_line)
+
+
+def report(
+    run: Run = None,
+    /,
+    *,
+    output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
+    yes: bool = False,
+    print_: Annotated[bool, Parameter(name="--print", show=False)] = False,
+    most_bytes: Annotated[int | None, Parameter(show=False)] = None,
+    output_dir: RunsDir = RUNS,
+) -> int:
+    """Write one file with everything for a bug report: run file, versions, ends of logs, findings,
+    stacks, telemetry; secrets are taken out, and it lists what is in it.
+
+    Args:
+        output: The file; left out: report-TIME.zip in the run directory.
+        yes: Do not ask before it is written outside of the run directory.
+        print_: Print it; for isles on another machine.
+        most_bytes: Of its files together, unpacked.
+    """
+    from isles.facts.units import format_bytes
+    from isles.monitor import bundle
+    from isles.monitor.hub import find_hub
+    from isles.run.find import find_any
+
+    found = find_hub(run, output_dir) or find_any(run, output_dir)
+    if print_:
+        print_line(bundle.answer_line(bundle.gather(found, output_dir, most_bytes)))
+        return ExitCode.OK
+    path = output or bundle.default_place(found, output_dir)
+    must_ask = not (yes or bundle.is_inside(found, path))
+    if must_ask and not sys.stdin.isatty():
+        raise UserError(
+            "this is not in the run directory, and nobody can be asked whether to write it",
+            where=str(path),
+            fix="add --yes",
+        )
+    gathered = bundle.gather(found, output_dir)
+    if must_ask and not bundle.ask_whether(gathered, path, input):
+        print_line("nothing was written")
+        return ExitCode.USER
+    size = bundle.write_report(path, gathered)
+    for line in [*bundle.contents(gathered), *(f"not in it: {t}" for t in gathered.left_out)]:
+        print_line(f"  {line}")
+    print_line(f"wrote {path}: {len(gathered.files)} files, {format_bytes(size)}")
+    return ExitCode.OK
 
 
 def rank_stack(run: Path, rank: int, /) -> int:

@@ -1,0 +1,466 @@
+"""The page of a run in a real browser: of made snapshots, of a real run, and saved as a file."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from isles.errors import UserError
+from isles.monitor.live.model import Snapshot
+from isles.monitor.live.server import MAX_CONNECTIONS, Dashboard, export
+from tests.browser import Browser, browser
+from tests.deadline import DEADLINE_S, until
+from tests.e2e.test_several import averaged, two  # noqa: F401  # a fixture
+from tests.e2e.typed import Command, isles
+from tests.made_watch import MadeWatch, made, other, served
+from tests.slowdown import slowed
+
+HOSTILE = "</script><img src=x onerror=document.title='broken'>\u2028\"'`${1}<!--"
+# The ratio of each text to what is behind it, of all that is in sight (WCAG 2, 1.4.3).
+CONTRAST = """(() => {
+  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (colour) => numbers(colour).slice(0, 3).map((c) => c / 255)
+    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (element) => {
+    const own = getComputedStyle(element).backgroundColor;
+    return numbers(own)[3] === 0 && element.parentElement ? ground(element.parentElement) : own;
+  };
+  const low = [];
+  for (const element of document.querySelectorAll("body *:not(script)")) {
+    const is_read = [...element.childNodes].some((one) => one.nodeType === 3 && one.data.trim());
+    if (!is_read || !element.checkVisibility()) continue;
+    const style = getComputedStyle(element);
+    const own = light(element.closest("svg") ? style.fill : style.color);
+    const behind = light(ground(element));
+    const ratio = (Math.max(own, behind) + 0.05) / (Math.min(own, behind) + 0.05);
+    if (ratio < 4.5) low.push(`${element.className} ${element.textContent} ${ratio}`);
+  }
+  return low;
+})()"""
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Browser]:
+    """One browser for all tests here."""
+    with browser() as started:
+        yield started
+
+
+def rows(page: Browser, table: str) -> list[str]:
+    """The texts of the rows of a table that are not filtered out, in its order."""
+    # Not innerText: of rows out of sight that is empty.
+    words = "(tr) => [...tr.cells].map((cell) => cell.textContent.trim()).join(' ')"
+    found = f"[...document.querySelectorAll('#{table} tbody tr:not([hidden])')].map({words})"
+    return [" ".join(row.split()) for row in page.evaluate(found)]
+
+
+def open_page(page: Browser, server: Dashboard, ranks: int = 6) -> None:
+    page.open(server.link)
+    page.until(f"document.querySelectorAll('#ranks tbody tr').length === {ranks}")
+
+
+def assert_clean(page: Browser, origin: str) -> None:
+    """Nothing was asked of anybody else, and the console has no errors."""
+    assert all(url.startswith(origin) or url[:5] in ("data:", "about") for url in page.requests)
+    assert page.errors == []
+
+
+def test_a_run_is_followed_sorted_and_filtered(page: Browser) -> None:
+    watch = MadeWatch(made(1240, faults=False))
+    with served(watch) as server:
+        open_page(page, server)
+        assert page.text("#step") == "Step 1,240" and page.text("#total") == "of 4,000"
+        assert "Nothing is wrong" in page.text("#note-list")
+        kept = "document.querySelector('#ranks tbody tr:nth-child(3)')"
+        page.evaluate(f"window.kept = {kept}; getSelection().selectAllChildren(kept.cells[2])")
+        page.evaluate("document.querySelector('#ranks .box').scrollLeft = 5")
+        watch.show(made(1241))
+        page.until("document.title.startsWith('step 1,241')")
+        assert page.evaluate(f"kept === {kept} && getSelection().toString() === 'oslo-01'")
+        shown = rows(page, "ranks")
+        for mark in ("dead", "straggler", "throttled", "silent"):
+            assert any(f" {mark} " in row for row in shown), (mark, shown)
+        assert "rank 2 on oslo-01: it was killed" in page.text("#note-list")
+        assert page.text("#spoken").startswith("rank 2 on oslo-01: it was killed")
+        parts = "document.querySelector('#ranks .parts').ariaLabel"
+        assert page.evaluate(parts).startswith("data 1") and "waiting" in page.evaluate(parts)
+        assert "round 24" in page.text(".hub") and "waits for lyon" in page.text(".hub")
+
+        # By keyboard: to the head of a column, and pressed.
+        assert page.evaluate("document.querySelector('#ranks .box').tabIndex") == 0
+        page.evaluate("document.querySelector('#ranks .box').focus()")
+        page.press("Tab", "Tab", "Tab", "Tab", "Enter")
+        head = "document.activeElement.parentElement"
+        assert page.evaluate(f"{head}.ariaSort") == "ascending"
+        assert page.evaluate("document.activeElement.textContent") == "State"
+        assert [row.split()[3] for row in rows(page, "ranks")][:4] == [
+            *("dead", "silent", "straggler", "throttled"),
+        ]
+        watch.show(made(1242))
+        page.until("document.title.startsWith('step 1,242')")
+        assert page.evaluate(f"{head}.ariaSort") == "ascending", "focus and order stay"
+        page.press(" ")
+        assert page.evaluate(f"{head}.ariaSort") == "descending"
+
+        page.evaluate("document.getElementById('filter').focus()")
+        page.press("lyon straggler")
+        assert [row.split()[:2] for row in rows(page, "ranks")] == [["0", "lyon"]]
+        assert page.text("#ranks-title") == "Ranks 1 of 6"
+        assert rows(page, "hosts") == []
+        page.evaluate("document.getElementById('filter').select()")
+        page.press("Backspace")
+        assert len(rows(page, "ranks")) == 6 and len(rows(page, "hosts")) == 2
+
+        page.evaluate("document.querySelector('#axis input').focus()")
+        page.press("ArrowRight")
+        page.evaluate("document.getElementById('chart').focus()")
+        page.press("Home")
+        assert page.text("#readout").startswith("step 1, 524 k tokens")
+        assert "arrow keys" in page.evaluate("document.getElementById('chart').ariaLabel")
+        assert_clean(page, server.link.partition("?")[0])
+
+
+def test_it_can_be_read_in_light_and_dark_on_a_wall_and_on_a_phone(page: Browser) -> None:
+    with served(MadeWatch(made()), MadeWatch(other(900, 1, "narrow-1"))) as server:
+        for scheme, more in (("light", "Dark"), ("dark", "Light")):
+            page.prefer(scheme)
+            open_page(page, server)
+            assert page.text("#theme") == more
+            assert page.evaluate(CONTRAST) == []
+        page.evaluate("document.getElementById('theme').focus()")
+        page.press("Enter")
+        assert page.text("#theme") == "Dark" and page.evaluate(CONTRAST) == []
+        assert [row.split()[0] for row in rows(page, "runs")] == ["wide-3", "narrow-1"]
+        assert page.evaluate("document.querySelectorAll('#chart .line').length") == 2
+        for width, height in ((1920, 1080), (390, 844)):
+            page.size(width, height, is_phone=width < 500)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.size(1440, 900)
+        page.prefer("light")
+        assert_clean(page, server.link.partition("?")[0])
+
+
+def test_what_is_lost_is_said(page: Browser) -> None:
+    watch = MadeWatch(made())
+    with served(watch) as server:
+        open_page(page, server)
+        link, port = server.link, server.server_address[1]
+        watch.error = "gpu-7 cannot be asked: it does not answer"
+        watch.show(made(1241))
+        page.until("document.getElementById('lost').textContent.includes('cannot be asked')")
+        watch.error = ""
+        watch.show(made(1242))
+        page.until("document.getElementById('lost').textContent === ''")
+    page.until("document.getElementById('lost').textContent.includes('Connection lost')")
+    assert page.evaluate("document.body.classList.contains('stale')")
+    with served(watch, port=port) as server:  # of another token
+        page.until("document.getElementById('lost').textContent.includes('no longer valid')")
+        assert server.link != link
+
+
+def hostile() -> Snapshot:
+    """Every text of a run is HTML."""
+
+    def spoiled(value: object) -> object:
+        if isinstance(value, dict):
+            # A mark is one of four words, and no free text.
+            return {k: v if k == "mark" else spoiled(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [spoiled(one) for one in value]
+        return HOSTILE if isinstance(value, str) else value
+
+    return Snapshot.model_validate(spoiled(made(clusters=1, gpus=2).model_dump(mode="json")))
+
+
+def test_names_stay_text_and_an_export_opens_offline(page: Browser, tmp_path: Path) -> None:
+    with served(MadeWatch(hostile())) as server:
+        open_page(page, server, ranks=2)
+        assert page.evaluate("document.getElementById('name').textContent") == HOSTILE
+        assert page.evaluate("document.querySelectorAll('img').length") == 0
+        assert_clean(page, server.link.partition("?")[0])
+    page.offline(True)
+    for name, snapshots in (
+        ("plain", [made(), other(900, 1, "narrow-1")]),
+        ("hostile", [hostile(), hostile()]),
+    ):
+        path = tmp_path / f"{name}.html"
+        export(snapshots, path)
+        page.open(path.as_uri())
+        page.until("document.querySelectorAll('#ranks tbody tr').length > 1")
+        assert page.text("#lost").startswith("Saved on 20")
+        assert page.evaluate("document.querySelectorAll('img').length") == 0
+        assert page.evaluate("document.querySelectorAll('#chart .line').length") == 2
+        assert [url for url in page.requests if not url.startswith("data:")] == [path.as_uri()]
+        assert page.errors == []
+        if name == "plain":
+            assert page.text("#step") == "Step 1,240"
+            assert len(rows(page, "ranks")) == 6 and len(rows(page, "runs")) == 2
+            assert page.evaluate(CONTRAST) == []
+    page.offline(False)
+
+
+def test_a_loss_that_is_no_number_leaves_the_page_readable(page: Browser, tmp_path: Path) -> None:
+    def spoiled(snapshot: Snapshot) -> Snapshot:
+        curve = list(snapshot.curve)
+        for at, loss in ((2, math.nan), (3, math.inf)):
+            curve[at] = curve[at].model_copy(update={"loss": loss})
+        return snapshot.model_copy(update={"curve": tuple(curve)})
+
+    first, second = spoiled(made()), spoiled(other(900, 1, "narrow-1"))
+    path = tmp_path / "run.html"
+    export([first, second], path)
+    with served(MadeWatch(first), MadeWatch(second)) as server:
+        for url in (server.link, path.as_uri()):
+            page.open(url)
+            page.until("document.querySelectorAll('#runs tbody tr').length === 2")
+            assert "NaN" not in page.text("main") and page.errors == []
+
+
+def test_an_export_replaces_only_an_export(tmp_path: Path) -> None:
+    path, notes = tmp_path / "run.html", tmp_path / "notes.html"
+    for step in (1240, 1241):
+        export([made(step)], path)
+        assert f'"step": {step}' in path.read_text()
+        assert path.stat().st_mode & 0o777 == 0o600
+        path.chmod(0o644)
+    notes.write_text("<!doctype html>\n<p>mine")
+    os.mkfifo(tmp_path / "pipe")
+    for taken in (notes, tmp_path, tmp_path / "pipe"):
+        with pytest.raises(UserError, match="there already") as refused:
+            export([made()], taken)
+        assert "another name" in (refused.value.fix or "")
+    assert notes.read_text().endswith("mine")
+    with pytest.raises(UserError, match="cannot be written"):
+        export([made()], tmp_path / "none" / "run.html")
+    assert {one.name for one in tmp_path.iterdir()} == {"run.html", "notes.html", "pipe"}
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_port_that_cannot_be_is_named(port: int) -> None:
+    with pytest.raises(UserError, match=f"--port: {port} is not between 0 and 65535"):
+        Dashboard([], port)
+
+
+def ask(
+    server: Dashboard, path: str, *, method: str = "GET", token: bool = True, **headers: str
+) -> tuple[int, str]:
+    """Status and text of an answer."""
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=DEADLINE_S)
+    query = f"?token={server.token}" if token else ""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path + query, headers=named)
+    answer = connection.getresponse()
+    found = answer.status, answer.read().decode()
+    assert answer.headers["Access-Control-Allow-Origin"] is None
+    assert answer.headers["Cache-Control"] == "no-store" and "Set-Cookie" not in answer.headers
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    connection.close()
+    return found
+
+
+def test_only_who_has_the_link_is_answered(page: Browser) -> None:
+    with served(MadeWatch(made(name="secret-run"))) as server:
+        here = f"127.0.0.1:{server.server_address[1]}"
+        assert ask(server, "/")[0] == 200
+        assert "secret-run" in ask(server, "/state.json")[1]
+        assert ask(server, "/state.json", method="HEAD") == (200, "")
+        assert ask(server, "/", Host="localhost:9999", Sec_Fetch_Site="none")[0] == 200
+        opened = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate"}
+        assert ask(server, "/", **opened)[0] == 200, "a link in a mail or a chat"
+        assert ask(server, "/state.json", Origin=f"http://{here}")[0] == 200
+        assert ask(server, "/../../../etc/passwd")[0] == 404
+        refused: list[dict[str, str]] = [
+            {"Host": "evil.example.org"},
+            {"Host": f"evil.example.org:{server.server_address[1]}"},
+            {"Host": "127.0.0.1.evil.example.org"},
+            {"Host": "["},
+            {"Origin": "http://evil.example.org"},
+            {"Origin": "null"},
+            {"Sec_Fetch_Site": "cross-site"},
+            {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Mode": "cors"},
+        ]
+        for headers in refused:
+            for path in ("/", "/state.json", "/events", "/page.js"):
+                status, text = ask(server, path, **headers)
+                assert status == 403 and "secret-run" not in text, (path, headers)
+        assert ask(server, "/state.json", **opened)[0] == 403
+        for path in ("/", "/state.json", "/events", "/page.js", f"/?token={server.token[:-1]}x"):
+            status, text = ask(server, path, token=False)
+            assert status == 403 and "no token" in text, path
+        for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "CONNECT", "FROB"):
+            assert ask(server, "/", method=method)[0] == 405, method
+
+        # A page of another site, in the same browser, which even knows the token.
+        tried = f"""<script src="http://{here}/page.js?token={server.token}"></script><script>
+          const urls = ["http://{here}/state.json", "http://{here}/state.json?token={server.token}"];
+          document.title = "trying";
+          Promise.all([...urls.map((url) => fetch(url).then(() => "read", () => "refused")),
+            new Promise((done) => {{ const s = new EventSource("http://{here}/events?token={server.token}");
+              s.onmessage = () => done("read"); s.onerror = () => done("refused"); }})])
+            .then((all) => {{ document.title = typeof view + " " + all.join(" "); }});</script>"""
+
+        class Foreign(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("Content-Type", "text/html")
+                self.end_headers()
+                self.wfile.write(tried.encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        with HTTPServer(("127.0.0.1", 0), Foreign) as other_site:
+            thread = threading.Thread(target=other_site.serve_forever)
+            thread.start()
+            try:
+                page.open(f"http://localhost:{other_site.server_address[1]}/")
+                page.until("document.title.startsWith('undefined ')")
+                assert page.evaluate("document.title") == "undefined refused refused refused"
+            finally:
+                other_site.shutdown()
+                thread.join(DEADLINE_S)
+
+
+def test_bad_requests_and_silent_connections_leave_it_answering() -> None:
+    bad = [
+        b"\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET /?token=\xff%ff%00 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n\r\nabc",
+        b"GET http://[/ HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: [::1\r\n\r\n",
+    ]
+    watch = MadeWatch(made())
+    with served(watch) as server, ExitStack() as stack:
+        address = ("127.0.0.1", server.server_address[1])
+        for number in range(1000):
+            with socket.create_connection(address, timeout=DEADLINE_S) as one, suppress(OSError):
+                one.sendall(bad[number % len(bad)])
+                one.shutdown(socket.SHUT_WR)
+                answer = one.recv(4096)
+                assert b"made" not in answer and b" 200 " not in answer.partition(b"\n")[0]
+        streams = http.client.HTTPConnection(*address, timeout=DEADLINE_S)
+        streams.request("GET", f"/events?token={server.token}")
+        events = streams.getresponse()
+        stack.callback(streams.close)
+        for _ in range(MAX_CONNECTIONS + 44):
+            stack.enter_context(socket.create_connection(address, timeout=DEADLINE_S))
+        assert ask(server, "/")[0] == 200
+        until(lambda: b"event: run" in events.readline(), "the open page goes on")
+        assert b'"step":1240' in events.readline()
+        watch.show(made(1241))
+        until(lambda: b'"step":1241' in events.readline(), "and gets what is new")
+        assert threading.active_count() < MAX_CONNECTIONS + 60
+        assert json.loads(ask(server, "/state.json")[1])["run"]["step"] == 1241
+        assert urlsplit(server.link).hostname == "127.0.0.1"
+
+
+def test_a_malformed_request_is_answered_and_says_nothing_in_the_terminal(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(line: bytes) -> bytes:
+        with socket.create_connection(address, timeout=DEADLINE_S) as one:
+            one.sendall(line + b"\r\n\r\n" if line else b"")
+            with one.makefile("rb") as stream:
+                return stream.read()
+
+    with served(MadeWatch(made())) as server:
+        monkeypatch.setattr(server.RequestHandlerClass, "timeout", 1.0)
+        address = ("127.0.0.1", server.server_address[1])
+        for line, status in (
+            (b"GET http://[ HTTP/1.1", 400),
+            (b"GET //[ HTTP/1.1", 403),
+            (b"GET", 400),
+            (b"GET / HTTP/x", 400),
+            (b"GET / HTTP/9.9", 505),
+            (b"GET / HTTP/0.9", 403),
+            (b"GET /", 403),
+            (b"POST /", 400),
+        ):
+            head, _, text = answer(line).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.0 %d " % status), (line, head)
+            assert text.startswith(b"isles: ") and text.count(b"\n") == 1, (line, text)
+        assert answer(b"") == b"", "one that asks nothing ends"
+
+        def broken() -> None:
+            raise RuntimeError("made")
+
+        monkeypatch.setattr(server, "has_asked", lambda _: broken())
+        assert answer(b"GET /?token=%s HTTP/1.1\r\nHost: localhost" % server.token.encode()) == b""
+    assert capfd.readouterr() == ("", "")
+
+
+def shown_rank(page: Browser, cluster: str, rank: int) -> str:
+    """What the page says of a rank."""
+    own = [row for row in rows(page, "ranks") if row.startswith(f"{rank} {cluster} ")]
+    return own[0] if own else ""
+
+
+def pid_of(page: Browser, cluster: str, rank: int) -> int:
+    state = page.evaluate("fetch(`state.json${location.search}`).then((answer) => answer.json())")
+    own = [row for row in state["ranks"] if (row["cluster"], row["rank"]) == (cluster, rank)]
+    return int(own[0]["pid"])
+
+
+def test_the_page_of_a_run_of_two_clusters(page: Browser, two: Path) -> None:  # noqa: F811
+    """The step moves; a killed rank and a straggler are named; Ctrl+C ends it; it can be saved."""
+    folder = two.parent
+    content = yaml.safe_load(two.read_text())
+    content["clusters"] = [{"name": name, "gpus_per_node": 2} for name in "ab"]
+    content["training"] |= {"max_steps": 100_000, "logging_steps": 1}
+    content["outer"]["sync_every"] = 40
+    content["checkpoint"]["every_steps"] = 200
+    two.write_text(yaml.safe_dump(content))
+    training = Command("train", two, cwd=folder)
+    training.until(lambda: {"a", "b"} <= averaged(training))
+    dashboard = Command("dashboard", "t", cwd=folder, env={"PYTHONUNBUFFERED": "1"})
+    try:
+        link = dashboard.until(lambda: re.search(r"http://127\.0\.0\.1:\d+/\S+", dashboard.out))[0]
+        assert "ssh -L" in dashboard.out
+        page.open(link)
+        page.until("document.querySelectorAll('#ranks tbody tr').length === 4")
+        step = page.text("#step")
+        page.until(f"document.getElementById('step').textContent !== {step!r}", "the step moves")
+        assert {row.split()[0] for row in rows(page, "clusters")} == {"a", "b"}
+        assert len(rows(page, "hosts")) == 2 and "Hub 127.0.0.1" in page.text(".hub")
+        until(lambda: any("a → hub" in row for row in rows(page, "links")), "its links")
+
+        os.kill(pid_of(page, "b", 1), signal.SIGKILL)
+        until(lambda: " dead " in shown_rank(page, "b", 1), "a killed rank is named")
+        assert "rank 1" in page.text("#note-list")
+        until(lambda: " dead " not in shown_rank(page, "b", 1), "it is there again")
+        with slowed({pid_of(page, "a", 1): 4.0}, period_s=0.2):
+            until(lambda: " straggler " in shown_rank(page, "a", 1), "a slow rank is named")
+        assert_clean(page, link.partition("?")[0])
+        dashboard.process.send_signal(signal.SIGINT)
+        assert dashboard.end() == 0, dashboard.text
+        page.until("document.getElementById('lost').textContent.includes('Connection lost')")
+    finally:
+        dashboard.kill()
+    isles("stop", "t", "--now", cwd=folder, expected=None)
+    training.end()
+    saved = folder / "run.html"
+    assert "wrote" in isles("dashboard", "t", "--export", saved, cwd=folder).out
+    page.open(saved.as_uri())
+    page.until("document.querySelectorAll('#chart .line').length === 1")
+    assert page.text("#name") == "t-1" and page.text("#state") == "stopped"
+    assert page.errors == []

@@ -1,0 +1,211 @@
+"""`isles top` in a real terminal: what it draws, its keys, and how it leaves."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from isles.run.checkpoints import list_checkpoints
+from tests.deadline import DEADLINE_S, until
+from tests.e2e.typed import ISLES, Command, isles, the_run
+from tests.runs import nothing_left
+from tests.terminal import Terminal
+
+pytestmark = pytest.mark.lab  # it needs tmux
+
+TABLES = ("1 ranks 6", "2 hosts 3", "3 links 2", "4 clusters 2")
+
+
+def top(folder: Path, *, size: tuple[int, int] = (80, 24), **env: str) -> Terminal:
+    """It shows a run that is made up and moves."""
+    program = (sys.executable, "-m", "tests.watch_stand_in", folder, "6")
+    return Terminal(*program, size=size, cwd=Path(__file__).parents[2], env=env)
+
+
+def step_of(screen: str) -> int:
+    found = re.findall(r"step (\d+)/", screen)
+    return int(found[0]) if found else 0
+
+
+def test_it_moves_and_fits_every_window(tmp_path: Path) -> None:
+    with top(tmp_path, COLUMNS="80", LINES="24") as terminal:  # as some shells export them
+        screen = terminal.until("/5000 ", "made-up-1  running: training", "q quit")
+        began = step_of(screen)
+        for text in ("m left", "loss 2.3412 █", "41.2k", "MFU 38.1%", "goodput 97.2%"):
+            assert text in screen
+        assert "saved step 1000" in screen and "restarts 1: rank 5 on b1" in screen
+        notes = [line for line in screen.splitlines() if line.startswith(" !")]
+        assert "rank 5 of oslo on b1: its process was ended by signal 9" in notes[0]
+        rows = [line for line in screen.splitlines() if "61.2/70.1/79.6" in line]
+        assert [row.split()[1] for row in rows] == list("012345")
+        for rank, mark in ((1, "straggler"), (4, "throttled"), (5, "dead")):
+            assert mark in rows[rank]
+        bars = [re.findall("[░█▚·]+", row)[0] for row in rows]
+        assert bars[1].count("█") > bars[0].count("█") and "·" in bars[0] and "·" not in bars[1]
+        terminal.until_it(lambda text: step_of(text) > began)
+        terminal.type("4")
+        terminal.until("waits for oslo", "hidden", "94%")
+
+        terminal.resize(200, 60)
+        wide = terminal.until(*TABLES, "hub 10.0.0.1", "9.4 Gbit/s", "820.0 GiB", "H100 80GB")
+        assert wide.count("61.2/70.1/79.6") == 6
+        terminal.resize(50, 24)
+        terminal.until("too small: 50 x 24")
+        terminal.resize(60, 16)
+        terminal.until("step 1", "q quit", gone="too small")
+        terminal.resize(110, 30)
+        terminal.until(*TABLES, gone="hub 10.0.0.1:4433\n")
+        coloured = terminal.screen(styles=True)
+        assert re.search(r"\x1b\[[0-9;]*3[1-6]", coloured)
+    with top(tmp_path, NO_COLOR="1") as terminal:
+        terminal.until("straggler", "dead")
+        plain = terminal.screen(styles=True)
+        assert not re.search(r"\x1b\[([0-9]+;)*[34][0-8](;|m)", plain), "no colour"
+        assert "\x1b[7m" in plain, "the chosen row is reversed"
+
+
+def test_keys_read_and_only_a_yes_stops(tmp_path: Path) -> None:
+    stopped = tmp_path / "stopped"
+    with top(tmp_path) as terminal:
+        terminal.until("▸berlin     0", "q quit")
+        terminal.type("Right", "Right", "Right")
+        terminal.until("← 3", gone="61.2")
+        terminal.type("Left", "Left", "Left")
+        terminal.until("61.2", gone="← ")
+        terminal.type("s", "s", "s")
+        terminal.until("mark▾")
+        first = terminal.until_it(lambda screen: re.search(r"mark▾.*\n.oslo +5 dead", screen))
+        assert re.search("▸berlin +0 ", first), "the chosen row stays the chosen one"
+        terminal.type("/")
+        terminal.until("only rows with:")
+        terminal.type("q", "s", "x")
+        terminal.until("/qsx: 0 of 6", "none has 'qsx' in it")
+        terminal.type("Escape")
+        terminal.until(TABLES[0], "61.2", gone="qsx")
+        terminal.type("/", "s", "t", "r", "a", "g", "Enter")
+        terminal.until("/strag: 1 of 6", "▸berlin", "1 straggler", "q quit")
+        terminal.type("t")
+        terminal.until("what rank 1 of berlin on a1 does now", "line 20, in train", gone="line 60")
+        terminal.type("End")
+        terminal.until("line 60, in train")
+        terminal.type("q")
+        terminal.until("/strag", gone="in train")
+        terminal.type("Escape")
+        terminal.until("5 dead", gone="/strag")
+        terminal.type("Home", "Enter")
+        terminal.until("rank 5 has not said within 20 s", "fix: it is frozen")
+        terminal.type("Escape")
+        terminal.until("q quit")
+        terminal.type("l")
+        terminal.until("INFO rank=5 line=499", gone="line=300")
+        terminal.type("q")
+        terminal.until("q quit")
+        terminal.type("?")
+        terminal.until("The run goes on: nothing but x and a yes touches it")
+        terminal.type("q")
+        terminal.until("q quit")
+        terminal.type("n")
+        terminal.until("rank 4 of oslo on b1: its card is slowed down by heat")
+        terminal.type("q")
+        terminal.until("q quit")
+        terminal.type("2", "t")
+        terminal.until("choose a rank first")
+
+        for no in ("n", "Escape", "q"):
+            terminal.type("x")
+            terminal.until("Stop made-up-1?", "All its ranks save a checkpoint")
+            terminal.type("Enter", "Space", "s", "Up")
+            terminal.type(no)
+            terminal.until("q quit", gone="Stop made-up-1?")
+        assert not stopped.exists()
+        terminal.type("x")
+        terminal.until("Stop made-up-1?")
+        terminal.type("y")
+        terminal.until("waiting: saves a checkpoint", "made-up-1 has stopped")
+        assert stopped.read_text() == "now=False"
+
+
+def test_a_click_sorts_and_old_data_is_said_to_be_old(tmp_path: Path) -> None:
+    with top(tmp_path) as terminal:
+        screen = terminal.until("▸berlin     0", "q quit")
+        lines = screen.splitlines()
+        y = next(number for number, line in enumerate(lines) if "now/peak/of" in line)
+        x = lines[y].index("°C") + 1
+        for event in ("M", "m", "M", "m"):
+            terminal.type("Escape", f"[<0;{x};{y + 1}{event}")
+        (tmp_path / "error").write_text("a1 cannot be asked: Connection refused")
+        old = terminal.until("old data: nothing new for", "a1 cannot be asked: Connection refused")
+        assert "°C▴" in old or "°C▾" in old
+        terminal.until_it(lambda text: re.search(r"nothing new for (1\d|[4-9])s", text))
+        (tmp_path / "error").unlink()
+        terminal.until("made-up-1  running", gone="old data")
+
+
+def test_it_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    """By q, by Ctrl+C, by a signal; and a window that is closed ends it."""
+    flags = ("alternate_on", "cursor_flag", "mouse_any_flag", "bracketed_paste_flag")
+    start = f"{sys.executable} -m tests.watch_stand_in {tmp_path} 6"
+    shell = ("env", "PS1=$ ", "bash", "--norc", "--noprofile")
+    with Terminal(*shell, cwd=Path(__file__).parents[2]) as terminal:
+        terminal.until("$")
+        terminal.type(f"echo before; stty -g > {tmp_path}/first", "Enter")
+        before = [terminal.value(flag) for flag in flags]
+        for number, leave in enumerate(("q", "C-c", "TERM", "INT")):
+            compare = f"stty -g | cmp - {tmp_path}/first"
+            terminal.type(f"{start}; echo left-{number} $?; {compare}", "Enter")
+            terminal.until("q quit")
+            assert terminal.value("alternate_on") == "1"
+            if leave.isupper() and len(leave) > 2:
+                child = until(terminal.process.children)[0]
+                child.send_signal(signal.Signals[f"SIG{leave}"])
+            else:
+                terminal.type(leave)
+            code = {"TERM": 143, "INT": 130}.get(leave, 0)
+            screen = terminal.until("before", f"left-{number} {code}", gone="q quit")
+            assert "differ" not in screen and "Traceback" not in screen
+            assert [terminal.value(flag) for flag in flags] == before
+        terminal.type(start, "Enter")
+        terminal.until("q quit")
+        child = terminal.process.children()[0]
+        terminal.close()
+        child.wait(DEADLINE_S)
+
+
+def test_a_real_run_of_two_ranks(run_file: Path) -> None:
+    """Its ranks, their stacks and its log are shown; it is stopped, and has saved."""
+    cwd, run_dir = run_file.parent, the_run(run_file)
+    long = ("training.max_steps=100000", "training.logging_steps=1", "checkpoint.every_steps=20")
+    with nothing_left(cwd):
+        two = ("clusters.0.gpus_per_node=2", "clusters.0.max_restarts=0")
+        command = Command("train", str(run_file), *two, *long, cwd=cwd)
+        command.until(lambda: list_checkpoints(run_dir))
+        with Terminal(*ISLES, "top", "tiny", size=(100, 30), cwd=cwd) as terminal:
+            screen = terminal.until("tiny-1  running", "1 ranks 2", "░", "saved step")
+            began = step_of(screen)
+            terminal.until_it(lambda text: step_of(text) > began)
+            terminal.type("t")
+            terminal.until("rank 0 on", "thread MainThread")
+
+            def is_further_down(text: str) -> bool:
+                terminal.type("PageDown")
+                return "train/worker.py" in text
+
+            terminal.until_it(is_further_down)
+            terminal.type("q")
+            terminal.until("q quit")
+            terminal.type("l")
+            terminal.until("the last 500 lines of rank 0", "phase=training")
+            terminal.type("q")
+            terminal.until("q quit")
+            terminal.type("x")
+            terminal.until("Stop tiny-1?")
+            terminal.type("y")
+            terminal.until("tiny-1 has stopped")
+            terminal.type("q")
+            terminal.until("tiny-1  stopped")
+        command.end()
+    assert "stopped" in isles("status", "tiny", cwd=cwd).out

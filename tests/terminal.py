@@ -1,0 +1,117 @@
+"""A real terminal for a program that draws on it: tmux, with a server of its own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from tests.deadline import DEADLINE_S, run_program, until
+
+
+class Terminal:
+    """A program in a terminal of a size, from its start to the end of the `with` block."""
+
+    def __init__(
+        self,
+        *words: str | Path,
+        size: tuple[int, int] = (80, 24),
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="tmux-")
+        command = "exec " + shlex.join(map(str, words))
+        width, height = map(str, size)
+        # tmux gives its panes the environment of its server, which this call starts.
+        done = subprocess.run(
+            [
+                *self._tmux,
+                "-f",
+                os.devnull,
+                "new-session",
+                "-d",
+                "-x",
+                width,
+                "-y",
+                height,
+                command,
+            ],
+            cwd=cwd,
+            env={**os.environ, "LC_ALL": "C.UTF-8", "COLORTERM": "", **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        self.server = psutil.Process(int(self.value("pid")))
+        self.process = psutil.Process(int(self.value("pane_pid")))
+
+    @property
+    def _tmux(self) -> list[str]:
+        return ["tmux", "-S", f"{self._folder.name}/socket", "-u"]
+
+    def _ask(self, *words: str) -> str:
+        done = run_program([*self._tmux, *words])
+        assert done.returncode == 0, f"{words}: {done.stderr}"
+        return done.stdout
+
+    def value(self, name: str) -> str:
+        """What tmux knows of it, such as `cursor_flag`."""
+        return self._ask("display-message", "-p", f"#{{{name}}}").strip()
+
+    def screen(self, *, styles: bool = False) -> str:
+        """What stands on it, without the blanks at the ends of lines; with styles as escapes."""
+        return self._ask("capture-pane", "-p", *(["-e"] if styles else []))
+
+    def type(self, *keys: str) -> None:
+        """Press keys, by their tmux names."""
+        self._ask("send-keys", *keys)
+
+    def resize(self, width: int, height: int) -> None:
+        self._ask("resize-window", "-x", str(width), "-y", str(height))
+
+    def until(self, *texts: str, gone: str = "") -> str:
+        """Wait until all texts stand on it, and `gone` does not; the screen."""
+        return self.until_it(
+            lambda screen: all(text in screen for text in texts) and not (gone and gone in screen),
+            f"{texts} without {gone!r}",
+        )
+
+    def until_it(self, condition: Callable[[str], object], what: str = "") -> str:
+        """Wait until a condition holds of the screen."""
+        last = ""
+
+        def look() -> bool:
+            nonlocal last
+            last = self.screen()
+            return bool(condition(last))
+
+        try:
+            until(look, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{last}") from None
+        return last
+
+    def close(self) -> None:
+        """Close the window, as a person does; the program gets SIGHUP."""
+        run_program([*self._tmux, "kill-server"])
+        self.server.wait(DEADLINE_S)
+        self._folder.cleanup()
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

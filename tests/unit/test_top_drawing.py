@@ -1,0 +1,106 @@
+"""What `isles top` draws, at every size: whole figures, inside the window."""
+
+from __future__ import annotations
+
+from isles.monitor.live import cells
+from isles.monitor.live.cells import Column
+from isles.monitor.live.drawing import LARGE, NAMES, SMALLEST, View, draw, note_lines
+from isles.monitor.live.model import Head, Point, RankRow, Snapshot
+from tests.watch_stand_in import made_up
+
+SIZES = [
+    (width, height) for width in (*range(SMALLEST[0], 220, 7), 80, 200) for height in (16, 24, 60)
+]
+
+
+def figures() -> set[str]:
+    """Every word of every cell and head of the tables."""
+    shown = made_up(0, 24)
+    tables = (
+        (cells.RANK_COLUMNS, shown.ranks),
+        (cells.HOST_COLUMNS, shown.hosts),
+        (cells.LINK_COLUMNS, shown.links),
+        (cells.CLUSTER_COLUMNS, shown.clusters),
+    )
+    found = {"-"}
+    for columns, rows in tables:
+        column: Column  # type: ignore[type-arg]
+        for column in columns:
+            found |= set(column.head.split())
+            for row in rows:
+                found |= set(column.text(row).split())
+    return found
+
+
+def test_no_figure_is_cut_and_nothing_is_outside_the_window() -> None:
+    whole, shown, seen = figures(), made_up(0, 24), set[str]()
+    for width, height in SIZES:
+        for table in range(len(NAMES)):
+            view = View(table=table)
+            while True:
+                drawn = draw(shown, view, (width, height), age_s=0.0, error="")
+                assert len(drawn.lines) <= height - 1, (width, height)
+                for number, line in enumerate(drawn.lines):
+                    assert line.cell_len <= width, (width, height, line.plain)
+                    if number in drawn.rows:
+                        words = {w for w in line.plain.lstrip("▸").split() if w[0] not in "░█▚·"}
+                        rest = {w for w in words - whole if not w.endswith("…")}
+                        assert not rest, (width, height, line.plain)
+                        seen |= words
+                if not drawn.has_more_columns:
+                    break
+                view.tables[table].shift += 1
+    assert {"61.2/70.1/79.6", "412", "8×2", "5.0", "66%", "820.0", "4100"} <= seen
+
+
+def test_a_large_window_has_all_tables_and_a_small_one_the_chosen() -> None:
+    shown = made_up(0, 6)
+    for size in ((80, 24), LARGE):
+        for table in range(len(NAMES)):
+            drawn = draw(shown, View(table=table), size, age_s=0.0, error="")
+            tables = {index for index, _ in drawn.rows.values()}
+            assert tables == (set(range(4)) if size == LARGE else {table})
+
+
+def test_rows_are_sorted_filtered_and_chosen_by_what_they_are() -> None:
+    shown, view = made_up(0, 6), View()
+    table = view.tables[0]
+
+    def ranks(snapshot: Snapshot = shown) -> list[int]:
+        drawn = draw(snapshot, view, (200, 60), age_s=0.0, error="")
+        lines = [drawn.lines[y].plain for y, (index, _) in drawn.rows.items() if index == 0]
+        return [int(line[1:].split()[1]) for line in lines]
+
+    table.sort = "use"
+    assert ranks() == [0, 4, 1, 2, 3, 5], "the largest first"
+    table.is_reversed = True
+    assert ranks() == [5, 3, 2, 1, 0, 4]
+    table.sort, table.is_reversed = "mark", False
+    assert ranks() == [5, 1, 4, 0, 2, 3], "what has none is last"
+    table.is_reversed = True
+    assert ranks()[-3:] == [0, 2, 3]
+    view.filter, table.sort, table.is_reversed = "OSLO thrott", "", False
+    assert ranks() == [4]
+    view.filter, table.index, table.chosen = "", 2, None
+    ranks()
+    fewer = shown.model_copy(update={"ranks": shown.ranks[1:]})
+    drawn = draw(fewer, view, (80, 24), age_s=0.0, error="")
+    assert isinstance(drawn.chosen, RankRow) and drawn.chosen.rank == 2, "the same, elsewhere"
+
+
+def test_notes_and_a_run_of_which_little_is_known() -> None:
+    notes = [f"note {number} " + "word " * 20 for number in range(5)]
+    lines = [line.plain for line in note_lines(notes, 80, 3)]
+    assert len(lines) == 3 and lines[0].startswith(" ! note 0") and "4 more" in lines[-1]
+    assert note_lines((), 80, 3) == []
+    # A terminal is not told what a machine has put into a name.
+    odd = RankRow(rank=0, host="a\x1b[2Jb", note="[bold]x")
+    curve = (Point(step=1, loss=float("nan")), Point(step=2, loss=1.0), Point(step=3, loss=None))
+    for run in (Head(), Head(name="a\x1bb", state="queued", step=1, loss=float("inf"))):
+        shown = Snapshot(run=run, curve=curve, ranks=(odd,), notes=("a\nb\x07",))
+        for size in SIZES:
+            text = "\n".join(
+                line.plain for line in draw(shown, View(), size, age_s=99.0, error="x").lines
+            )
+            assert "\x1b" not in text and "\x07" not in text and "nothing new for 1m 39s" in text
+    assert "a\\x1b[2Jb" in text and "°C" not in text, "what is not known has no column"

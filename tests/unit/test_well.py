@@ -1,0 +1,255 @@
+"""`isles status --check`: five lines, of made snapshots; and the command on made records."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.cli import main
+from isles.errors import ExitCode
+from isles.monitor.live.model import ClusterRow, Head, HostRow, Point, RankRow, Snapshot
+from isles.monitor.live.well import CheckLine, check_lines, text_lines, wait_until_well
+from isles.run.records import write_record
+from tests.each import each
+from tests.live_records import metrics_row, node_record, rank_record, write_live, write_metrics
+from tests.run_records import FAR, recorded_run, two_hosts
+
+GIB = 2**30
+HEAD = Head(name="run-1", state="running", phase="training", step=40, recorded_age_s=2.0)
+HOSTS = (HostRow(host="a", ranks=(0, 1), heard_s=1.0), HostRow(host="b", node=1, ranks=(2, 2)))
+
+
+def rank(number: int, **more: Any) -> RankRow:
+    """A rank that trains on a GPU."""
+    host = "b" if number == 2 else "a"
+    own = {"memory_bytes": (10 + number) * GIB, "limit_bytes": 16 * GIB, "step": 40, "heard_s": 1.0}
+    return RankRow(**{"rank": number, "host": host, "pid": 100 + number, **own, **more})
+
+
+def snapshot(*ranks: RankRow, **more: Any) -> Snapshot:
+    """A run that is well."""
+    curve = tuple(Point(step=n, loss=9 - n / 10, elapsed_s=float(n)) for n in range(1, 41))
+    found = ranks or tuple(rank(n) for n in range(3))
+    return Snapshot(**{"run": HEAD, "hosts": HOSTS, "ranks": found, "curve": curve, **more})
+
+
+def losses(*values: float) -> tuple[Point, ...]:
+    return tuple(Point(step=10 * n, loss=loss) for n, loss in enumerate(values, 1))
+
+
+def line_of(line_id: str, shown: Snapshot) -> CheckLine:
+    return next(line for line in check_lines(shown) if line.id == line_id)
+
+
+def test_a_run_that_is_well() -> None:
+    shown = snapshot()
+    lines = check_lines(shown)
+    assert [line.state for line in lines] == ["ok"] * 5
+    assert text_lines(shown, lines) == [
+        "run-1 at step 40",
+        "  ok      processes  3 processes on 2 hosts, one on each GPU",
+        "  ok      memory     10.0 GiB to 12.0 GiB of 16.0 GiB in use by each rank",
+        "  ok      loss       falling: 7.2 around step 18, 5.4 around step 36",
+        "  ok      ranks      all 3 at step 40, heard of 1s ago at most",
+        "  ok      records    step 40 was recorded 2s ago",
+    ]
+    assert all(line.state == "ok" for line in check_lines(shown, is_script=True))
+    on_processors = snapshot(*(rank(n, limit_bytes=None) for n in range(3)))
+    assert line_of("processes", on_processors).text.endswith("one for each rank")
+    apart = snapshot(rank(0, step=41), rank(1), rank(2))
+    assert line_of("ranks", apart).text.startswith("all 3 at steps 40 to 41")
+
+
+@each(
+    ("line_id", "shown", "state", "words", "where", "next_line"),
+    [
+        (
+            "processes",
+            snapshot(rank(0), rank(1, mark="dead", note="ended by signal 9"), rank(2)),
+            *("wrong", "rank 1 on a is gone: ended by signal 9", "rank 1 on a"),
+            "isles logs run-1 --rank 1",
+        ),
+        (
+            "processes",
+            snapshot(rank(0), rank(1)),
+            "wrong",
+            "rank 2 on b not",
+            "rank 2 on b",
+            "logs",
+        ),
+        (
+            "processes",
+            snapshot(rank(0, pid=None, step=None), run=Head(name="run-1", state="running")),
+            *("not yet", "rank 1 on a, rank 2 on b, rank 0 on a not", "rank 0 on a", "logs"),
+        ),
+        (
+            "memory",
+            snapshot(rank(0, memory_bytes=None), rank(1), rank(2)),
+            *("not yet", "nothing is in use yet by rank 0 on a", "rank 0 on a", "isles logs"),
+        ),
+        (
+            "memory",
+            snapshot(rank(0), rank(1), rank(2, memory_bytes=0)),
+            *("wrong", "by rank 2 on b", "rank 2 on b", "--rank 2"),
+        ),
+        ("loss", snapshot(curve=losses(9.0, 8.0)), "not yet", "70 steps are missing", "", "logs"),
+        ("loss", snapshot(curve=()), "not yet", "9 recorded steps are missing", "", "logs"),
+        (
+            "loss",
+            snapshot(curve=losses(9.0, 8.0, math.nan)),
+            *("wrong", "not finite since step 30", "", "isles explain loss.finite"),
+        ),
+        (
+            "loss",
+            snapshot(curve=(*losses(*range(30, 10, -1)), Point(step=990, loss=None))),
+            *("wrong", "not finite since step 990", "", "isles explain loss.finite"),
+        ),
+        ("loss", snapshot(curve=losses(*range(1, 30))), "wrong", "rising", "", "isles stop run-1"),
+        ("loss", snapshot(curve=losses(*[2.0] * 30)), "not yet", "noise", "", "logs"),
+        (
+            "ranks",
+            snapshot(
+                rank(0, mark="straggler"), rank(1, heard_s=20.0, stage="forward and backward")
+            ),
+            *("wrong", "not been heard of for 20s, then in forward", "rank 1 on a", "--rank 1"),
+        ),
+        (
+            "ranks",
+            snapshot(rank(0), rank(1), rank(2, mark="straggler", note="the others wait")),
+            *("wrong", "rank 2 on b is behind: the others wait", "rank 2 on b", "--rank 2"),
+        ),
+        ("ranks", snapshot(rank(0), rank(1, step=38), rank(2)), "wrong", "behind", "rank 1", "1"),
+        (
+            "ranks",
+            snapshot(rank(0, step=None), rank(1), rank(2)),
+            "not yet",
+            "no step",
+            "0",
+            "logs",
+        ),
+        (
+            "ranks",
+            snapshot(
+                rank(0, cluster="x", step=40),
+                rank(0, cluster="y", step=90),
+                clusters=(ClusterRow(name="x"), ClusterRow(name="y", mark="silent")),
+                hosts=(),
+            ),
+            *("wrong", "cluster y is silent", "y", "isles status run-1"),
+        ),
+        (
+            "records",
+            snapshot(hosts=(HostRow(host="b", heard_s=40.0, mark="silent"),)),
+            *("wrong", "nothing comes from b, last heard of 40s ago", "b", "isles status run-1"),
+        ),
+        (
+            "records",
+            snapshot(run=HEAD.model_copy(update={"recorded_age_s": 70.0})),
+            *("wrong", "recorded 1m 10s ago, and nothing since", "", "isles logs run-1"),
+        ),
+        (
+            "records",
+            snapshot(run=HEAD.model_copy(update={"recorded_age_s": 70.0, "phase": "evaluating"})),
+            *("not yet", "and now it is evaluating", "", "isles logs"),
+        ),
+    ],
+)
+def test_what_is_not_well(
+    line_id: str, shown: Snapshot, state: str, words: str, where: str, next_line: str
+) -> None:
+    """Each is named with its host and rank, and has the line to type next."""
+    line = line_of(line_id, shown)
+    assert (line.state, line.state == "ok") == (state, False)
+    assert words in line.text and where in line.where and next_line in line.next
+
+
+def test_of_a_silent_rank_and_one_that_waits_for_it_the_silent_one_is_named() -> None:
+    line = line_of("ranks", snapshot(rank(0, mark="straggler"), rank(1, mark="silent"), rank(2)))
+    assert line.where == "rank 1 on a"
+
+
+def test_noise_is_neither_a_fall_nor_a_rise() -> None:
+    """Of 200 curves of each kind, with noise much larger than a step's fall."""
+
+    def states(fall: float, points: int) -> list[str]:
+        found = []
+        for seed in range(200):
+            noise = random.Random(seed)
+            values = [5 - fall * n + noise.gauss(0, 0.2) for n in range(points)]
+            found.append(line_of("loss", snapshot(curve=losses(*values))).state)
+        return found
+
+    assert states(0.02, 100).count("ok") == 200
+    assert states(-0.02, 100).count("wrong") >= 198
+    assert states(0.0, 20).count("wrong") <= 6, "a curve without a trend"
+    late = [6 - 3 * (1 - math.exp(-n / 60)) for n in range(2000)]
+    noise = random.Random(0)
+    curve = losses(*(value + noise.gauss(0, 0.05) for value in late))
+    assert line_of("loss", snapshot(curve=curve)).state == "ok", "level, far below its beginning"
+
+
+def test_ranks_of_two_clusters_are_in_step_with_their_own() -> None:
+    clusters = (ClusterRow(name="x"), ClusterRow(name="y"))
+    ranks = [rank(n, cluster=name, step=s) for name, s in (("x", 40), ("y", 90)) for n in (0, 1)]
+    line = line_of("ranks", snapshot(*ranks, clusters=clusters, hosts=()))
+    assert line.state == "ok" and "steps 40 to 90, those of each cluster together" in line.text
+    ranks[3] = rank(1, cluster="y", step=80)
+    line = line_of("ranks", snapshot(*ranks, clusters=clusters, hosts=()))
+    assert (line.where, line.next) == ("y rank 1 on a", "isles logs run-1 --cluster y --rank 1")
+
+
+def test_waiting_says_for_what_and_ends_when_all_is_well_or_over() -> None:
+    early = snapshot(curve=losses(9.0))
+    said: list[str] = []
+    clock = count(0.0, 4.0)
+
+    def wait(*shown: Snapshot, wait_s: float = 60.0) -> tuple[Snapshot, list[CheckLine]]:
+        looks = iter(shown)
+        return wait_until_well(
+            lambda: next(looks), check_lines, wait_s, said.append, clock=lambda: next(clock)
+        )
+
+    _, lines = wait(early, early, snapshot())
+    assert all(line.state == "ok" for line in lines)
+    assert said and "for loss: 8 recorded steps are missing" in said[0]
+    _, lines = wait(*[early] * 9, wait_s=10.0)
+    assert [line.id for line in lines if line.state != "ok"] == ["loss"], "the time is up"
+    ended = early.model_copy(update={"run": HEAD.model_copy(update={"state": "failed"})})
+    assert wait(early, ended)[0] is ended
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two hosts by their records; then one of its three ranks is silent; then the run is over."""
+    monkeypatch.chdir(tmp_path)
+    status = {"step": 40, "phase": "training", "progress_at": time.time()}
+    launch = {**FAR, "launcher": "ssh", "world_size": 3}
+    run_dir, attempt = recorded_run(tmp_path / "runs" / "run-1", launch, status=status)
+    two_hosts(attempt, "ssh")
+    write_metrics(run_dir, *(metrics_row(step) for step in range(1, 41)))
+    well = rank_record()
+    first = node_record("h0", 0, [well, well])
+    write_live(attempt, first, node_record("h1", 2, [well]))
+    assert main(["status", "run", "--check", "--wait"]) == ExitCode.OK
+    assert "  ok      ranks      all 3 at step 40" in capsys.readouterr().out
+    frozen = rank_record(at=time.time() - 30.0)
+    write_live(attempt, first, node_record("h1", 2, [frozen]))
+    assert main(["status", "--check", "--json"]) == ExitCode.PREFLIGHT
+    found = json.loads(capsys.readouterr().out)
+    bad = [line for line in found["lines"] if line["state"] != "ok"]
+    assert [(line["id"], line["where"]) for line in bad] == [("ranks", "rank 2 on h1")]
+    assert bad[0]["next"] == "isles logs run-1 --rank 2" and not found["is_well"]
+    for state, code in (("finished", ExitCode.OK), ("failed", ExitCode.PREFLIGHT)):
+        write_record(attempt.outcome, {"at": time.time(), "exit_code": 0, "state": state})
+        assert main(["status", "run", "--check", "--wait", "1s"]) == code
+        assert state in capsys.readouterr().out
+    assert main(["status", "--check", "--wait", "run"]) == ExitCode.USER
+    assert "isles status RUN --check --wait 5m" in capsys.readouterr().err
