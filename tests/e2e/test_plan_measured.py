@@ -57,3 +57,9 @@ def test_a_plan_tells_what_an_earlier_run_on_the_same_cores_showed(run_file: Pat
     for typed in others:
         assert speed_of(run_file, *typed).measured is None, typed
     assert speed_of(run_file, *two, gpus="2x4090").measured is None
+    # The same records, as a run on two cards would have left them: what has fitted fits.
+    attempt = run_file.parent / "runs" / "tiny-1" / "attempts" / "001" / "live.json"
+    attempt.write_text(attempt.read_text().replace('"CPU"', '"NVIDIA GeForce RTX 4090"'))
+    (cluster,) = plan_of(load_run_file(run_file, two), PlanOptions(gpus="2x4090")).clusters
+    assert cluster.own.seen_bytes == found.memory_bytes
+    assert cluster.own.fits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from isles.config.files import BUILT_IN, named_files
@@ -171,6 +171,7 @@ def make_plan(
     ]
     owns = [outcome(job) for job in jobs]
     seen = [find_measured(job, own) for job, own in zip(jobs, owns, strict=True)]
+    owns = [_as_seen(*each) for each in zip(owns, seen, strict=True)]
     steps = [_step_s(*each) for each in zip(jobs, owns, seen, strict=True)]
     outer = None
     if config.diloco is not None:
@@ -187,6 +188,13 @@ def make_plan(
         for job, own, measured in zip(jobs, owns, seen, strict=True)
     )
     return Plan(loaded, tuple(machines), model, None, data, clusters, outer, price)
+
+
+def _as_seen(own: Outcome, measured: Measured | None) -> Outcome:
+    # On a CPU what was measured is the whole process.
+    if measured is None or not own.tightest.device.is_cuda:
+        return own
+    return replace(own, seen_bytes=measured.memory_bytes)
 
 
 def _step_s(job: Job, own: Outcome, measured: Measured | None) -> float | None:

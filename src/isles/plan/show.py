@@ -445,7 +445,8 @@ def _measured_text(cluster: ClusterPlan, measured: Measured) -> str:
         text += f"; {format_bytes(measured.memory_bytes)} at most"
         rank = cluster.own.tightest
         if rank.device.is_cuda:
-            return f"{text} on a card, {format_bytes(rank.peak_bytes)} counted here"
+            counted = format_bytes(rank.peak_bytes)
+            return f"{text} on a card ({counted} counted here), so that it fits"
         return f"{text} of a process"
     return text
 

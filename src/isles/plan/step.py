@@ -120,6 +120,8 @@ class Outcome:
     Args:
         refused: why isles does not take it; empty: it does. Then there are no ranks.
         time: None where the speed of a card is not known.
+        seen_bytes: the most that an earlier run of the same had on one of the same cards, which it
+            has fitted; None: none is known.
     """
 
     config: RunConfig
@@ -128,12 +130,15 @@ class Outcome:
     ranks: tuple[RankPlan, ...] = ()
     time: StepTime | None = None
     refused: str = ""
+    seen_bytes: float | None = None
 
     @property
     def fits(self) -> bool | None:
         """Whether every rank fits; None: not known."""
         if self.refused:
             return False
+        if self.seen_bytes is not None:
+            return True
         answers = [rank.fits for rank in self.ranks]
         return False if False in answers else None if None in answers else True
 
