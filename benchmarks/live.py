@@ -6,6 +6,9 @@ Steps. Three runs on two processes each take turns, two seconds at a time, while
 still (SIGSTOP): one with telemetry and an open page, which a reader follows, and two without
 (ISLES_TELEMETRY=off), A and B. Each ratio compares the mean step of a turn with that of the turn
 right before or after it; what is printed is the median. B over A is what cannot be told apart.
+Where that is more than the hundredth in question, processor time tells: what isles' own processes
+beside the ranks (command, agent, dashboard) take, as a share of what the ranks take, watched less
+not.
 
 Page. A page in Chromium shows 64 nodes of 8 GPUs, made snapshots in which every number changes, one
 each two seconds: milliseconds of its main thread for each, by the clock and by its processor time,
@@ -48,7 +51,7 @@ from isles.agent.telemetry import SampleFile, Telemetry
 from isles.run.paths import RunDir
 from isles.run.records import read_rows
 
-TURN_S = 2.0
+TURN_S, PROCESSOR_S = 2.0, 20.0
 SETTLE_S = 0.3
 """At the beginning of a turn, which a step that was cut by the last one falls into."""
 NODES, GPUS, EVERY_S = 64, 8, 2.0
@@ -87,6 +90,26 @@ class Run:
                 for one in (*parent.children(recursive=True), parent):
                     with suppress(psutil.NoSuchProcess):
                         one.send_signal(number)
+
+    def share_of_others(self) -> float:
+        """Processor time of all its processes but the two ranks, over that of the ranks."""
+        self.send(signal.SIGCONT)
+        before = self._processor_s()
+        time.sleep(PROCESSOR_S)
+        after = self._processor_s()
+        self.send(signal.SIGSTOP)
+        *others, first, second = sorted(after[pid] - before.get(pid, 0.0) for pid in after)
+        return sum(others) / (first + second)
+
+    def _processor_s(self) -> dict[int, float]:
+        found = {}
+        for process in self._processes:
+            parent = psutil.Process(process.pid)
+            for one in (parent, *parent.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    times = one.cpu_times()
+                    found[one.pid] = times.user + times.system
+        return found
 
     def turn(self) -> tuple[float, float]:
         """Let it train for a while; the span, without its beginning."""
@@ -139,6 +162,7 @@ def steps(folder: Path, rounds: int) -> dict[str, float]:
         for number in range(rounds + 1):
             for name in ("watched", *(("a", "b") if number % 2 else ("b", "a"))):
                 spans.append((name, runs[name].turn()))
+        shares = {name: runs[name].share_of_others() for name in ("watched", "a")}
         for run in runs.values():  # what is not written yet
             run.send(signal.SIGCONT)
         time.sleep(TURN_S)
@@ -152,7 +176,10 @@ def steps(folder: Path, rounds: int) -> dict[str, float]:
     for label, ratios in (("watched over not", watched), ("b over a, both not", floor)):
         middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
         print(f"{label:<28}{middle:8.4f}   {low:.3f} to {high:.3f}, n {len(ratios)}", flush=True)
+    more = shares["watched"] - shares["a"]
+    print(f"{'processor time, of ranks':<28}{more:8.4f}", flush=True)
     return {
+        "step_cpu_share": more,
         "step_ratio": statistics.median(watched),
         "step_noise_floor": statistics.median(floor),
         "step_ms": 1e3 * statistics.median(seconds for name, seconds in turns if name == "a"),

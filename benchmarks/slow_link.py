@@ -18,7 +18,9 @@ compute share: the part of the wall time in which a rank was in its inner steps,
 step to the end of another, whole rounds apart; starts and ends are no part of it. Encoding, TLS
 and the hub take CPU time of the same cores on which the ranks compute, and what rank 0 says
 to the hub takes the interpreter's lock now and then: that
-makes steps longer, so `speed` says how long a step is beside one of `plain`, all in all.
+makes steps longer. `beside` says how much: what the usual step computes while a fragment is on its
+way, over one of the same cluster while none is, in the same minutes; in `speed` is how long a step
+of `plain` is beside one of `outer`, all in all, minutes apart.
 bytes: both directions of a cluster's interface, by its counters, for each inner step.
 
 The last line is JSON: compute_share and ddp_compute_share are those of the slower cluster,
@@ -75,9 +77,31 @@ class Run:
 
     def inner_s(self, cluster: int, first: int, last: int) -> float:
         """The usual time that a step computes."""
+        return float(statistics.median(self._inner_s(cluster, first, last).values()))
+
+    def _inner_s(self, cluster: int, first: int, last: int) -> dict[int, float]:
         names = ("data_s", "forward_backward_s", "optimizer_s")
-        rows = [self._row(cluster, step) for step in range(first + 1, last + 1)]
-        return float(statistics.median(sum(row[name] for name in names) for row in rows))
+        rows = {step: self._row(cluster, step) for step in range(first + 1, last + 1)}
+        return {step: sum(row[name] for name in names) for step, row in rows.items()}
+
+    def beside(self, cluster: int, first: int, last: int) -> float:
+        """Seconds that a step computes while a fragment is on its way, over one while none is."""
+        steps = self._inner_s(cluster, first, last)
+        spans = [
+            (row["at"] - row["hidden_s"] - row["exposed_s"], row["at"])
+            for row in self.rows[cluster]
+            if row["kind"] == "outer"
+        ]
+
+        def travels(step: int) -> bool:
+            return any(begin < self.at(cluster, step) <= end for begin, end in spans)
+
+        kinds = (
+            [own for step, own in steps.items() if travels(step) is is_so]
+            for is_so in (True, False)
+        )
+        beside, alone = map(statistics.median, kinds)
+        return beside / alone
 
     def step_s(self, cluster: int, first: int, last: int) -> float:
         """Wall time of a step, whatever was done in it."""
@@ -149,6 +173,9 @@ def report(runs: dict[str, Run], clusters: Sequence[str], spans: dict[str, tuple
         "plain_compute_share": worst["plain"],
         "speed": min(each["speed"] for each in found["outer"]),
         "ddp_speed": min(each["speed"] for each in found["ddp"]),
+        "beside": statistics.fmean(
+            runs["outer"].beside(i, *spans["outer"]) for i in range(len(clusters))
+        ),
         **outer_figures(runs["outer"], *spans["outer"]),
     }
     return json.dumps({name: round(value, 4) for name, value in result.items()})

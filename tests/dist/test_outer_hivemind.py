@@ -6,7 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from isles.errors import CommunicationError
 from isles.outer.hivemind import HivemindSettings
+from isles.run.join_line import JoinLine, ask_hub
 from tests.outer_trainer import Clusters
 
 TURNS = 6
@@ -59,6 +61,13 @@ class Swarm(Clusters):
                     found.append(int(path.parent.name))
         return found
 
+    def seen_by(self, name: str) -> set[str]:
+        """The clusters that the hub names to whoever asks through one of them."""
+        with suppress(CommunicationError):
+            answer = ask_hub(JoinLine.read(self.place(name) / "line"), "/v1/status", 10)
+            return {member["name"] for member in answer["members"]}
+        return set()
+
 
 def test_the_host_is_killed_in_mid_average_and_nothing_is_lost(tmp_path: Path) -> None:
     secret, wrong = tmp_path / "secret", tmp_path / "wrong"
@@ -85,6 +94,8 @@ def test_the_host_is_killed_in_mid_average_and_nothing_is_lost(tmp_path: Path) -
         swarm.reached(3, rest)
         swarm.until(lambda: not swarm.daemons(lost), "the end of its daemon")
         assert swarm.host() in rest
+        # Also who only looks finds the hub through any of them, as `isles top` does.
+        swarm.until(lambda: {*rest} <= swarm.seen_by(rest[0]), "an answer of the hub")
         swarm.start(lost, secret)
         swarm.until(lambda: swarm.record(lost)["version"] >= 3, "the lost one's return")
         records = swarm.end(TURNS, "abc")

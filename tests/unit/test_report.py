@@ -17,7 +17,7 @@ import pytest
 
 from isles.cli import main
 from isles.errors import ExitCode
-from isles.facts.secrets import Redactor, is_secret_variable, may_be_secret
+from isles.facts.secrets import Redactor, may_be_secret
 from isles.monitor import bundle
 from isles.monitor.bundle import MOST_BYTES
 from isles.run.join_line import encode
@@ -220,7 +220,6 @@ def test_the_stacks_of_a_run_that_goes_on(here: Path) -> None:
 
 
 def test_names_and_forms_of_secrets() -> None:
-    assert is_secret_variable("HF_TOKEN") and not is_secret_variable("NCCL_IB_GID")
     likely = ("OPENAI_KEY", "DB_PASS", "hub_token", "api-key", "AWS_SECRET_ACCESS_KEY")
     assert all(map(may_be_secret, likely))
     assert not any(map(may_be_secret, ("PWD", "OLDPWD", "tokenizer", "max_tokens", "MONKEY")))

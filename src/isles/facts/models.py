@@ -10,8 +10,6 @@ import json
 from importlib import resources
 from typing import Any
 
-from isles.facts.memory.architecture import Architecture
-
 _ANY_WAY = """
 cohere ernie4_5 gemma helium llama ministral3 mistral nemotron olmo2 phi3 qwen2 qwen3
 seed_oss smollm3 starcoder2
@@ -95,12 +93,17 @@ REASONS: dict[str, dict[str, str]] = {
 
 def shape_names() -> tuple[str, ...]:
     """The names of the shapes, smallest model first."""
+
+    def size(name: str) -> int:
+        shape = load_shape(name)
+        return int(shape["num_hidden_layers"] * shape["hidden_size"] ** 2)
+
     names = [
         entry.name.removesuffix(".json")
         for entry in (resources.files("isles.facts") / "shapes").iterdir()
         if entry.name.endswith(".json")
     ]
-    return tuple(sorted(names, key=lambda name: Architecture.of(load_shape(name)).params))
+    return tuple(sorted(names, key=size))
 
 
 def load_shape(name: str) -> dict[str, Any]:

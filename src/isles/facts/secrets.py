@@ -13,7 +13,6 @@ REMOVED = "[removed]"
 _LEAST = 6
 """Characters of a value that is looked for by itself: a shorter one would be found in any text."""
 
-_SECRET_VARIABLE = re.compile(r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY)$")
 _ENDINGS = (
     "TOKEN SECRET PASSWORD PASSWD PASSPHRASE CREDENTIALS? COOKIE DSN _PASS _PWD _KEY APIKEY _AUTH"
 )
@@ -119,11 +118,6 @@ _HEX_KEY = re.compile(r"\b[0-9a-f]{40}\b")
 """W&B's keys look like this, and so do git's commits."""
 
 _COMMIT = re.compile(r"(?i)commit|revision|sha|snapshots/|refs|git|@$")
-
-
-def is_secret_variable(name: str) -> bool:
-    """Whether an environment variable of this name holds a secret, beyond doubt."""
-    return _SECRET_VARIABLE.search(name) is not None
 
 
 def may_be_secret(name: str) -> bool:

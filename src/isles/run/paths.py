@@ -108,6 +108,9 @@ class RunDir:
     """Join line of the hub; a secret, mode 0600."""
     outer = _Entry("outer")
     """Who this cluster is among others, and files on their way to and from them."""
+    tunnel_line = _Entry("outer", "spool", "hivemind", "line")
+    """Engine hivemind: a join line for this machine, whose way to the hub rank 0 holds open; a
+    secret, mode 0600."""
     summary = _Entry("summary.json")
     """Final figures."""
     loss_plot = _Entry("loss.png")

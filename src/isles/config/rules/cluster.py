@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -14,7 +15,9 @@ from isles.config.sections.cluster import (
     SshLauncherConfig,
 )
 from isles.config.sections.run import RunConfig
-from isles.facts.secrets import is_secret_variable
+
+_SECRET = re.compile(r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY)$")
+"""Names of environment variables that hold a secret, beyond doubt."""
 
 
 def cluster_rules(config: RunConfig) -> Iterator[Issue]:
@@ -58,7 +61,7 @@ def _environment_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
             f"python {environment.python} is run as it is written, and ~ is no folder",
             "write its whole path, or name the folder of its environment as venv",
         )
-    for name in filter(is_secret_variable, environment.variables):
+    for name in filter(_SECRET.search, environment.variables):
         yield Issue(
             (f"{key}.environment.variables",),
             f"{name} looks like a secret, and this file is copied into records and command lines",

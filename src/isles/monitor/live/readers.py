@@ -87,8 +87,8 @@ class Joined:
 
     error, is_ready = "", True
 
-    def __init__(self, run_dir: RunDir) -> None:
-        self._run_dir, self._reader = run_dir, RunReader(run_dir)
+    def __init__(self, run_dir: RunDir, line: Path) -> None:
+        self._line, self._reader = line, RunReader(run_dir)
         self._view = SeveralView(run_dir.name, str(run_dir.path), {self._reader.cluster: ""})
 
     def look(self) -> Snapshot | None:
@@ -97,7 +97,7 @@ class Joined:
         if own.run.state != "running":
             return own
         try:
-            answer = ask(JoinLine.read(self._run_dir.join_line))
+            answer = ask(JoinLine.read(self._line))
         except UserError as error:
             answer = HubAnswer(error=error.what)
         return self._view.snapshot({self._reader.cluster: own}, {}, answer)
@@ -304,8 +304,9 @@ def reader_of(found: Found, every_s: float, *, is_own: bool) -> Reader:
         case RunDir():
             parent = list_multi_cluster(found.path.parent)
             has_parent = owner_of(parent, found.path.absolute()) is not None
-            alone = is_own or has_parent or not found.join_line.exists()
-            return Here(found) if alone else Joined(found)
+            lines = [line for line in (found.join_line, found.tunnel_line) if line.exists()]
+            alone = is_own or has_parent or not lines
+            return Here(found) if alone else Joined(found, lines[0])
         case RemoteRun():
             owner = owner_of(list_multi_cluster(Path(found.folder)), found.path, found.ssh)
             return There(found, every_s, is_own=is_own or owner is not None)
