@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
 from isles.config.files import find_shape
 from isles.config.interop.deepspeed import deepspeed_settings, stage_of
@@ -17,6 +17,7 @@ from isles.config.sections.strategy import (
     DeepSpeedStrategyConfig,
     FSDPStrategyConfig,
     MeshSection,
+    PipelineSchedule,
 )
 from isles.errors import UserError
 from isles.facts.memory.architecture import Architecture, UnknownShapeError
@@ -65,6 +66,7 @@ def setting_of(config: RunConfig, layout: Layout, *, rows: int, micro_batches: i
     """
     training, adapter = config.training, config.adapter
     per_sample = 2 if training.method == "dpo" else 1
+    method = config.strategy.cp_method if isinstance(config.strategy, MeshSection) else ""
     length = config.data.seq_length
     targets = None
     if adapter.target_modules != "all-linear":
@@ -78,6 +80,8 @@ def setting_of(config: RunConfig, layout: Layout, *, rows: int, micro_batches: i
         rows=rows * per_sample,
         length=-(-length // layout.cp),
         seen=length,
+        gathers_keys=layout.cp > 1 and method == "allgather",
+        swaps_heads=layout.cp > 1 and method == "ulysses",
         checkpointing=training.gradient_checkpointing,
         accumulates=micro_batches > 1,
         is_chunked=layout.pp == 1,
@@ -95,31 +99,35 @@ def holding_of(
 ) -> Holding:
     """How a rank holds the model under a resolved strategy."""
     shards = layout.dp_shard * layout.cp
-    in_flight = 1
-    if layout.pp > 1 and isinstance(strategy, MeshSection):
-        is_all = strategy.pp_schedule == "gpipe"
-        in_flight = micro_batches if is_all else min(micro_batches, layout.pp)
     grid: dict[str, Any] = {
         "tensor": layout.tp,
-        "pipeline": layout.pp,
-        "in_flight": in_flight,
         "cuts_ends": not model.is_tied and model.vocab % layout.tp == 0,
     }
+    if layout.pp > 1 and isinstance(strategy, MeshSection):
+        grid |= _pipeline(strategy.pp_schedule, layout.pp, micro_batches)
     match strategy:
         case AutoStrategy():
             raise AssertionError("a strategy is chosen first")
         case DDPStrategyConfig() if layout.tp == layout.pp == 1:
-            return Holding(keeps_gradients=layout.world_size > 1)
+            return Holding(keeps_gradients=layout.world_size > 1, savers=layout.world_size)
         case DDPStrategyConfig():
             # FSDP2 with shards of one rank.
-            return Holding(gathers="all", casts_whole=True, **grid)
+            return Holding(gathers="all", casts_whole=True, gradient_width=4, **grid)
         case FSDPStrategyConfig():
             reduces_each = strategy.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+            gathers: Literal["blocks", "backward", "all"] = "blocks" if reduces_each else "all"
+            if layout.pp > 1:
+                # Gradients travel after the last micro-batch, and weights stay once gathered.
+                one_each = strategy.pp_schedule in ("1f1b", "gpipe")
+                gathers = "backward" if reduces_each and one_each else "all"
             return Holding(
                 weights=shards,
-                gradients=shards if reduces_each else 1,
+                gradients=shards if gathers == "blocks" else 1,
+                gradient_width=0
+                if gathers == "blocks"
+                else 4 - 2 * (strategy.reduce_dtype != "fp32"),
                 state=shards,
-                gathers="blocks" if reduces_each and layout.pp == 1 else "all",
+                gathers=gathers,
                 casts_whole=True,
                 offloads_weights=strategy.cpu_offload,
                 offloads_state=strategy.cpu_offload,
@@ -145,6 +153,35 @@ def holding_of(
             )
         case _:
             assert_never(strategy)
+
+
+def _pipeline(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> dict[str, Any]:
+    # What each schedule of torch keeps: see `torch.distributed.pipelining.schedules`.
+    stages, in_flight = 1, (min(micro_batches, ranks), 1)
+    match schedule:
+        case "gpipe":
+            in_flight = (micro_batches, micro_batches)
+        case "1f1b" if micro_batches < ranks:
+            in_flight = (micro_batches, micro_batches)
+        case "1f1b":
+            pass
+        case "interleaved-1f1b":
+            stages, rounds = 2, max(1, micro_batches // ranks)
+            last = micro_batches // rounds + 1
+            in_flight = (last + 2 * (ranks - 1), last)
+        case "zbv":
+            # All ranks have as many on their way, and one whose weights' gradients are to come.
+            stages, in_flight = 2, (2 * ranks + 1, 2 * ranks + 1)
+        case _:
+            assert_never(schedule)
+    most = stages * micro_batches
+    return {
+        "pipeline": ranks,
+        "stages": stages,
+        "returns": schedule == "zbv",
+        "in_flight": (min(in_flight[0], most), min(in_flight[1], most)),
+        "micro_batches": micro_batches,
+    }
 
 
 _BUCKETS = {
@@ -181,9 +218,12 @@ def checkpoint_sizes(model: Architecture, config: RunConfig) -> Sizes:
     """What a run's checkpoints, export and gradients weigh."""
     setting = setting_of(config, Layout(1, 1, 1, 1, 1), rows=1, micro_batches=1)
     count, width = Count(model, setting, Holding()), setting.trained_width
-    weights = count.trained * width
-    state = state_bytes(count.trained_blocks, count.trained_ends, width, setting.optimizer)
-    return Sizes(count.trained, int(weights + state), weights, weights)
+    weights, short = count.trained * width, model.layers * count.block.short_params
+    state = state_bytes(
+        count.trained_blocks, count.trained_ends, width, setting.optimizer, short=short
+    )
+    one = weights + count.saved_twice * width + state
+    return Sizes(count.trained, int(one), weights, weights)
 
 
 def step_memory(

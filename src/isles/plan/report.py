@@ -2,22 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from isles.config.files import BUILT_IN, named_files
 from isles.config.load import Loaded
+from isles.config.memory import checkpoint_sizes
 from isles.config.sections.run import RunConfig
+from isles.config.sections.training import length_in_steps
 from isles.errors import UserError
 from isles.facts.memory.step import Moment
-from isles.plan.host import Data, Store, data_of, stores
-from isles.plan.ladder import Rung, climb
 from isles.plan.links import OuterPlan, outer_plan
 from isles.plan.machines import Link, Machines, summary
+from isles.plan.measured import Measured, find_measured
 from isles.plan.model import ModelFacts
 from isles.plan.roofline import ASSUMPTIONS
 from isles.plan.step import Job, Outcome, RankPlan, alone, outcome, with_values
-from isles.plan.strategies import Candidate, compare, name_of
+from isles.plan.ways import Candidate, Rung, climb, compare, name_of
+
+PROCESS_BYTES = 2.5 * 2**30
+"""Of a rank: Python, torch and its libraries. A guess."""
+
+_TEXTS = (".txt", ".text", ".md", ".rst", ".py", ".jsonl", ".json", ".ndjson", ".csv", ".tsv")
+_BYTES_PER_TOKEN = 4
+"""Of text, as tokenizers of 32 thousand tokens and more cut English. A guess."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Bytes for one purpose."""
+
+    name: str
+    size_bytes: float
+    is_guess: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Main memory, or the disk, of one host; `has_bytes` None: not known."""
+
+    host: str
+    what: str
+    items: tuple[Item, ...]
+    has_bytes: float | None
+
+    @property
+    def needed_bytes(self) -> float:
+        return sum(item.size_bytes for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What is known of the data before it is prepared.
+
+    Args:
+        tokens: of all sources; None: not known.
+        steps: length of the run; None: not known, or a time.
+    """
+
+    tokens: float | None
+    steps: int | None
+    is_guess: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +76,11 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast one cluster trains.
+    """How fast one cluster trains: by what an earlier run showed, else by a guess.
 
     Args:
+        step_s: seconds of a step.
+        measured: the earlier run; None: there is none, and all is a guess.
         mfu: model FLOPs over the table's; None: a card is not in it.
         left_s: seconds to the end, with averaging; None: the length is not known in steps.
         even_s, alone_s: seconds of a step with even rows, and on the fastest card alone; None: not
@@ -41,6 +89,8 @@ class Speed:
         watts: of all cards, at their limit.
     """
 
+    step_s: float
+    measured: Measured | None
     tokens_per_s: float
     mfu: float | None
     left_s: float | None
@@ -112,7 +162,7 @@ def make_plan(
     price: Price,
 ) -> Plan:
     """The plan of a run file on machines; without a model, what can be said all the same."""
-    config, data = loaded.config, data_of(loaded.config)
+    config, data = loaded.config, _data_of(loaded.config)
     if isinstance(model, UserError):
         return Plan(loaded, tuple(machines), None, model, data, (), None, price)
     jobs = [
@@ -120,7 +170,9 @@ def make_plan(
         for index, own in enumerate(machines)
     ]
     owns = [outcome(job) for job in jobs]
-    steps = [own.time.total_s if own.time else None for own in owns]
+    seen = [find_measured(job, own) for job, own in zip(jobs, owns, strict=True)]
+    owns = [_as_seen(*each) for each in zip(owns, seen, strict=True)]
+    steps = [_step_s(*each) for each in zip(jobs, owns, seen, strict=True)]
     outer = None
     if config.diloco is not None:
         outer = outer_plan(config.diloco, model.trained, machines, hub, steps)
@@ -130,23 +182,43 @@ def make_plan(
             own=own,
             ladder=tuple(climb(job, own)) if not own.refused else (),
             strategies=tuple(compare(job, own)) if not own.refused else (),
-            stores=tuple(stores(job, own, model, data)),
-            speed=_speed(job, own, model, data, outer),
+            stores=tuple(_stores(job, own, model, data)),
+            speed=_speed(job, own, model, data, outer, measured),
         )
-        for job, own in zip(jobs, owns, strict=True)
+        for job, own, measured in zip(jobs, owns, seen, strict=True)
     )
     return Plan(loaded, tuple(machines), model, None, data, clusters, outer, price)
 
 
+def _as_seen(own: Outcome, measured: Measured | None) -> Outcome:
+    # On a CPU what was measured is the whole process.
+    if measured is None or not own.tightest.device.is_cuda:
+        return own
+    return replace(own, seen_bytes=measured.memory_bytes)
+
+
+def _step_s(job: Job, own: Outcome, measured: Measured | None) -> float | None:
+    if measured is not None:
+        return measured.of_rows(job.config.training.global_batch_size)
+    return _seconds(own)
+
+
 def _speed(
-    job: Job, own: Outcome, model: ModelFacts, data: Data, outer: OuterPlan | None
+    job: Job,
+    own: Outcome,
+    model: ModelFacts,
+    data: Data,
+    outer: OuterPlan | None,
+    measured: Measured | None,
 ) -> Speed | None:
-    if own.time is None:
+    step_s, guess_s = _step_s(job, own, measured), _seconds(own)
+    if step_s is None:
         return None
     config, devices = job.config, job.machines.devices
-    step_s = own.time.total_s
     rows = config.training.global_batch_size * (2 if job.is_dpo else 1)
     tokens_per_s = rows * config.data.seq_length / step_s
+    if measured is not None:
+        tokens_per_s = measured.tokens_per_s
     table = [device.gpu.bf16_flops if device.gpu else 0.0 for device in devices]
     mfu = tokens_per_s * model.flops_per_token / sum(table) if all(table) else None
     left_s = None if data.steps is None else data.steps * step_s
@@ -159,13 +231,15 @@ def _speed(
     single = outcome(alone(job, fastest)) if len(devices) > 1 else None
     watts = [device.gpu.watts if device.gpu else 0.0 for device in devices]
     return Speed(
+        step_s=step_s,
+        measured=measured,
         tokens_per_s=tokens_per_s,
         mfu=mfu,
         left_s=left_s,
         even_s=even if len(devices) > 1 else None,
         alone_s=_seconds(single) if single is not None and single.fits else None,
         fastest=devices[fastest].name,
-        gains=dict(_gains(job, step_s)),
+        gains=dict(_gains(job, guess_s)) if guess_s else {},
         watts=sum(watts) if all(watts) else None,
     )
 
@@ -196,6 +270,72 @@ def _gains(job: Job, step_s: float) -> list[tuple[str, float]]:
 
 def _seconds(found: Outcome) -> float | None:
     return found.time.total_s if found.time else None
+
+
+def _data_of(config: RunConfig) -> Data:
+    """Tokens by the size of local files, and the length of the run that follows."""
+    tokens = _tokens(config)
+    samples = None if tokens is None else max(1, int(tokens / config.data.seq_length))
+    steps = length_in_steps(config.training, samples)
+    return Data(tokens, steps, config.training.max_steps is None)
+
+
+def _tokens(config: RunConfig) -> float | None:
+    total = 0.0
+    for source in config.data.sources:
+        if source.path is None or source.path in BUILT_IN:
+            return None
+        files = named_files(source.path)
+        if not files or any(file.suffix not in _TEXTS for file in files):
+            return None
+        total += sum(file.stat().st_size for file in files) / _BYTES_PER_TOKEN
+    return total
+
+
+def _stores(job: Job, own: Outcome, model: ModelFacts, data: Data) -> list[Store]:
+    """Main memory of each host, and the disk of the first, which keeps the run directory."""
+    found = []
+    rank = 0
+    for host in job.machines.hosts:
+        count = len(host.devices)
+        items = tuple(_in_memory(job, own, model, rank, count))
+        found.append(Store(host.name, "main memory", items, host.memory_bytes))
+        rank += count
+    first = job.machines.hosts[0]
+    items = tuple(_on_disk(job, model, data))
+    return [*found, Store(first.name, "disk", items, first.disk_free_bytes)]
+
+
+def _in_memory(job: Job, own: Outcome, model: ModelFacts, rank: int, count: int) -> Iterator[Item]:
+    yield Item("processes", count * PROCESS_BYTES, is_guess=True)
+    offloaded = sum(each.memory.host for each in own.ranks[rank : rank + count])
+    if offloaded:
+        yield Item("offloaded", offloaded)
+    if own.ranks:
+        saved = sum(each.memory.saved for each in own.ranks[rank : rank + count])
+        yield Item("a checkpoint being written", saved)
+    diloco = job.config.diloco
+    if diloco is not None:
+        # Outer parameters, momentum and what encodings left out, in fp32, cut over the ranks.
+        width = 4 + 4 * bool(diloco.momentum)
+        width += 4 * (diloco.codec_config.kind in ("int8", "int4", "topk"))
+        share = count / len(job.machines.devices)
+        yield Item(f"outer parameters ({width} bytes each)", model.trained * width * share)
+
+
+def _on_disk(job: Job, model: ModelFacts, data: Data) -> Iterator[Item]:
+    config = job.config
+    sizes = checkpoint_sizes(job.model, config)
+    kept, number = config.checkpoint.keep, config.checkpoint.keep + 1
+    yield Item(f"{number} checkpoints ({kept} and one on its way)", sizes.one * number)
+    if config.checkpoint.export_on_finish:
+        merged = config.checkpoint.merge_adapter and config.adapter.type != "none"
+        yield Item("export", model.params * 2 if merged else sizes.export)
+    if data.tokens is not None and not config.data.streaming:
+        wide = 2 if job.model.vocab <= 1 << 16 else 4
+        yield Item("prepared tokens", data.tokens * wide, is_guess=True)
+    if config.model.init == "pretrained" and model.is_on_hub:
+        yield Item("weights to download (16 bits)", model.params * 2, is_guess=True)
 
 
 def record(plan: Plan) -> dict[str, Any]:

@@ -120,6 +120,8 @@ class Outcome:
     Args:
         refused: why isles does not take it; empty: it does. Then there are no ranks.
         time: None where the speed of a card is not known.
+        seen_bytes: the most that an earlier run of the same had on one of the same cards, which it
+            has fitted; None: none is known.
     """
 
     config: RunConfig
@@ -128,12 +130,15 @@ class Outcome:
     ranks: tuple[RankPlan, ...] = ()
     time: StepTime | None = None
     refused: str = ""
+    seen_bytes: float | None = None
 
     @property
     def fits(self) -> bool | None:
         """Whether every rank fits; None: not known."""
         if self.refused:
             return False
+        if self.seen_bytes is not None:
+            return True
         answers = [rank.fits for rank in self.ranks]
         return False if False in answers else None if None in answers else True
 
@@ -213,7 +218,7 @@ class _Step:
         self._job, self._config, self._strategy, self._layout = job, config, strategy, layout
         self._devices = job.machines.devices
         self._hosts = [host.name for host in job.machines.hosts for _ in host.devices]
-        self._memories: dict[tuple[int, bool], Memory] = {}
+        self._memories: dict[tuple[int, int], Memory] = {}
         self._is_narrow = config.training.precision != "32-true"
         self._in_step = not (isinstance(strategy, DDPStrategyConfig) and layout.pp == 1)
 
@@ -234,8 +239,8 @@ class _Step:
                 device=device,
                 rows=rows[rank],
                 micro_batch=micro[rank],
-                memory=self._memory(micro[rank], accumulates=steps[rank] > 1),
-                least=self._least(micro[rank], accumulates=rows[rank] > 1),
+                memory=self._memory(micro[rank], steps[rank]),
+                least=self._least(micro[rank], rows[rank]),
                 limit_bytes=limit_of(device),
                 context_bytes=self._context(device),
                 busy_s=busy[rank],
@@ -258,10 +263,11 @@ class _Step:
         # The work of all ranks that share the model, which `roofline.py` divides.
         return Count(model, setting, replace(holding, tensor=1))
 
-    def _memory(self, rows: int, *, accumulates: bool) -> Memory:
-        key = (rows, accumulates)
+    def _memory(self, rows: int, steps: int) -> Memory:
+        # Without a pipeline all that counts is whether there are several micro-batches.
+        steps = steps if self._layout.pp > 1 else min(steps, 2)
+        key = (rows, steps)
         if key not in self._memories:
-            steps = max(2, self._layout.pp) if accumulates else 1
             self._memories[key] = step_memory(
                 self._job.model,
                 self._config,
@@ -311,21 +317,21 @@ class _Step:
         # As many rows in each as there is need for.
         return -(-rows // -(-rows // most))
 
-    def _least(self, micro: int, *, accumulates: bool) -> Memory:
+    def _least(self, micro: int, rows: int) -> Memory:
         if self._config.training.micro_batch_size == "auto":
-            return self._memory(1, accumulates=accumulates)
-        return self._memory(micro, accumulates=accumulates)
+            micro = 1
+        return self._memory(micro, max(1, -(-rows // micro)))
 
     def _largest(self, rows: int, limit: float | None) -> int:
         # Most rows that fit on a device; 1 where none do, or where its memory is not known.
         if limit is None:
             return 1
-        if self._memory(rows, accumulates=False).peak.total <= limit:
+        if self._memory(rows, 1).peak.total <= limit:
             return rows
         low, high = 1, rows
         while high - low > 1:
             middle = (low + high) // 2
-            if self._memory(middle, accumulates=True).peak.total <= limit:
+            if self._memory(middle, max(2, -(-rows // middle))).peak.total <= limit:
                 low = middle
             else:
                 high = middle

@@ -298,24 +298,29 @@ class Architecture:
         """One block of the model; `length`: tokens that a token sees."""
         walk.params += self.other_params
         walk.active_params += self.other_params
+
+        def mlp(x: Value, held: Value) -> Value:
+            walk.held = (x, held)
+            return self._mlp(walk, x)
+
         match self.kind.order:
             case "pre":
                 x = walk.add(x, self._attention(walk, self._norm(walk, x), length))
-                return walk.add(x, self._mlp(walk, self._norm(walk, x)))
+                return walk.add(x, mlp(self._norm(walk, x), x))
             case "post":
                 x = walk.add(x, self._norm(walk, self._attention(walk, x, length)))
-                return walk.add(x, self._norm(walk, self._mlp(walk, x)))
+                return walk.add(x, self._norm(walk, mlp(x, x)))
             case "both":
                 inner = self._attention(walk, self._norm(walk, x), length)
                 x = walk.add(x, self._norm(walk, inner))
-                return walk.add(x, self._norm(walk, self._mlp(walk, self._norm(walk, x))))
+                return walk.add(x, self._norm(walk, mlp(self._norm(walk, x), x)))
             case "parallel":
                 normed = self._norm(walk, x)
                 attended = self._attention(walk, normed, length)
-                return walk.add(x, walk.add(attended, self._mlp(walk, normed)))
+                return walk.add(x, walk.add(attended, mlp(normed, attended)))
             case "parallel_two":
                 attended = self._attention(walk, self._norm(walk, x), length)
-                return walk.add(x, walk.add(attended, self._mlp(walk, self._norm(walk, x))))
+                return walk.add(x, walk.add(attended, mlp(self._norm(walk, x), attended)))
 
     def end(self, walk: Forward, x: Value) -> Value:
         """The last norm; the head is the loss' (`memory.py`)."""

@@ -14,6 +14,9 @@ _storages = itertools.count()
 
 FP32 = 4
 
+SHORT = 32
+"""Numbers of a row below which moments stay in fp32 under AdamW in 8 bits."""
+
 _COLUMNS = ("qkv_proj", "q_proj", "k_proj", "v_proj", "gate_up_proj", "gate_proj", "up_proj")
 """Matrices of which tensor parallel cuts what comes out; of all other ones in a block, what goes
 in."""
@@ -77,10 +80,12 @@ class Forward:
         is_trained: whether weights get gradients, beside those of an adapter.
         adapter: beside the matrices.
         is_cuda: autocast's rules of a GPU: powers and norms are computed in fp32.
+        shares: ranks that gather the keys and values of all tokens; 1: there are none.
+        swaps_heads: ranks exchange heads for tokens around attention.
         repeats_keys: each query head has keys and values of its own, as the kernel for documents of
             different lengths wants it.
         tensor: ranks over which the matrices of blocks are cut; everything is then one rank's.
-        is_4bit: frozen matrices are bitsandbytes', which keep what goes in, needed or not.
+        is_4bit: frozen matrices are bitsandbytes', made wide for each product.
     """
 
     def __init__(
@@ -92,15 +97,20 @@ class Forward:
         adapter: Adapter | None = None,
         is_cuda: bool = True,
         repeats_keys: bool = False,
+        shares: int = 1,
+        swaps_heads: bool = False,
         tensor: int = 1,
         is_4bit: bool = False,
     ) -> None:
         self.weight, self.autocast, self.is_cuda = weight, autocast, is_cuda
         self.repeats_keys, self.tensor, self.is_4bit = repeats_keys, tensor, is_4bit
+        self.shares, self.swaps_heads = shares, swaps_heads
         self.is_trained, self.adapter = is_trained, adapter
         self.params = 0
         """Numbers of the model's own weights."""
         self.adapter_params = 0
+        self.short_params = 0
+        """Of an adapter, those in rows below `SHORT` numbers."""
         self.active_params = 0
         """Of its weights, those that a token meets."""
         self.copy_bytes = 0
@@ -111,6 +121,10 @@ class Forward:
         """FLOPs of attention, forward, of all tokens; causal, so half of a full one's."""
         self.widest_bytes = 0
         """The largest tensor: a gradient of its size is there on the way back."""
+        self.high_bytes: float = 0.0
+        """The most that is there at once: what is kept so far, and what an operation works on."""
+        self.held: tuple[Value, ...] = ()
+        """Tensors that the model's code holds meanwhile, whether autograd keeps them or not."""
         self._saved: dict[int, Value] = {}
         self._products: dict[int, Value] = {}
 
@@ -134,6 +148,12 @@ class Forward:
             known = self._saved.get(value.storage)
             if known is None or known.size_bytes < value.size_bytes:
                 self._saved[value.storage] = value
+
+    def works_on(self, *values: Value, more_bytes: float = 0.0) -> None:
+        """An operation has these tensors at once, and some memory that only it uses."""
+        alive = {value.storage: value for value in (*self.held, *values) if not self.keeps(value)}
+        size = self.saved_bytes + sum(value.size_bytes for value in alive.values()) + more_bytes
+        self.high_bytes = max(self.high_bytes, size)
 
     def made(self, value: Value) -> Value:
         """A new tensor has been made."""
@@ -160,30 +180,36 @@ class Forward:
         self.active_params += own
         self.products += 2 * x.tokens * numbers
         given = self.cast(x, self.autocast)
-        if self.is_trained or self.is_4bit:
+        if self.is_trained:
             self.save(given)
         if self.autocast is not None and self.autocast != self.weight:
             self.copy_bytes += own * self.autocast
         y = self.made(Value(x.tokens, units, given.width, x.needs_grad or self.is_trained))
         self._products[y.storage] = y
+        wide = numbers * (self.autocast or self.weight) if self.is_4bit else 0
+        self.works_on(x, given, y, more_bytes=wide)
         adapter = self.adapter
         if adapter is None or not (adapter.targets is None or name in adapter.targets):
             return y
         return self._adapted(x, y, adapter)
 
     def _adapted(self, x: Value, y: Value, adapter: Adapter) -> Value:
-        # peft: y + B(A(dropout(x in the adapter's type))) * scale
+        # peft: y + B(A(dropout(x in the adapter's type))) * scale; beside 4 bits a GPU's autocast
+        # finds the type.
         numbers = adapter.r * (x.units + y.units)
         self.adapter_params += numbers
+        self.short_params += adapter.r * y.units if adapter.r < SHORT else 0
         self.products += 2 * x.tokens * numbers
-        given = self.cast(x, adapter.width)
+        is_cast = not (self.is_4bit and self.autocast and self.is_cuda)
+        given = dropped = self.cast(x, adapter.width) if is_cast else x
         if adapter.has_dropout:
             self.save(Value(x.tokens, x.units, 1))
-            given = self.made(given.like())
-        narrow = self.cast(given, self.autocast)
+            dropped = self.made(given.like())
+        narrow = self.cast(dropped, self.autocast)
         inner = self.made(Value(x.tokens, adapter.r, narrow.width))
         self.save(narrow, inner)
         self._products[inner.storage] = inner
+        self.works_on(x, y, given, dropped)
         if self.autocast is not None and self.autocast != adapter.width:
             self.copy_bytes += numbers * self.autocast
         return self.made(Value(y.tokens, y.units, y.width))
@@ -247,7 +273,9 @@ class Forward:
     def multiply(self, a: Value, b: Value) -> Value:
         """Two tensors, number by number."""
         self.save(*([a] if b.needs_grad else []), *([b] if a.needs_grad else []))
-        return self.made(replace(a.like(width=max(a.width, b.width)), needs_grad=True))
+        product = self.made(replace(a.like(width=max(a.width, b.width)), needs_grad=True))
+        self.works_on(product)
+        return product
 
     def add(self, a: Value, b: Value) -> Value:
         """A residual connection."""
@@ -268,9 +296,14 @@ class Forward:
         """
         if self.repeats_keys:
             k, v = (self.made(x.like(units=q.units)) if x.units != q.units else x for x in (k, v))
+        if self.shares > 1:
+            k, v = (self.made(replace(x.like(), tokens=x.tokens * self.shares)) for x in (k, v))
+            self.save(Value(length // self.shares, length, 1))  # which keys each token sees
+        elif self.swaps_heads:
+            q, k, v = (self.made(x.like()) for x in (q, k, v))
         q, k, v = (self.cast(x, self.autocast) for x in (q, k, v))
         out = self.made(q.like())
         self.save(q, k, v, out, Value(q.tokens, heads, FP32))
         self._products[out.storage] = out
         self.attention_flops += 2 * q.tokens * length * q.units
-        return out
+        return self.made(out.like()) if self.swaps_heads else out

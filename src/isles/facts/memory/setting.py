@@ -20,7 +20,8 @@ class Holding:
     Args:
         weights, gradients, state: over how many ranks each is cut.
         gathers: what a step gathers of cut weights: `nothing`, `modules` (one at a time), `blocks`
-            (two at a time), or `all` from the forward to the backward pass.
+            (two at a time), or `all`, from the forward to the backward pass, or (`backward`) from
+            the first backward pass on.
         casts_whole: 16-bit weights are made of fp32 ones as a whole, not by autocast.
         keeps_gradients: gradients have memory before the first backward pass (DDP's buckets).
         second_copy: fp32 weights beside 16-bit ones (DeepSpeed), cut as the state is.
@@ -29,15 +30,20 @@ class Holding:
         bucket_widths: bytes of a number of a bucket, of all its copies: in the forward pass, in the
             backward pass, and at its end.
         offloads_weights, offloads_state: they lie in main memory.
+        savers: ranks that divide what each of them holds alike when it is saved.
         tensor, pipeline: over how many ranks matrices, and blocks, are cut.
-        in_flight: micro-batches of which the first stage of a pipeline keeps activations.
+        stages: of a pipeline's rank; with two, each has half of its blocks.
+        returns: the first rank of a pipeline has its last stage too.
+        in_flight: how often the first and the last rank of a pipeline have gone forwards through
+            one of their stages, and not back yet, at most.
+        micro_batches: for each of which a pipeline has a buffer for what travels.
         cuts_ends: whether tensor parallel cuts embedding and head too.
     """
 
     weights: int = 1
     gradients: int = 1
     state: int = 1
-    gathers: Literal["nothing", "modules", "blocks", "all"] = "nothing"
+    gathers: Literal["nothing", "modules", "blocks", "backward", "all"] = "nothing"
     casts_whole: bool = False
     keeps_gradients: bool = False
     second_copy: bool = False
@@ -46,9 +52,13 @@ class Holding:
     bucket_widths: tuple[int, int, int] = (0, 0, 0)
     offloads_weights: bool = False
     offloads_state: bool = False
+    savers: int = 1
     tensor: int = 1
     pipeline: int = 1
-    in_flight: int = 1
+    stages: int = 1
+    returns: bool = False
+    in_flight: tuple[int, int] = (1, 1)
+    micro_batches: int = 0
     cuts_ends: bool = True
 
 
@@ -61,6 +71,8 @@ class Setting:
         rows: sequences of a micro-batch (of preferences, two for each pair).
         length: tokens of a row on this rank.
         seen: tokens of a row over all ranks that share it.
+        gathers_keys: ranks that share a row gather the keys and values of all of it, and mask them.
+        swaps_heads: they exchange heads for tokens around attention.
         accumulates: whether a step has several micro-batches: gradients are there from the second.
         is_chunked: whether the loss is computed in chunks, where the model lets it; else from
             whole logits.
@@ -79,6 +91,8 @@ class Setting:
     rows: int
     length: int
     seen: int = 0
+    gathers_keys: bool = False
+    swaps_heads: bool = False
     checkpointing: Checkpointing = "none"
     accumulates: bool = True
     is_chunked: bool = True
@@ -118,17 +132,20 @@ def usable_bytes(memory_bytes: float) -> int:
     return int(memory_bytes * _USABLE)
 
 
-def state_bytes(blocks: float, ends: float, width: float, optimizer: str) -> float:
+def state_bytes(
+    blocks: float, ends: float, width: float, optimizer: str, *, short: float = 0.0
+) -> float:
     """Optimizer state of trained weights.
 
     Args:
         blocks, ends: their numbers, in blocks and in embedding and head.
         width: bytes of a number of them.
+        short: numbers of them in rows that are too short for codes in 8 bits.
     """
     match optimizer:
         case "adamw_8bit":
-            # Two codes, and two fp32 scales for every 64 to 256 numbers, as rows are long.
-            return (blocks + ends) * (2 + 1 / 8)
+            # Two codes, and two fp32 scales for every 256 numbers of a row.
+            return (blocks + ends - short) * (2 + 1 / 32) + short * 2 * FP32
         case "sgd":
             return (blocks + ends) * width
         case "muon":

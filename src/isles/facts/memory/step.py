@@ -56,10 +56,13 @@ class Memory:
     Args:
         moments: in their order.
         host: bytes in main memory for what is offloaded.
+        saved: bytes in main memory of the copy from which a checkpoint is written, while training
+            goes on.
     """
 
     moments: tuple[Moment, ...]
     host: float = 0.0
+    saved: float = 0.0
 
     @property
     def peak(self) -> Moment:
@@ -75,10 +78,11 @@ class Memory:
 def memory_of(model: Architecture, setting: Setting, holding: Holding) -> Memory:
     """The memory of the fullest rank in a step; of a pipeline, of its first or its last stage."""
     count = Count(model, setting, holding)
-    stages = [_Stage(count, has_embedding=True, has_head=holding.pipeline == 1)]
-    if holding.pipeline > 1:
+    is_alone = holding.pipeline == 1 or holding.returns
+    stages = [_Stage(count, has_embedding=True, has_head=is_alone)]
+    if not is_alone:
         stages.append(_Stage(count, has_embedding=False, has_head=True))
-    found = [Memory(tuple(stage.moments()), stage.host()) for stage in stages]
+    found = [Memory(tuple(stage.moments()), stage.host(), stage.saved()) for stage in stages]
     return max(found, key=lambda memory: memory.peak.total)
 
 
@@ -102,7 +106,7 @@ class Count:
     def _walk(
         self, part: Callable[[Forward, Value], Value], x: Value | None = None
     ) -> tuple[Forward, Value]:
-        setting = self.setting
+        setting, seen = self.setting, self.setting.seen or self.setting.length
         adapter = None
         if not setting.is_whole:
             casts = self.holding.casts_whole and setting.is_mixed
@@ -118,6 +122,8 @@ class Count:
             adapter=adapter,
             is_cuda=setting.is_cuda,
             repeats_keys=setting.is_packed,
+            shares=seen // setting.length if setting.gathers_keys else 1,
+            swaps_heads=setting.swaps_heads,
             tensor=self.holding.tensor,
             is_4bit=bool(setting.block_bits),
         )
@@ -159,6 +165,11 @@ class Count:
             return 0
         return self.embedding.params + self.last.params + self.head_params
 
+    @property
+    def saved_twice(self) -> int:
+        """Numbers of a tied head, which a checkpoint has under both of its names."""
+        return self.model.head_params if self.model.is_tied and self.trained_ends else 0
+
 
 class _Stage:
     # What the rank of one stage of a pipeline holds; without one, the only stage there is.
@@ -176,7 +187,8 @@ class _Stage:
         if has_embedding:
             self._ends += count.embedding.params / ends
         if has_head:
-            own = count.model.head_params if not has_embedding else count.head_params
+            is_apart = not has_embedding or holding.returns
+            own = count.model.head_params if is_apart else count.head_params
             self._ends += own / ends + count.last.params
         whole = setting.is_whole
         self._block_trained = self._block if whole else float(count.block.adapter_params)
@@ -197,8 +209,11 @@ class _Stage:
         head = self._head()
         made, ends = self._activations(), self._end_activations()
         gathered = self._gathered()
-        # Gradients are there already where micro-batches came before.
+        # Gradients are there already where micro-batches came before. Where all go forwards first
+        # they come with the first that goes back, and what that has kept goes.
         before = gradients if holding.keeps_gradients or setting.accumulates else 0.0
+        if self._losses > 1:
+            before = max(0.0, gradients - made.kept / self._passes - head.earlier)
         yield Moment(
             "the loss, at the end of the forward pass",
             weights,
@@ -212,6 +227,19 @@ class _Stage:
         block_gradients = (self._ends_trained + self._block_trained) * width
         came = before or block_gradients / holding.gradients
         is_whole = setting.checkpointing == "none"
+        if not is_whole:
+            yield Moment(
+                "the last block is computed again",
+                weights,
+                state,
+                (0.0 if holding.offloads_weights else came) + backward,
+                gathered.backward,
+                made.kept
+                + made.again
+                + made.block_copies
+                + self._count.embedding.saved_bytes * self._has_embedding,
+                head.kept,
+            )
         yield Moment(
             "the backward pass of the last block",
             weights,
@@ -230,13 +258,19 @@ class _Stage:
             weights,
             state,
             gradients + backward,
-            gathered.backward,
+            gathered.first,
             made.first + made.gradients + self._count.embedding.saved_bytes * self._has_embedding,
         )
         if end:
             name = "the end of the backward pass, when gradients travel"
             yield Moment(name, weights, state, gradients + end)
         yield Moment("the optimizer's step", weights, state, gradients)
+        # Tensor by tensor into main memory; DeepSpeed's are made whole for it.
+        model = self._count.model
+        whole = max(self._count.embedding.params, model.widest_matrix, model.head_params)
+        gathered_whole = whole * FP32 if holding.second_copy else 0.0
+        kept = gradients if holding.keeps_gradients else 0.0
+        yield Moment("a checkpoint is copied", weights, state, kept, gathered_whole)
 
     def host(self) -> float:
         """Bytes in main memory."""
@@ -248,6 +282,16 @@ class _Stage:
         if holding.offloads_state:
             found += self._state_held()
         return found
+
+    def saved(self) -> float:
+        """Bytes of what this rank writes of a checkpoint: trained weights and their state."""
+        setting, holding = self._setting, self._holding
+        twice = self._count.saved_twice
+        if holding.second_copy:
+            # The fp32 weights are in it; collected in main memory, and copied there once more.
+            return 2 * (self._state_held() + twice * FP32 / holding.state)
+        weights = (self._trained + twice) * setting.trained_width / holding.weights
+        return (weights + self._state_held()) / holding.savers
 
     def _weights(self) -> float:
         return 0.0 if self._holding.offloads_weights else self._weights_held()
@@ -266,17 +310,17 @@ class _Stage:
         return 0.0 if self._holding.offloads_state else self._state_held()
 
     def _state_held(self) -> float:
-        setting, holding = self._setting, self._holding
-        blocks = self._layers * self._block_trained
-        state = state_bytes(blocks, self._ends_trained, setting.trained_width, setting.optimizer)
+        count, setting, holding = self._count, self._setting, self._holding
+        blocks, short = self._layers * self._block_trained, self._layers * count.block.short_params
+        width, optimizer = setting.trained_width, setting.optimizer
+        state = state_bytes(blocks, self._ends_trained, width, optimizer, short=short)
         if holding.second_copy:
             state += self._trained * FP32
         return state / holding.state
 
     def _activations(self) -> _Activations:
         # What the forward pass leaves, and what the backward pass of a block adds to it.
-        count, setting = self._count, self._setting
-        in_flight = self._holding.in_flight if self._has_embedding else 1
+        count, setting, holding = self._count, self._setting, self._holding
         whole = count.block.saved_bytes
         stream = count.hidden.size_bytes
         again = whole - (stream if count.keeps_input else 0)
@@ -285,6 +329,8 @@ class _Stage:
         if setting.block_bits:
             # One matrix in 16 bits at a time.
             gradients += count.model.widest_matrix / self._holding.tensor * setting.compute_width
+        high = count.block.high_bytes - (whole - again)
+        kept_input = setting.checkpointing != "none" or count.keeps_input
         match setting.checkpointing:
             case "none":
                 kept, recomputed, first = self._layers * whole, 0.0, whole
@@ -295,8 +341,13 @@ class _Stage:
                 kept = self._layers * (stream + products)
                 recomputed = max(0.0, again - products)
                 first = stream + again
+                high -= products
+        if holding.returns:
+            # Where a backward pass is cut in two, nothing is saved by computing again.
+            kept = self._layers * whole
         return _Activations(
-            kept=in_flight * kept,
+            again=high,
+            kept=self._passes * kept / holding.stages + self._travelling(kept_input),
             recomputed=recomputed,
             first=first,
             gradients=gradients,
@@ -304,18 +355,41 @@ class _Stage:
             block_copies=copies,
         )
 
+    @property
+    def _passes(self) -> int:
+        return self._holding.in_flight[0 if self._has_embedding else 1]
+
+    @property
+    def _losses(self) -> int:
+        # Micro-batches that have gone through the last stage, and not back.
+        return self._holding.in_flight[1] if self._holding.stages == 1 else 1
+
+    def _travelling(self, kept_input: bool) -> float:
+        # Between stages: buffers for what comes, of which blocks keep some, and what has gone out.
+        holding, stream = self._holding, self._count.hidden.size_bytes
+        if holding.pipeline == 1:
+            return 0.0
+        received = 2 * holding.stages - 1 - holding.returns
+        passes = self._passes / holding.stages
+        first = passes if self._has_embedding else 0.0
+        last = passes if self._has_head else 0.0
+        found = received * holding.micro_batches + holding.stages * passes - last
+        if kept_input:
+            found -= holding.stages * passes - first
+        return found * stream
+
     def _end_activations(self) -> float:
         found = 0.0
         if self._has_embedding:
             found += self._count.embedding.saved_bytes
         if self._has_head:
-            found += self._count.last.saved_bytes
+            found += self._losses * self._count.last.saved_bytes
         return found
 
     def _head(self) -> _Head:
         # The loss: whole logits, or chunks of them, and the gradients that it makes on its way.
         if not self._has_head:
-            return _Head(0.0, 0.0)
+            return _Head(0.0, 0.0, 0.0)
         setting, model, count = self._setting, self._count.model, self._count
         tensor = self._holding.tensor if self._holding.cuts_ends else 1
         tokens, width = setting.rows * setting.length, setting.compute_width
@@ -324,10 +398,15 @@ class _Stage:
             # Their logarithms in fp32, and the gradients of these and of what they are made of.
             # Tensor parallel gathers them.
             logits = tokens * model.vocab
+            # A pipeline keeps what a stage gives, and of earlier micro-batches the logarithms too.
+            earlier = logits * (width + FP32)
+            all_earlier = (self._losses - 1) * earlier
+            given = logits * width if self._holding.pipeline > 1 else 0
             narrow = model.head_params / tensor * width if width != count.width else 0
             # In fp32 the tanh's result is gone before its gradient is whole.
             capped = logits * width if model.caps_logits and width != FP32 else 0
-            return _Head(logits * 3 * FP32 + narrow + capped, logits * width + capped)
+            made = logits * 3 * FP32 + narrow + capped + given + all_earlier
+            return _Head(made, logits * width + capped + all_earlier, earlier)
         chunk = min(tokens, max(LEAST_CHUNK, CHUNK_LOGITS // model.vocab)) * model.vocab
         is_trained = setting.is_whole or setting.trains_ends
         # In fp32, and once more while their log-sum-exp is made.
@@ -343,35 +422,41 @@ class _Stage:
             narrow = model.head_params * width
         if width != count.hidden.width:
             narrow += tokens * model.hidden * width
-        return _Head(made + gradient + narrow + hidden, hidden)
+        return _Head(made + gradient + narrow + hidden, hidden, 0.0)
 
     def _gathered(self) -> _Gathered:
         # FSDP2 keeps the buffer of its last gathering, and until the last micro-batch is through
         # that of its last reduction, which is the embedding's.
         setting, holding, count = self._setting, self._holding, self._count
         if holding.gathers == "nothing":
-            return _Gathered(0.0, 0.0)
+            return _Gathered(0.0, 0.0, 0.0)
         width = setting.compute_width if holding.casts_whole else setting.trained_width
         cut = holding.tensor if holding.cuts_ends else 1
         embedding = count.embedding.params / cut if self._has_embedding else 0.0
         head = count.model.head_params / cut if self._has_head else 0.0
         if holding.gathers == "modules":
-            return _Gathered(head * width, max(embedding, head, self._block) * width)
+            # What autograd keeps of a matrix is whole, and goes with its block's activations.
+            kept = self._layers * self._block if setting.checkpointing == "none" else 0.0
+            one = max(embedding, head, self._block)
+            return _Gathered((kept + head) * width, (kept + one) * width, one * width)
         buffer = head * width
-        if holding.gathers == "all":
-            whole = (self._layers * self._block + self._ends) * width + buffer
-            return _Gathered(whole, whole)
+        if holding.gathers in ("all", "backward"):
+            whole = (self._layers * self._block + self._ends) * width
+            whole += buffer if holding.weights > 1 else 0.0
+            return _Gathered(whole if holding.gathers == "all" else 0.0, whole, whole)
         ends = max(embedding, head) * width
         reducing = 0.0
         if setting.accumulates and self._ends_trained:
             reducing = embedding * FP32
         # Two blocks of weights, the gradients of one, and what of it travels in fp32.
         reduced = self._block_trained * (width + FP32)
-        return _Gathered(ends + buffer + reducing, 2 * self._block * width + reduced + ends)
+        backward = 2 * self._block * width + reduced + ends
+        return _Gathered(ends + buffer + reducing, backward, backward)
 
 
 @dataclass(frozen=True, slots=True)
 class _Activations:
+    again: float
     kept: float
     recomputed: float
     first: float
@@ -384,9 +469,11 @@ class _Activations:
 class _Gathered:
     at_loss: float
     backward: float
+    first: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
     forward: float
     kept: float
+    earlier: float

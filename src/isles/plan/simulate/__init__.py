@@ -3,7 +3,7 @@
 `verb.py` is what `isles plan --simulate` does: `fleet.py` reads the fleet (or makes one of the run
 file's clusters), `setting.py` the run file; `engine.py` plays them by discrete events: `member.py`
 is a cluster, `line.py` a link that many share, `rounds.py` what the hub knows of outer steps.
-`result.py` holds what was counted, `show.py` prints it, `search.py` tries other settings,
+`result.py` holds what was counted, `search.py` tries other settings,
 `capacity.py` says what one hub carries. Open `engine.py` first.
 
 The protocol is that of `isles.outer`, which belongs to the other wing: its formulas and constants

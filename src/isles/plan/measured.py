@@ -1,0 +1,134 @@
+"""What an earlier run on the same cards showed: it goes before what is guessed.
+
+A run directory says all of it: resolved.yaml the settings, live.json of its last attempt the ranks'
+hosts, devices and micro-batches, metrics.jsonl seconds, tokens and memory of its steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from isles.config.resolve import load_resolved
+from isles.config.sections.run import RunConfig
+from isles.errors import UserError
+from isles.plan.machines import Device
+from isles.plan.step import Job, Outcome, RankPlan
+from isles.run.find import list_runs
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
+
+_LOOKED_AT = 50
+"""Runs, from the newest on."""
+
+_WARM = 2
+"""Recorded rows that are left out: kernels are chosen, files are read for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Steps of an earlier run with the same model, strategy, sequence length and cards.
+
+    Args:
+        at: when the last of them was over, seconds since the epoch.
+        step_s, tokens_per_s: medians of recorded steps; tokens without padding.
+        memory_bytes: the most on a card in any step; on a CPU of a whole process.
+        rows: of a step; where the plan has another number, seconds are in proportion.
+    """
+
+    run: str
+    at: float
+    first_step: int
+    last_step: int
+    step_s: float
+    tokens_per_s: float
+    memory_bytes: int | None
+    rows: int
+
+    def of_rows(self, rows: int) -> float:
+        """Seconds of a step of so many rows."""
+        return self.step_s * rows / self.rows
+
+
+def find_measured(job: Job, own: Outcome) -> Measured | None:
+    """The newest run in the run file's output_dir that did the same on the same cards."""
+    if own.refused:
+        return None
+    folder = Path(job.config.output_dir).expanduser()
+    runs = reversed(list_runs(folder)[-_LOOKED_AT:])
+    return next(filter(None, (_measured(run, job, own) for run in runs)), None)
+
+
+def _measured(run: RunDir, job: Job, own: Outcome) -> Measured | None:
+    attempt = run.last_attempt()
+    if attempt is None or not _is_alike(read_record(attempt.live) or {}, own):
+        return None
+    try:
+        config = load_resolved(run.resolved.read_text(encoding="utf-8")).config
+    except (OSError, UserError):  # of another version of isles
+        return None
+    if _settings(config) != _settings(job.config):
+        return None
+    every = [row for row in read_rows(run.metrics) if row.get("kind") == "train"]
+    rows = [row for row in every if row.get("step_time_s")][_WARM:]
+    if not rows:
+        return None
+    memory = [row["memory_bytes"] for row in rows if row.get("memory_bytes")]
+    return Measured(
+        run=run.name,
+        at=float(rows[-1]["at"]),
+        first_step=int(rows[0]["step"]),
+        last_step=int(rows[-1]["step"]),
+        step_s=statistics.median(row["step_time_s"] for row in rows),
+        tokens_per_s=statistics.median(row["tokens_per_second"] for row in rows),
+        memory_bytes=max(memory, default=None),
+        rows=config.training.global_batch_size,
+    )
+
+
+def _is_alike(live: dict[str, Any], own: Outcome) -> bool:
+    # The same cards on as many hosts, each with as many rows a micro-batch.
+    nodes = [node for _, node in sorted(live.get("nodes", {}).items(), key=lambda n: int(n[0]))]
+    counts = [len(list(ranks)) for _, ranks in groupby(own.ranks, lambda rank: rank.host)]
+    if [len(node["ranks"]) for node in nodes] != counts:
+        return False
+    planned = iter(own.ranks)
+    for node in nodes:
+        for _, ran in sorted(node["ranks"].items(), key=lambda rank: int(rank[0])):
+            rank = next(planned)
+            is_same = _is_same(ran.get("device", ""), node["name"], rank)
+            if not is_same or ran.get("micro_batch") != rank.micro_batch:
+                return False
+    return True
+
+
+def _is_same(name: str, host: str, rank: RankPlan) -> bool:
+    # A GPU by its name wherever it is; a processor is known by the machine that it is in.
+    device = rank.device
+    if not device.is_cuda:
+        return name == "CPU" and host == rank.host
+    other = Device.reported(name, None, None)
+    return other.gpu == device.gpu if device.gpu is not None else other.name == device.name
+
+
+_TRAINING = (
+    *("precision", "optimizer", "method", "gradient_checkpointing", "torch_compile"),
+    *("stochastic_rounding", "micro_batch_size"),
+)
+
+
+def _settings(config: RunConfig) -> dict[str, object]:
+    # All that the seconds of a step depend on, but for the number of its rows.
+    training, data = config.training.model_dump(), config.data
+    return {
+        "model": (config.model.name_or_path, config.model.attn_implementation),
+        "vocabulary": config.tokenizer.train_vocab_size,
+        "adapter": config.adapter,
+        "data": (data.seq_length, data.packing, data.isolate_documents),
+        "training": {name: training[name] for name in _TRAINING},
+        "strategy": config.strategy,
+        "balance": config.balance,
+    }
