@@ -242,9 +242,12 @@ def test_a_frozen_rank_is_named_with_its_host(lab: Lab) -> None:
     assert stacks[1].read_text().startswith("rank 1 on a2, step ")
     status = isles(lab, "status", "frozen-1", *FAR)
     assert "rank 2 on a3 has not been heard of for" in " ".join(status.split())
+    well = isles(lab, "status", "frozen-1", "--check", *FAR, expected=ExitCode.PREFLIGHT)
+    assert "rank 2 on a3" in " ".join(well.split())
     sh(lab, "a3", f"kill -CONT {pid}")
     went_on = attempt.hangs / f"step-{stall['step']}.json"
     until(lambda: (read_record(went_on) or {})["went_on_after_s"], "it goes on")
+    isles(lab, "status", "frozen-1", "--check", "--wait", "5m", *FAR)
 
     stall, pid = freeze(0)
     assert "rank 0 on a1 has not been heard of for" in stall["text"]
