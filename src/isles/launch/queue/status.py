@@ -10,9 +10,10 @@ from pathlib import Path
 
 from isles.errors import UserError
 from isles.facts.units import format_duration
-from isles.launch.queue.job import ASK_S, JobReport, QueueJob, Scheduler, resubmitted_id
+from isles.launch.queue.job import ASK_S, JobQueue, JobReport, QueueJob, resubmitted_id
 from isles.launch.queue.pbs import Pbs
 from isles.launch.queue.slurm import Slurm
+from isles.launch.ray.jobs import RayJobs
 from isles.launch.ssh.shell import on_all
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
@@ -29,12 +30,20 @@ Clock = Callable[[], float]
 def queue_job(run_dir: RunDir, attempt: Attempt, *, ask_s: float = ASK_S) -> QueueJob | None:
     """The job of an attempt, or that which it was submitted again as; None: no queue started it."""
     launch = read_record(attempt.launch) or {}
-    schedulers: dict[str, type[Scheduler]] = {"slurm": Slurm, "pbs": Pbs}
-    scheduler = schedulers.get(str(launch.get("launcher")))
-    if not launch.get("job_id") or scheduler is None:
+    if not launch.get("job_id"):
         return None
+    queue: JobQueue
+    match launch.get("launcher"):
+        case "slurm":
+            queue = Slurm(launch.get("bin_path"), ask_s=ask_s)
+        case "pbs":
+            queue = Pbs(launch.get("bin_path"), ask_s=ask_s)
+        case "ray":
+            queue = RayJobs(str(launch.get("address")), ask_s=ask_s)
+        case _:
+            return None
     job_id = resubmitted_id(attempt) or str(launch["job_id"])
-    return QueueJob(run_dir, attempt, job_id, scheduler(launch.get("bin_path"), ask_s=ask_s))
+    return QueueJob(run_dir, attempt, job_id, queue)
 
 
 def read_job(attempt: Attempt) -> JobReport | None:
