@@ -21,11 +21,13 @@ class RayLab:
 
     Args:
         resources: of each host, as options of `ray start`.
+        niceness: of Ray's workers; Ray's own 15 would let everything else here go first.
     """
 
-    def __init__(self, lab: Lab, resources: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, lab: Lab, resources: Mapping[str, Sequence[str]], niceness: int) -> None:
         self.lab = lab
         self._resources = resources
+        self._niceness = str(niceness)
         self._started: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, *hosts: str) -> None:
@@ -37,9 +39,7 @@ class RayLab:
                 how = ["--address=10.77.1.1:6379"]
                 until(lambda: self._answers(6379), "Ray's head is up")
             command = [RAY, "start", *how, at, *_SMALL, *self._resources[host]]
-            # Ray's workers are to find the same programs as the shell that has started them.
-            path = f"{Path(RAY).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
-            self._started[host] = self.lab.popen(host, command, PATH=path)
+            self._started[host] = self.lab.popen(host, command, RAY_worker_niceness=self._niceness)
             if host == "a1":
                 until(lambda: self._answers(8265), "Ray's dashboard is up")
 
@@ -62,11 +62,13 @@ class RayLab:
 
 
 @contextmanager
-def ray_cluster(lab: Lab, **resources: Sequence[str]) -> Iterator[RayLab]:
-    """Ray on these hosts, each with further options of `ray start`; a1 is the head."""
-    cluster = RayLab(lab, resources)
+def ray_cluster(
+    lab: Lab, resources: Mapping[str, Sequence[str]], *hosts: str, niceness: int = 0
+) -> Iterator[RayLab]:
+    """Ray on these hosts; the first is a1. `resources` as of `RayLab`, also of hosts to come."""
+    cluster = RayLab(lab, resources, niceness)
     try:
-        cluster.start(*resources)
+        cluster.start(*hosts)
         yield cluster
     finally:
         cluster.end()

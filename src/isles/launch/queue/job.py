@@ -202,6 +202,8 @@ class QueueJob:
 
     def write_outcome(self, report: JobReport) -> None:
         """Write the outcome of a job whose script was killed, unless the run has one."""
+        if self.attempt.outcome.exists():
+            return
         saved = newest_step(self.run_dir)
         kept = "nothing was saved" if saved is None else f"everything up to step {saved} is saved"
         code, is_stop = self.queue.exit_code(self.attempt, report)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from isles.errors import ExitCode, MissingDependencyError, PreflightError, UserError
 from isles.launch.queue.job import ASK_S, JobQueue, JobReport, JobState, QueueJob
+from isles.launch.ray.bundles import RayNode
 from isles.run.paths import Attempt
 from isles.run.records import write_text_atomic
 
@@ -49,7 +50,7 @@ class RayJobs(JobQueue):
         Raises:
             UserError: it does not answer, or the package ray is not here.
         """
-        jobs = cls(address)
+        jobs = cls(address, ask_s=SUBMIT_S)  # importing ray takes seconds of it
         jobs.address = str(jobs._ask(lambda client: client.get_address()))
         return jobs
 
@@ -71,6 +72,31 @@ class RayJobs(JobQueue):
             with suppress(Exception):  # it may have been taken: the error says enough
                 self._ask(lambda client: client.stop_job(job_id))
             raise
+
+    def nodes(self) -> list[RayNode]:
+        """The nodes that are alive. UserError: the cluster does not answer."""
+
+        def ask(_: Any) -> list[RayNode]:
+            from ray.util.state import list_nodes
+
+            found = list_nodes(
+                address=self.address, filters=[("state", "=", "ALIVE")], limit=10_000
+            )
+            return [RayNode(node.node_name, node.resources_total, node.labels) for node in found]
+
+        return self._ask(ask)
+
+    def versions(self) -> tuple[str, str]:
+        """Of Ray on the cluster, and of the package here."""
+
+        def ask(client: Any) -> tuple[str, str]:
+            import ray
+
+            return str(
+                client._do_request("GET", "/api/version").json()["ray_version"]
+            ), ray.__version__
+
+        return self._ask(ask)
 
     def look(self, attempt: Attempt, job_id: str) -> JobReport:
         try:

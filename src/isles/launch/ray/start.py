@@ -10,13 +10,12 @@ from __future__ import annotations
 import secrets
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
-from isles.config.sections.cluster import ClusterConfig, RayBundleConfig, RayLauncherConfig
+from isles.config.sections.cluster import ClusterConfig, RayLauncherConfig
 from isles.config.show import show
 from isles.launch.base import (
     Started,
@@ -27,6 +26,7 @@ from isles.launch.base import (
     resolve_checked,
 )
 from isles.launch.queue.submit import LostSubmission, in_workdir, refresh_last, submission
+from isles.launch.ray.bundles import amounts_text, bundles, ranks_of
 from isles.launch.ray.jobs import SUBMIT_S, RayJobs
 from isles.launch.remote.login import start_on_login
 from isles.launch.ssh.environment import python_of, setting_lines
@@ -52,7 +52,7 @@ def start_ray(loaded: Loaded, launcher: RayLauncherConfig, options: StartOptions
             command = _entrypoint(cluster, workdir, run_dir, next_attempt(run_dir), None)
             note = begun.note or f"this would be a new run: {run_dir.name}"
             wanted = "\n".join(
-                f"    node {n}: {_bundle_text(bundle)}" for n, bundle in enumerate(bundles(cluster))
+                f"    node {n}: {amounts_text(bundle)}" for n, bundle in enumerate(bundles(cluster))
             )
             return (
                 f"{show(resolved).rstrip()}\n\n{note}\nthe Ray cluster {launcher.address} would "
@@ -110,36 +110,6 @@ def resolve_for_ray(loaded: Loaded) -> Resolved:
     cluster = loaded.config.clusters[0]
     device: Literal["cuda", "cpu"] = "cpu" if cluster.device == "cpu" else "cuda"
     return resolve_checked(loaded, nproc=ranks_of(cluster), device=device)
-
-
-def ranks_of(cluster: ClusterConfig) -> tuple[int, ...]:
-    """The ranks of each node."""
-    assert isinstance(cluster.gpus_per_node, int), "a rule asks for it"
-    return tuple(bundle.gpus or cluster.gpus_per_node for bundle in _sections(cluster))
-
-
-def bundles(cluster: ClusterConfig) -> list[dict[str, float]]:
-    """The resources of each node, as Ray's placement groups take them."""
-    found = []
-    for bundle, ranks in zip(_sections(cluster), ranks_of(cluster), strict=True):
-        gpus = {} if cluster.device == "cpu" else {"GPU": float(ranks)}
-        found.append({**gpus, "CPU": float(ranks), **bundle.resources})
-    return found
-
-
-def label_selectors(cluster: ClusterConfig) -> list[dict[str, str]]:
-    """The labels that each node must have."""
-    return [dict(bundle.label_selector) for bundle in _sections(cluster)]
-
-
-def _sections(cluster: ClusterConfig) -> tuple[RayBundleConfig, ...]:
-    assert isinstance(cluster.launcher, RayLauncherConfig)
-    given = cluster.launcher.bundles or (RayBundleConfig(),)
-    return given if len(given) > 1 else given * cluster.max_nodes
-
-
-def _bundle_text(bundle: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
 
 
 def _entrypoint(
