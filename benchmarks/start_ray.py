@@ -5,8 +5,8 @@
 Needs root and `pip install 'isles[ray]'`: the hosts are network namespaces of this machine (see
 tests/lab), each a node of one Ray cluster and with its own sshd. Both ways train the run of
 start_ssh.py with the same agents, by `isles train` on the machine that has the key, and take turns:
-ray ssh ssh ray … Each pair's difference is one figure. `--niceness`: of Ray's workers, and so of the
-ranks; 0, as over ssh, unless given; Ray's own default is 15.
+ray ssh ssh ray … Each pair's difference is one figure. `--niceness`: of Ray's workers, and so of
+the ranks; 0, as over ssh, unless given; Ray's own default is 15.
 
 The last line is JSON, medians in seconds; overhead_s is that of the differences ray - ssh, and
 submit_s the time from the command to the driver's placement of the agents.

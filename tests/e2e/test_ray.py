@@ -193,7 +193,7 @@ def test_nodes_without_a_shared_disk_get_their_files_and_the_head_keeps_the_run(
 @pytest.mark.long
 def test_a_cluster_of_ray_and_one_over_ssh_train_one_model(lab: Lab, cluster: RayLab) -> None:
     shape = {"device": "cpu", "environment": {"variables": {"OMP_NUM_THREADS": "1"}}}
-    ray = {"kind": "ray", "address": ADDRESS}
+    ray = {"kind": "ray", "login": "a1"}
     write_run(
         lab,
         "two",

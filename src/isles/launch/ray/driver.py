@@ -1,6 +1,6 @@
 """The driver of a Ray job: places the agents of one attempt, and places those anew that are lost.
 
-    python -m isles.launch.ray.driver RUN_DIR --attempt N --workdir FOLDER
+    python -m isles.launch.ray.driver RUN_DIR --attempt N --begun-at T --workdir FOLDER
 
 The job's entrypoint starts it, on the head of the cluster. Ranks, restarts and stops are the
 coordinator's, a process beside this one; it outlives every node but the head.
@@ -260,12 +260,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m isles.launch.ray.driver")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--begun-at", type=float, required=True, help="names the attempt")
     parser.add_argument("--workdir", required=True)
     parser.add_argument("--resume-from")
     options = parser.parse_args()
     run_dir = RunDir(options.run_dir)
     attempt = run_dir.attempt(options.attempt)
-    if not attempt.launch.exists():
+    # This host may have a run of its own by this name.
+    if (read_record(attempt.launch) or {}).get("begun_at") != options.begun_at:
         host = os.uname().nodename
         sys.stderr.write(
             f"error: {host}, where Ray runs the job, does not see the run directory "
@@ -286,7 +288,7 @@ def main() -> int:
         return int(error.exit_code)
     except Exception as error:  # the edge of a process that nobody sees
         traceback.print_exc()
-        what = f"the driver of the Ray job failed: {type(error).__name__}: {str(error):.300}"
+        what = f"the driver of the Ray job failed: {type(error).__name__}: {error!s:.300}"
         fix = f"its traceback is in {attempt.agent_log}"
         end_failed(attempt, agent_error(what, fix, ExitCode.TRAINING, id="start.failed"))
         return int(ExitCode.TRAINING)

@@ -32,6 +32,7 @@ from isles.launch.remote.login import start_on_login
 from isles.launch.ssh.environment import python_of, setting_lines
 from isles.run.begin import begin_run, choose_run, new_attempt, write_launch
 from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record
 
 
 def start_ray(loaded: Loaded, launcher: RayLauncherConfig, options: StartOptions) -> Started | str:
@@ -121,7 +122,9 @@ def _entrypoint(
 ) -> str:
     # Whoever reaches the dashboard reads it: the token of the attempt stays in the run directory.
     words = [python_of(cluster.environment), "-m", "isles.launch.ray.driver", str(run_dir.path)]
-    words += ["--attempt", str(attempt.number), "--workdir", str(workdir)]
+    begun_at = (read_record(attempt.launch) or {}).get("begun_at", 0.0)
+    words += ["--attempt", str(attempt.number), "--begun-at", repr(begun_at)]
+    words += ["--workdir", str(workdir)]
     words += ["--resume-from", str(resume_from.absolute())] if resume_from else []
     lines = [*setting_lines(cluster, str(workdir)), f"exec {shlex.join(words)}"]
     return f"exec bash -c {shlex.quote(chr(10).join(lines))}"
