@@ -96,7 +96,10 @@ def test_unequal_nodes_train_save_and_stop_with_the_terminal_closed(
 @pytest.mark.long
 def test_weights_are_those_of_one_machine_also_after_a_stop(lab: Lab, cluster: RayLab) -> None:
     """Three ranks on unequal nodes, stopped and gone on with, beside one process."""
-    shape = {"checkpoint": {**SAVES, "export_on_finish": True}, "training": {"max_steps": 40}}
+    # Long steps: it must not be done before the stop arrives.
+    training = {"max_steps": 40, "global_batch_size": 240}
+    shape: dict[str, Any] = {"checkpoint": {**SAVES, "export_on_finish": True}}
+    shape |= {"training": training}
     far = write(lab, "far", launcher={"bundles": [BIG, {}]}, **shape)
     isles(lab, "train", "far.yaml", "--detach", host="a1")
     until(lambda: has_done(far.attempt(1), 5), "five steps")
