@@ -167,6 +167,10 @@ def test_nodes_that_never_come_are_named_and_a_wait_can_be_stopped(
     for word in ("node 1 needs CPU 1, tape 1", "a2 has CPU 2, big 1", "within 12s", "fix: "):
         assert word in text, text
     assert "waiting for nodes: Ray has no node for 1 of 2" in text, "the wait says for whom"
+    text = isles(lab, "check", "never.yaml", "--no-net", host="a1", expected=ExitCode.PREFLIGHT)
+    assert "queue.nodes" in text and "node 1 needs CPU 1, tape 1" in text, text
+    text = isles(lab, "plan", "never.yaml", host="a1")
+    assert "10.77.1.2" in text and "Ray has no node2" in text, text
     run_dir = write(lab, "wait", start_timeout="10m", **wanted)
     isles(lab, "train", "wait.yaml", "--detach", host="a1")
     until(lambda: "tape" in str(read_record(run_dir.status)), "the wait is shown")
@@ -212,5 +216,6 @@ def test_a_cluster_of_ray_and_one_over_ssh_train_one_model(lab: Lab, cluster: Ra
     runs = [RunDir(lab.shared / f"runs/two-{name}-1") for name in ("fleet", "home")]
     one, other = (list_checkpoints(run)[-1] for run in runs)
     assert one.step == other.step == 60, text
-    assert all(len(row["weights"]) == 2 for run in runs for row in outer_steps_of(run).values())
+    # One that starts earlier may take its first steps alone.
+    assert all(len(outer_steps_of(run)[2]["weights"]) == 2 for run in runs)
     assert_nothing_left(lab, ("ctl", *HOSTS))

@@ -96,9 +96,9 @@ def refresh(
         reason = f"{last.reason}; that was {age} ago: {error.what}"
         return replace(last, reason=reason, fix=error.fix)
     with suppress(OSError):  # in another user's directory it cannot be kept
-        write_record(attempt.job, asdict(report), durable=False)
-        if report.state == "ended":
+        if report.state == "ended":  # first: a follower that sees the end looks for the outcome
             job.write_outcome(report)
+        write_record(attempt.job, asdict(report), durable=False)
     return report
 
 

@@ -268,11 +268,14 @@ def main() -> int:
     attempt = run_dir.attempt(options.attempt)
     # This host may have a run of its own by this name.
     if (read_record(attempt.launch) or {}).get("begun_at") != options.begun_at:
-        host = os.uname().nodename
-        sys.stderr.write(
-            f"error: {host}, where Ray runs the job, does not see the run directory "
-            f"{run_dir.path}\n"
+        error = PreflightError(
+            f"{os.uname().nodename}, where Ray runs the job, does not see the run directory "
+            f"{run_dir.path}",
+            fix="set output_dir to a folder that it shares with the machine that submits; or "
+            "submit there, with clusters[0].launcher.login from afar",
+            id="files.output",
         )
+        sys.stderr.write(f"error: {error}\n")
         return int(ExitCode.PREFLIGHT)
     if (outcome := read_record(attempt.outcome)) is not None:
         return int(outcome["exit_code"])

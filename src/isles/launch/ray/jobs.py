@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -109,15 +110,15 @@ class RayJobs(JobQueue):
         word, message = str(info.status.value), str(info.message or "")
         state = _STATES.get(word, "ended")
         host = str(getattr(info, "driver_node_id", None) or "")
-        reason = message.splitlines()[0] if message else ""
+        reason, fix = message.partition("\n")[0], ""
         if state == "running":
             reason = f"its driver is on Ray node {host[:8]}" if host else "its driver runs"
         elif state == "pending":
             reason = "Ray starts its driver"
-        elif errors := [line for line in message.splitlines() if line.startswith("error: ")]:
-            reason = errors[-1].removeprefix("error: ")
+        elif found := re.search(r"^error: (.*)\n  fix: (.*)$", message, re.M):  # of the driver
+            reason, fix = found[1], found[2]
         code = getattr(info, "driver_exit_code", None)
-        return JobReport(state, reason, job_id, word if code is None else f"{word} {code}")
+        return JobReport(state, reason, job_id, word if code is None else f"{word} {code}", fix)
 
     def cancel(self, job: QueueJob, *options: str) -> None:
         try:
