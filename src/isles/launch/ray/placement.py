@@ -195,21 +195,23 @@ class Placement:
             mine, theirs = values.pop(one, None), values.pop(other, None)
             values |= {n: v for n, v in ((one, theirs), (other, mine)) if v is not None}
 
-    def answer(self, reference: Any, until_s: float | None = None) -> Any:
+    def answer(self, reference: Any, until_s: float | None = None, *, end_s: float = _END_S) -> Any:
         """What an actor's method returns; None: it has not, and it is over, or late.
 
         Args:
             until_s: longest wait, by time.monotonic(); None: there is none.
+            end_s: longest wait once it is over: the agents are ending.
 
         Raises:
             RayError: the actor is lost.
         """
         import ray
 
+        over_at: float | None = None
         while not ray.wait([reference], timeout=_LOOK_S * 5)[0]:
-            if self._is_over() and until_s is None:
-                until_s = time.monotonic() + _END_S  # the agents are ending
-            if until_s is not None and time.monotonic() > until_s:
+            now = time.monotonic()
+            over_at = over_at or (now if self._is_over() else None)
+            if (over_at is not None and now - over_at >= end_s) or (until_s and now > until_s):
                 return None
         return ray.get(reference)
 
@@ -243,7 +245,8 @@ class Placement:
         return kind.remote()
 
     def _meet(self, actor: Any, until_s: float | None = None) -> Placed | None:
-        facts = self.answer(actor.facts.remote(self._launch, self._begun_at), until_s)
+        facts = actor.facts.remote(self._launch, self._begun_at)
+        facts = self.answer(facts, until_s, end_s=0.0)
         return Placed(actor, **facts) if facts is not None else None
 
     def _nodes(self) -> list[RayNode]:
