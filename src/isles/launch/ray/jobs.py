@@ -51,7 +51,7 @@ class RayJobs(JobQueue):
         Raises:
             UserError: it does not answer, or the package ray is not here.
         """
-        jobs = cls(address, ask_s=SUBMIT_S)  # importing ray takes seconds of it
+        jobs = cls(address, ask_s=SUBMIT_S)
         jobs.address = str(jobs._ask(lambda client: client.get_address()))
         return jobs
 
@@ -142,6 +142,7 @@ class RayJobs(JobQueue):
 
     def _ask(self, what: Callable[[Any], T], timeout_s: float | None = None) -> T:
         # In a thread, as Ray's own client waits for ever.
+        make_client = _import_client()  # outside of the time: a busy machine imports it for long
         limit_s = timeout_s or self._ask_s
         found: list[T] = []
         failed: list[BaseException] = []
@@ -149,7 +150,7 @@ class RayJobs(JobQueue):
         def run() -> None:
             try:
                 if self._client is None:
-                    self._client = _client(self.address)
+                    self._client = make_client(self.address)
                 found.append(what(self._client))
             except BaseException as error:  # the thread's edge: raised again below
                 failed.append(error)
@@ -164,34 +165,36 @@ class RayJobs(JobQueue):
                 raise TimeoutError
             raise PreflightError(
                 f"the Ray cluster at {self.address} has not answered within {limit_s:.0f} s",
-                where=self.address,
+                where="launcher ray",
                 fix=_REACH,
                 id="queue.commands",
             )
         error = failed[0]
-        if isinstance(error, UserError):
-            raise error
+        if isinstance(error, RuntimeError) and "ray[default]" in str(error):
+            raise _missing()
         raise PreflightError(
             f"the Ray cluster at {self.address} refuses: {_first_line(error)}",
-            where=self.address,
+            where="launcher ray",
             fix=_REACH,
             id="queue.refused" if timeout_s is not None else "queue.commands",
         ) from error
 
 
-def _client(address: str) -> Any:
+def _import_client() -> Callable[[str], Any]:
     try:
         from ray.job_submission import JobSubmissionClient
+    except ImportError:
+        raise _missing() from None
+    make: Callable[[str], Any] = JobSubmissionClient
+    return make
 
-        return JobSubmissionClient(address)
-    except (ImportError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "ray[default]" not in str(error):
-            raise
-        raise MissingDependencyError(
-            "launcher ray needs the package ray[default], which is not installed",
-            where=sys.executable,
-            fix="pip install 'isles[ray]'; its version must be that of the cluster",
-        ) from None
+
+def _missing() -> UserError:
+    return MissingDependencyError(
+        "launcher ray needs the package ray[default], which is not installed",
+        where=sys.executable,
+        fix="pip install 'isles[ray]'; its version must be that of the cluster",
+    )
 
 
 def _first_line(error: BaseException) -> str:
