@@ -191,7 +191,7 @@ class Placement:
     def swap(self, one: int, other: int) -> None:
         """Let two nodes with equal bundles change their numbers."""
         for table in (self._slots, self.placed):
-            values: dict[int, Any] = table  # type: ignore[assignment]
+            values: dict[int, Any] = table
             mine, theirs = values.pop(one, None), values.pop(other, None)
             values |= {n: v for n, v in ((one, theirs), (other, mine)) if v is not None}
 
