@@ -73,7 +73,7 @@ def refresh(
     Args:
         max_age_s: an answer younger than this is taken as it is.
         ask_s: longest wait for the scheduler.
-        hasten: the run is to go on: see `Scheduler.hasten`.
+        hasten: the run is to go on: see `JobQueue.hasten`.
 
     Returns:
         The answer; None where no queue has started the attempt.
