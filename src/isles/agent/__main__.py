@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ def main() -> int:
     parser.add_argument(
         "--nodes-file", type=Path, help="the nodes, where a job's coordinator has them"
     )
+    parser.add_argument(
+        "--address", help="where the other nodes reach this one; left out: as the run says"
+    )
     parser.add_argument("--log", help="takes what this prints; %%n: the number of the node")
     parser.add_argument("--check", metavar="HOST:PORT", help="only check this node of a job")
     parser.add_argument("--output-dir", type=Path, help="where a run that comes from there is put")
@@ -65,6 +69,8 @@ def main() -> int:
             return _lead(run_dir, attempt)
         nodes = require_nodes(attempt, options.nodes_file)
         node = _own_node(nodes, options.node, attempt)
+        if options.address:
+            node = replace(node, address=options.address)
         if options.log:
             redirect_output(options.log.replace("%n", str(node.node)))
         if options.check:
@@ -109,6 +115,7 @@ def _run(run_dir: RunDir, attempt: Attempt, nodes: Fleet, node: FleetNode) -> in
         "attempt": attempt.number,
         "digest": hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest(),
         "node": node.node,
+        "address": node.address,
         "process": ProcessId.of(os.getpid()).record(),
         "versions": versions(),
         "python": sys.executable,
@@ -116,12 +123,12 @@ def _run(run_dir: RunDir, attempt: Attempt, nodes: Fleet, node: FleetNode) -> in
     }
     # First of all: the others wait for this node, and not for what it must import.
     connection = Connection(
-        nodes.first.name,
-        (nodes.first.address, nodes.port),
+        "" if nodes.coordinator else nodes.first.name,
+        (nodes.meets_at, nodes.port),
         hello,
         attempt.token.read_text(encoding="utf-8").strip(),
         start_timeout_s=nodes.start_timeout_s,
-        may_return=nodes.is_elastic,
+        may_return=nodes.is_elastic or nodes.are_replaced,
     )
     code = _serve(run_dir, attempt, nodes, node, signals, connection, store)
     if connection.state == "cut off" and nodes.is_shared and not attempt.outcome.exists():

@@ -236,8 +236,11 @@ class Coordinator:
         if (refusal := self._server.fatal) is not None:
             self.fail(agent_error(refusal.what, refusal.fix, ExitCode.PREFLIGHT, id=refusal.id))
             return
+        if self._attempt.outcome.exists():  # whoever places the agents has given up
+            self._enter("over")
+            return
         members, nodes = self._members, self._nodes
-        if (lost := members.lost()) and not nodes.is_elastic:
+        if (lost := members.lost()) and not (nodes.is_elastic or nodes.are_replaced):
             self.fail(members.lost_error(lost[0]))
             return
         connected = self._server.connected()
@@ -255,7 +258,7 @@ class Coordinator:
                     f"{members.missing(connected)} did not come within "
                     f"{nodes.start_timeout_s:.0f} s; there: {present}{more}",
                     "are they switched on, and can they reach the first node? try there: "
-                    f"nc -vz {nodes.first.address} {nodes.port}; clusters[0].start_timeout waits "
+                    f"nc -vz {nodes.meets_at} {nodes.port}; clusters[0].start_timeout waits "
                     "longer",
                     id="start.timeout",
                 )
@@ -274,8 +277,8 @@ class Coordinator:
                 write_record(self._run_dir.status, status, durable=False)
 
     def _has_first_node(self, nodes: list[int]) -> bool:
-        # Where the coordinator is on the first node, the run cannot go on without it.
-        return 0 in nodes or not self._nodes.has_own_node
+        # Where only the first node has the run directory, the run cannot go on without it.
+        return 0 in nodes or self._nodes.is_shared
 
     def _begin(self, connected: list[int]) -> None:
         members, nodes = self._members, self._nodes
@@ -294,7 +297,7 @@ class Coordinator:
             log_line(found.text)
         asked = Path(nodes.resume_from) if nodes.resume_from else None
         checkpoint = checkpoint_to_load(self._run_dir, self._attempt, asked, members.restart)
-        address = nodes[connected[0]].address
+        address = self._server.place(connected[0]).address
         self._common = {
             "world_size": members.world_size,
             "script": self._script is not None,
@@ -406,7 +409,7 @@ class Coordinator:
             log_line(f"{error['what']}: the job is queued again, to go on with other nodes")
             self._end_job(self._job)
         else:
-            self._decide_failure({**error, "will_recur": True})
+            self._decide_failure({**error, "will_recur": not self._nodes.are_replaced})
 
     def _decide_failure(self, root_cause: ErrorRecord) -> None:
         attempt, restart = self._attempt, self._members.restart

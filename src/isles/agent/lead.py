@@ -125,7 +125,7 @@ class Lead:
                 name = Path(command[0]).name
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
                 self._placed[f"{name} {len(self._placed)}" if self._placed else name] = process
-        elif not self.nodes.has_own_node:
+        elif self.nodes.launcher == "local" and not self.nodes.has_own_node:
             for node in self.nodes:
                 self._placed[f"the agent of node {node.node}"] = place_here(
                     self._run_dir, self._attempt, self.nodes, node.node
@@ -355,10 +355,12 @@ def _listen(nodes: Fleet, num_ports: int) -> socket.socket:
     first = nodes.first
     for port in range(nodes.port, nodes.port + num_ports):
         try:
-            return socket.create_server((first.address, port))
+            return socket.create_server((nodes.meets_at, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE and port < nodes.port + num_ports - 1:
                 continue
+            if nodes.coordinator:
+                first = replace(first, name=os.uname().nodename, address=nodes.coordinator)
             raise _cannot_listen(first, port, num_ports, error) from error
     raise AssertionError("the last port has raised")
 

@@ -101,7 +101,7 @@ class Members:
         return self.labels(n.node for n in self._all if n.node not in connected)
 
     def lost_error(self, node: int) -> ErrorRecord:
-        peer, place = self._server.peers().get(node), self._all[node]
+        peer, place = self._server.peers().get(node), self._server.place(node)
         why = (peer.lost if peer is not None else "") or "it is gone"
         fix = (
             f"see whether {place.name} is switched on and its network is up, and the last words "

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isles.agent.protocol import (
@@ -92,6 +92,7 @@ class NodeConnection:
         last_seen: seconds since its last message.
         wire: the connection; None while it is broken.
         store: port of the agent's store, at which ranks can meet; 0: it has none.
+        address: at which the other nodes reach it; empty: as the run says.
     """
 
     node: int
@@ -100,6 +101,7 @@ class NodeConnection:
     last_seen: LastSeen
     wire: Wire | LocalLink | None
     store: int = 0
+    address: str = ""
     report: dict[str, Any] = field(default_factory=dict)
     lost: str = ""
     """Why it is taken for lost; empty while it is not."""
@@ -189,7 +191,14 @@ class RendezvousServer:
         peer = self.peers().get(node)
         if self._nodes.launcher == "local" and peer is not None:
             return f"node {node} ({peer.process.host}, agent {peer.process.pid})"
-        return self._nodes[node].label
+        return self.place(node).label
+
+    def place(self, node: int) -> FleetNode:
+        """A node, at the host where its agent is, or was last."""
+        known, peer = self._nodes[node], self.peers().get(node)
+        if peer is None or peer.address in ("", known.address):
+            return known
+        return replace(known, name=peer.process.host, address=peer.address)
 
     def look(self, now_s: float) -> None:
         """Take for lost whoever has sent nothing for too long."""
@@ -269,7 +278,7 @@ class RendezvousServer:
             self._log(f"refused {address}: {refusal.what}")
             self.refused = refusal
             self.fatal = refusal if refusal.ends_run else self.fatal
-            where = f"{self._nodes.first.name} port {self._nodes.port}"
+            where = f"{self._nodes.meets_at} port {self._nodes.port}"
             record = {"what": refusal.what, "where": where, "fix": refusal.fix, "id": refusal.id}
             with suppress(OSError):
                 wire.send({"refused": {**record, "exit_code": int(refusal.exit_code)}})
@@ -356,6 +365,7 @@ class RendezvousServer:
             if peer is None or peer.agent != agent:
                 store = int(hello.get("store", 0))
                 peer = NodeConnection(node, agent, process, LastSeen(self.clock()), None, store)
+                peer.address = str(hello.get("address", ""))
                 self._peers[node] = peer
             # Before anybody can send a command here: the agent expects this message first.
             wire.send({"welcome": True, **proof})
@@ -389,7 +399,7 @@ class RendezvousServer:
                 raise Refusal(
                     f"{nodes[node].label} has {package} {other}, {nodes.first.name} has {version}",
                     f"install {package} {version} there, in {python}",
-                    ends_run=nodes.launcher == "ssh",
+                    ends_run=nodes.launcher in ("ssh", "ray"),
                 )
 
 
@@ -411,7 +421,10 @@ class NodeRecords:
         if len(self._nodes) == 1:
             return
         peers = self._server.peers()
-        nodes = [self._node(each, places, peers.get(each.node)) for each in self._nodes]
+        nodes = [
+            self._node(self._server.place(each.node), places, peers.get(each.node))
+            for each in self._nodes
+        ]
         is_late = time.monotonic() - self._written_at > _RECORD_EVERY_S
         if nodes == self._written and not is_late and not now:
             return

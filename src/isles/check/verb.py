@@ -26,6 +26,7 @@ from isles.check.checks.versions import compare_versions, duplicates
 from isles.check.finding import Finding, exit_code, record, report_lines
 from isles.check.job import check_in_job
 from isles.check.plan import QUICK_S, Extent, Hosts, PrintLine, RunFacts, error_finding, findings_of
+from isles.check.ray import ray_findings
 from isles.check.scheduler import queue_findings
 from isles.config.clusters import keys_of_cluster, named_cluster
 from isles.config.load import Loaded, load_run_file
@@ -33,6 +34,7 @@ from isles.config.sections.cluster import (
     ClusterConfig,
     ManualLauncherConfig,
     PbsLauncherConfig,
+    RayLauncherConfig,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
@@ -150,6 +152,8 @@ def _check_cluster(run: RunFacts, extent: Extent, print_line: PrintLine) -> Foun
             return found, list(shells)
         case SlurmLauncherConfig() | PbsLauncherConfig() as launcher:
             return _check_queue(run, launcher, extent, print_line)
+        case RayLauncherConfig() as launcher:
+            return _check_ray(run, launcher, extent, print_line)
         case ManualLauncherConfig(hosts=hosts):
             found, columns = _check_here(run, extent, print_line)
             text = f"only this machine was checked; the run's are {', '.join(hosts)}, which ssh "
@@ -186,6 +190,21 @@ def _check_queue(
     findings = queue_findings(run.cluster, launcher, shell)
     findings = [replace(f, where=name) if f.where == shell.name else f for f in findings]
     with _channels(run, {name: shell}) as channels:
+        return [*findings, *_check_login(run, channels[0], extent)], [name]
+
+
+def _check_ray(
+    run: RunFacts, launcher: RayLauncherConfig, extent: Extent, print_line: PrintLine
+) -> Found:
+    # This machine submits, and shares its files with the nodes; the nodes themselves are not seen.
+    if launcher.login is not None:
+        text = f"Ray is asked from {launcher.login}, where the run is started"
+        fix = f"isles check there: ssh {launcher.login}"
+        return [Finding("host.unseen", "warning", launcher.login, text, fix=fix)], [launcher.login]
+    name = socket.gethostname()
+    print_line(f"asking Ray at {launcher.address}")
+    findings = ray_findings(run.cluster, launcher, name)
+    with _channels(run, {name: Shell()}) as channels:
         return [*findings, *_check_login(run, channels[0], extent)], [name]
 
 

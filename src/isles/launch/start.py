@@ -11,6 +11,7 @@ from isles.config.sections.cluster import (
     LocalLauncherConfig,
     ManualLauncherConfig,
     PbsLauncherConfig,
+    RayLauncherConfig,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
@@ -19,6 +20,7 @@ from isles.launch.base import Started, StartOptions
 from isles.launch.local import start_local
 from isles.launch.manual import start_manual
 from isles.launch.queue.submit import start_in_queue
+from isles.launch.ray.start import start_ray
 from isles.launch.ssh.start import start_ssh
 
 
@@ -52,6 +54,8 @@ def start(options: StartOptions) -> Started | Loaded | str:
             return start_ssh(loaded, launcher, options)
         case SlurmLauncherConfig() | PbsLauncherConfig() as launcher:
             return start_in_queue(loaded, launcher, options)
+        case RayLauncherConfig() as launcher:
+            return start_ray(loaded, launcher, options)
         case ManualLauncherConfig() as launcher:
             return start_manual(loaded, launcher, options)
         case launcher:

@@ -372,7 +372,7 @@ def join(
     /,
     *words: str,
     name: str = "",
-    on: Literal["local", "ssh", "slurm", "pbs", "manual"] | None = None,
+    on: Literal["local", "ssh", "slurm", "pbs", "ray", "manual"] | None = None,
     resume: str = "auto",
     dry_run: bool = False,
     detach: bool = False,

@@ -29,6 +29,7 @@ from isles.config.load import Loaded
 from isles.config.sections.cluster import (
     ClusterConfig,
     LocalLauncherConfig,
+    RayLauncherConfig,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
@@ -37,6 +38,14 @@ from isles.facts.gpus import named_gpu
 from isles.facts.units import parse_bytes
 from isles.launch.gpus import GPU_QUERY, GpuFinding, LocalGpu, find_gpus, free_bytes, read_gpus
 from isles.launch.multi_cluster import local_environs
+from isles.launch.ray.bundles import (
+    RayNode,
+    bundles,
+    label_selectors,
+    match_nodes,
+    ranks_of,
+)
+from isles.launch.ray.jobs import RayJobs
 from isles.launch.ssh.shell import Shell, on_all
 from isles.plan.machines import (
     GUESSED_FABRIC,
@@ -225,6 +234,8 @@ def _known(cluster: ClusterConfig, environ: Mapping[str, str]) -> Machines:
             found = _here(cluster, environ)
         case SshLauncherConfig(connect_timeout=connect_s):
             found = _asked(cluster, connect_s)
+        case RayLauncherConfig() as launcher:
+            found = _of_ray(cluster, launcher)
         case _:
             found = _in_queue(cluster)
     return found
@@ -293,6 +304,29 @@ def _asked(cluster: ClusterConfig, connect_s: float) -> Machines:
     if failures:
         notes.append("--gpus names cards of hosts that do not answer")
     return Machines(cluster.name, tuple(hosts), GUESSED_NETWORK, GUESSED_LINE, tuple(notes))
+
+
+def _of_ray(cluster: ClusterConfig, launcher: RayLauncherConfig) -> Machines:
+    # The nodes that would take the bundles; Ray knows their cards by a label of its own.
+    wanted, labels = bundles(cluster), label_selectors(cluster)
+    notes: tuple[str, ...] = ()
+    nodes: Mapping[int, RayNode] = {}
+    try:
+        nodes = match_nodes(wanted, labels, RayJobs.reach(launcher.address).nodes())
+    except UserError as error:
+        notes = (error.what,)
+    hosts = []
+    for number, ranks in enumerate(ranks_of(cluster)):
+        node = nodes.get(number)
+        card = (node.labels if node else labels[number]).get("ray.io/accelerator-type", "")
+        device = UNKNOWN_CPU if cluster.device == "cpu" else next(_named_in(card), UNKNOWN)
+        name = node.name if node is not None else f"node{number + 1}"
+        hosts.append(Host(name, (device,) * ranks))
+        if device is UNKNOWN and not notes:
+            what = f"Ray does not say what cards {name} has" if node else f"Ray has no {name}"
+            notes = (f"{what}: name them, such as --gpus 8xh100",)
+    found = tuple(hosts)
+    return Machines(cluster.name, found, _network(found), GUESSED_LINE, notes)
 
 
 def _in_queue(cluster: ClusterConfig) -> Machines:

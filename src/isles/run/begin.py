@@ -373,7 +373,7 @@ def _refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
         assert attempt is not None, "only an attempt can be alive"
         launch, job = read_record(attempt.launch) or {}, read_record(attempt.job) or {}
         waiting = {"pending": "is queued", "requeued": "is queued again"}
-        queue = {"slurm": "Slurm", "pbs": "PBS"}.get(state.launcher, "a queue")
+        queue = {"slurm": "Slurm", "pbs": "PBS", "ray": "Ray"}.get(state.launcher, "a queue")
         what = f"{waiting.get(str(job.get('state')), 'is running')} as {queue} job "
         what += f"{job.get('job_id') or launch.get('job_id')}{age}"
         what += f": {job['reason']}" if job.get("reason") else ""

@@ -46,12 +46,14 @@ class Fleet:
 
     Args:
         launcher: of the run file; local: the nodes are processes of one machine.
-        nodes: in the order of their numbers; the coordinator is on the host of the first.
+        nodes: in the order of their numbers. An agent that runs elsewhere says so when it comes.
         port: where the coordinator listens; 0: not known yet, or nowhere.
         min_nodes: the run goes on while so many are connected.
         start_timeout_s: longest wait of the first node for the others.
         digest: SHA-256 of resolved.yaml, which must be the same on all nodes.
         resume_from: a checkpoint that was asked for by name.
+        coordinator: the address at which the coordinator listens; empty: that of the first node.
+        sees_run_dir: whether all nodes were seen to have the coordinator's run directory.
     """
 
     launcher: str
@@ -62,6 +64,8 @@ class Fleet:
     start_timeout_s: float
     digest: str
     resume_from: str | None = None
+    coordinator: str = ""
+    sees_run_dir: bool = False
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -84,12 +88,24 @@ class Fleet:
     @property
     def has_own_node(self) -> bool:
         """Whether the coordinator is the agent of the first node as well."""
-        return not self.in_job and (self.launcher != "local" or len(self.nodes) == 1)
+        if self.launcher == "local":
+            return len(self.nodes) == 1
+        return not self.in_job and not self.are_replaced
+
+    @property
+    def are_replaced(self) -> bool:
+        """Whether the launcher places an agent anew whose node was lost."""
+        return self.launcher == "ray"
+
+    @property
+    def meets_at(self) -> str:
+        """The address at which the agents find the coordinator."""
+        return self.coordinator or self.first.address
 
     @property
     def is_shared(self) -> bool:
         """Whether all nodes are known to see the coordinator's run directory."""
-        return self.in_job or self.launcher == "local"
+        return self.in_job or self.launcher == "local" or self.sees_run_dir
 
     @property
     def is_elastic(self) -> bool:

@@ -139,7 +139,7 @@ class ClusterRun:
     """One cluster of a run of several; it is a run of its own.
 
     Args:
-        launcher: local, ssh, slurm, pbs or manual.
+        launcher: local, ssh, slurm, pbs, ray or manual.
         path: its run directory, on the machine that has it; empty: it was never started.
         ssh: that machine as ssh takes it from here; empty: this one.
     """

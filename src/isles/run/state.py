@@ -26,8 +26,8 @@ writes one every 5 s; a network file system may show it half a minute late."""
 _FAST_S = 5.0
 """A clock may be ahead by so much and still be right."""
 
-QUEUES = ("slurm", "pbs")
-"""Launchers whose jobs wait in a queue."""
+QUEUES = ("slurm", "pbs", "ray")
+"""Launchers that submit a job, which waits in a queue."""
 
 Clock = Callable[[], float]
 
@@ -41,7 +41,7 @@ class AttemptState:
             while the last process is still closing.
         process: who started the ranks; None where no record names it, and for a job of a queue.
         begun_at: seconds since the epoch; None where it is not recorded.
-        launcher: local, ssh, manual, slurm or pbs.
+        launcher: local, ssh, manual, slurm, pbs or ray.
         last_seen_at: its last heartbeat, seconds since the epoch; None: there was none.
         reason: why its job waits, in the queue's words.
     """

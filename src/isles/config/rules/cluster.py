@@ -12,6 +12,7 @@ from isles.config.sections.cluster import (
     EnvironmentConfig,
     ManualLauncherConfig,
     QueueSection,
+    RayLauncherConfig,
     SshLauncherConfig,
 )
 from isles.config.sections.run import RunConfig
@@ -36,6 +37,13 @@ def _host_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
             (f"{key}.nodes", f"{key}.launcher.hosts"),
             f"nodes {cluster.nodes} does not fit a list of {num} hosts",
             f"delete it, or use {num}, or MIN:{num}",
+        )
+    bundles = cluster.launcher.bundles if isinstance(cluster.launcher, RayLauncherConfig) else ()
+    if len(bundles) > 1 and cluster.max_nodes != len(bundles):
+        yield Issue(
+            (f"{key}.nodes", f"{key}.launcher.bundles"),
+            f"nodes {cluster.nodes} does not fit a list of {len(bundles)} bundles",
+            f"delete it, or use {len(bundles)}, or MIN:{len(bundles)}; or keep one bundle for all",
         )
     counts = Counter(host.ssh for host in cluster.hosts)
     counts.update(h.address for h in cluster.hosts if h.address not in (None, h.ssh))
@@ -99,7 +107,7 @@ def _queue_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
             "use a shorter save_before or a longer time",
         )
     if cluster.gpus_per_node == "auto" and isinstance(
-        launcher, QueueSection | ManualLauncherConfig
+        launcher, QueueSection | RayLauncherConfig | ManualLauncherConfig
     ):
         yield Issue(
             (f"{key}.gpus_per_node", f"{key}.launcher", f"{key}"),

@@ -68,11 +68,15 @@ class ManualLauncherConfig(Section):
     first."""
 
 
-class QueueSection(Section):
-    """What Slurm and PBS have in common."""
+class LoginSection(Section):
+    """What the launchers that submit a job have in common."""
 
     login: Login | None = None
     """Login node, as ssh takes it. null: this machine submits."""
+
+
+class QueueSection(LoginSection):
+    """What Slurm and PBS have in common."""
 
     time: Annotated[DurationS, Field(ge=60)] | None = None
     """Time limit of the job. null: the cluster's default."""
@@ -149,11 +153,41 @@ class PbsLauncherConfig(QueueSection):
     ask for as many nodes as `nodes`."""
 
 
+class RayBundleConfig(Section):
+    """What Ray must give for one node of a run."""
+
+    gpus: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Ranks on this node. null: gpus_per_node."""
+
+    resources: dict[Text, Annotated[float, Field(gt=0)]] = Field(default={})
+    """What the node must have free beside a GPU and a CPU for each rank, by Ray's names: {CPU: 16,
+    memory: 64000000000, big_disk: 1}."""
+
+    label_selector: dict[Text, Text] = Field(default={})
+    """Labels that the node must have, as Ray takes them: {ray.io/accelerator-type: H100}."""
+
+
+class RayLauncherConfig(LoginSection):
+    """A job of a Ray cluster: one bundle of a placement group, and an agent in it, on each node."""
+
+    kind: Literal["ray"] = "ray"
+    """Ray."""
+
+    address: Text = "auto"
+    """Where the cluster takes jobs: http://HEAD:8265, ray://HEAD:10001, or auto, the cluster that
+    this machine is a node of. RAY_ADDRESS wins over it, as everywhere in Ray."""
+
+    bundles: Annotated[tuple[RayBundleConfig, ...], Field(strict=False)] = ()
+    """What the nodes must have: one entry for all of them, or one for each, in the order of the
+    ranks. Empty: a GPU and a CPU for each rank; without GPUs a CPU."""
+
+
 LauncherConfig = Annotated[
     LocalLauncherConfig
     | SshLauncherConfig
     | SlurmLauncherConfig
     | PbsLauncherConfig
+    | RayLauncherConfig
     | ManualLauncherConfig,
     Field(discriminator="kind"),
 ]
@@ -251,8 +285,8 @@ class ClusterConfig(Section):
 
     nodes: Annotated[int, Field(ge=1, le=1024)] | NodeRange | Literal["auto"] = "auto"
     """How many nodes: a number, or MIN:MAX. With MIN:MAX the run goes on while MIN are there, and
-    grows again when one comes back. auto: every host of the list (ssh, manual), else one. The
-    local launcher starts all of them on this machine."""
+    grows again when one comes back. auto: every host of the list (ssh, manual) or every bundle
+    (ray), else one. The local launcher starts all of them on this machine."""
 
     strategy: StrategyConfig | None = None
     """How this cluster holds the model. null: as `strategy` says for all."""
@@ -313,7 +347,8 @@ class ClusterConfig(Section):
     @property
     def _nodes(self) -> tuple[int, int]:
         if self.nodes == "auto":
-            return (len(self.hosts) or 1,) * 2
+            bundles = self.launcher.bundles if isinstance(self.launcher, RayLauncherConfig) else ()
+            return (len(self.hosts) or len(bundles) or 1,) * 2
         if isinstance(self.nodes, int):
             return self.nodes, self.nodes
         least, _, most = self.nodes.partition(":")

@@ -71,8 +71,50 @@ def explain(scheduler: str, table: str, text: str, **values: str) -> tuple[str, 
     return None
 
 
+class JobQueue(ABC):
+    """Whoever runs jobs: a scheduler, or a cluster that takes them."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+
+    @abstractmethod
+    def look(self, attempt: Attempt, job_id: str) -> JobReport:
+        """Ask how a job stands; this changes nothing.
+
+        Raises:
+            UserError: it cannot be asked from here, or does not answer in time.
+        """
+
+    @abstractmethod
+    def cancel(self, job: QueueJob, *options: str) -> None:
+        """End a job; an error of a job that is over is none.
+
+        Raises:
+            UserError: it refuses, or does not answer in time.
+        """
+
+    @abstractmethod
+    def exit_code(self, attempt: Attempt, report: JobReport) -> tuple[ExitCode, bool]:
+        """The exit code of an ended job without an outcome, and whether it was stopped."""
+
+    @abstractmethod
+    def output(self, attempt: Attempt, job_id: str) -> Path:
+        """The file with what a job has printed."""
+
+    def ask_to_save(self, job: QueueJob) -> None:
+        """Have a running job look at the stop request, if it does not by itself."""
+        return
+
+    def hasten(self, report: JobReport) -> None:
+        """Start a job at once that waits only because it was queued again.
+
+        For a user who asks for the run to go on, never for one who looks at it.
+        """
+        return
+
+
 @dataclass(frozen=True, slots=True)
-class Scheduler(ABC):
+class Scheduler(JobQueue):
     """The commands of a scheduler on one machine.
 
     Args:
@@ -80,7 +122,6 @@ class Scheduler(ABC):
         ask_s: longest wait for one of them.
     """
 
-    name: ClassVar[str]
     submit_command: ClassVar[tuple[str, ...]]
     """The command that takes a job script, with its options."""
     cancel_command: ClassVar[str]
@@ -109,32 +150,17 @@ class Scheduler(ABC):
     def submitted_id(self, done: Result) -> str | None:
         """The id of the job, from the answer of the submit command; None: it was refused."""
 
-    @abstractmethod
-    def look(self, attempt: Attempt, job_id: str) -> JobReport:
-        """Ask how a job stands; this changes nothing.
-
-        Raises:
-            UserError: the scheduler's commands are not here, or do not answer in time.
-        """
-
-    @abstractmethod
-    def exit_code(self, attempt: Attempt, report: JobReport) -> tuple[ExitCode, bool]:
-        """The exit code of an ended job without an outcome, and whether it was stopped."""
-
-    @abstractmethod
-    def output(self, attempt: Attempt, job_id: str) -> Path:
-        """The file with what a job has printed."""
-
-    def ask_to_save(self, job: QueueJob) -> None:
-        """Have a running job look at the stop request, if it does not by itself."""
-        return
-
-    def hasten(self, report: JobReport) -> None:
-        """Start a job at once that waits only because it was queued again.
-
-        For a user who asks for the run to go on, never for one who looks at it.
-        """
-        return
+    def cancel(self, job: QueueJob, *options: str) -> None:
+        """See `JobQueue.cancel`."""
+        command = self.cancel_command
+        done = self.run(command, *options, job.job_id)
+        if done.returncode and job.look().is_alive:
+            raise UserError(
+                f"{command} does not end job {job.job_id}: {last_line(done)}",
+                where=job.text,
+                fix=f"by hand: {command} {job.job_id}; it must be a job of yours",
+                id="queue.commands",
+            )
 
     def refusal_fix(self, key: str, loaded: Loaded) -> str:
         """A better fix than that of the table, for a refusal about a key; empty: none."""
@@ -148,7 +174,7 @@ class QueueJob:
     run_dir: RunDir
     attempt: Attempt
     job_id: str
-    queue: Scheduler
+    queue: JobQueue
 
     @property
     def text(self) -> str:
@@ -172,22 +198,12 @@ class QueueJob:
         if report.state == "running" and not now:
             self.queue.ask_to_save(self)
         else:
-            self.run_cancel()
-
-    def run_cancel(self, *options: str) -> None:
-        """Run the scheduler's cancel command; an error of a job that is over is none."""
-        command = self.queue.cancel_command
-        done = self.queue.run(command, *options, self.job_id)
-        if done.returncode and self.look().is_alive:
-            raise UserError(
-                f"{command} does not end job {self.job_id}: {last_line(done)}",
-                where=self.text,
-                fix=f"by hand: {command} {self.job_id}; it must be a job of yours",
-                id="queue.commands",
-            )
+            self.queue.cancel(self)
 
     def write_outcome(self, report: JobReport) -> None:
         """Write the outcome of a job whose script was killed, unless the run has one."""
+        if self.attempt.outcome.exists():
+            return
         saved = newest_step(self.run_dir)
         kept = "nothing was saved" if saved is None else f"everything up to step {saved} is saved"
         code, is_stop = self.queue.exit_code(self.attempt, report)

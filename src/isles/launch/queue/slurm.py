@@ -91,7 +91,7 @@ class Slurm(Scheduler):
 
     def ask_to_save(self, job: QueueJob) -> None:
         # The script looks at the request, on the host that sees the file at once.
-        job.run_cancel("--signal=USR1", "--batch")
+        self.cancel(job, "--signal=USR1", "--batch")
 
     def hasten(self, report: JobReport) -> None:
         # Slurm holds a job that was queued again for two minutes.

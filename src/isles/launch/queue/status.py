@@ -10,9 +10,10 @@ from pathlib import Path
 
 from isles.errors import UserError
 from isles.facts.units import format_duration
-from isles.launch.queue.job import ASK_S, JobReport, QueueJob, Scheduler, resubmitted_id
+from isles.launch.queue.job import ASK_S, JobQueue, JobReport, QueueJob, resubmitted_id
 from isles.launch.queue.pbs import Pbs
 from isles.launch.queue.slurm import Slurm
+from isles.launch.ray.jobs import RayJobs
 from isles.launch.ssh.shell import on_all
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
@@ -29,12 +30,20 @@ Clock = Callable[[], float]
 def queue_job(run_dir: RunDir, attempt: Attempt, *, ask_s: float = ASK_S) -> QueueJob | None:
     """The job of an attempt, or that which it was submitted again as; None: no queue started it."""
     launch = read_record(attempt.launch) or {}
-    schedulers: dict[str, type[Scheduler]] = {"slurm": Slurm, "pbs": Pbs}
-    scheduler = schedulers.get(str(launch.get("launcher")))
-    if not launch.get("job_id") or scheduler is None:
+    if not launch.get("job_id"):
         return None
+    queue: JobQueue
+    match launch.get("launcher"):
+        case "slurm":
+            queue = Slurm(launch.get("bin_path"), ask_s=ask_s)
+        case "pbs":
+            queue = Pbs(launch.get("bin_path"), ask_s=ask_s)
+        case "ray":
+            queue = RayJobs(str(launch.get("address")), ask_s=ask_s)
+        case _:
+            return None
     job_id = resubmitted_id(attempt) or str(launch["job_id"])
-    return QueueJob(run_dir, attempt, job_id, scheduler(launch.get("bin_path"), ask_s=ask_s))
+    return QueueJob(run_dir, attempt, job_id, queue)
 
 
 def read_job(attempt: Attempt) -> JobReport | None:
@@ -64,7 +73,7 @@ def refresh(
     Args:
         max_age_s: an answer younger than this is taken as it is.
         ask_s: longest wait for the scheduler.
-        hasten: the run is to go on: see `Scheduler.hasten`.
+        hasten: the run is to go on: see `JobQueue.hasten`.
 
     Returns:
         The answer; None where no queue has started the attempt.
@@ -87,9 +96,9 @@ def refresh(
         reason = f"{last.reason}; that was {age} ago: {error.what}"
         return replace(last, reason=reason, fix=error.fix)
     with suppress(OSError):  # in another user's directory it cannot be kept
-        write_record(attempt.job, asdict(report), durable=False)
-        if report.state == "ended":
+        if report.state == "ended":  # first: a follower that sees the end looks for the outcome
             job.write_outcome(report)
+        write_record(attempt.job, asdict(report), durable=False)
     return report
 
 

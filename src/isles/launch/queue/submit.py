@@ -75,7 +75,7 @@ def start_in_queue(
         # Another Python of the nodes has its own packages.
         if python_of(config.clusters[0].environment) == sys.executable:
             check_packages(resolved)
-        _refresh_last(resolved, options.resume)
+        refresh_last(resolved, options.resume)
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         run_dir = RunDir(begun.run_dir.path.absolute())
         attempt = new_attempt(run_dir, loaded.text, typed=options.typed)
@@ -252,7 +252,8 @@ def _refuse_inside_job(path: Path, queue: Scheduler) -> None:
     )
 
 
-def _refresh_last(resolved: Resolved, resume: str) -> None:
+def refresh_last(resolved: Resolved, resume: str) -> None:
+    """Ask how the last job of a run stands that is to be started; `resume` as in `choose_run`."""
     # A job that has ended meanwhile must not be taken for one that runs, and one that was queued
     # again need not wait longer.
     if resume == "no":

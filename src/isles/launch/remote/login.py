@@ -18,7 +18,7 @@ from typing import Any
 
 from isles import __version__
 from isles.config.load import Loaded
-from isles.config.sections.cluster import QueueSection
+from isles.config.sections.cluster import LoginSection
 from isles.errors import PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.ssh.environment import python_of, setting_lines
@@ -52,7 +52,7 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
         PreflightError: the login node cannot be reached, or has no isles.
     """
     launcher = loaded.config.clusters[0].launcher
-    assert isinstance(launcher, QueueSection) and launcher.login is not None
+    assert isinstance(launcher, LoginSection) and launcher.login is not None
     login, there = launcher.login, place_there(loaded)
     lines, python = login_setting(loaded)
     words = ["train", there, *options.overrides, "clusters.0.launcher.login=null"]

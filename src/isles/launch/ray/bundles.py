@@ -1,0 +1,105 @@
+"""What each node of a run asks Ray for, and which nodes of a cluster could give it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from isles.config.sections.cluster import ClusterConfig, RayBundleConfig, RayLauncherConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """A node of a Ray cluster, with what it has, free or not."""
+
+    name: str
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+def ranks_of(cluster: ClusterConfig) -> tuple[int, ...]:
+    """The ranks of each node."""
+    assert isinstance(cluster.gpus_per_node, int), "a rule asks for it"
+    return tuple(bundle.gpus or cluster.gpus_per_node for bundle in _sections(cluster))
+
+
+def bundles(cluster: ClusterConfig) -> list[dict[str, float]]:
+    """The resources of each node, as Ray's placement groups take them."""
+    found = []
+    for bundle, ranks in zip(_sections(cluster), ranks_of(cluster), strict=True):
+        gpus = {} if cluster.device == "cpu" else {"GPU": float(ranks)}
+        found.append({**gpus, "CPU": float(ranks), **bundle.resources})
+    return found
+
+
+def label_selectors(cluster: ClusterConfig) -> list[dict[str, str]]:
+    """The labels that each node must have."""
+    return [dict(bundle.label_selector) for bundle in _sections(cluster)]
+
+
+def _sections(cluster: ClusterConfig) -> tuple[RayBundleConfig, ...]:
+    assert isinstance(cluster.launcher, RayLauncherConfig)
+    given = cluster.launcher.bundles or (RayBundleConfig(),)
+    return given if len(given) > 1 else given * cluster.max_nodes
+
+
+def match_nodes(
+    bundles: Sequence[Mapping[str, float]],
+    labels: Sequence[Mapping[str, str]],
+    nodes: Sequence[RayNode],
+) -> dict[int, RayNode]:
+    """As many bundles as can be on different nodes, by their number, each with its node.
+
+    Args:
+        labels: that the node of each bundle must have; a selector that is no plain value counts as
+            met.
+    """
+    owner: dict[int, int] = {}
+
+    def fits(number: int, node: RayNode) -> bool:
+        plain = {key: value for key, value in labels[number].items() if not set("!(") & set(value)}
+        has_all = all(
+            node.resources.get(name, 0.0) >= amount for name, amount in bundles[number].items()
+        )
+        return has_all and all(node.labels.get(key) == value for key, value in plain.items())
+
+    def place(number: int, tried: set[int]) -> bool:
+        for index, node in enumerate(nodes):
+            if index in tried or not fits(number, node):
+                continue
+            tried.add(index)
+            if index not in owner or place(owner[index], tried):
+                owner[index] = number
+                return True
+        return False
+
+    for number in range(len(bundles)):
+        place(number, set())
+    return {number: nodes[index] for index, number in owner.items()}
+
+
+def lacking(
+    bundles: Sequence[Mapping[str, float]],
+    labels: Sequence[Mapping[str, str]],
+    fitting: Mapping[int, object],
+) -> str:
+    """Which bundles have no node, in words."""
+    missing = [number for number in range(len(bundles)) if number not in fitting]
+    wanted = "; ".join(
+        f"node {n} needs {amounts_text(bundles[n])}"
+        + "".join(f", {key}={value}" for key, value in labels[n].items())
+        for n in missing
+    )
+    return f"Ray has no node for {len(missing)} of {len(bundles)}: {wanted}"
+
+
+def nodes_text(nodes: Sequence[RayNode]) -> str:
+    """What the nodes have, in words."""
+    return "; ".join(f"{node.name} has {amounts_text(node.resources)}" for node in nodes)
+
+
+def amounts_text(amounts: Mapping[str, float]) -> str:
+    """Resources in words, such as `CPU 8, GPU 2`; without those that Ray makes of nodes itself."""
+    shown = {k: v for k, v in amounts.items() if ":" not in k and k != "object_store_memory"}
+    gib = {k: f"{v / 2**30:.0f} GiB" for k, v in shown.items() if k == "memory"}
+    return ", ".join(f"{key} {gib.get(key, f'{value:g}')}" for key, value in sorted(shown.items()))

@@ -1,0 +1,301 @@
+"""The driver of a Ray job: places the agents of one attempt, and places those anew that are lost.
+
+    python -m isles.launch.ray.driver RUN_DIR --attempt N --begun-at T --workdir FOLDER
+
+The job's entrypoint starts it, on the head of the cluster. Ranks, restarts and stops are the
+coordinator's, a process beside this one; it outlives every node but the head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from isles.config.resolve import load_resolved
+from isles.errors import ExitCode, PreflightError, UserError
+from isles.launch.ray.bundles import ranks_of
+from isles.launch.ray.placement import Placed, Placement
+from isles.launch.ssh.environment import network_variables, python_of, setting_lines
+from isles.launch.ssh.facts import free_port, port_taken
+from isles.run.nodes import Fleet, FleetNode
+from isles.run.outcome import agent_error, end_failed, end_stopped
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import die_with_parent
+from isles.run.records import read_record, write_record
+from isles.run.restarts import newest_step
+from isles.run.stop import read_stop_request
+
+_LOOK_S = 0.1
+_SHORT_S = 60.0
+_TRIES = 3
+"""So many times in a row an agent may end within `_SHORT_S`; then its node is given up."""
+_END_S = 10.0
+
+
+class Driver:
+    """Places the agents of one attempt.
+
+    Args:
+        workdir: folder on the nodes in which the ranks run.
+        resume_from: the checkpoint that was asked for by name.
+    """
+
+    placement: Placement
+    fleet: Fleet
+
+    def __init__(
+        self, run_dir: RunDir, attempt: Attempt, workdir: str, resume_from: str | None
+    ) -> None:
+        self._run_dir = run_dir
+        self._attempt = attempt
+        self._resume_from = resume_from
+        text = run_dir.resolved.read_text(encoding="utf-8")
+        self._cluster = load_resolved(text).config.clusters[0]
+        self._device = "cpu" if self._cluster.device == "cpu" else "cuda"
+        self._lines = setting_lines(self._cluster, workdir)
+        self._token = attempt.token.read_text(encoding="utf-8").strip()
+        self._given_up: dict[int, str] = {}
+        self._has_begun = False
+        self._over = threading.Event()
+        self._signal = 0
+
+    def run(self) -> int:
+        """Place the agents and the coordinator, to the end of the run; returns its exit code.
+
+        Raises:
+            UserError: Ray does not give the nodes, or they do not see the run directory.
+        """
+        import ray
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._take_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
+        name = f"{self._run_dir.name}-{self._attempt.number}"
+        self.placement = Placement(name, self._attempt, self._cluster, self._is_over)
+        try:
+            if not self.placement.reserve(self._say):
+                return self._stop()
+            return self._coordinate()
+        finally:
+            self._over.set()
+            ray.shutdown()  # its actors and placement groups end with the driver
+
+    def _take_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signal = number
+
+    def _is_over(self) -> bool:
+        # Before there is a coordinator, which takes them then, also by a stop that was asked for.
+        if self._has_begun:
+            return self._over.is_set()
+        return bool(self._signal) or read_stop_request(self._attempt) is not None
+
+    def _stop(self) -> int:
+        request = read_stop_request(self._attempt)
+        is_kept = request is not None and request.kind == "save"
+        code = ExitCode.REQUEUE if is_kept else ExitCode.INTERRUPTED
+        end_stopped(self._attempt, code, newest_step(self._run_dir))
+        return int(code)
+
+    def _say(self, text: str) -> None:
+        _log(text)
+        status = read_record(self._run_dir.status) or {}
+        status |= {"phase": "waiting for nodes", "detail": text, "updated_at": time.time()}
+        with suppress(OSError):
+            write_record(self._run_dir.status, status, durable=False)
+
+    def _coordinate(self) -> int:
+        fleet = self.fleet = self._make_fleet()
+        fleet.write(self._attempt)
+        self._has_begun = True
+        command = [sys.executable, "-m", "isles.agent", str(self._run_dir.path)]
+        command += ["--attempt", str(self._attempt.number)]
+        coordinator = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=die_with_parent,  # noqa: PLW1509  # it takes no lock
+        )
+        threads = [
+            threading.Thread(target=self._keep, args=(number,), daemon=True)
+            for number in range(len(fleet))
+        ]
+        for thread in threads:
+            thread.start()
+        forwarded = 0
+        while (code := coordinator.poll()) is None:
+            if self._signal != forwarded:
+                forwarded = self._signal
+                coordinator.send_signal(forwarded)
+            time.sleep(_LOOK_S)
+        self._over.set()
+        if code < 0:
+            fix = "it was killed, or the head ran out of memory: see `dmesg | tail` there"
+            what = f"the coordinator of this run was ended by {signal.Signals(-code).name}"
+            end_failed(self._attempt, agent_error(what, fix, id="run.coordinator"))
+            code = ExitCode.COMMUNICATION
+        for thread in threads:
+            thread.join(_END_S)
+        return int(code)
+
+    def _make_fleet(self) -> Fleet:
+        import ray
+
+        self._put_first()
+        cluster, every = self._cluster, self.placement.placed
+        if (port := free_port(cluster.network.port)) is None:
+            raise port_taken(cluster.network.port, socket.gethostname())
+        nodes = []
+        for number, ranks in enumerate(ranks_of(cluster)):
+            placed = every.get(number)
+            name, address = (placed.host, placed.address) if placed else ("no host yet", "")
+            nodes.append(FleetNode(number, name, None, address, ranks))
+        _log(f"placed {', '.join(node.label for node in nodes if node.address)}")
+        return Fleet(
+            launcher="ray",
+            nodes=tuple(nodes),
+            port=port,
+            min_nodes=cluster.min_nodes,
+            device=self._device,
+            start_timeout_s=cluster.start_timeout,
+            digest="",
+            resume_from=self._resume_from,
+            coordinator=ray.util.get_node_ip_address(),
+            sees_run_dir=all(placed.sees for placed in every.values()),
+        )
+
+    def _put_first(self) -> None:
+        # Where not all nodes see the run directory, the first of the ranks must: it keeps the run.
+        placement, placed = self.placement, self.placement.placed
+        first = placed.get(0)
+        if all(each.sees for each in placed.values()) or (first is not None and first.sees):
+            return
+        for number, each in placed.items():
+            if each.sees and placement.bundles[number] == placement.bundles[0]:
+                placement.swap(0, number)
+                return
+        raise PreflightError(
+            f"no node that may be the first sees the run directory {self._run_dir.path} (asked: "
+            f"{', '.join(sorted(each.host for each in placed.values()))})",
+            where=f"Ray, as seen by its job on {socket.gethostname()}",
+            fix="set output_dir to a folder that the head and the nodes share; or let the head be "
+            "one of the nodes, with the same user",
+            id="files.output",
+        )
+
+    def _keep(self, number: int) -> None:
+        # A thread: places the agent of one node, again and again.
+        from ray.exceptions import RayError
+
+        placement, tries = self.placement, 0
+        while not self._over.is_set():
+            placed, began = placement.placed.get(number), time.monotonic()
+            try:
+                placed = placed or placement.place(number)
+                if placed is None:
+                    return
+                began = time.monotonic()
+                if (answer := placement.answer(self._start(number, placed))) is None:
+                    return
+                code, words = answer
+                last = [line for line in words.splitlines() if line.strip()][-1:]
+                why = f"its agent on {placed.host} ended with {code}: {(last or ['not a word'])[0]}"
+            except RayError as error:
+                host = f" on {placed.host}" if placed is not None else ""
+                why = f"its actor{host} is gone: {str(error).strip().partition(chr(10))[0]}"
+            placement.placed.pop(number, None)
+            if self._over.wait(1.0) or self._attempt.outcome.exists():
+                return
+            tries = tries + 1 if time.monotonic() - began < _SHORT_S else 1
+            _log(f"node {number}: {why}" + ("; it is placed anew" if tries < _TRIES else ""))
+            if tries == _TRIES:
+                self._give_up(number, why)
+                return
+
+    def _start(self, number: int, placed: Placed) -> Any:
+        attempt, python = self._attempt, python_of(self._cluster.environment)
+        meets = f"{self.fleet.meets_at}:{self.fleet.port}"
+        words = [python, "-m", "isles.agent", str(self._run_dir.path) if placed.sees else meets]
+        words += ["--attempt", str(attempt.number), "--node", str(number)]
+        words += ["--address", placed.address]
+        log = str(attempt.node_log(number))
+        if not placed.sees:
+            words += ["--output-dir", str(self._run_dir.path.parent), "--log", log]
+        lines = [*self._lines, f"exec {shlex.join(words)}"]
+        environ = network_variables(self._cluster.network, None, self._device)
+        token = "" if placed.sees else self._token
+        _log(f"node {number}: starting its agent on {placed.host} ({placed.address})")
+        return placed.actor.run.remote("\n".join(lines), environ, token, log if placed.sees else "")
+
+    def _give_up(self, number: int, why: str) -> None:
+        self._given_up[number] = why
+        if len(self.fleet) - len(self._given_up) >= self.fleet.min_nodes:
+            return
+        fix = f"its words are in {self._attempt.path}/node-{number}.log or above; `isles check` "
+        fix += "finds more"
+        what = f"node {number} cannot be started: {why}"
+        error = agent_error(what, fix, ExitCode.PREFLIGHT, id="start.failed", will_recur=True)
+        end_failed(self._attempt, error)
+
+
+def _log(line: str) -> None:
+    with suppress(OSError):
+        sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ray: {line}\n")
+        sys.stderr.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m isles.launch.ray.driver")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--begun-at", type=float, required=True, help="names the attempt")
+    parser.add_argument("--workdir", required=True)
+    parser.add_argument("--resume-from")
+    options = parser.parse_args()
+    run_dir = RunDir(options.run_dir)
+    attempt = run_dir.attempt(options.attempt)
+    # This host may have a run of its own by this name.
+    if (read_record(attempt.launch) or {}).get("begun_at") != options.begun_at:
+        error = PreflightError(
+            f"{os.uname().nodename}, where Ray runs the job, does not see the run directory "
+            f"{run_dir.path}",
+            fix="set output_dir to a folder that it shares with the machine that submits; or "
+            "submit there, with clusters[0].launcher.login from afar",
+            id="files.output",
+        )
+        sys.stderr.write(f"error: {error}\n")
+        return int(ExitCode.PREFLIGHT)
+    if (outcome := read_record(attempt.outcome)) is not None:
+        return int(outcome["exit_code"])
+    with attempt.agent_log.open("ab") as log:  # of the coordinator as well
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        return Driver(run_dir, attempt, options.workdir, options.resume_from).run()
+    except UserError as error:
+        _log(error.what)
+        found = agent_error(error.what, error.fix, error.exit_code, id=error.id, where=error.where)
+        end_failed(attempt, found)
+        return int(error.exit_code)
+    except Exception as error:  # the edge of a process that nobody sees
+        traceback.print_exc()
+        what = f"the driver of the Ray job failed: {type(error).__name__}: {error!s:.300}"
+        fix = f"its traceback is in {attempt.agent_log}"
+        end_failed(attempt, agent_error(what, fix, ExitCode.TRAINING, id="start.failed"))
+        return int(ExitCode.TRAINING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""What is asked of Ray: bundles on different nodes, and in each an actor that runs an agent."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from isles.config.sections.cluster import ClusterConfig
+from isles.errors import CommunicationError, UserError
+from isles.facts.units import format_duration
+from isles.launch.ray.bundles import (
+    RayNode,
+    amounts_text,
+    bundles,
+    label_selectors,
+    lacking,
+    match_nodes,
+    nodes_text,
+)
+from isles.run.paths import Attempt
+from isles.run.records import read_record
+
+_LOOK_S = 0.1
+_SAY_EVERY_S = 5.0
+_SOON_S = 10.0
+"""A run of MIN:MAX nodes waits so long for Ray to have all, before it begins with those there are;
+the coordinator then waits for the others."""
+_END_S = 10.0
+
+
+class Place:
+    """The actor of one node. It travels to the node by value, and knows the standard library only:
+    the node's Python may have no isles, which the agent's own `environment` names."""
+
+    def facts(self, launch: str, begun_at: float) -> dict[str, Any]:
+        """Where the actor is, and whether it sees the run directory, by the record of a start."""
+        import ray
+
+        try:
+            record = json.loads(open(launch, encoding="utf-8").read())  # noqa: PTH123, SIM115
+            token = os.path.join(os.path.dirname(launch), "token")  # noqa: PTH118, PTH120
+            sees = record.get("begun_at") == begun_at and os.access(token, os.R_OK)
+        except (OSError, ValueError):
+            sees = False
+        context = ray.get_runtime_context()
+        return {
+            "host": socket.gethostname(),
+            "address": ray.util.get_node_ip_address(),
+            "ray_node": context.get_node_id(),
+            "sees": sees,
+        }
+
+    def run(self, script: str, environ: dict[str, str], token: str, log: str) -> tuple[int, str]:
+        """Run the agent, by a script of bash, to its end: its exit code and last words.
+
+        Args:
+            token: what the agent reads from standard input; it stands nowhere else.
+            log: takes what the agent prints; empty: only its last words are kept.
+        """
+        prctl = ctypes.CDLL(None).prctl
+
+        def prepare() -> None:
+            # The agent ends with the actor, of which it is a child; Ray blocks signals in both.
+            prctl(1, signal.SIGKILL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+        # Ray sets it for all ranks of the actor together; the agent divides the cores itself.
+        own = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+        with open(log, "a+b") if log else tempfile.TemporaryFile() as out:  # noqa: PTH123
+            process = subprocess.Popen(
+                ["bash", "-c", script],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**own, **environ},
+                preexec_fn=prepare,  # noqa: PLW1509  # it takes no lock
+            )
+            with suppress(BrokenPipeError):
+                process.communicate(f"{token}\n".encode())
+            code = process.wait()
+            out.seek(max(0, out.seek(0, os.SEEK_END) - 4096))
+            return code, out.read().decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An actor that Ray has placed: its handle, and what it says of its node."""
+
+    actor: Any
+    host: str
+    address: str
+    ray_node: str
+    sees: bool
+
+
+class Placement:
+    """The bundles and actors of one attempt.
+
+    Args:
+        name: of its placement groups, for the dashboard.
+        is_over: whether nobody waits for an actor any more.
+
+    Attributes:
+        placed: the actors that are there, by the number of their node.
+    """
+
+    def __init__(
+        self, name: str, attempt: Attempt, cluster: ClusterConfig, is_over: Callable[[], bool]
+    ) -> None:
+        import ray
+
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        self.placed: dict[int, Placed] = {}
+        self.bundles = bundles(cluster)
+        self._labels = label_selectors(cluster)
+        self._cluster = cluster
+        self._name = name
+        self._is_over = is_over
+        self._launch = str(attempt.launch)
+        self._begun_at = float((read_record(attempt.launch) or {})["begun_at"])
+        self._slots: dict[int, tuple[Any, int]] = {}
+
+    def reserve(self, say: Callable[[str], object]) -> bool:
+        """Wait for the nodes: all of them, or soon those that there are, where fewer may begin.
+
+        Args:
+            say: told every few seconds what is waited for.
+
+        Returns:
+            False: it was over before.
+
+        Raises:
+            CommunicationError: they have not come within start_timeout.
+        """
+        import ray
+
+        began = said = time.monotonic()
+        every = numbers = list(range(len(self.bundles)))
+        least, wait_s = self._cluster.min_nodes, self._cluster.start_timeout
+        group = self._group(numbers)
+        while not group.wait(_LOOK_S):
+            waited_s = time.monotonic() - began
+            if self._is_over():
+                return False
+            if waited_s > wait_s:
+                raise self._late(f"the nodes were not there within {{}}: {self._lacking()}")
+            if waited_s > _SOON_S and least < len(every):
+                there = sorted(match_nodes(self.bundles, self._labels, self._nodes()))
+                if len(there) >= least and there != numbers:
+                    ray.util.remove_placement_group(group)
+                    numbers, group = there, self._group(there)
+            if time.monotonic() - said > _SAY_EVERY_S:
+                said = time.monotonic()
+                say(f"waiting for nodes: {self._lacking()}; {wait_s - waited_s:.0f} s left")
+        self._slots = {number: (group, index) for index, number in enumerate(numbers)}
+        actors = {number: self._actor(number) for number in numbers}
+        for number, actor in actors.items():
+            found = self._meet(actor, began + wait_s)
+            if found is None and self._is_over():
+                return False
+            if found is None:
+                raise self._late(f"Ray has not started the actor of node {number} within {{}}")
+            self.placed[number] = found
+        return True
+
+    def place(self, number: int) -> Placed | None:
+        """Place the actor of a node anew, as soon as Ray can; None: it is over before.
+
+        Raises:
+            RayError: the actor is lost already.
+        """
+        if number not in self._slots:
+            self._slots[number] = (self._group([number]), 0)
+        found = self._meet(self._actor(number))
+        if found is not None:
+            self.placed[number] = found
+        return found
+
+    def swap(self, one: int, other: int) -> None:
+        """Let two nodes with equal bundles change their numbers."""
+        for table in (self._slots, self.placed):
+            values: dict[int, Any] = table
+            mine, theirs = values.pop(one, None), values.pop(other, None)
+            values |= {n: v for n, v in ((one, theirs), (other, mine)) if v is not None}
+
+    def answer(self, reference: Any, until_s: float | None = None, *, end_s: float = _END_S) -> Any:
+        """What an actor's method returns; None: it has not, and it is over, or late.
+
+        Args:
+            until_s: longest wait, by time.monotonic(); None: there is none.
+            end_s: longest wait once it is over: the agents are ending.
+
+        Raises:
+            RayError: the actor is lost.
+        """
+        import ray
+
+        over_at: float | None = None
+        while not ray.wait([reference], timeout=_LOOK_S * 5)[0]:
+            now = time.monotonic()
+            over_at = over_at or (now if self._is_over() else None)
+            if (over_at is not None and now - over_at >= end_s) or (until_s and now > until_s):
+                return None
+        return ray.get(reference)
+
+    def _group(self, numbers: Sequence[int]) -> Any:
+        # The bundles of some nodes, on different nodes; never on one where an agent is already.
+        import ray
+
+        labels = [self._labels[number] for number in numbers]
+        if used := sorted({placed.ray_node for placed in self.placed.values()}):
+            labels = [{**label, "ray.io/node-id": f"!in({','.join(used)})"} for label in labels]
+        return ray.util.placement_group(
+            [self.bundles[number] for number in numbers],
+            strategy="STRICT_SPREAD",
+            name=self._name,
+            bundle_label_selector=labels,
+        )
+
+    def _actor(self, number: int) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        group, index = self._slots[number]
+        wanted = dict(self.bundles[number])
+        kind = ray.remote(Place).options(
+            num_gpus=wanted.pop("GPU", 0),
+            num_cpus=wanted.pop("CPU", 0),
+            memory=wanted.pop("memory", None),
+            resources=wanted,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+        )
+        return kind.remote()
+
+    def _meet(self, actor: Any, until_s: float | None = None) -> Placed | None:
+        facts = actor.facts.remote(self._launch, self._begun_at)
+        facts = self.answer(facts, until_s, end_s=0.0)
+        return Placed(actor, **facts) if facts is not None else None
+
+    def _nodes(self) -> list[RayNode]:
+        import ray
+
+        return [
+            RayNode(str(node["NodeManagerHostname"]), node["Resources"], node.get("Labels") or {})
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+
+    def _lacking(self) -> str:
+        # Whom the run waits for, and why.
+        import ray
+
+        nodes = self._nodes()
+        fitting = match_nodes(self.bundles, self._labels, nodes)
+        if len(fitting) < len(self.bundles):
+            return f"{lacking(self.bundles, self._labels, fitting)} ({nodes_text(nodes)})"
+        free = amounts_text(ray.available_resources())
+        return f"other work has Ray's nodes; free in all: {free} ({nodes_text(nodes)})"
+
+    def _late(self, what: str) -> UserError:
+        return CommunicationError(
+            what.replace("{}", format_duration(self._cluster.start_timeout)),
+            where="clusters.0.launcher",
+            fix="`ray status` on the cluster shows who has its nodes; ask for less (nodes, "
+            "gpus_per_node, launcher.bundles); clusters[0].start_timeout waits longer",
+            id="start.timeout",
+        )

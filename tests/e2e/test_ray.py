@@ -1,0 +1,221 @@
+"""`launcher: ray` on a real Ray: trained, stopped, resumed; actors, nodes and resources that go."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from isles.errors import ExitCode
+from isles.run.checkpoints import list_checkpoints
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record
+from isles.run.restarts import list_restarts
+from tests.lab.home import (
+    HOSTS,
+    ISLES,
+    assert_nothing_left,
+    has_done,
+    isles,
+    outcome_of,
+    sh,
+    until,
+    write_run,
+)
+from tests.lab.hosts import Lab
+from tests.lab.ray import ADDRESS, RayLab, ray_cluster
+from tests.runs import outer_steps_of
+
+BIG = {"gpus": 2, "resources": {"big": 1}, "label_selector": {"card": "new"}}
+LONG = {"max_steps": 100_000}
+SAVES = {"every_steps": None, "every_minutes": None, "export_on_finish": False}
+
+
+@pytest.fixture(scope="module")
+def cluster(lab: Lab) -> Iterator[RayLab]:
+    """Two unequal nodes: a1, the head, and a2, which is larger; tests add a3."""
+    a2 = ["--num-cpus=2", '--resources={"big":1}', "--labels=card=new"]
+    resources = {"a1": ["--num-cpus=2"], "a2": a2, "a3": ["--num-cpus=1"]}
+    with ray_cluster(lab, resources, "a1", "a2") as made:
+        yield made
+
+
+def write(lab: Lab, name: str, **more: Any) -> RunDir:
+    launcher = {"kind": "ray", "address": ADDRESS, **more.pop("launcher", {})}
+    shape = {"device": "cpu", "gpus_per_node": 1, "nodes": 2, "launcher": launcher, **more}
+    write_run(lab, name, **shape)
+    return RunDir(lab.shared / "runs" / f"{name}-1")
+
+
+def begin(lab: Lab, name: str, *words: str) -> str:
+    """Start a run, and close the terminal that follows it once it has begun."""
+    typed = lab.popen(
+        "a1", ["bash", "-c", f"cd /shared; exec {ISLES} train {name}.yaml $*", "-", *words]
+    )
+    assert typed.stdout is not None
+    said = ""
+    while "Ray job" not in said and (line := typed.stdout.readline().decode()):
+        said += line
+    os.killpg(typed.pid, signal.SIGHUP)
+    typed.communicate()
+    return said
+
+
+def hosts_of(attempt: Attempt) -> dict[int, str]:
+    """The host of each node that is there."""
+    nodes = (read_record(attempt.nodes) or {}).get("nodes", [])
+    return {node["node"]: node["host"] for node in nodes if node["state"] == "there"}
+
+
+def test_unequal_nodes_train_save_and_stop_with_the_terminal_closed(
+    lab: Lab, cluster: RayLab
+) -> None:
+    run_dir = write(lab, "stop", launcher={"bundles": [BIG, {}]}, training=LONG)
+    said = begin(lab, "stop")
+    attempt = run_dir.attempt(1)
+    until(lambda: has_done(attempt, 3), lambda: f"steps; {said}{attempt.agent_log.read_text()}")
+    assert hosts_of(attempt) == {0: "a2", 1: "a1"}, "the first bundle is that of the large node"
+    text = isles(lab, "status", "stop-1", host="a1")
+    assert "running" in text and "a2" in text, text
+    job = str(read_record(attempt.launch))
+    shown = sh(lab, "a1", f"curl -s {ADDRESS}/api/jobs/")
+    token = attempt.token.read_text().strip()
+    assert str((read_record(attempt.launch) or {})["job_id"]) in shown and token not in shown + job
+    text = isles(lab, "stop", "stop-1", host="a1")
+    assert outcome_of(attempt)["exit_code"] == ExitCode.REQUEUE, text
+    assert list_checkpoints(run_dir)[-1].step == outcome_of(attempt)["step"]
+    assert_nothing_left(lab)
+
+
+@pytest.mark.long
+def test_weights_are_those_of_one_machine_also_after_a_stop(lab: Lab, cluster: RayLab) -> None:
+    """Three ranks on unequal nodes, stopped and gone on with, beside one process."""
+    # Long steps: it must not be done before the stop arrives.
+    training = {"max_steps": 40, "global_batch_size": 240}
+    shape: dict[str, Any] = {"checkpoint": {**SAVES, "export_on_finish": True}}
+    shape |= {"training": training}
+    far = write(lab, "far", launcher={"bundles": [BIG, {}]}, **shape)
+    isles(lab, "train", "far.yaml", "--detach", host="a1")
+    until(lambda: has_done(far.attempt(1), 5), "five steps")
+    isles(lab, "stop", "far-1", host="a1")
+    stopped_at = outcome_of(far.attempt(1))["step"]
+    assert 5 <= stopped_at < 40
+    text = isles(lab, "train", "far.yaml", host="a1")
+    assert f"going on with far-1 from step {stopped_at}" in text, text
+    write_run(lab, "near", launcher=None, device="cpu", gpus_per_node=1, workdir=None, **shape)
+    isles(lab, "train", "near.yaml", host="a3")
+    near = RunDir(lab.shared / "runs/near-1")
+    one, other = (load_file(run.model / "model.safetensors") for run in (near, far))
+    for name, weight in one.items():
+        torch.testing.assert_close(other[name], weight, rtol=0, atol=1e-5, msg=name)
+    assert_nothing_left(lab)
+
+
+@pytest.mark.long
+def test_an_actor_that_is_killed_is_placed_anew_and_the_run_goes_on(
+    lab: Lab, cluster: RayLab
+) -> None:
+    run_dir = write(lab, "actor", training=LONG, checkpoint={**SAVES, "every_steps": 5})
+    isles(lab, "train", "actor.yaml", "--detach", host="a1")
+    attempt = run_dir.attempt(1)
+    until(lambda: has_done(attempt, 8), "eight steps")
+    agent = sh(lab, "a2", "pgrep -f 'isles.agent .*--nod[e]'").split()[0]
+    sh(lab, "a2", "kill -KILL $(pgrep -f ray::Plac[e])")
+    until(lambda: not Path(f"{lab.root('a2')}/proc/{agent}").exists(), "its agent ends with it")
+    until(lambda: has_done(attempt, 12, restart=1), attempt.agent_log.read_text)
+    (restart,) = list_restarts(attempt)
+    assert "a2" in restart.why and restart.saved and restart.is_counted, restart
+    assert set(hosts_of(attempt).values()) == {"a1", "a2"}
+    isles(lab, "stop", "actor-1", "--now", host="a1")
+    assert outcome_of(attempt)["exit_code"] == ExitCode.INTERRUPTED
+    assert_nothing_left(lab)
+
+
+@pytest.mark.long
+def test_a_node_that_dies_is_done_without_and_taken_in_again(lab: Lab, cluster: RayLab) -> None:
+    cluster.start("a3")
+    run_dir = write(lab, "node", nodes="2:3", training=LONG, checkpoint={**SAVES, "every_steps": 5})
+    isles(lab, "train", "node.yaml", "--detach", host="a1")
+    attempt = run_dir.attempt(1)
+    until(lambda: has_done(attempt, 8), "eight steps")
+    assert len(hosts_of(attempt)) == 3
+    cluster.end("a3")
+    until(lambda: has_done(attempt, 12, restart=1), attempt.agent_log.read_text)
+    assert set(hosts_of(attempt).values()) == {"a1", "a2"}
+    cluster.start("a3")
+    until(lambda: has_done(attempt, 16, restart=2), attempt.agent_log.read_text)
+    assert set(hosts_of(attempt).values()) == {"a1", "a2", "a3"}
+    isles(lab, "stop", "node-1", host="a1")
+    assert outcome_of(attempt)["exit_code"] == ExitCode.REQUEUE
+    cluster.end("a3")
+    assert_nothing_left(lab)
+
+
+@pytest.mark.long
+def test_nodes_that_never_come_are_named_and_a_wait_can_be_stopped(
+    lab: Lab, cluster: RayLab
+) -> None:
+    wanted = {"launcher": {"bundles": [BIG, {"resources": {"tape": 1}}]}}
+    run_dir = write(lab, "never", start_timeout="12s", **wanted)
+    text = isles(lab, "train", "never.yaml", host="a1", expected=ExitCode.COMMUNICATION)
+    for word in ("node 1 needs CPU 1, tape 1", "a2 has CPU 2, big 1", "within 12s", "fix: "):
+        assert word in text, text
+    assert "waiting for nodes: Ray has no node for 1 of 2" in text, "the wait says for whom"
+    text = isles(lab, "check", "never.yaml", "--no-net", host="a1", expected=ExitCode.PREFLIGHT)
+    assert "queue.nodes" in text and "node 1 needs CPU 1, tape 1" in text, text
+    text = isles(lab, "plan", "never.yaml", host="a1")
+    assert "10.77.1.2" in text and "Ray has no node2" in text, text
+    run_dir = write(lab, "wait", start_timeout="10m", **wanted)
+    isles(lab, "train", "wait.yaml", "--detach", host="a1")
+    until(lambda: "tape" in str(read_record(run_dir.status)), "the wait is shown")
+    assert "tape 1" in isles(lab, "status", "wait-1", host="a1")
+    isles(lab, "stop", "wait-1", host="a1")
+    assert outcome_of(run_dir.attempt(1))["exit_code"] == ExitCode.REQUEUE
+    assert_nothing_left(lab)
+
+
+@pytest.mark.long
+def test_nodes_without_a_shared_disk_get_their_files_and_the_head_keeps_the_run(
+    lab: Lab, cluster: RayLab
+) -> None:
+    write(lab, "apart", output_dir="/root/runs", launcher={"address": "auto"})
+    text = isles(lab, "train", "apart.yaml", host="a1")
+    assert "apart-1 is finished" in text, text
+    run_dir = RunDir(lab.root("a1") / "root/runs/apart-1")
+    assert list_checkpoints(run_dir)
+    nodes = (read_record(run_dir.attempt(1).nodes) or {})["nodes"]
+    assert [node["name"] for node in nodes] == ["a1", "a2"], "the run is kept by the first"
+    # A machine that is no node keeps it where the head does not see it.
+    text = isles(lab, "train", "apart.yaml", f"clusters.0.launcher.address={ADDRESS}", expected=2)
+    assert "a1, where Ray runs the job, does not see the run directory /root/runs/apart-1" in text
+    assert_nothing_left(lab)
+
+
+@pytest.mark.long
+def test_a_cluster_of_ray_and_one_over_ssh_train_one_model(lab: Lab, cluster: RayLab) -> None:
+    shape = {"device": "cpu", "environment": {"variables": {"OMP_NUM_THREADS": "1"}}}
+    ray = {"kind": "ray", "login": "a1"}
+    write_run(
+        lab,
+        "two",
+        training={"max_steps": 60, "global_batch_size": 8},
+        checkpoint={**SAVES, "every_steps": 20},
+        outer={"kind": "diloco", "sync_every": 20, "deadline": "200s"},
+        clusters=[
+            {"name": "fleet", "launcher": ray, "nodes": 2, "gpus_per_node": 1, **shape},
+            {"name": "home", "launcher": {"kind": "ssh", "hosts": ["a3"]}, **shape},
+        ],
+    )
+    text = isles(lab, "train", "two.yaml")
+    runs = [RunDir(lab.shared / f"runs/two-{name}-1") for name in ("fleet", "home")]
+    one, other = (list_checkpoints(run)[-1] for run in runs)
+    assert one.step == other.step == 60, text
+    # One that starts earlier may take its first steps alone.
+    assert all(len(outer_steps_of(run)[2]["weights"]) == 2 for run in runs)
+    assert_nothing_left(lab, ("ctl", *HOSTS))

@@ -1,0 +1,74 @@
+"""A real Ray on the pretend hosts: `ray start` on each, as its user types it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.lab.home import until
+from tests.lab.hosts import Lab
+
+RAY = str(Path(sys.executable).with_name("ray"))
+ADDRESS = "http://10.77.1.1:8265"
+_SMALL = ("--object-store-memory=100000000", "--disable-usage-stats", "--block")
+
+
+class RayLab:
+    """A Ray cluster whose head is a1.
+
+    Args:
+        resources: of each host, as options of `ray start`.
+        niceness: of Ray's workers; Ray's own 15 would let everything else here go first.
+    """
+
+    def __init__(self, lab: Lab, resources: Mapping[str, Sequence[str]], niceness: int) -> None:
+        self.lab = lab
+        self._resources = resources
+        self._niceness = str(niceness)
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, *hosts: str) -> None:
+        """Start Ray on hosts, and wait until all of them are nodes."""
+        for host in hosts:
+            at = f"--node-ip-address={self.lab.address(host)}"
+            how = ["--head", "--port=6379", "--dashboard-host=0.0.0.0"]
+            if host != "a1":
+                how = ["--address=10.77.1.1:6379"]
+                until(lambda: self._answers(6379), "Ray's head is up")
+            command = [RAY, "start", *how, at, *_SMALL, *self._resources[host]]
+            self._started[host] = self.lab.popen(host, command, RAY_worker_niceness=self._niceness)
+            if host == "a1":
+                until(lambda: self._answers(8265), "Ray's dashboard is up")
+
+    def end(self, *hosts: str) -> None:
+        """End Ray on hosts at once, as when they are switched off: all its processes there."""
+        for host in hosts or tuple(self._started):
+            process = self._started.pop(host)
+            lines = self.lab.run(host, ["ps", "-eo", "pid=,args="]).stdout.splitlines()
+            pids = [line.split()[0] for line in lines if "ray" in line and " ps " not in line]
+            self.lab.run(host, ["kill", "-KILL", *pids])
+            process.communicate()
+
+    def _answers(self, port: int) -> bool:
+        for host, process in self._started.items():
+            if process.poll() is not None:
+                assert process.stdout is not None
+                raise RuntimeError(f"ray start on {host}: {process.stdout.read().decode()}")
+        text = f"exec 3<>/dev/tcp/10.77.1.1/{port}"
+        return self.lab.run("a1", ["bash", "-c", text]).returncode == 0
+
+
+@contextmanager
+def ray_cluster(
+    lab: Lab, resources: Mapping[str, Sequence[str]], *hosts: str, niceness: int = 0
+) -> Iterator[RayLab]:
+    """Ray on these hosts; the first is a1. `resources` as of `RayLab`, also of hosts to come."""
+    cluster = RayLab(lab, resources, niceness)
+    try:
+        cluster.start(*hosts)
+        yield cluster
+    finally:
+        cluster.end()
