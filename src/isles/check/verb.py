@@ -33,10 +33,12 @@ from isles.config.sections.cluster import (
     ClusterConfig,
     ManualLauncherConfig,
     PbsLauncherConfig,
+    QueueSection,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
 from isles.errors import PreflightError, UserError
+from isles.launch.container.enter import container_record
 from isles.launch.multi_cluster import refuse_peers
 from isles.launch.ssh.channel import Channel, open_channel
 from isles.launch.ssh.environment import python_of, setting_lines
@@ -165,7 +167,7 @@ def _check_here(run: RunFacts, extent: Extent, print_line: PrintLine) -> Found:
     variables = run.cluster.environment.variables
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     name = socket.gethostname()
-    with _channel(Shell(), lines, sys.executable, name) as channel:
+    with _channel(Shell(), lines, sys.executable, name, _container(run)) as channel:
         return check_hosts(run, [channel], extent, print_line), [name]
 
 
@@ -195,7 +197,11 @@ def _channels(run: RunFacts, shells: dict[str, Shell]) -> Iterator[Sequence[Chan
     # A folder that is missing is a finding, and does not end the check.
     lines = [first.replace("|| exit 1", "2>/dev/null || cd || exit 1"), *rest]
     python = python_of(run.cluster.environment)
-    found, failures = on_all(list(shells), lambda name: _channel(shells[name], lines, python, name))
+    # Of a queue only the login node is seen, which need not have what runs a container.
+    container = None if isinstance(run.cluster.launcher, QueueSection) else _container(run)
+    found, failures = on_all(
+        list(shells), lambda name: _channel(shells[name], lines, python, name, container)
+    )
     opened = [channel for channel in found if channel is not None]
     try:
         if failures:
@@ -205,8 +211,20 @@ def _channels(run: RunFacts, shells: dict[str, Shell]) -> Iterator[Sequence[Chan
         on_all(opened, Channel.close)
 
 
-def _channel(shell: Shell, lines: Sequence[str], python: str, name: str) -> Channel:
-    return open_channel(shell, lines=lines, python=python, module="isles.check.node", name=name)
+def _channel(
+    shell: Shell,
+    lines: Sequence[str],
+    python: str,
+    name: str,
+    container: dict[str, Any] | None = None,
+) -> Channel:
+    return open_channel(
+        shell, lines=lines, python=python, module="isles.check.node", name=name, container=container
+    )
+
+
+def _container(run: RunFacts) -> dict[str, Any] | None:
+    return container_record(run.cluster, run.config, run.cluster.device)
 
 
 def check_hosts(

@@ -52,6 +52,7 @@ class Fleet:
         start_timeout_s: longest wait of the first node for the others.
         digest: SHA-256 of resolved.yaml, which must be the same on all nodes.
         resume_from: a checkpoint that was asked for by name.
+        container: which the agents enter, a record of `isles.launch.container`; None: none.
     """
 
     launcher: str
@@ -62,6 +63,7 @@ class Fleet:
     start_timeout_s: float
     digest: str
     resume_from: str | None = None
+    container: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.nodes)

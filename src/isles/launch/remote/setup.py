@@ -148,7 +148,7 @@ def _extras(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     kinds = {tracker.kind for tracker in tracker_sections(config.track)}
     strategy = cluster.strategy or config.strategy
     extras = {
-        "train": True,
+        "train": cluster.environment.container is None,
         "deepspeed": strategy.kind == "deepspeed",
         "hivemind": config.diloco is not None and config.diloco.engine == "hivemind",
         "qlora": config.adapter.type == "qlora",
