@@ -86,6 +86,10 @@ class Container:
         """Whether the image is a file or folder of the node, by its form."""
         return is_file_image(self.image)
 
+    def file(self, workdir: Path | str) -> str:
+        """The whole path of an image that is a file."""
+        return os.path.normpath(Path(workdir) / Path(self.image).expanduser())
+
     @property
     def reference(self) -> str:
         """The image's name in a registry, without docker://."""
@@ -146,7 +150,7 @@ def find_runtime(container: Container) -> tuple[Runtime, str]:
     Raises:
         PreflightError: there is none.
     """
-    wanted = _wanted(container)
+    wanted = wanted_runtimes(container)
     for runtime in wanted:
         for program in _PROGRAMS[runtime]:
             if shutil.which(program) and (runtime != "pyxis" or has_pyxis() or wanted[1:] == ()):
@@ -160,8 +164,8 @@ def find_runtime(container: Container) -> tuple[Runtime, str]:
     )
 
 
-def _wanted(container: Container) -> tuple[Runtime, ...]:
-    # In the order in which they are looked for.
+def wanted_runtimes(container: Container) -> tuple[Runtime, ...]:
+    """What may run the container, in the order in which it is looked for."""
     match container.runtime:
         case "apptainer" | "podman" | "pyxis" as given:
             return (given,)
@@ -217,7 +221,7 @@ def command_line(
             line = [program, "exec", "--pwd", str(workdir)]
             line += [{"nvidia": "--nv", "amd": "--rocm"}[maker] for maker in gpus]
             line += [word for mount in mounts for word in ("--bind", mount)]
-            return [*line, *container.extra, _apptainer_image(container), *words]
+            return [*line, *container.extra, _apptainer_image(container, workdir), *words]
         case "podman":
             # Its cgroup is that of the process that starts it: what a job may use, and a session
             # that does not end with a log-out, hold inside as well.
@@ -233,10 +237,10 @@ def command_line(
             line += [word for name in names for word in ("--env", name)]
             image = [container.reference]
             if container.is_file:
-                image = ["--rootfs", str(Path(container.image).expanduser().absolute())]
+                image = ["--rootfs", container.file(workdir)]
             return [*line, *container.extra, *image, *words]
         case "pyxis":
-            line = [f"--container-image={_pyxis_image(container)}"]
+            line = [f"--container-image={_pyxis_image(container, workdir)}"]
             line += [f"--container-mounts={','.join(mounts)}"] if mounts else []
             line += [f"--container-workdir={workdir}", "--no-container-mount-home"]
             return [*line, "--no-container-entrypoint", *container.extra]
@@ -250,16 +254,16 @@ _PODMAN_GPUS = {
 }
 
 
-def _apptainer_image(container: Container) -> str:
+def _apptainer_image(container: Container, workdir: Path | str) -> str:
     if container.is_file:
-        return str(Path(container.image).expanduser().absolute())
+        return container.file(workdir)
     return container.image if "://" in container.image else f"docker://{container.image}"
 
 
-def _pyxis_image(container: Container) -> str:
+def _pyxis_image(container: Container, workdir: Path | str) -> str:
     # enroot writes # between the registry and the rest.
     if container.is_file:
-        return str(Path(container.image).expanduser().absolute())
+        return container.file(workdir)
     first, slash, rest = container.reference.partition("/")
     is_registry = slash and "#" not in first and (set(first) & set(".:") or first == "localhost")
     return f"{first}#{rest}" if is_registry else container.reference
@@ -368,7 +372,7 @@ def entry(container: Container, words: Sequence[str], folders: Sequence[Path | s
         PreflightError: no runtime is here, or the image is not.
     """
     runtime, program = find_runtime(container)
-    _require_image(container)
+    _require_image(container, folders[0])
     host = ProcessId.of(os.getpid())
     environ = inner_environ(container, runtime, program, inherited())
     environ[CONTAINER] = f"{host.pid} {host.started}"
@@ -385,11 +389,11 @@ def entry(container: Container, words: Sequence[str], folders: Sequence[Path | s
     return Entry(line, environ, program)
 
 
-def _require_image(container: Container) -> None:
-    path = Path(container.image).expanduser()
-    if container.is_file and not path.exists():
+def _require_image(container: Container, workdir: Path | str) -> None:
+    path = container.file(workdir)
+    if container.is_file and not Path(path).exists():
         raise PreflightError(
-            f"there is no image {path.absolute()}",
+            f"there is no image {path}",
             where=f"host {os.uname().nodename}",
             fix="correct clusters[0].environment.container, or put the file there; a name in a "
             "registry begins with docker://",
@@ -418,9 +422,11 @@ def step_options(
     Raises:
         PreflightError: the image is not here.
     """
-    if "pyxis" not in _wanted(container) or not (container.runtime == "pyxis" or has_pyxis(srun)):
+    if "pyxis" not in wanted_runtimes(container) or not (
+        container.runtime == "pyxis" or has_pyxis(srun)
+    ):
         return None
-    _require_image(container)
+    _require_image(container, folders[0])
     return command_line(
         container,
         "pyxis",
