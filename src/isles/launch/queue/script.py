@@ -88,7 +88,8 @@ def node_lines(cluster: ClusterConfig, workdir: str, *, nodes: int, device: str)
     lines = setting_lines(cluster, workdir, is_login=True)
     environment = cluster.environment
     python = PurePath(python_of(environment))
-    if environment.venv is None and environment.conda is None and python.is_absolute():
+    is_named = environment.venv is not None or environment.conda is not None
+    if not is_named and environment.container is None and python.is_absolute():
         lines.append(f'export PATH={shlex.quote(str(python.parent))}:"$PATH"')
     variables = network_variables(cluster.network, None, device)
     if nodes == 1:

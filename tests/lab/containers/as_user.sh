@@ -12,8 +12,8 @@ umount -R /sys/fs/cgroup 2>/dev/null || umount -l /sys/fs/cgroup
 mount -t cgroup2 none /sys/fs/cgroup
 [ -e /dev/mqueue ] || mkdir /dev/mqueue
 mountpoint -q /dev/mqueue || mount -t mqueue none /dev/mqueue
-mkdir -p "$state/etc" "$state/home" "$state/run"
-chown $uid:$uid "$state/home" "$state/run" && chmod 700 "$state/run"
+mkdir -p "$state/etc" "$state/home" "$state/run" "$state/tmp"
+chown $uid:$uid "$state/home" "$state/run" "$state/tmp" && chmod 700 "$state/run"
 for file in passwd subuid subgid; do cat "/etc/$file" >"$state/etc/$file" 2>/dev/null || : >"$state/etc/$file"; done
 echo "boxer:x:$uid:$uid::$state/home:/bin/bash" >>"$state/etc/passwd"
 echo "boxer:2000000:65536" | tee -a "$state/etc/subuid" >>"$state/etc/subgid"
@@ -30,6 +30,6 @@ if [[ $home == /root/* ]]; then
   mkdir -p "$home"
   mount --move "$state/python" "$home"
 fi
-export HOME=$state/home USER=boxer LOGNAME=boxer XDG_RUNTIME_DIR=$state/run
+export HOME=$state/home TMPDIR=$state/tmp USER=boxer LOGNAME=boxer XDG_RUNTIME_DIR=$state/run
 unset XDG_CACHE_HOME XDG_CONFIG_HOME XDG_DATA_HOME DBUS_SESSION_BUS_ADDRESS
 exec setpriv --reuid=$uid --regid=$uid --clear-groups "$@"
