@@ -113,6 +113,9 @@ def boxer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Boxer]:
 
 def test_a_run_in_rootless_podman_stops_and_goes_on(boxer: Boxer) -> None:
     run_dir = RunDir(boxer.work / "runs" / "boxed-1")
+    bare = boxer.train("clusters.0.environment.container.python=/usr/bin/python3")
+    assert bare.end() == ExitCode.PREFLIGHT, bare.text
+    assert f"the image {IMAGE} has no isles" in bare.text and not run_dir.path.exists()
     with ExitStack() as stack:
         command = boxer.train("training.max_steps=100000")
         stack.callback(command.kill)
@@ -138,9 +141,10 @@ def test_a_run_in_rootless_podman_stops_and_goes_on(boxer: Boxer) -> None:
     assert boxer.processes() == []
 
 
+@pytest.mark.long
 def test_an_image_without_isles_or_that_is_not_there(boxer: Boxer) -> None:
     cases = {
-        ("python=/usr/bin/python3",): f"the image {IMAGE} has no isles",
+        ("python=/opt/python",): f"the image {IMAGE} has no such Python",
         ("image=localhost/none:1",): "the image localhost/none:1 is not here",
         ("image=./none.sif", "runtime=podman"): "there is no image",
     }

@@ -53,6 +53,7 @@ from isles.run.state import attempt_state
 _LOOK_S = 0.05
 _END_S = 10.0
 _PORTS = 100
+_STARTERS = ("srun", "pbsdsh", "ssh", "bash")
 
 
 class Lead:
@@ -124,7 +125,8 @@ class Lead:
         if self._allocation is not None:
             words, log = ["--nodes-file", str(self._nodes_file)], self._attempt.path / "node-%n.log"
             for command in self._allocation.on_all_nodes(words, log):
-                name = Path(command[0]).name
+                words_of = [Path(word).name for word in command]
+                name = next((word for word in words_of if word in _STARTERS), words_of[0])
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
                 self._placed[f"{name} {len(self._placed)}" if self._placed else name] = process
         elif not self.nodes.has_own_node:

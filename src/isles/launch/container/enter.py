@@ -226,7 +226,7 @@ def command_line(
             # Its cgroup is that of the process that starts it: what a job may use, and a session
             # that does not end with a log-out, hold inside as well.
             line = [program, "--cgroup-manager=cgroupfs", "run", "--rm", "--interactive"]
-            line += ["--pull=never", "--log-driver=passthrough", "--cgroups=no-conmon"]
+            line += ["--pull=never", f"--log-driver={_log_driver()}", "--cgroups=no-conmon"]
             line += ["--pid=host", "--ipc=host", "--network=host", "--uts=host"]
             line += ["--security-opt", "label=disable", "--entrypoint", ""]
             line += [word for maker in gpus for word in _PODMAN_GPUS[maker]]
@@ -246,6 +246,11 @@ def command_line(
             return [*line, "--no-container-entrypoint", *container.extra]
         case _:
             assert_never(runtime)
+
+
+def _log_driver() -> str:
+    # Podman hands its own streams on, also when it is gone; but no terminal.
+    return "none" if any(os.isatty(stream) for stream in range(3)) else "passthrough"
 
 
 _PODMAN_GPUS = {
@@ -439,11 +444,10 @@ def step_options(
     )
 
 
-def unset_words(container: Container) -> list[str]:
-    """`env -u …` before a command that passes its whole environment on into a container."""
+def step_environ(container: Container) -> list[str]:
+    """`env …` before srun, which passes all that it has on into the container."""
     environ = inherited()
-    kept = inner_environ(container, "pyxis", "srun", environ)
-    gone = sorted(set(environ) - set(kept))
+    gone = sorted(set(environ) - set(inner_environ(container, "pyxis", "srun", environ)))
     words = [word for name in gone for word in ("-u", name)]
     return ["env", *words, f"{CONTAINER}=pyxis", "PYTHONNOUSERSITE=1"]
 

@@ -16,7 +16,7 @@ from isles.config.load import Loaded
 from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.errors import ExitCode, PreflightError, UserError
 from isles.facts.units import format_duration
-from isles.launch.container.enter import Container, step_options, unset_words
+from isles.launch.container.enter import Container, step_environ, step_options
 from isles.launch.queue.job import (
     Allocation,
     JobNode,
@@ -223,15 +223,15 @@ class SlurmAllocation(Allocation):
         step += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
         step += ["--output", str(log.parent).replace("%", "%%") + f"/{log.name}"]
         srun, run_dir = self._slurm.path("srun"), self._attempt.path.parent.parent
-        python: list[str] = [sys.executable]
+        python, before = sys.executable, list[str]()
         if self._container is not None:
             options = step_options(self._container, srun, [Path.cwd(), run_dir])
             if options is not None:
                 step += options
-                python = [*unset_words(self._container), self._container.python]
+                python, before = self._container.python, step_environ(self._container)
         agent = ["-m", "isles.agent", str(run_dir)]
         agent += ["--attempt", str(self._attempt.number), *words]
-        return [[srun, *step, "--open-mode=append", *python, *agent]]
+        return [[*before, srun, *step, "--open-mode=append", python, *agent]]
 
     def is_preempted(self) -> bool:
         """See Allocation: a job with a time of grace gets SIGTERM, and is not queued again."""

@@ -145,10 +145,12 @@ def _hosts(cluster: ClusterConfig) -> list[str]:
 
 
 def _extras(config: RunConfig, cluster: ClusterConfig) -> list[str]:
+    if cluster.environment.container is not None:
+        return []  # the image has them; the Python of the hosts needs isles alone
     kinds = {tracker.kind for tracker in tracker_sections(config.track)}
     strategy = cluster.strategy or config.strategy
     extras = {
-        "train": cluster.environment.container is None,
+        "train": True,
         "deepspeed": strategy.kind == "deepspeed",
         "hivemind": config.diloco is not None and config.diloco.engine == "hivemind",
         "qlora": config.adapter.type == "qlora",
