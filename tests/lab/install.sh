@@ -1,12 +1,12 @@
 #!/bin/bash
 # What the tests need of Debian or Ubuntu: for the test clusters sshd, network namespaces, nftables, rsync,
-# shells and Slurm; for what people look at Chromium, a font, and tmux.
+# shells, Slurm and rootless podman; for what people look at Chromium, a font, and tmux.
 # Does nothing where all of it is there. Needs root to install.
 set -euo pipefail
 need=()
 for pair in sshd:openssh-server ssh:openssh-client ip:iproute2 nft:nftables rsync:rsync \
   csh:csh fish:fish slurmctld:slurmctld slurmd:slurmd sinfo:slurm-client munged:munge faketime:faketime \
-  chromium:chromium tmux:tmux; do
+  chromium:chromium tmux:tmux podman:podman crun:crun newuidmap:uidmap; do
   PATH=$PATH:/usr/sbin:/sbin command -v "${pair%%:*}" >/dev/null || need+=("${pair##*:}")
 done
 [ -d /usr/share/fonts/opentype/inter ] || need+=(fonts-inter)

@@ -4,8 +4,9 @@
     python -m isles.agent RUN_DIR --node K     the agent of a node that has the run's files
     python -m isles.agent HOST:PORT --node K   one that gets them from the coordinator
 
-Launchers start it. The first node's process is the coordinator as well; in a job of a queue, and
-where several nodes are processes of one machine, the coordinator is a process of its own, which
+Launchers start it. Where the run has a container it enters that first, and stays the same process
+to whoever has started it. The first node's process is the coordinator as well; in a job of a queue,
+and where several nodes are processes of one machine, the coordinator is a process of its own, which
 places the agents. SIGINT and SIGTERM save and stop on all nodes, whichever of them they reach.
 """
 
@@ -31,9 +32,10 @@ from isles.agent.server import LocalLink
 from isles.agent.telemetry import Telemetry
 from isles.agent.workers import RankStore, WorkerGroup, redirect_output
 from isles.errors import UserError
+from isles.launch.container.enter import Container, end_with_host, enter
 from isles.launch.manual import interface_of
-from isles.run.env import ATTEMPT, RUN_DIR, is_sampled, job_node, rank_defaults
-from isles.run.nodes import Fleet, FleetNode, require_nodes
+from isles.run.env import ATTEMPT, RUN_DIR, is_in_container, is_sampled, job_node, rank_defaults
+from isles.run.nodes import Fleet, FleetNode, read_fleet, require_nodes
 from isles.run.outcome import agent_error, end_failed
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -65,6 +67,8 @@ def main() -> int:
         else:
             run_dir = RunDir(Path(options.target).absolute())
             attempt = _attempt(run_dir, options.attempt)
+        end_with_host()
+        _enter_container(run_dir, attempt, options)
         if options.nodes_file is None and options.node is None:
             return _lead(run_dir, attempt)
         nodes = require_nodes(attempt, options.nodes_file)
@@ -83,6 +87,24 @@ def main() -> int:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return int(error.exit_code)
+
+
+def _enter_container(run_dir: RunDir, attempt: Attempt, options: argparse.Namespace) -> None:
+    # Where the nodes of the run have a container, this process goes on in it; the coordinator of
+    # a job stays outside, where the commands of its queue are.
+    nodes = read_fleet(attempt, options.nodes_file)
+    is_job = nodes is not None and nodes.in_job and options.nodes_file is None
+    if nodes is None or nodes.container is None or is_job or is_in_container():
+        return
+    words = ["-m", "isles.agent", str(run_dir.path), "--attempt", str(attempt.number)]
+    if options.nodes_file is not None or options.node is not None:
+        node = _own_node(nodes, options.node, attempt).node
+        words += ["--node", str(node)]
+        if options.log:
+            redirect_output(options.log.replace("%n", str(node)))
+    words += ["--nodes-file", str(options.nodes_file)] if options.nodes_file else []
+    words += ["--check", options.check] if options.check else []
+    enter(Container.of(nodes.container), words, [Path.cwd(), run_dir.path])
 
 
 def _lead(run_dir: RunDir, attempt: Attempt) -> int:

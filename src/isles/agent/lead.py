@@ -33,6 +33,8 @@ from isles.config.resolve import load_resolved
 from isles.config.sections.cluster import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, PreflightError, UserError
+from isles.launch.container.enter import container_record
+from isles.launch.container.failure import explain
 from isles.launch.local import place_here
 from isles.launch.manual import node_environ
 from isles.launch.queue.job import Allocation
@@ -51,6 +53,7 @@ from isles.run.state import attempt_state
 _LOOK_S = 0.05
 _END_S = 10.0
 _PORTS = 100
+_STARTERS = ("srun", "pbsdsh", "ssh", "bash")
 
 
 class Lead:
@@ -122,7 +125,8 @@ class Lead:
         if self._allocation is not None:
             words, log = ["--nodes-file", str(self._nodes_file)], self._attempt.path / "node-%n.log"
             for command in self._allocation.on_all_nodes(words, log):
-                name = Path(command[0]).name
+                words_of = [Path(word).name for word in command]
+                name = next((word for word in words_of if word in _STARTERS), words_of[0])
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
                 self._placed[f"{name} {len(self._placed)}" if self._placed else name] = process
         elif self.nodes.launcher == "local" and not self.nodes.has_own_node:
@@ -175,7 +179,12 @@ class Lead:
     def _open_job(self) -> int | None:
         match self._config.clusters[0].launcher:
             case SlurmLauncherConfig() as launcher:
-                allocation: Allocation = SlurmAllocation(launcher, self._attempt, inherited())
+                container = container_record(
+                    self._config.clusters[0], self._config, self._config.clusters[0].device
+                )
+                allocation: Allocation = SlurmAllocation(
+                    launcher, self._attempt, inherited(), container
+                )
             case PbsLauncherConfig() as launcher:
                 num_nodes = self._config.clusters[0].max_nodes
                 allocation = PbsAllocation(launcher, self._attempt, inherited(), num_nodes)
@@ -210,15 +219,17 @@ class Lead:
         if interface is not None and len(nodes) > 1:
             own = _address_on(interface)
             places[0] = replace(places[0], address=own, interface=interface)
+        device = "cpu" if cluster.device == "cpu" else "cuda"
         return Fleet(
             launcher=cluster.launcher.kind,
             nodes=tuple(places),
             port=cluster.network.port + allocation.first_port,
             min_nodes=cluster.min_nodes,
-            device="cpu" if cluster.device == "cpu" else "cuda",
+            device=device,
             start_timeout_s=cluster.start_timeout,
             digest="",
             resume_from=launch.get("resumed_from"),
+            container=container_record(cluster, self._config, device),
         )
 
     def _check(self, allocation: Allocation) -> int | None:
@@ -323,14 +334,17 @@ class Lead:
         ended = [f"{name} ended with {code}" for name, code in codes.items() if code is not None]
         if not ended or (self.nodes.is_elastic and len(ended) < len(placed)):
             return
-        last = ""
+        last, id, code = "", "start.failed", ExitCode.TRAINING
+        fix = f"their last words are in {self._attempt.path}/node-*.log"
         for log in sorted(self._attempt.path.glob("node-*.log")):
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
+            text = log.read_text(encoding="utf-8", errors="replace")
+            lines = text.splitlines()[-20:]
             last = next((ln.strip() for ln in reversed(lines) if "error" in ln.lower()), last)
+            if (found := explain(text, self.nodes.container)) is not None:
+                last, fix, id, code = found.what, found.fix, found.id, found.exit_code
         what = f"agents have ended before the run began: {', '.join(ended)}"
         what += f": {last}" if last else ""
-        fix = f"their last words are in {self._attempt.path}/node-*.log"
-        error = agent_error(what, fix, ExitCode.TRAINING, id="start.failed", will_recur=True)
+        error = agent_error(what, fix, code, id=id, will_recur=True)
         self._coordinator.fail(error)
 
     def _files(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _MANY_HOSTS = 5
 IDS = (
     # Reaching a host
     *("ssh.connect", "python.runs", "isles.installed", "host.answers", "host.duplicate"),
-    *("host.unseen", "step.nodes"),
+    *("host.unseen", "step.nodes", "container.runtime", "container.image"),
     # What is installed
     *("os.kernel", "packages.missing", "version.python", "version.isles", "version.torch"),
     *("version.transformers", "version.packages", "version.cuda", "version.nccl"),

@@ -6,6 +6,7 @@ findings in.
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved
 from isles.config.sections.cluster import PbsLauncherConfig, SlurmLauncherConfig
 from isles.errors import PreflightError, UserError
+from isles.launch.container.enter import Container, container_record, step_options
 from isles.launch.queue.script import JobText, slurm_options
 from isles.launch.queue.slurm import Slurm
 from isles.launch.queue.submit import in_workdir, resolve_for_job
@@ -123,7 +125,18 @@ def _srun(
         minutes = int((timeout_s + _RUN_S) // 60 + 1)
         options += [f"--time={minutes}", f"--immediate={round(timeout_s)}"]
     python = shlex.quote(python_of(cluster.environment))
-    step = f"exec {python} -m isles.check.step {shlex.quote(str(folder))} --attempt 1"
+    record, module = container_record(cluster, resolved.config, resolved.device), "isles.check.step"
+    if record is not None:
+        srun = Slurm(launcher.bin_path).path("srun")
+        if step_options(Container.of(record), srun, [workdir, folder]) is not None:
+            raise UserError(
+                f"--in-job asks Slurm from within its step, and the image {record['image']} of "
+                "pyxis has no command of Slurm",
+                where="command line",
+                fix="set clusters.0.launcher.check=true: the job itself checks its nodes first",
+            )
+        module = f"isles.launch.container {shlex.quote(json.dumps(record))} {module}"
+    step = f"exec {python} -m {module} {shlex.quote(str(folder))} --attempt 1"
     step += ' --node "$SLURM_NODEID" --hosts "$names"'
     step += f' --master "$address:{cluster.network.port}" --timeout {timeout_s:.0f}'
     script = "\n".join([*setting_lines(cluster, str(workdir)), _ADDRESS, step])

@@ -34,15 +34,19 @@ from isles.config.sections.cluster import (
     ClusterConfig,
     ManualLauncherConfig,
     PbsLauncherConfig,
+    QueueSection,
     RayLauncherConfig,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
 from isles.errors import PreflightError, UserError
+from isles.launch.container.enter import container_record, is_file_image
+from isles.launch.container.image import image_failure
 from isles.launch.multi_cluster import refuse_peers
 from isles.launch.ssh.channel import Channel, open_channel
 from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.shell import Shell, on_all
+from isles.launch.worker import NEEDED_TO_TRAIN
 
 _ANSWER_S = 30.0
 """Longest wait for a first answer once ssh has connected; Python may come from a slow disk."""
@@ -169,7 +173,7 @@ def _check_here(run: RunFacts, extent: Extent, print_line: PrintLine) -> Found:
     variables = run.cluster.environment.variables
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     name = socket.gethostname()
-    with _channel(Shell(), lines, sys.executable, name) as channel:
+    with _channel(Shell(), lines, sys.executable, name, _container(run)) as channel:
         return check_hosts(run, [channel], extent, print_line), [name]
 
 
@@ -189,6 +193,7 @@ def _check_queue(
             return [error_finding(name, error)], [name]
     findings = queue_findings(run.cluster, launcher, shell)
     findings = [replace(f, where=name) if f.where == shell.name else f for f in findings]
+    findings += _check_image(run, shell, name, extent)
     with _channels(run, {name: shell}) as channels:
         return [*findings, *_check_login(run, channels[0], extent)], [name]
 
@@ -208,13 +213,39 @@ def _check_ray(
         return [*findings, *_check_login(run, channels[0], extent)], [name]
 
 
+def _check_image(run: RunFacts, shell: Shell, name: str, extent: Extent) -> list[Finding]:
+    # A file that the node which submits can run as well; what its jobs' nodes have is not seen.
+    container = _container(run)
+    if container is None or not is_file_image(container["image"]):
+        return []
+    lines = setting_lines(run.cluster, run.workdir)
+    python, image = python_of(run.cluster.environment), container["image"]
+    try:
+        with _channel(shell, lines, python, name, container) as channel:
+            facts = channel.call("facts", timeout_s=extent.contact_s)
+    except UserError as error:
+        found = error_finding(name, error)
+        is_weak = error.id == "container.runtime"  # the nodes may have it all the same
+        return [replace(found, level="warning") if is_weak else found]
+    is_script = run.config is not None and run.config.training.script is not None
+    failure = image_failure(facts, image, ("torch",) if is_script else NEEDED_TO_TRAIN)
+    if failure is not None:
+        return [error_finding(name, failure)]
+    text = f"{image} has isles {facts['isles']} and Python {facts['python']}"
+    return [Finding("container.image", "ok", name, text, facts["isles"])]
+
+
 @contextmanager
 def _channels(run: RunFacts, shells: dict[str, Shell]) -> Iterator[Sequence[Channel]]:
     first, *rest = setting_lines(run.cluster, run.workdir)
     # A folder that is missing is a finding, and does not end the check.
     lines = [first.replace("|| exit 1", "2>/dev/null || cd || exit 1"), *rest]
     python = python_of(run.cluster.environment)
-    found, failures = on_all(list(shells), lambda name: _channel(shells[name], lines, python, name))
+    # Of a queue only the login node is seen, which need not have what runs a container.
+    container = None if isinstance(run.cluster.launcher, QueueSection) else _container(run)
+    found, failures = on_all(
+        list(shells), lambda name: _channel(shells[name], lines, python, name, container)
+    )
     opened = [channel for channel in found if channel is not None]
     try:
         if failures:
@@ -224,8 +255,20 @@ def _channels(run: RunFacts, shells: dict[str, Shell]) -> Iterator[Sequence[Chan
         on_all(opened, Channel.close)
 
 
-def _channel(shell: Shell, lines: Sequence[str], python: str, name: str) -> Channel:
-    return open_channel(shell, lines=lines, python=python, module="isles.check.node", name=name)
+def _channel(
+    shell: Shell,
+    lines: Sequence[str],
+    python: str,
+    name: str,
+    container: dict[str, Any] | None = None,
+) -> Channel:
+    return open_channel(
+        shell, lines=lines, python=python, module="isles.check.node", name=name, container=container
+    )
+
+
+def _container(run: RunFacts) -> dict[str, Any] | None:
+    return container_record(run.cluster, run.config, run.cluster.device)
 
 
 def check_hosts(
@@ -288,6 +331,9 @@ def _check_login(run: RunFacts, channel: Channel, extent: Extent) -> list[Findin
     hosts.facts = hosts.ask("facts", timeout_s=extent.contact_s)()
     if not hosts.facts:
         return hosts.findings
+    if run.cluster.environment.container is not None:
+        for own in hosts.facts.values():
+            own["missing"] = []  # the image has what training needs
     hosts.nproc = {channel.name: 1}
     files = hosts.check("files", finding_id="files.output")
     repos = hosts.check("hub", finding_id="hub.access")

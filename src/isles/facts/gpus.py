@@ -193,3 +193,15 @@ def _plain(name: str) -> str:
     # GeForce cards by their number alone.
     plain = re.sub(r"nvidia|geforce|tesla|amd|instinct|[\s_-]", "", name.lower())
     return re.sub(r"^rtx(?=\d{4}(?!ada))", "", plain)
+
+
+_LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
+
+
+def least_driver(cuda: str) -> int | None:
+    """The oldest branch of NVIDIA's driver that runs programs of a version of CUDA; None: unknown.
+
+    Source: CUDA Toolkit Release Notes, minimum driver versions for minor version compatibility.
+    """
+    major = cuda.partition(".")[0]
+    return _LEAST_DRIVERS.get(int(major)) if major.isdigit() else None

@@ -14,6 +14,7 @@ from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved, resolve
 from isles.config.sections.model import missing_package
 from isles.errors import ConfigError, ConfigErrors
+from isles.launch.container.enter import container_record
 from isles.launch.gpus import find_gpus
 from isles.launch.worker import require_train
 from isles.run.begin import require_packages
@@ -144,6 +145,7 @@ def make_fleet(
         start_timeout_s=cluster.start_timeout,
         digest=hashlib.sha256(dump_resolved(resolved).encode()).hexdigest(),
         resume_from=str(resume_from.absolute()) if resume_from else None,
+        container=container_record(cluster, resolved.config, resolved.device),
     )
 
 

@@ -24,6 +24,8 @@ from isles.launch.base import (
     ranks_text,
     resolve_here,
 )
+from isles.launch.container.enter import Container, container_record, entry
+from isles.launch.container.image import require_image
 from isles.launch.huggingface import huggingface_issues
 from isles.launch.ssh.shell import start_detached
 from isles.run.begin import begin_run, choose_run, new_attempt, write_launch
@@ -47,18 +49,27 @@ def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
     ranks = ranks_text(resolved.world_size, resolved.device)
     ranks += f" on {num_nodes} nodes" if num_nodes > 1 else ""
     added = added_variables(resolved)
+    container = container_record(resolved.config.clusters[0], resolved.config, resolved.device)
     if options.dry_run:
         begun = choose_run(resolved, options.resume)
         note = begun.note or f"this would be a new run: {begun.run_dir.name}"
         words = [*(["env"] if added else []), *(f"{key}={value}" for key, value in added.items())]
         words += agent_command(begun.run_dir, next_attempt(begun.run_dir))
+        if container is not None:
+            found = entry(
+                Container.of(container), ["-m", "isles.agent", words[-3], *words[-2:]], [Path.cwd()]
+            )
+            note += f"\nthe agent enters its container:\n\n{shlex.join(found.words)}\n"
         note += f"\n{ranks}; the command that would start them:\n\n{shlex.join(words)}"
         return f"{show(resolved).rstrip()}\n\n{note}"
-    check_packages(resolved)
+    if container is None:
+        check_packages(resolved)
     joined = _join_running(resolved, options)
     if joined is not None:
         return joined
-    if issues := huggingface_issues(loaded):
+    if container is not None:
+        require_image(container, loaded)
+    elif issues := huggingface_issues(loaded):
         raise ConfigErrors(issues)
     begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
     if begun.note:

@@ -27,6 +27,8 @@ from isles.launch.base import (
     next_attempt,
     resolve_checked,
 )
+from isles.launch.container.enter import container_record
+from isles.launch.container.image import require_image
 from isles.launch.hub import own_addresses
 from isles.launch.ssh.environment import network_variables, quoted, setting_lines
 from isles.launch.ssh.facts import free_port, port_taken
@@ -56,7 +58,11 @@ def start_manual(
         begun = choose_run(resolved, options.resume)
         attempt, token = next_attempt(begun.run_dir), "(made when it is started)"
     else:
-        check_packages(resolved)
+        container = container_record(cluster, resolved.config, device)
+        if container is not None:
+            require_image(container, loaded)
+        else:
+            check_packages(resolved)
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         attempt = new_attempt(begun.run_dir, loaded.text, typed=options.typed)
         token = attempt.token.read_text(encoding="utf-8").strip()

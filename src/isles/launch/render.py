@@ -22,6 +22,7 @@ from isles.config.sections.cluster import (
 )
 from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError, ConfigErrors
+from isles.launch.container.rendered import torchrun_words
 from isles.launch.gpus import find_gpus
 from isles.launch.queue.script import JobText, fill_template, node_lines, rendered_script
 from isles.run.env import hub_cache
@@ -175,6 +176,7 @@ def _torchrun_script(
     where = "one node" if num_nodes == 1 else f"{num_nodes} nodes"
     return fill_template(
         "torchrun.sh.jinja",
+        run=torchrun_words(config, _workdir(loaded), device, cluster.launcher.kind)[0],
         head=[
             f"{config.name}: {sum(nproc)} ranks on {where} under torchrun",
             f"written by isles {__version__}; it does not need the command isles to run",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,7 +11,9 @@ from importlib.util import find_spec
 
 from isles import __version__
 from isles.errors import ExitCode, MissingDependencyError, UserError
+from isles.run.env import is_in_container
 from isles.run.paths import RunDir
+from isles.run.records import read_record
 from isles.run.state import script_of
 
 NEEDED_TO_TRAIN = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -55,8 +58,13 @@ def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
             where=str(run_dir.path),
             fix=f"isles {verb} is for runs of the built-in trainer; a script does that by itself",
         )
+    module, words = "isles.train.verbs", [verb, str(run_dir.path), *option_words(options)]
+    attempt = run_dir.last_attempt()
+    container = (read_record(attempt.fleet) or {}).get("container") if attempt else None
+    if container is not None and not is_in_container():
+        return run_module("isles.launch.container", json.dumps(container), module, *words)
     require_train()
-    return run_module("isles.train.verbs", verb, str(run_dir.path), *option_words(options))
+    return run_module(module, *words)
 
 
 def option_words(options: Mapping[str, object]) -> list[str]:

@@ -14,6 +14,8 @@ RUN_DIR = "ISLES_RUN_DIR"
 ATTEMPT = "ISLES_ATTEMPT"
 NAMED = "ISLES_NAMED"
 """Suffix of a run's name on the machine that shows the output of this one."""
+CONTAINER = "ISLES_CONTAINER"
+"""Set inside a container: number and start of the process of the host that has entered it."""
 TELEMETRY = "ISLES_TELEMETRY"
 """off: agents sample nothing, for benchmarks that compare with it."""
 
@@ -78,6 +80,22 @@ def run_dir_of_script(environ: Mapping[str, str] = os.environ) -> Path | None:
 def is_sampled(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the agent of this process samples its node and ranks."""
     return environ.get(TELEMETRY) != "off"
+
+
+def is_in_container(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether isles has put this process into a container."""
+    return bool(environ.get(CONTAINER))
+
+
+def container_host(environ: Mapping[str, str] = os.environ) -> tuple[int, float] | None:
+    """Number and start of the process of the host that has entered this container, if known."""
+    words = environ.get(CONTAINER, "").split()
+    return (int(words[0]), float(words[1])) if len(words) == 2 else None
+
+
+def scratch_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder for temporary files that the user or a job has named."""
+    return Path(environ["TMPDIR"]) if environ.get("TMPDIR") else None
 
 
 def forget_window_size() -> None:

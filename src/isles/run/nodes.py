@@ -54,6 +54,7 @@ class Fleet:
         resume_from: a checkpoint that was asked for by name.
         coordinator: the address at which the coordinator listens; empty: that of the first node.
         sees_run_dir: whether all nodes were seen to have the coordinator's run directory.
+        container: which the agents enter, a record of `isles.launch.container`; None: none.
     """
 
     launcher: str
@@ -66,6 +67,7 @@ class Fleet:
     resume_from: str | None = None
     coordinator: str = ""
     sees_run_dir: bool = False
+    container: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.nodes)

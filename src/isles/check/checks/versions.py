@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from isles.check.finding import Finding, Level
+from isles.facts.gpus import least_driver
 
 Facts = Mapping[str, Mapping[str, Any]]
 """By the host's name, of `isles.launch.ssh.facts`."""
@@ -69,6 +70,7 @@ def compare_versions(
     for finding_id, what, values, level in rows:
         if set(values.values()) - {"none"}:
             yield from _compare(finding_id, what, values, level)
+    yield from _old_drivers(used, drivers)
     yield from _doubled(torch, imported)
 
 
@@ -83,6 +85,25 @@ def _missing(facts: Facts) -> Iterator[Finding]:
         )
         fix += "right Python in clusters[0].environment"
         yield Finding("packages.missing", "error", name, text, f"missing: {missing}", fix=fix)
+
+
+def _old_drivers(
+    imported: Mapping[str, Mapping[str, str | None]], drivers: Mapping[str, str]
+) -> Iterator[Finding]:
+    # The CUDA of an image, or of a wheel, is newer than the driver of the host.
+    for name, driver in drivers.items():
+        cuda = imported.get(name, {}).get("cuda")
+        least = least_driver(cuda) if cuda else None
+        major = driver.partition(".")[0]
+        if least is None or not major.isdigit() or int(major) >= least:
+            continue
+        text = f"torch is built for CUDA {cuda}, which needs the driver {least} or newer, and it "
+        text += f"has {driver}"
+        fix = (
+            f"install a newer driver on {name}, as on Ubuntu: sudo ubuntu-drivers install; or use "
+        )
+        fix += "an image, or a torch, of an older CUDA"
+        yield Finding("version.driver", "error", name, text, driver, str(least), fix)
 
 
 def _doubled(

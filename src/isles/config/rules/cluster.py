@@ -13,6 +13,7 @@ from isles.config.sections.cluster import (
     ManualLauncherConfig,
     QueueSection,
     RayLauncherConfig,
+    SlurmLauncherConfig,
     SshLauncherConfig,
 )
 from isles.config.sections.run import RunConfig
@@ -76,7 +77,9 @@ def _environment_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
             "export it before `isles train` on this machine; elsewhere let a line of "
             "environment.setup read a file of the hosts; for the hub: hf auth login",
         )
-    if cluster.is_here and environment != EnvironmentConfig(variables=environment.variables):
+    yield from _container_rules(cluster, key)
+    allowed = EnvironmentConfig(variables=environment.variables, container=environment.container)
+    if cluster.is_here and environment != allowed:
         yield Issue(
             (f"{key}.environment",),
             "the ranks of this machine run in the Python of this command",
@@ -93,6 +96,31 @@ def _environment_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
             (f"{key}.sync",),
             f"sync copies files to hosts over ssh, and the launcher is {cluster.launcher.kind}",
             "delete it",
+        )
+
+
+def _container_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
+    container, launcher = cluster.environment.own_container, cluster.launcher
+    if container is None:
+        return
+    where, in_job = f"{key}.environment.container", isinstance(launcher, QueueSection)
+    if container.runtime == "pyxis" and not isinstance(launcher, SlurmLauncherConfig):
+        yield Issue(
+            (f"{where}.runtime", where),
+            f"pyxis is a part of Slurm, and the launcher is {launcher.kind}",
+            "use apptainer, or podman where ssh or this machine starts the ranks",
+        )
+    if container.runtime == "podman" and in_job:
+        yield Issue(
+            (f"{where}.runtime", where),
+            f"podman's containers would not end with the job of {launcher.kind}",
+            "use apptainer, or pyxis in Slurm",
+        )
+    if cluster.is_here and cluster.max_nodes > 1:
+        yield Issue(
+            (f"{key}.nodes", where),
+            f"nodes {cluster.nodes} are processes of this machine, and a container is one node",
+            "delete nodes; gpus_per_node says how many ranks there are",
         )
 
 

@@ -193,6 +193,33 @@ LauncherConfig = Annotated[
 ]
 
 
+Runtime = Literal["apptainer", "podman", "pyxis"]
+"""What runs a container."""
+
+
+class ContainerConfig(Section):
+    """The image in which the agents and ranks of a cluster run."""
+
+    image: Text
+    """A file or folder that the nodes see (image.sif, image.sqsh, ./folder), or a name in a
+    registry, such as ghcr.io/me/train:1.2, with or without docker://."""
+
+    runtime: Runtime | Literal["auto"] = "auto"
+    """What runs it. auto: apptainer for a file; for a name in a registry pyxis in Slurm where srun
+    knows it, else apptainer in jobs, and podman elsewhere."""
+
+    python: Text = "python3"
+    """Python in the image."""
+
+    binds: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Further files and folders of the nodes that are seen inside: PATH, FROM:TO or FROM:TO:ro.
+    The run directory, workdir, what the run file names and the caches are seen without being
+    listed."""
+
+    extra: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Further options, one word each, of apptainer exec, podman run or srun."""
+
+
 class EnvironmentConfig(Section):
     """The Python of a cluster's nodes, and what must be set up before it starts. At most one of
     venv and conda."""
@@ -219,6 +246,17 @@ class EnvironmentConfig(Section):
 
     packages: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """What `isles setup` installs beside isles itself, as pip takes it."""
+
+    container: Text | ContainerConfig | None = None
+    """The image in which agents and ranks run; its python has isles and torch. Then the Python of
+    the nodes themselves needs isles alone. null: none."""
+
+    @property
+    def own_container(self) -> ContainerConfig | None:
+        """The container as a section, also where the run file names its image alone."""
+        if isinstance(self.container, str):
+            return ContainerConfig(image=self.container)
+        return self.container
 
 
 class NetworkConfig(Section):

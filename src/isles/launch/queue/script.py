@@ -21,6 +21,7 @@ from isles.config.sections.cluster import (
 from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError, ExitCode
 from isles.launch.base import ranks_text
+from isles.launch.container.rendered import torchrun_words
 from isles.launch.ssh.environment import network_variables, python_of, quoted, setting_lines
 from isles.run.paths import Attempt
 
@@ -87,7 +88,8 @@ def node_lines(cluster: ClusterConfig, workdir: str, *, nodes: int, device: str)
     lines = setting_lines(cluster, workdir, is_login=True)
     environment = cluster.environment
     python = PurePath(python_of(environment))
-    if environment.venv is None and environment.conda is None and python.is_absolute():
+    is_named = environment.venv is not None or environment.conda is not None
+    if not is_named and environment.container is None and python.is_absolute():
         lines.append(f'export PATH={shlex.quote(str(python.parent))}:"$PATH"')
     variables = network_variables(cluster.network, None, device)
     if nodes == 1:
@@ -113,6 +115,7 @@ def job_script(config: RunConfig, job: JobText) -> str:
         head=[
             f"{config.name}: {job.size}",
             f"written by isles {__version__} for start {job.attempt} of {job.run_dir}",
+            *_container_notes(cluster),
         ],
         sign="#PBS" if is_pbs else "#SBATCH",
         options=pbs_options(config, job) if is_pbs else slurm_options(config, job),
@@ -124,6 +127,14 @@ def job_script(config: RunConfig, job: JobText) -> str:
         run_dir=job.run_dir,
         attempt=job.attempt,
     )
+
+
+def _container_notes(cluster: ClusterConfig) -> list[str]:
+    found = cluster.environment.own_container
+    if found is None:
+        return []
+    by = f" by {found.runtime}" if found.runtime != "auto" else ""
+    return [f"the agents and ranks run in {found.image}{by}; this script, and srun, outside"]
 
 
 def rendered_script(
@@ -145,7 +156,9 @@ def rendered_script(
     head = [f"{config.name}: {job.size} under torchrun"]
     head += [f"written by isles {__version__}; it does not need the command isles to run"]
     head += notes
+    run, options = torchrun_words(config, job.workdir, job.device, launcher.kind)
     shared: dict[str, object] = {
+        "run": run,
         "setting": node_lines(cluster, job.workdir, nodes=job.nodes, device=job.device),
         "nodes": job.nodes,
         "nproc": job.nproc,
@@ -165,7 +178,8 @@ def rendered_script(
             shebang=_shebang(cluster, launcher),
             options=slurm_options(config, job),
             # Since Slurm 22.05 a step no longer takes this from its job.
-            srun_cpus=f" --cpus-per-task={cpus}" if cpus else "",
+            srun_options=(f" --cpus-per-task={cpus}" if cpus else "")
+            + f" {options}" * bool(options),
             **shared,
         )
     save_after = int(launcher.time - launcher.save_before) if launcher.time is not None else None

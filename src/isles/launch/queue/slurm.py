@@ -10,11 +10,13 @@ import time
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from isles.config.load import Loaded
 from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.errors import ExitCode, PreflightError, UserError
 from isles.facts.units import format_duration
+from isles.launch.container.enter import Container, step_environ, step_options
 from isles.launch.queue.job import (
     Allocation,
     JobNode,
@@ -189,8 +191,13 @@ class SlurmAllocation(Allocation):
     """The nodes of a Slurm job."""
 
     def __init__(
-        self, launcher: SlurmLauncherConfig, attempt: Attempt, environ: Mapping[str, str]
+        self,
+        launcher: SlurmLauncherConfig,
+        attempt: Attempt,
+        environ: Mapping[str, str],
+        container: Mapping[str, Any] | None = None,
     ) -> None:
+        self._container = Container.of(container) if container is not None else None
         self._slurm = Slurm(launcher.bin_path)
         super().__init__(self._slurm, environ["SLURM_JOB_ID"], attempt, environ)
         self.key = f"{self._id}-{environ.get('SLURM_RESTART_COUNT', '0')}"
@@ -215,9 +222,16 @@ class SlurmAllocation(Allocation):
         # What becomes of the other nodes when one is lost, the coordinator decides.
         step += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
         step += ["--output", str(log.parent).replace("%", "%%") + f"/{log.name}"]
-        agent = [sys.executable, "-m", "isles.agent", str(self._attempt.path.parent.parent)]
+        srun, run_dir = self._slurm.path("srun"), self._attempt.path.parent.parent
+        python, before = sys.executable, list[str]()
+        if self._container is not None:
+            options = step_options(self._container, srun, [Path.cwd(), run_dir])
+            if options is not None:
+                step += options
+                python, before = self._container.python, step_environ(self._container)
+        agent = ["-m", "isles.agent", str(run_dir)]
         agent += ["--attempt", str(self._attempt.number), *words]
-        return [[self._slurm.path("srun"), *step, "--open-mode=append", *agent]]
+        return [[*before, srun, *step, "--open-mode=append", python, *agent]]
 
     def is_preempted(self) -> bool:
         """See Allocation: a job with a time of grace gets SIGTERM, and is not queued again."""

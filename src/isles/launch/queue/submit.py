@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
@@ -21,6 +21,8 @@ from isles.config.sections.cluster import PbsLauncherConfig, SlurmLauncherConfig
 from isles.config.show import show
 from isles.errors import ConfigError, ExitCode, PreflightError, UserError
 from isles.launch.base import Started, StartOptions, check_packages, next_attempt, resolve_checked
+from isles.launch.container.enter import Container, container_record, find_runtime
+from isles.launch.container.image import require_image
 from isles.launch.queue.job import Scheduler, words_of
 from isles.launch.queue.pbs import Pbs, write_dialect
 from isles.launch.queue.script import JobText, job_script
@@ -73,7 +75,10 @@ def start_in_queue(
             note += f"\n{queue.path(queue.submit_command[0])} would take this script"
             return f"{show(resolved).rstrip()}\n\n{note}:\n\n{job_script(config, text.of(attempt))}"
         # Another Python of the nodes has its own packages.
-        if python_of(config.clusters[0].environment) == sys.executable:
+        container = container_record(config.clusters[0], config, resolved.device)
+        if container is not None:
+            _look_at_image(container, loaded, options)
+        elif python_of(config.clusters[0].environment) == sys.executable:
             check_packages(resolved)
         refresh_last(resolved, options.resume)
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
@@ -223,6 +228,19 @@ def _known(launcher: PbsLauncherConfig, options: StartOptions) -> PbsLauncherCon
     if launcher.dialect != "auto":
         return launcher
     return launcher.model_copy(update={"dialect": Pbs(launcher.bin_path).dialect()})
+
+
+def _look_at_image(container: dict[str, Any], loaded: Loaded, options: StartOptions) -> None:
+    # A file that apptainer can run here shows now what it lacks, not after hours in the queue.
+    found = Container.of(container)
+    try:
+        runtime, _ = find_runtime(found)
+    except PreflightError:
+        runtime = "pyxis"
+    if runtime == "apptainer" and found.is_file:
+        require_image(container, loaded)
+    else:
+        options.warn(f"the image {found.image} is not looked at here: the job's nodes enter it")
 
 
 def _refuse_extra(loaded: Loaded, extra: tuple[str, ...], queue: Scheduler) -> None:

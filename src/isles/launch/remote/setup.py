@@ -145,6 +145,8 @@ def _hosts(cluster: ClusterConfig) -> list[str]:
 
 
 def _extras(config: RunConfig, cluster: ClusterConfig) -> list[str]:
+    if cluster.environment.container is not None:
+        return []  # the image has them; the Python of the hosts needs isles alone
     kinds = {tracker.kind for tracker in tracker_sections(config.track)}
     strategy = cluster.strategy or config.strategy
     extras = {

@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 from isles.errors import PreflightError, UserError
+from isles.launch.container.failure import explain
 from isles.launch.ssh.shell import SSH_FAILED, Shell, python_failure
 
 Operation = Callable[[dict[str, Any]], dict[str, Any]]
@@ -203,6 +204,7 @@ def open_channel(
     python: str,
     module: str = "isles.launch.ssh.node",
     name: str = "",
+    container: Mapping[str, Any] | None = None,
 ) -> Channel:
     """Start a process that serves, here or over ssh.
 
@@ -210,11 +212,15 @@ def open_channel(
         shell: where the node is.
         lines: lines of bash that come first, of `setting_lines`.
         module: what serves.
+        container: in which it does, a record of `isles.launch.container`.
 
     Raises:
         PreflightError: there is no ssh on this machine.
     """
-    script = "\n".join([*lines, f"exec {shlex.quote(python)} -m {module}"])
+    words = [python, "-m", module]
+    if container is not None:
+        words = [python, "-m", "isles.launch.container", json.dumps(container), module]
+    script = "\n".join([*lines, f"exec {shlex.join(words)}"])
     errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `lost`
     process = shell.popen(["bash", "-c", script], stderr=errors, own_group=True)
     assert process.stdin is not None and process.stdout is not None
@@ -227,6 +233,9 @@ def open_channel(
             noise = errors.read().decode(errors="replace")
         if shell.destination is not None and code == SSH_FAILED:
             return shell.failure(noise)
+        if not was_ready and (failure := explain(noise)) is not None:
+            failure.where = f"host {host}"
+            return failure
         if was_ready:
             return PreflightError(
                 f"the process that answered there has ended (exit status {code})",

@@ -18,7 +18,10 @@ from isles.config.sections.cluster import (
     NetworkConfig,
     SshLauncherConfig,
 )
+from isles.config.sections.run import RunConfig
 from isles.errors import PreflightError, UserError, ids_of
+from isles.launch.container.enter import container_record
+from isles.launch.container.image import ANSWER_S, image_failure
 from isles.launch.ssh.channel import Channel, open_channel
 from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.facts import code_digest
@@ -95,7 +98,7 @@ def refuse(failures: Sequence[UserError], num_hosts: int) -> None:
 
 
 def ask_facts(
-    cluster: ClusterConfig, channels: Sequence[Channel], warn: Warn, needed: Sequence[str]
+    config: RunConfig, channels: Sequence[Channel], warn: Warn, needed: Sequence[str]
 ) -> list[Host]:
     """The facts of all hosts, compared.
 
@@ -107,10 +110,14 @@ def ask_facts(
         PreflightError: hosts that do not answer, lack what training needs, are one machine, or
             differ in what must be equal; all of them together.
     """
+    cluster = config.clusters[0]
     launcher = cluster.launcher
     assert isinstance(launcher, SshLauncherConfig)
-    asked = [(channel, channel.ask("facts", port=cluster.network.port)) for channel in channels]
-    facts = gather(asked, "facts", launcher.connect_timeout + _ANSWER_S)
+    container = container_record(cluster, config)
+    question = {"port": cluster.network.port, "container": container}
+    asked = [(channel, channel.ask("facts", **question)) for channel in channels]
+    limit_s = _ANSWER_S if container is None else ANSWER_S
+    facts = gather(asked, "facts", launcher.connect_timeout + limit_s)
     places = zip(cluster.hosts, channels, facts, strict=True)
     hosts = [Host(node, *place) for node, place in enumerate(places)]
     compare(hosts, needed, warn)
@@ -145,6 +152,11 @@ def _unfit(hosts: Sequence[Host], needed: Sequence[str]) -> Iterator[PreflightEr
                 fix="name it once; gpus says how many ranks it has",
                 id="host.duplicate",
             )
+        if (image := facts.get("image")) is not None:
+            if (failure := image_failure(facts, image, needed)) is not None:
+                failure.where = f"host {host.name}"
+                yield failure
+            continue
         if missing := [name for name in facts["missing"] if name in needed]:
             yield PreflightError(
                 f"packages are not installed for {facts['executable']}: {', '.join(missing)}",

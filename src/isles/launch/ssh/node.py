@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import ExitCode, PreflightError, UserError
-from isles.launch.ssh.channel import Operation, error_words, serve
+from isles.launch.ssh.channel import Channel, Operation, error_words, serve
 from isles.launch.ssh.environment import path_elsewhere
 from isles.launch.ssh.facts import node_facts
 from isles.launch.ssh.shell import start_detached
@@ -53,13 +53,15 @@ class NodeStart:
         self._is_kept = False
         self._is_given_up = False
         self._asked_at = 0.0
+        self._image: Channel | None = None
+        self._image_lock = threading.Lock()
         self._lock = threading.Lock()
 
     def operations(self) -> dict[str, Operation]:
         """By name, for `serve`."""
         return {
-            "facts": node_facts,
-            "issues": issues,
+            "facts": self._inside("facts", node_facts),
+            "issues": self._inside("issues", issues),
             "second": second,
             "begin": self.begin,
             "start": self.start,
@@ -68,8 +70,27 @@ class NodeStart:
             "end": self.end,
         }
 
+    def _inside(self, name: str, work: Operation) -> Operation:
+        # What is asked of the machine's Python is asked of its container's, where it has one.
+        def answer(args: dict[str, Any]) -> dict[str, Any]:
+            from isles.launch.container.image import ANSWER_S, open_image
+
+            container = args.pop("container", None)
+            if container is None:
+                return work(args)
+            with self._image_lock:
+                self._image = self._image or open_image(container)
+            return {
+                **self._image.call(name, timeout_s=ANSWER_S, **args),
+                "image": container["image"],
+            }
+
+        return answer
+
     def close(self) -> None:
         """The connection is gone: what was not kept ends."""
+        if self._image is not None:
+            self._image.close()
         if not self._is_kept:
             self.end({"what": "the machine that started the run was lost before all hosts had"})
 

@@ -23,6 +23,7 @@ from isles.config.sections.cluster import ClusterConfig, SshLauncherConfig
 from isles.config.show import show
 from isles.errors import ConfigError, ConfigErrors, UserError
 from isles.launch.base import Started, StartOptions, make_fleet, ranks_text
+from isles.launch.container.enter import container_record
 from isles.launch.remote.login import started_elsewhere
 from isles.launch.remote.sync import sync_hosts
 from isles.launch.ssh.channel import error_words
@@ -67,6 +68,7 @@ def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions
         # The first host loads what reads run files while it is asked for its facts.
         files = channels[0].ask(
             "issues",
+            container=container_record(cluster, loaded.config),
             config=loaded.config.model_dump(),
             origins=loaded.origins,
             text=loaded.text,
@@ -74,7 +76,7 @@ def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions
         )
         # A script of the user's own needs no more than torchrun does.
         needed = ("torch",) if loaded.config.training.script else NEEDED_TO_TRAIN
-        hosts = ask_facts(cluster, channels, options.warn, needed)
+        hosts = ask_facts(loaded.config, channels, options.warn, needed)
         start = _SshStart(loaded, options, cluster, hosts, workdir)
         found = channels[0].wait(files, "issues", _ASK_S)["issues"]
         on = f" (on host {hosts[0].name})"

@@ -1,0 +1,26 @@
+"""Runs a module in a container: `python -m isles.launch.container RECORD MODULE [WORDS]`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from isles.errors import PreflightError
+from isles.launch.container.enter import Container, enter
+from isles.launch.container.failure import refusal_line
+
+
+def main(argv: Sequence[str]) -> int:
+    record, module, *words = argv
+    try:
+        container = Container.of(json.loads(record))
+        enter(container, ["-m", module, *words], [Path.cwd()])
+    except PreflightError as error:
+        sys.stderr.write(refusal_line(error))
+        return int(error.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,239 @@
+"""Containers without one: scripts word for word, the command lines of each runtime, what is seen
+and passed on inside, and why one could not be entered."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.check.checks.versions import compare_versions
+from isles.config.load import load_run_file
+from isles.errors import ConfigErrors, PreflightError
+from isles.launch.container.enter import (
+    Container,
+    command_line,
+    container_record,
+    entry,
+    find_runtime,
+    gpu_makers,
+    mounts_of,
+    names_inside,
+    step_options,
+)
+from isles.launch.container.failure import MARK, explain
+from isles.launch.render import Kind, render
+from isles.run.env import CONTAINER
+from tests.each import each
+from tests.golden import check_golden
+from tests.programs import write_program
+from tests.slurm_job import RUN
+
+OCI = "ghcr.io/me/train:1.2"
+HAS_PYXIS = "echo '      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH'"
+
+
+def run_file(tmp_path: Path, container: str, *overrides: str) -> Any:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    chosen = f"clusters.0.environment={{modules: [apptainer], container: {container}}}"
+    return load_run_file(path, [chosen, *overrides])
+
+
+def container_of(tmp_path: Path, container: str, *overrides: str) -> Container:
+    config = run_file(tmp_path, container, *overrides).config
+    record = container_record(config.clusters[0], config)
+    assert record is not None
+    return Container.of(record)
+
+
+@each(
+    ("golden", "to", "container"),
+    [
+        ("slurm-apptainer.sh", "sbatch", "images/train.sif"),
+        ("slurm-pyxis.sh", "sbatch", f"{{image: {OCI}, runtime: pyxis, binds: [/scratch]}}"),
+        ("pbs-apptainer.sh", "pbs", OCI),
+    ],
+)
+def test_rendered_scripts_word_for_word(
+    tmp_path: Path, golden: str, to: Kind, container: str
+) -> None:
+    loaded = run_file(tmp_path, container, "clusters.0.workdir=/home/me/train")
+    check_golden(golden, render(loaded, to).text.replace(str(tmp_path), "."))
+
+
+LOCAL = "clusters.0={gpus_per_node: 4, environment: {container: IMAGE}}"
+
+
+@each(
+    ("image", "launcher", "programs", "expected"),
+    [
+        ("a.sif", "slurm", "apptainer srun", "apptainer"),
+        ("a.sif", "local", "podman singularity", "singularity"),
+        (OCI, "slurm", "apptainer pyxis", "srun"),
+        (OCI, "slurm", "apptainer srun", "apptainer"),
+        (OCI, "pbs", "apptainer podman", "apptainer"),
+        (OCI, "local", "apptainer podman", "podman"),
+        (OCI, "local", "apptainer", "apptainer"),
+        ("/images/folder", "local", "podman", "podman"),
+        (OCI, "local", "", "there is no podman or apptainer or singularity"),
+        ("a.sif", "pbs", "podman", "there is no apptainer or singularity"),
+    ],
+)
+def test_the_runtime_of_a_node(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    image: str,
+    launcher: str,
+    programs: str,
+    expected: str,
+) -> None:
+    for name in programs.split():
+        write_program(
+            tmp_path / ("srun" if name == "pyxis" else name), HAS_PYXIS * (name == "pyxis")
+        )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    container = Container(image, "auto", "python3", (), (), (), (), launcher, "auto")
+    if " " not in expected:
+        assert find_runtime(container)[1] == expected
+        return
+    with pytest.raises(PreflightError, match=expected) as caught:
+        find_runtime(container)
+    assert caught.value.id == "container.runtime" and caught.value.fix
+
+
+def test_no_value_of_a_variable_stands_on_a_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("podman", "apptainer"):
+        write_program(tmp_path / name, "true")
+    secret = {"HF_TOKEN": "hf_secretsecret", "NCCL_DEBUG": "INFO", "VIRTUAL_ENV": "/home/me/venv"}
+    for name, value in {**secret, "PATH": str(tmp_path), "PYTHONPATH": "/home/me/lib"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for runtime in ("podman", "apptainer"):
+        given = f"{{image: {OCI}, runtime: {runtime}}}"
+        container = container_of(
+            tmp_path, given, "clusters.0.launcher={kind: manual, hosts: [a, b]}"
+        )
+        found = entry(container, ["-m", "isles.agent"], [tmp_path])
+        assert not any("secret" in word for word in found.words)
+        assert found.environ["HF_TOKEN"] == secret["HF_TOKEN"]
+        assert found.environ[CONTAINER].startswith(f"{os.getpid()} ")
+        assert found.environ["PYTHONNOUSERSITE"] == "1"
+        assert found.words[-4:-2] == [found.words[-4], "python3"]
+        if runtime == "apptainer":  # it passes on what it has
+            assert "PYTHONPATH" not in found.environ and "VIRTUAL_ENV" not in found.environ
+        else:
+            named = [b for a, b in zip(found.words, found.words[1:], strict=False) if a == "--env"]
+            assert {"HF_TOKEN", "NCCL_DEBUG", CONTAINER} <= set(named)
+            assert not {"PATH", "PYTHONPATH", "VIRTUAL_ENV"} & set(named)
+
+
+def test_a_variable_of_the_run_file_goes_inside_whatever_it_is() -> None:
+    container = Container(OCI, "auto", "python3", (), (), (), ("PYTHONPATH",), "local", "cpu")
+    environ = {"PYTHONPATH": "/a", "LD_PRELOAD": "/b", "BASH_FUNC_x%%": "()", "RANK": "0"}
+    assert names_inside(container, environ) == ["PYTHONPATH", "RANK"]
+
+
+def test_what_is_seen_inside(tmp_path: Path) -> None:
+    there = {name: tmp_path / name for name in ("work", "far", "hub", "models/one", "scratch", "x")}
+    for folder in there.values():
+        folder.mkdir(parents=True)
+    (there["work"] / "data").symlink_to(there["far"])
+    paths = (
+        "data",
+        "../models/*/a.jsonl",
+        "sshleifer/tiny",
+        str(tmp_path / "none"),
+        "/usr/lib",
+        "/",
+    )
+    binds = ("../x", "/a:/b:ro")
+    container = Container(OCI, "auto", "python3", binds, (), paths, (), "local", "cpu")
+    environ = {
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_DATASETS_CACHE": str(tmp_path / "sets"),
+        "TMPDIR": str(there["scratch"]),
+    }
+    seen = mounts_of(container, [there["work"], there["work"] / "runs"], environ)
+    same = [str(tmp_path / n) for n in ("cache/isles", "far", "hf", "models", "scratch", "sets")]
+    expected = [f"{path}:{path}" for path in sorted([*same, str(there["work"]), "/usr/lib"])]
+    other = str(there["work"] / "../x")
+    assert seen == [*expected, f"{other}:{other}", "/a:/b:ro"]
+
+
+def test_gpus_by_what_the_node_has(tmp_path: Path) -> None:
+    container = Container(OCI, "podman", "python3", (), (), (), (), "local", "auto")
+    assert gpu_makers(container, tmp_path) == []
+    (tmp_path / "nvidiactl").touch()
+    (tmp_path / "kfd").touch()
+    assert gpu_makers(container, tmp_path) == ["nvidia", "amd"]
+    line = " ".join(command_line(container, "podman", "podman", [], [], [], "/w", ["nvidia"]))
+    assert "--device nvidia.com/gpu=all" in line and "/dev/kfd" not in line
+    line = " ".join(command_line(container, "apptainer", "apptainer", [], [], [], "/w", ["amd"]))
+    assert "--rocm" in line and "--nv" not in line
+
+
+def test_a_step_of_pyxis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_program(tmp_path / "srun", HAS_PYXIS)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    container = container_of(tmp_path, OCI)
+    options = step_options(container, str(tmp_path / "srun"), [tmp_path])
+    assert options is not None and "--container-image=ghcr.io#me/train:1.2" in options
+    assert f"--container-workdir={tmp_path}" in options
+    write_program(tmp_path / "srun", "true")
+    assert step_options(container, str(tmp_path / "srun"), [tmp_path]) is None
+
+
+# What the programs have written, the first three seen of podman 4.3.1.
+SAID = {
+    "Error: localhost/none:2: image not known": "container.image",
+    "/usr/bin/python3: Error while finding module specification for 'isles.agent' "
+    "(ModuleNotFoundError: No module named 'isles')": "isles.installed",
+    "Error: crun: executable file `/opt/py` not found in $PATH: No such file": "python.runs",
+    "python3: No module named isles.launch.container": "version.isles",
+    "Error: cannot find UID/GID for user me: no subuid ranges found for user": "container.runtime",
+    "Error: setting up CDI devices: unresolvable CDI devices nvidia.com/gpu": "container.runtime",
+    "FATAL:   could not open image /x.sif: no such file or directory": "container.image",
+    "srun: unrecognized option '--container-image=x'": "container.runtime",
+}
+
+
+def test_why_a_container_is_not_entered() -> None:
+    for said, expected in SAID.items():
+        found = explain(f"a login's greeting\n{MARK} {OCI} (by podman)\n{said}\n")
+        assert found is not None and found.id == expected and found.fix, said
+        assert explain(said) is None, "it is not about a container"
+    assert explain(f"{MARK} {OCI} (by podman)\nKilled\n") is None
+
+
+def test_rules_between_a_container_and_its_launcher(tmp_path: Path) -> None:
+    pyxis, podman = (f"{{image: {OCI}, runtime: {name}}}" for name in ("pyxis", "podman"))
+    pbs = "clusters.0.launcher={kind: pbs, time: 1h}"
+    here = f"clusters.0={{nodes: 2, gpus_per_node: 1, environment: {{container: {OCI}}}}}"
+    for container, override, words in (
+        (pyxis, pbs, "pyxis is a part of Slurm"),
+        (podman, pbs, "podman's containers would not end with the job"),
+        (OCI, here, "a container is one node"),
+    ):
+        with pytest.raises(ConfigErrors, match=words):
+            run_file(tmp_path, container, override)
+
+
+def test_a_driver_that_is_older_than_the_cuda_of_torch() -> None:
+    facts = {
+        name: {"isles": "1", "python": "3.11.2", "missing": [], "packages": {"torch": "2.8.0"}}
+        for name in ("a", "b")
+    }
+    imported = {name: {"torch": "2.8.0", "cuda": "12.8", "nccl": "2.27"} for name in facts}
+    drivers = {"a": "470.256.02", "b": "550.54.15"}
+    found = [
+        f
+        for f in compare_versions(facts, imported, drivers, "1")
+        if f.id == "version.driver" and f.level == "error"
+    ]
+    assert [f.where for f in found] == ["a"] and "needs the driver 525" in found[0].text
