@@ -26,7 +26,10 @@ def speed_of(run_file: Path, *typed: str, **options: str) -> Speed:
 
 
 def test_a_plan_tells_what_an_earlier_run_on_the_same_cores_showed(run_file: Path) -> None:
+    # Long enough for the agent to have seen the ranks while they train.
+    steps = 400
     two: Typed = ("clusters.0.gpus_per_node=2", "training.logging_steps=1")
+    two = (*two, f"training.max_steps={steps}")
     assert speed_of(run_file, *two).measured is None, "nothing has run yet"
     command = Command("train", run_file, *two, cwd=run_file.parent)
     assert command.end() == ExitCode.OK, command.text
@@ -34,7 +37,7 @@ def test_a_plan_tells_what_an_earlier_run_on_the_same_cores_showed(run_file: Pat
     rows = [row for row in read_rows(metrics) if row["kind"] == "train"][2:]
     found = speed_of(run_file, *two).measured
     assert found is not None
-    assert (found.run, found.first_step, found.last_step) == ("tiny-1", 3, 20)
+    assert (found.run, found.first_step, found.last_step) == ("tiny-1", 3, steps)
     assert found.step_s == statistics.median(row["step_time_s"] for row in rows)
     assert found.memory_bytes == max(row["memory_bytes"] for row in rows)
     # As many seconds more as there are more rows; tokens are the run's.
@@ -47,7 +50,7 @@ def test_a_plan_tells_what_an_earlier_run_on_the_same_cores_showed(run_file: Pat
         is_terminal=False,
         width=100,
     )
-    assert "in run tiny-1, steps 3 to 20" in " ".join(shown.split())
+    assert f"in run tiny-1, steps 3 to {steps}" in " ".join(shown.split())
     others: tuple[Typed, ...] = (
         ("clusters.0.gpus_per_node=1",),
         (*two, "data.seq_length=16"),
