@@ -111,6 +111,7 @@ def boxer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Boxer]:
     boxer.run("podman system migrate")  # ends its keeper of the namespace
 
 
+@pytest.mark.long
 def test_a_run_in_rootless_podman_stops_and_goes_on(boxer: Boxer) -> None:
     run_dir = RunDir(boxer.work / "runs" / "boxed-1")
     bare = boxer.train("clusters.0.environment.container.python=/usr/bin/python3")
