@@ -66,3 +66,7 @@ def test_a_plan_tells_what_an_earlier_run_on_the_same_cores_showed(run_file: Pat
     (cluster,) = plan_of(load_run_file(run_file, two), PlanOptions(gpus="2x4090")).clusters
     assert cluster.own.seen_bytes == found.memory_bytes
     assert cluster.own.fits
+    # Records that another version may have written, or nobody.
+    for text in ('{"nodes": [1]}', '{"nodes": {"0": {"name": 5}}}', "no record"):
+        attempt.write_text(text)
+        assert speed_of(run_file, *two).measured is None, text

@@ -63,6 +63,13 @@ def find_measured(job: Job, own: Outcome) -> Measured | None:
 
 
 def _measured(run: RunDir, job: Job, own: Outcome) -> Measured | None:
+    try:
+        return _read(run, job, own)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None  # another version of isles wrote it, or it is damaged: a plan goes without
+
+
+def _read(run: RunDir, job: Job, own: Outcome) -> Measured | None:
     attempt = run.last_attempt()
     if attempt is None or not _is_alike(read_record(attempt.live) or {}, own):
         return None
