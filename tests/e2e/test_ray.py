@@ -77,6 +77,8 @@ def test_unequal_nodes_train_save_and_stop_with_the_terminal_closed(
     lab: Lab, cluster: RayLab
 ) -> None:
     run_dir = write(lab, "stop", launcher={"bundles": [BIG, {}]}, training=LONG)
+    text = isles(lab, "train", "stop.yaml", "--dry-run", host="a1")
+    assert "node 0: CPU 2, big 1" in text and not run_dir.path.exists(), text
     said = begin(lab, "stop")
     attempt = run_dir.attempt(1)
     until(lambda: has_done(attempt, 3), lambda: f"steps; {said}{attempt.agent_log.read_text()}")

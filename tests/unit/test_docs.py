@@ -53,7 +53,7 @@ BASE: Mapping[str, object] = {
 LENGTHS = ("max_steps", "num_train_epochs", "max_time")
 # Blocks that nothing here can run. Each one more is one fewer that is known to work.
 MOST_NEEDS = 21
-FILES = (".py", ".json", ".yaml", ".sqlite")
+FILES = (".py", ".json", ".yaml", ".sqlite", ".sif", ".sqsh")
 # What looks like a key or an id: Python's names, and keys that a page says are none.
 NO_KEYS = {
     *("isles.report", "torch.distributed", "torch.float32", "torch.bfloat16"),
