@@ -389,7 +389,7 @@ class RendezvousServer:
                 raise Refusal(
                     f"{nodes[node].label} has {package} {other}, {nodes.first.name} has {version}",
                     f"install {package} {version} there, in {python}",
-                    ends_run=nodes.launcher == "ssh",
+                    ends_run=nodes.launcher in ("skypilot", "ssh"),
                 )
 
 

@@ -11,6 +11,7 @@ from isles.config.sections.cluster import (
     LocalLauncherConfig,
     ManualLauncherConfig,
     PbsLauncherConfig,
+    SkypilotLauncherConfig,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
@@ -19,6 +20,7 @@ from isles.launch.base import Started, StartOptions
 from isles.launch.local import start_local
 from isles.launch.manual import start_manual
 from isles.launch.queue.submit import start_in_queue
+from isles.launch.skypilot.start import start_skypilot
 from isles.launch.ssh.start import start_ssh
 
 
@@ -54,5 +56,7 @@ def start(options: StartOptions) -> Started | Loaded | str:
             return start_in_queue(loaded, launcher, options)
         case ManualLauncherConfig() as launcher:
             return start_manual(loaded, launcher, options)
+        case SkypilotLauncherConfig() as launcher:
+            return start_skypilot(loaded, launcher, options)
         case launcher:
             assert_never(launcher)
