@@ -54,33 +54,41 @@ def attempt_of(lab: Lab, name: str, number: int) -> Attempt:
     return RunDir(lab.root("a1") / "root/sky_workdir/runs" / name).attempt(number)
 
 
-def test_two_nodes_train_lose_one_go_on_and_stop_from_the_laptop(lab: Lab, state: Path) -> None:
+def test_two_nodes_train_and_stop_from_the_laptop(lab: Lab, state: Path) -> None:
     prepare(lab, "cloud", launcher={"secrets": ["MY_KEY"]}, training=LONG)
-    text = isles(lab, "train", "cloud.yaml", expected=ExitCode.USER)
-    assert "MY_KEY is not set in this shell" in text
-    start = f"cd /shared && MY_KEY=hidden {ISLES} train cloud.yaml --detach"
-    sh(lab, "ctl", start)
-    first = attempt_of(lab, "cloud-1", 1)
-    until(lambda: has_done(first, 3), "both train")
+    sh(lab, "ctl", f"cd /shared && MY_KEY=hidden {ISLES} train cloud.yaml --detach")
+    attempt = attempt_of(lab, "cloud-1", 1)
+    until(lambda: has_done(attempt, 3), "both train")
     seen = (state / "calls").read_text()
     assert "--secret ISLES_TOKEN --secret MY_KEY" in seen
     seen += (state / "job-1" / "log").read_text()
-    assert "hidden" not in seen and first.token.read_text().strip() not in seen
-    assert "running" in isles(lab, "status", "cloud-1@isles-cloud"), "ssh knows it by its cluster"
-    assert "rank 1 of 2" in isles(lab, "logs", "cloud-1@isles-cloud")
+    assert "hidden" not in seen and attempt.token.read_text().strip() not in seen
+    assert "10.77.1.2 rank 1]" in isles(lab, "logs", "cloud-1@isles-cloud")
+    text = isles(lab, "stop", "cloud-1@isles-cloud")
+    outcome = outcome_of(attempt)
+    assert (outcome["state"], outcome["exit_code"]) == ("stopped", ExitCode.REQUEUE), text
+    assert list_checkpoints(RunDir(attempt.path.parent.parent))[-1].step == outcome["step"]
+    assert_nothing_left(lab, NODES)
 
+
+@pytest.mark.long
+def test_a_node_that_is_lost_is_named_and_the_same_machines_go_on(lab: Lab, state: Path) -> None:
+    prepare(lab, "lost", launcher={}, training={**LONG}, checkpoint={"every_steps": 5})
+    isles(lab, "train", "lost.yaml", "--detach")
+    first, second = attempt_of(lab, "lost-1", 1), attempt_of(lab, "lost-1", 2)
+    until(lambda: has_done(first, 8), "both train")
+    assert "running" in isles(lab, "status", "lost-1@isles-lost"), "ssh knows it by its cluster"
+    text = isles(lab, "train", "lost.yaml", expected=ExitCode.PREFLIGHT)
+    assert "lost-1 is running on a1" in text, "a second start is refused, and harms nothing"
     sh(lab, "a2", "kill -9 -- -$(cat /shared/.sky/job-1/pid-1)")
     outcome = outcome_of(first)
     assert outcome["state"] == "failed" and "node 1 (10.77.1.2)" in outcome["error"]["what"]
     assert_nothing_left(lab, NODES)
-
-    sh(lab, "ctl", start)
-    second = attempt_of(lab, "cloud-1", 2)
-    until(lambda: has_done(second, 3), "it goes on, on the same machines")
-    text = isles(lab, "stop", "cloud-1@isles-cloud")
-    outcome = outcome_of(second)
-    assert (outcome["state"], outcome["exit_code"]) == ("stopped", ExitCode.REQUEUE), text
-    assert list_checkpoints(RunDir(second.path.parent.parent))[-1].step == outcome["step"]
+    text = isles(lab, "train", "lost.yaml", "--detach")
+    assert "going on with lost-1 from step" in text
+    until(lambda: has_done(second, outcome["step"] + 3), "it goes on, on the same machines")
+    isles(lab, "stop", "lost-1@isles-lost", "--now")
+    assert outcome_of(second)["exit_code"] == ExitCode.INTERRUPTED
     assert_nothing_left(lab, NODES)
 
 
@@ -105,6 +113,9 @@ def test_a_managed_job_that_has_saved_is_started_again_and_goes_on(lab: Lab, sta
 def test_a_start_that_fails_leaves_nothing_and_shows_the_words_of_sky(
     lab: Lab, state: Path
 ) -> None:
+    prepare(lab, "many", launcher={"secrets": ["MY_KEY"]}, nodes=3)
+    text = isles(lab, "train", "many.yaml", expected=ExitCode.USER)
+    assert "MY_KEY is not set in this shell" in text
     prepare(lab, "many", launcher={}, nodes=3)
     text = isles(lab, "train", "many.yaml", expected=ExitCode.PREFLIGHT)
     assert "ResourcesUnavailableError" in text and "3 nodes are asked for, 2 are there" in text
