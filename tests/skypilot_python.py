@@ -1,4 +1,4 @@
-"""A Python with the real SkyPilot, in an environment of its own: it must not meet isles' packages."""
+"""A Python with the real SkyPilot, in an environment of its own, away from isles' packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launcher: skypilot`, by a stand-in for sky (`tests/lab/sky`) which starts a task on the hosts."""
+"""`launcher: skypilot`, by a stand-in for sky (`tests/lab/sky`) that starts a task on the hosts."""
 
 from __future__ import annotations
 
@@ -156,7 +156,9 @@ def test_a_laptop_that_closes_leaves_the_run_going(lab: Lab, state: Path) -> Non
     isles(lab, "stop", "closed-1@isles-closed")
     assert outcome_of(attempt)["exit_code"] == ExitCode.REQUEUE
     # It finishes on the same machines; what is followed ends with its exit code.
-    text = isles(lab, "train", "closed.yaml", f"training.max_steps={outcome_of(attempt)['step'] + 5}")
+    text = isles(
+        lab, "train", "closed.yaml", f"training.max_steps={outcome_of(attempt)['step'] + 5}"
+    )
     assert "going on with closed-1" in text
     assert outcome_of(attempt_of(lab, "closed-1", 2))["state"] == "finished"
     assert_nothing_left(lab, NODES)

@@ -1,4 +1,4 @@
-"""A stand-in for SkyPilot's command sky over the pretend hosts; what it copies: `sky/command.py`."""
+"""A stand-in for SkyPilot's command over the pretend hosts; what it copies: `sky/command.py`."""
 
 from __future__ import annotations
 

@@ -27,8 +27,13 @@ NODE = Path(__file__).with_name("node.py")
 LOOK_S = 0.05
 
 
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
 def fail(text: str, code: int = 1) -> None:
-    print(text, file=sys.stderr)
+    sys.stderr.write(f"{text}\n")
     sys.exit(code)
 
 
@@ -90,7 +95,7 @@ def copy(nodes: list[str], source: str, target: str) -> None:
 
 def submit(task: dict[str, Any], name: str, secrets: dict[str, str], codes: list[int]) -> int:
     nodes = provision(name, int(task.get("num_nodes", 1)))
-    print(f"✓ Cluster launched: {name}.", flush=True)
+    say(f"✓ Cluster launched: {name}.")
     for target, source in (task.get("file_mounts") or {}).items():
         copy(nodes, source, target)
     for node in nodes:
@@ -138,7 +143,7 @@ def launch(words: list[str], *, is_managed: bool) -> None:
     name = f"{task['name']}-managed" if is_managed else options.cluster
     number = submit(task, name, secrets, codes if is_managed else [])
     what = "Managed job submitted, ID" if is_managed else "Job submitted, ID"
-    print(f"📋 {what}: {number}", flush=True)
+    say(f"📋 {what}: {number}")
 
 
 def job_of(number: str) -> tuple[Path, dict[str, Any]]:
@@ -191,19 +196,23 @@ def cancel(numbers: list[str]) -> None:
 def down(name: str) -> None:
     if name not in clusters():
         fail(f"Cluster(s) not found: {name}")
-    running = [f for f in STATE.glob("job-*") if json.loads((f / "job.json").read_text())["cluster"] == name]
+    running = [
+        f
+        for f in STATE.glob("job-*")
+        if json.loads((f / "job.json").read_text())["cluster"] == name
+    ]
     cancel([folder.name.removeprefix("job-") for folder in running])
     for node in clusters()[name]:
         ssh(node, "rm -rf ~/sky_workdir ~/.isles")
     (STATE / f"cluster-{name}.json").unlink()
     write_ssh_config()
-    print(f"Terminating cluster {name}...done.")
+    say(f"Terminating cluster {name}...done.")
 
 
 def table() -> None:
     for folder in sorted(STATE.glob("job-*")):
         job = json.loads((folder / "job.json").read_text())
-        print(folder.name.removeprefix("job-"), job["name"], job["cluster"], state_of(folder, job))
+        say(folder.name.removeprefix("job-"), job["name"], job["cluster"], state_of(folder, job))
 
 
 def main() -> None:
@@ -223,9 +232,9 @@ def main() -> None:
         case ["jobs", "queue"] | ["queue", *_]:
             table()
         case ["status", *_]:
-            print("Clusters\nNAME  INFRA  RESOURCES  STATUS")
+            say("Clusters\nNAME  INFRA  RESOURCES  STATUS")
             for name, nodes in clusters().items():
-                print(f"{name}  lab  {len(nodes)}x  UP")
+                say(f"{name}  lab  {len(nodes)}x  UP")
         case ["down", name]:
             down(name)
         case _:

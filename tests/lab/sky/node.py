@@ -25,8 +25,10 @@ def main() -> None:
     os.chdir(Path.home() / "sky_workdir")
     code, turn = run(job["setup"], job, "setup", lambda: False), 0
     (folder / f"setup-{rank}").write_text(str(code))
-    while code == 0 and wait_for(folder, f"setup-{{}}", num) and not (folder / "cancel").exists():
-        code = run(job["run"], job, f"{name}, rank={rank}", lambda turn=turn: has_to_end(folder, num, turn))
+    while code == 0 and wait_for(folder, "setup-{}", num) and not (folder / "cancel").exists():
+        code = run(
+            job["run"], job, f"{name}, rank={rank}", lambda turn=turn: has_to_end(folder, num, turn)
+        )
         (folder / f"code-{turn}-{rank}").write_text(str(code))
         if not wait_for(folder, f"code-{turn}-{{}}", num):
             break

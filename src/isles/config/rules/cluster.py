@@ -142,7 +142,7 @@ def _skypilot_rules(
     if launcher.managed and launcher.cluster is not None:
         yield Issue(
             (f"{at}.cluster", f"{at}.managed"),
-            f"SkyPilot names the cluster of a managed job itself, and cluster is {launcher.cluster}",
+            f"SkyPilot names the cluster of a managed job, and cluster is {launcher.cluster}",
             "delete one of the two",
         )
     for name in launcher.resources.keys() & {"autostop", "num_nodes"}:

@@ -42,13 +42,11 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     try:
         command = _begin(options, take_sky_start(), sys.stdin.read())
-    except ConfigErrors as error:
-        sys.stderr.write(f"{error}\n")
-        return int(error.exit_code)
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
+        issues = error.issues if isinstance(error, ConfigErrors) else (error,)
+        sys.stderr.write("".join(f"error: {issue}\n" for issue in issues))
         return int(error.exit_code)
-    os.execv(command[0], command)
+    return os.execv(command[0], command)
 
 
 def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]:

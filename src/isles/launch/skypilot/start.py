@@ -1,7 +1,7 @@
 """A start by SkyPilot: the task file is submitted, and its job is read until the run has begun.
 
-What has been started is ended again where the start fails half-way: the job, and the machines if this
-start has made them.
+What has been started is ended again where the start fails half-way: the job, and the machines if
+this start has made them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def start_skypilot(
     resolved = resolve_checked(loaded, needs_data=False, nproc=nproc, device=device)
     if launcher.managed and options.cluster:
         raise ConfigError(
-            f"the cluster {options.cluster} is a managed job, which isles cannot follow with others",
+            f"the cluster {options.cluster} is a managed job, which isles cannot follow",
             where=loaded.where("clusters.0.launcher.managed"),
             fix="use managed: false, or start it by itself with a join line: isles join",
         )
@@ -157,10 +157,7 @@ class _SkyStart:
                 self._submit(self.submit_words(str(path)))
                 begun = {} if managed else self._begun()
                 hand_back()
-            except UserError:
-                self._give_up()
-                raise
-            except KeyboardInterrupt:
+            except (UserError, KeyboardInterrupt):
                 self._give_up()
                 raise
         if managed:
@@ -168,7 +165,9 @@ class _SkyStart:
         if begun["version"] != __version__:
             print_line(f"warning: isles is {begun['version']} there, and {__version__} here")
         if self._launcher.autostop is None:
-            print_line(f"its machines stay until `sky stop {self._name}` or `sky down {self._name}`")
+            print_line(
+                f"its machines stay until `sky stop {self._name}` or `sky down {self._name}`"
+            )
         there = node_cluster(self._loaded.config.clusters[0])
         assert there.workdir is not None
         lines = setting_lines(there, there.workdir)
@@ -272,7 +271,9 @@ class _SkyStart:
             commands = [["sky", "cancel", "--yes", self._name, self._job]] if self._job else []
         for words in commands:
             self._options.print_line(shlex.join(words))
-            if self._ask(words, _DOWN_S) is None:
+            # A cluster that sky has never made, or taken back itself, cannot be ended.
+            is_done = self._ask(words, _DOWN_S) is not None
+            if not is_done and (self._launcher.managed or self._is_there()):
                 self._options.warn(f"{shlex.join(words)} has failed: type it by hand")
 
     def _ask(self, words: list[str], timeout_s: float = _ASK_S) -> str | None:
