@@ -119,7 +119,9 @@ def test_a_start_that_fails_leaves_nothing_and_shows_the_words_of_sky(
     prepare(lab, "many", launcher={}, nodes=3)
     text = isles(lab, "train", "many.yaml", expected=ExitCode.PREFLIGHT)
     assert "ResourcesUnavailableError" in text and "3 nodes are asked for, 2 are there" in text
-    prepare(lab, "nodata", launcher={}, data={"sources": [{"path": "gone.jsonl"}]})
+    prepare(
+        lab, "nodata", launcher={}, data={"sources": [{"path": "gone.jsonl"}], "seq_length": 32}
+    )
     text = isles(lab, "train", "nodata.yaml", expected=ExitCode.PREFLIGHT)
     assert "gone.jsonl" in text and "the job has ended before the run had begun" in text
     prepare(lab, "badsetup", launcher={"setup": ["echo no such thing >&2", "exit 3"]})
@@ -148,7 +150,7 @@ def test_a_laptop_that_closes_leaves_the_run_going(lab: Lab, state: Path) -> Non
     until(lambda: has_done(attempt, 3), "both train")
     lab.link("ctl", "cut")
     try:
-        process.kill()
+        sh(lab, "ctl", "pkill -9 -f 'isles train closed.[y]aml'")
         process.communicate(timeout=DEADLINE_S)
         until(lambda: has_done(attempt, 200), "it goes on without the laptop")
     finally:

@@ -25,7 +25,8 @@ def main() -> None:
     os.chdir(Path.home() / "sky_workdir")
     code, turn = run(job["setup"], job, "setup", lambda: False), 0
     (folder / f"setup-{rank}").write_text(str(code))
-    while code == 0 and wait_for(folder, "setup-{}", num) and not (folder / "cancel").exists():
+    is_ready = code == 0 and wait_for(folder, "setup-{}", num)
+    while is_ready and not (folder / "cancel").exists():
         code = run(
             job["run"], job, f"{name}, rank={rank}", lambda turn=turn: has_to_end(folder, num, turn)
         )
