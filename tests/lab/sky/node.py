@@ -23,7 +23,7 @@ def main() -> None:
     folder, rank, num = Path(job["folder"]), int(job["rank"]), len(job["nodes"])
     name = "head" if rank == 0 else f"worker{rank}"
     os.chdir(Path.home() / "sky_workdir")
-    code, turn = run(job["setup"], job, "setup", lambda: False), 0
+    code, turn = run(job["setup"], job, "setup", (folder / "cancel").exists), 0
     (folder / f"setup-{rank}").write_text(str(code))
     is_ready = code == 0 and wait_for(folder, "setup-{}", num)
     while is_ready and not (folder / "cancel").exists():
@@ -89,8 +89,9 @@ def run(script: str, job: dict[str, Any], name: str, has_to_end: Any) -> int:
 
 
 def signal_all(pid: int, number: signal.Signals) -> None:
+    # SkyPilot's daemon tells the whole group, with the ranks in it.
     with suppress(ProcessLookupError):
-        os.kill(pid, number)
+        os.killpg(pid, number)
 
 
 if __name__ == "__main__":
