@@ -18,6 +18,9 @@ PARTS = {
     "axolotl": ("axolotl",),
     "torchrun": ("torchrun",),
     "opendiloco": ("OpenDiLoCo",),
+    "skypilot": ("SkyPilot",),
+    "ray": ("Ray",),
+    "oumi": ("Oumi",),
 }
 """A part of the page, and the tools whose names stand in its tables."""
 

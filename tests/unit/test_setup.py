@@ -38,7 +38,7 @@ def test_every_cluster_elsewhere_is_set_up(tmp_path: Path, monkeypatch: pytest.M
     found: dict[str, list[str]] = {}
 
     def set_up(loaded: Loaded, cluster: ClusterConfig, **_: object) -> bool:
-        found[cluster.name] = module._extras(loaded.config, cluster)
+        found[cluster.name] = module.extras_of(loaded.config, cluster)
         return cluster.name != "attic"
 
     monkeypatch.setattr(module, "_setup_cluster", set_up)

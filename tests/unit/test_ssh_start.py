@@ -20,7 +20,7 @@ from isles.errors import PreflightError
 from isles.launch.base import Started, StartOptions
 from isles.launch.remote import setup as launch_setup
 from isles.launch.remote.login import remember
-from isles.launch.remote.setup import _make_lines
+from isles.launch.remote.setup import make_lines
 from isles.launch.remote.sync import rsync_argv
 from isles.launch.ssh import start as launch_ssh
 from isles.launch.ssh.channel import READY
@@ -141,7 +141,7 @@ def test_half_a_venv_is_made_again(tmp_path: Path) -> None:
     python = tools / "python{}.{}".format(*sys.version_info[:2])
     half = f'[ "$2" = venv ] || exit 0; mkdir -p {venv}/bin; cp $0 {venv}/bin/python; exit 1'
     write_program(python, half)
-    lines = [*_make_lines(section(venv=str(venv)).environment, str(tmp_path)), "echo goes on"]
+    lines = [*make_lines(section(venv=str(venv)).environment, str(tmp_path)), "echo goes on"]
     for _ in range(2):
         assert bash(*lines, PATH=f"{tools}:{os.environ['PATH']}").returncode == 1
 

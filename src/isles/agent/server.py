@@ -399,7 +399,7 @@ class RendezvousServer:
                 raise Refusal(
                     f"{nodes[node].label} has {package} {other}, {nodes.first.name} has {version}",
                     f"install {package} {version} there, in {python}",
-                    ends_run=nodes.launcher in ("ssh", "ray"),
+                    ends_run=nodes.launcher in ("ray", "skypilot", "ssh"),
                 )
 
 

@@ -36,6 +36,7 @@ from isles.config.sections.cluster import (
     PbsLauncherConfig,
     QueueSection,
     RayLauncherConfig,
+    SkypilotLauncherConfig,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
@@ -164,6 +165,12 @@ def _check_cluster(run: RunFacts, extent: Extent, print_line: PrintLine) -> Foun
             text += "does not know"
             fix = f"isles check --hosts {' '.join(hosts)}, or isles check on each of them"
             unseen = Finding("host.unseen", "warning", "other hosts", text, fix=fix)
+            return [*found, unseen], columns
+        case SkypilotLauncherConfig():
+            found, columns = _check_here(run, extent, print_line)
+            text = "only this machine was checked: SkyPilot has not started the run's nodes yet"
+            fix = "sky check says which clouds it can use; isles train --dry-run shows the task"
+            unseen = Finding("host.unseen", "warning", "SkyPilot's nodes", text, fix=fix)
             return [*found, unseen], columns
         case _:
             return _check_here(run, extent, print_line)

@@ -18,6 +18,7 @@ from isles.config.resolve import resolve
 from isles.config.sections.cluster import (
     PbsLauncherConfig,
     QueueSection,
+    SkypilotLauncherConfig,
     SlurmLauncherConfig,
 )
 from isles.config.sections.run import RunConfig
@@ -25,9 +26,10 @@ from isles.errors import ConfigError, ConfigErrors
 from isles.launch.container.rendered import torchrun_words
 from isles.launch.gpus import find_gpus
 from isles.launch.queue.script import JobText, fill_template, node_lines, rendered_script
-from isles.run.env import hub_cache
+from isles.launch.skypilot.task import TaskText, secret_names, task_file
+from isles.run.env import SKY_TOKEN, hub_cache
 
-Kind = Literal["torchrun", "sbatch", "pbs", "deepspeed-json", "fsdp-json"]
+Kind = Literal["torchrun", "sbatch", "pbs", "deepspeed-json", "fsdp-json", "skypilot"]
 
 Device = Literal["cuda", "cpu"]
 
@@ -75,6 +77,8 @@ def render(
             data, notes = deepspeed_json(loaded, sum(nproc))
         case "fsdp-json":
             data, notes = fsdp_json(loaded)
+        case "skypilot":
+            return Rendered(_skypilot_task(loaded, device, overrides, notes))
         case _:
             assert_never(to)
     return Rendered(json.dumps(data, indent=2) + "\n", tuple(notes))
@@ -155,6 +159,27 @@ def _job(
     if isinstance(launcher, PbsLauncherConfig) and launcher.dialect == "auto":
         notes.append("for OpenPBS; for Torque: clusters.0.launcher.dialect=torque")
     return JobText(launcher, len(nproc), nproc[0], device, _workdir(loaded))
+
+
+def _skypilot_task(
+    loaded: Loaded, device: Device, overrides: Sequence[str], notes: list[str]
+) -> str:
+    own = loaded.config.clusters[0].launcher
+    launcher = own if isinstance(own, SkypilotLauncherConfig) else SkypilotLauncherConfig()
+    if own is not launcher:
+        if loaded.config.clusters[0].gpus_per_node == "auto":
+            raise ConfigError(
+                "the GPUs of SkyPilot's nodes cannot be counted from here",
+                where=loaded.where("clusters.0.gpus_per_node"),
+                fix="add clusters.0.gpus_per_node=8 to the command line, or as many as they have",
+            )
+        notes.append(f"the run file's launcher is {own.kind}: look at resources and file_mounts")
+        key = "clusters.0.launcher={kind: skypilot}"
+        overrides = [*overrides, key]
+    names = " ".join(f"--secret {name}" for name in secret_names(launcher, has_join=False))
+    verb = "jobs launch" if launcher.managed else "launch"
+    notes.append(f"start it: {SKY_TOKEN}=$(openssl rand -hex 16) sky {verb} {names} THIS_FILE")
+    return task_file(loaded, TaskText(launcher, overrides, device, notes=notes))
 
 
 def _torchrun_script(

@@ -12,6 +12,7 @@ from isles.config.sections.cluster import (
     ManualLauncherConfig,
     PbsLauncherConfig,
     RayLauncherConfig,
+    SkypilotLauncherConfig,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
@@ -21,6 +22,7 @@ from isles.launch.local import start_local
 from isles.launch.manual import start_manual
 from isles.launch.queue.submit import start_in_queue
 from isles.launch.ray.start import start_ray
+from isles.launch.skypilot.start import start_skypilot
 from isles.launch.ssh.start import start_ssh
 
 
@@ -58,5 +60,7 @@ def start(options: StartOptions) -> Started | Loaded | str:
             return start_ray(loaded, launcher, options)
         case ManualLauncherConfig() as launcher:
             return start_manual(loaded, launcher, options)
+        case SkypilotLauncherConfig() as launcher:
+            return start_skypilot(loaded, launcher, options)
         case launcher:
             assert_never(launcher)

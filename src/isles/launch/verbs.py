@@ -132,7 +132,7 @@ def render(
     run_file: Path,
     /,
     *overrides: str,
-    to: Literal["torchrun", "sbatch", "pbs", "deepspeed-json", "fsdp-json"],
+    to: Literal["torchrun", "sbatch", "pbs", "deepspeed-json", "fsdp-json", "skypilot"],
     output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
     force: bool = False,
 ) -> int:
@@ -142,7 +142,7 @@ def render(
         run_file: The run file.
         overrides: Values that replace those in the file, such as training.max_steps=5.
         to: What is written: a torchrun script, a job script for sbatch or PBS's qsub, the JSON of
-            DeepSpeed, or the fsdp_config of the Hugging Face Trainer.
+            DeepSpeed, the fsdp_config of the Hugging Face Trainer, or a task file of SkyPilot.
         output: Where it is written; left out: to stdout.
         force: Replace the file if it is there.
     """
@@ -179,6 +179,7 @@ def render(
         "pbs": f"submit it: qsub {path}",
         "deepspeed-json": f"strategy: {{kind: deepspeed, config_file: {output}}} uses it here",
         "fsdp-json": f"TrainingArguments(fsdp=True, fsdp_config={str(output)!r}) uses it",
+        "skypilot": f"its head says how to start it: head {path}",
     }[to]
     sys.stderr.write(f"wrote {output}; {use}\n")
     return ExitCode.OK

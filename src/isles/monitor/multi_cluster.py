@@ -19,7 +19,7 @@ from rich.console import Console
 from isles.config.clusters import keys_of_cluster, named_cluster, shared_text
 from isles.config.load import Loaded
 from isles.config.resume import change_lines, changed_error, changed_length, changed_mathematics
-from isles.config.sections.cluster import ManualLauncherConfig, QueueSection
+from isles.config.sections.cluster import ManualLauncherConfig, QueueSection, SkypilotLauncherConfig
 from isles.config.sections.outer import DiLoCoConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, UserError
@@ -327,7 +327,7 @@ class MultiClusterStart:
             had = {k: v for k, v in record["settings"].items() if k.startswith("gather")}
             return {**self._outer.hub_settings, **had}
         names = [*self.choice.todo, *self.choice.running]
-        waits = (QueueSection, ManualLauncherConfig)
+        waits = (QueueSection, ManualLauncherConfig, SkypilotLauncherConfig)
         soon = [
             cluster.name
             for cluster in self._loaded.config.clusters

@@ -30,6 +30,7 @@ from isles.config.sections.cluster import (
     ClusterConfig,
     LocalLauncherConfig,
     RayLauncherConfig,
+    SkypilotLauncherConfig,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
@@ -334,6 +335,8 @@ def _in_queue(cluster: ClusterConfig) -> Machines:
     asked = ""
     if isinstance(cluster.launcher, SlurmLauncherConfig):
         asked = f"{cluster.launcher.gres or ''}:{cluster.launcher.constraint or ''}"
+    elif isinstance(cluster.launcher, SkypilotLauncherConfig):
+        asked = ":".join(cluster.launcher.accelerators)
     device = next(_named_in(asked), UNKNOWN)
     count = cluster.gpus_per_node if isinstance(cluster.gpus_per_node, int) else 1
     names = [host.ssh for host in cluster.hosts]

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from isles.errors import UserError
+
 RUN_DIR = "ISLES_RUN_DIR"
 ATTEMPT = "ISLES_ATTEMPT"
 NAMED = "ISLES_NAMED"
@@ -18,6 +20,11 @@ CONTAINER = "ISLES_CONTAINER"
 """Set inside a container: number and start of the process of the host that has entered it."""
 TELEMETRY = "ISLES_TELEMETRY"
 """off: agents sample nothing, for benchmarks that compare with it."""
+
+SKY_TOKEN = "ISLES_TOKEN"
+"""Token of a start, which a task of SkyPilot gets as a secret."""
+SKY_JOIN = "ISLES_JOIN"
+"""Join line of a start, the same way."""
 
 SET_BY_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
 """Variables of torchrun's ranks that no other module here sets."""
@@ -186,6 +193,41 @@ def job_node(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
     own = os.uname().nodename.partition(".")[0]
     short = [name.partition(".")[0] for name in names]
     return short.index(own) if own in short else None
+
+
+@dataclass(frozen=True, slots=True)
+class SkyStart:
+    """What a task of SkyPilot tells its first node.
+
+    Args:
+        addresses: of the nodes, in the order of their numbers.
+        token: secret of the start.
+        join: join line, a secret; empty: there is none.
+    """
+
+    addresses: tuple[str, ...]
+    token: str = field(repr=False)
+    join: str = field(default="", repr=False)
+
+
+def take_sky_start() -> SkyStart:
+    """What SkyPilot's variables say; the secrets are no longer in the environment after that.
+
+    Raises:
+        UserError: this is no task that isles has written.
+    """
+    addresses = tuple(os.environ.get("SKYPILOT_NODE_IPS", "").split())
+    token, join = os.environ.pop(SKY_TOKEN, ""), os.environ.pop(SKY_JOIN, "")
+    if addresses and token:
+        return SkyStart(addresses, token, join)
+    missing = SKY_TOKEN if addresses else "SKYPILOT_NODE_IPS"
+    raise UserError(
+        f"{missing} is not set",
+        where="environment",
+        fix=f"SkyPilot runs this: sky launch --secret {SKY_TOKEN} TASK.yaml, with a random "
+        f"{SKY_TOKEN} in the environment",
+        id="start.refused",
+    )
 
 
 def rank_defaults(

@@ -13,6 +13,7 @@ from isles.config.sections.cluster import (
     ManualLauncherConfig,
     QueueSection,
     RayLauncherConfig,
+    SkypilotLauncherConfig,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
@@ -29,6 +30,8 @@ def cluster_rules(config: RunConfig) -> Iterator[Issue]:
         yield from _host_rules(cluster, key)
         yield from _environment_rules(cluster, key)
         yield from _queue_rules(cluster, key)
+        if isinstance(cluster.launcher, SkypilotLauncherConfig):
+            yield from _skypilot_rules(cluster, cluster.launcher, key)
 
 
 def _host_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
@@ -135,10 +138,57 @@ def _queue_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
             "use a shorter save_before or a longer time",
         )
     if cluster.gpus_per_node == "auto" and isinstance(
-        launcher, QueueSection | RayLauncherConfig | ManualLauncherConfig
+        launcher,
+        QueueSection | RayLauncherConfig | ManualLauncherConfig | SkypilotLauncherConfig,
     ):
         yield Issue(
             (f"{key}.gpus_per_node", f"{key}.launcher", f"{key}"),
             f"the GPUs of a {launcher.kind} node cannot be counted from here",
             "add gpus_per_node: the ranks on each node",
+        )
+
+
+def _skypilot_rules(
+    cluster: ClusterConfig, launcher: SkypilotLauncherConfig, key: str
+) -> Iterator[Issue]:
+    at = f"{key}.launcher"
+    if cluster.min_nodes < cluster.max_nodes:
+        yield Issue(
+            (f"{key}.nodes",),
+            f"nodes {cluster.nodes} would go on with fewer, and SkyPilot ends all nodes of a job "
+            "with the first that ends",
+            f"use nodes: {cluster.max_nodes}",
+        )
+    for name in launcher.accelerators:
+        if ":" in name:
+            yield Issue(
+                (f"{at}.accelerators",),
+                f"{name} has a count, and gpus_per_node is it",
+                f"write {name.partition(':')[0]}",
+            )
+    if launcher.accelerators and cluster.device == "cpu":
+        yield Issue(
+            (f"{at}.accelerators", f"{key}.device"),
+            f"the ranks compute on CPUs, and {launcher.accelerators[0]} is asked for",
+            "delete one of the two",
+        )
+    for other in ("accelerators", "any_of", "ordered"):
+        if launcher.accelerators and other in launcher.resources:
+            yield Issue(
+                (f"{at}.resources.{other}", f"{at}.resources", f"{at}.accelerators"),
+                f"both accelerators and resources.{other} say which cards will do",
+                "keep one of them",
+            )
+    if launcher.managed and launcher.cluster is not None:
+        yield Issue(
+            (f"{at}.cluster", f"{at}.managed"),
+            f"SkyPilot names the cluster of a managed job, and cluster is {launcher.cluster}",
+            "delete one of the two",
+        )
+    for name in launcher.resources.keys() & {"autostop", "num_nodes"}:
+        here = {"autostop": "launcher.autostop", "num_nodes": "nodes of the cluster"}[name]
+        yield Issue(
+            (f"{at}.resources.{name}", f"{at}.resources"),
+            f"resources has {name}, for which there is a key of its own",
+            f"use {here}",
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -66,6 +66,52 @@ class ManualLauncherConfig(Section):
     hosts: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)]
     """Address of every node; the order is the order of the ranks. The others must reach the
     first."""
+
+
+class SkypilotLauncherConfig(Section):
+    """Nodes that SkyPilot finds and starts, by the user's own command sky: an agent on each."""
+
+    kind: Literal["skypilot"] = "skypilot"
+    """SkyPilot."""
+
+    accelerators: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Cards that will do, as SkyPilot names them and without a count: [H100, A100-80GB]. It takes
+    the cheapest that it gets, gpus_per_node of it on each node."""
+
+    resources: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies defaults)
+    """Further `resources` of the task, as SkyPilot writes them: infra, use_spot, cpus, memory,
+    image_id, disk_size …"""
+
+    file_mounts: dict[Text, Any] = {}  # noqa: RUF012
+    """Files and buckets on the nodes, as SkyPilot writes them, such as
+    {~/runs: {source: 's3://BUCKET', mode: MOUNT}}."""
+
+    workdir: Text | None = None
+    """Folder of this machine that SkyPilot copies to ~/sky_workdir of each node, without what
+    .skyignore, or else .gitignore, names. null: none."""
+
+    setup: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Lines of bash that SkyPilot runs once on each node. Empty: isles makes ~/.isles/venv there
+    and installs itself, unless environment names the Python."""
+
+    secrets: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Variables of this machine that the nodes get as secrets of SkyPilot, such as HF_TOKEN. Their
+    values stand in no file and on no command line."""
+
+    cluster: Annotated[str, Field(pattern=r"^[A-Za-z]([-_.A-Za-z0-9]*[A-Za-z0-9])?$")] | None = None
+    """Name of SkyPilot's cluster, by which ssh reaches its first node; one that is there is used
+    again. null: isles-NAME."""
+
+    managed: bool = False
+    """A managed job: SkyPilot starts it again, elsewhere if it must, when its nodes are taken away
+    or it ends with exit code 85. sky jobs shows it; isles status does not."""
+
+    autostop: Annotated[DurationS, Field(ge=60)] | None = None
+    """SkyPilot stops the nodes after so long without a job. null: they stay until sky stop or sky
+    down."""
+
+    launch_timeout: Annotated[DurationS, Field(ge=1)] = 3600.0
+    """Longest wait for SkyPilot to have found the nodes, set them up and begun the run."""
 
 
 class LoginSection(Section):
@@ -187,8 +233,9 @@ LauncherConfig = Annotated[
     | SshLauncherConfig
     | SlurmLauncherConfig
     | PbsLauncherConfig
+    | ManualLauncherConfig
     | RayLauncherConfig
-    | ManualLauncherConfig,
+    | SkypilotLauncherConfig,
     Field(discriminator="kind"),
 ]
 

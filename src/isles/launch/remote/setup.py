@@ -82,7 +82,7 @@ def _setup_cluster(
     shells = [Shell(host, timeout_s) for host in _hosts(cluster)]
     workdir = cluster.workdir or str(Path.cwd())
     payload = _payload(loaded, cluster, check)
-    make = [] if check else _make_lines(cluster.environment, workdir)
+    make = [] if check else make_lines(cluster.environment, workdir)
     lines, python = setting_lines(cluster, workdir), shlex.quote(python_of(cluster.environment))
     program = Path(__file__).with_name("install.py").read_text(encoding="utf-8")
     script = "\n".join([*make, *lines, f"exec {python} -c {shlex.quote(program)}"])
@@ -144,7 +144,8 @@ def _hosts(cluster: ClusterConfig) -> list[str]:
     return []
 
 
-def _extras(config: RunConfig, cluster: ClusterConfig) -> list[str]:
+def extras_of(config: RunConfig, cluster: ClusterConfig) -> list[str]:
+    """The extras of isles that the nodes of a cluster need."""
     if cluster.environment.container is not None:
         return []  # the image has them; the Python of the hosts needs isles alone
     kinds = {tracker.kind for tracker in tracker_sections(config.track)}
@@ -178,7 +179,7 @@ def _payload(loaded: Loaded, cluster: ClusterConfig, check: bool) -> str:
         {
             "wheel": "" if check else base64.b64encode(wheel_bytes()).decode(),
             "wheel_name": wheel_name(),
-            "extras": _extras(loaded.config, cluster),
+            "extras": extras_of(loaded.config, cluster),
             "requirements": list(cluster.environment.packages),
             "constraints": pins,
             "check": check,
@@ -187,8 +188,8 @@ def _payload(loaded: Loaded, cluster: ClusterConfig, check: bool) -> str:
     )
 
 
-def _make_lines(environment: EnvironmentConfig, workdir: str) -> list[str]:
-    # Bash that makes the named environment where it is missing.
+def make_lines(environment: EnvironmentConfig, workdir: str) -> list[str]:
+    """Bash that makes the named environment where it is missing."""
     minor = "{}.{}".format(*sys.version_info[:2])
     if environment.venv is not None:
         venv = quoted(environment.venv)

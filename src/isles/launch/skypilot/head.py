@@ -1,0 +1,116 @@
+"""The first node of a task of SkyPilot: begins the run, then becomes its agent and coordinator.
+
+    python -m isles.launch.skypilot.head RUN_FILE [KEY=VALUE …] < RUN_FILE
+
+The task has the run file's text on its standard input. Which nodes there are, and the token of the
+start, are in the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from isles import __version__
+from isles.config.load import load_run_file
+from isles.config.resolve import Resolved
+from isles.errors import ConfigErrors, PreflightError, UserError
+from isles.launch.base import check_packages, make_fleet, resolve_checked
+from isles.launch.manual import node_environ
+from isles.launch.remote.login import STARTED
+from isles.launch.ssh.environment import path_elsewhere
+from isles.run.begin import begin_run, new_attempt, write_launch
+from isles.run.env import SkyStart, take_sky_start
+from isles.run.find import numbered_runs
+from isles.run.nodes import FleetNode
+from isles.run.process import ProcessId
+from isles.run.records import clear_errors, write_secret
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Begin the run, and go on as its agent; returns only where it cannot be begun."""
+    parser = argparse.ArgumentParser(prog="python -m isles.launch.skypilot.head")
+    parser.add_argument("run_file", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--resume", default="auto")
+    parser.add_argument("--typed", default="")
+    options = parser.parse_args(words)
+    try:
+        command = _begin(options, take_sky_start(), sys.stdin.read())
+    except UserError as error:
+        issues = error.issues if isinstance(error, ConfigErrors) else (error,)
+        sys.stderr.write("".join(f"error: {issue}\n" for issue in issues))
+        return int(error.exit_code)
+    return os.execv(command[0], command)
+
+
+def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]:
+    # The run directory and its records; returns the command of the agent.
+    loaded = load_run_file(options.run_file, options.overrides, text=text)
+    cluster = loaded.config.clusters[0]
+    if len(start.addresses) != cluster.max_nodes:
+        raise PreflightError(
+            f"SkyPilot has given {len(start.addresses)} nodes, and the run file asks for "
+            f"{cluster.max_nodes}",
+            where="SKYPILOT_NODE_IPS",
+            fix="write the task file again: isles render --to skypilot",
+            id="start.refused",
+        )
+    assert isinstance(cluster.gpus_per_node, int), "a rule asks for it"
+    device: Literal["cpu", "cuda"] = "cpu" if cluster.device == "cpu" else "cuda"
+    nproc = (cluster.gpus_per_node,) * cluster.max_nodes
+    resolved = resolve_checked(loaded, nproc=nproc, device=device)
+    check_packages(resolved)
+    # SkyPilot starts a managed job again as it was: that goes on with what its first start began.
+    resume = "auto" if _has_begun(resolved, start.token) else options.resume
+    begun = begin_run(resolved, loaded.text, resume, join=start.join)
+    run_dir = begun.run_dir
+    attempt = new_attempt(run_dir, loaded.text, typed=options.typed)
+    nodes = [
+        FleetNode(node, address, None, address, cluster.gpus_per_node)
+        for node, address in enumerate(start.addresses)
+    ]
+    fleet = make_fleet(resolved, nodes, port=cluster.network.port, resume_from=begun.resume_from)
+    command = [sys.executable, "-m", "isles.agent", str(run_dir.path.absolute())]
+    command += ["--attempt", str(attempt.number)]
+    with clear_errors(attempt.path):
+        write_secret(attempt.token, start.token)
+        fleet.write(attempt)
+    # The agent takes the place of this process, and keeps its number.
+    write_launch(
+        attempt,
+        ProcessId.of(os.getpid()),
+        world_size=fleet.world_size,
+        device=device,
+        command=tuple(command),
+        resumed_from=begun.resume_from,
+        launcher="skypilot",
+    )
+    os.environ.update(node_environ(run_dir, fleet, 0))
+    path = run_dir.path.absolute()
+    record = {"version": __version__, "path": str(path), "attempt": attempt.number}
+    record["elsewhere"] = path_elsewhere(path, resolved.config)
+    note = f"{begun.note}\n" if begun.note else ""
+    sys.stdout.write(f"{note}{STARTED}{json.dumps(record)}\n")
+    sys.stdout.flush()
+    return command
+
+
+def _has_begun(resolved: Resolved, token: str) -> bool:
+    # Whether the newest run of this name was begun by an earlier start of this very task.
+    folder = Path(resolved.config.output_dir).expanduser()
+    runs = numbered_runs(folder, resolved.config.name)
+    attempt = runs[-1][1].last_attempt() if runs else None
+    try:
+        return attempt is not None and attempt.token.read_text(encoding="utf-8").strip() == token
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+"""A start by SkyPilot: the task file is submitted, and its job is read until the run has begun.
+
+What has been started is ended again where the start fails half-way: the job, and the machines if
+this start has made them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from isles import __version__
+from isles.config.load import Loaded
+from isles.config.sections.cluster import SkypilotLauncherConfig
+from isles.config.show import show
+from isles.errors import ConfigError, PreflightError, UserError
+from isles.facts.units import format_duration
+from isles.launch.base import Started, StartOptions, resolve_checked
+from isles.launch.remote.login import STARTED, started_elsewhere
+from isles.launch.remote.setup import wheel_bytes, wheel_name
+from isles.launch.skypilot.task import TaskText, node_cluster, secret_names, task_file
+from isles.launch.ssh.environment import python_of, setting_lines
+from isles.launch.ssh.start import interruptible
+from isles.run.env import SKY_JOIN, SKY_TOKEN, inherited
+
+_STARTED = re.compile(re.escape(STARTED) + r"(\{.*\})")
+_JOB = re.compile(r"\bjob\b[^\n]*?\bID: *(\d+)", re.IGNORECASE)
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+_ASK_S = 120.0
+"""Longest wait for sky to answer a question, or to end a job."""
+
+_DOWN_S = 600.0
+"""Longest wait for machines to be given back."""
+
+_TAIL_LINES = 15
+
+
+def start_skypilot(
+    loaded: Loaded, launcher: SkypilotLauncherConfig, options: StartOptions
+) -> Started | str:
+    """Start a run on nodes of SkyPilot, or say what would be done; of a managed job the text to
+    print, as the run is SkyPilot's to follow.
+
+    Raises:
+        ConfigErrors: every issue in the run file.
+        UserError: sky is not here, or does not start the run; nothing is left running then.
+    """
+    cluster = loaded.config.clusters[0]
+    assert isinstance(cluster.gpus_per_node, int), "a rule asks for it"
+    device: Literal["cuda", "cpu"] = "cpu" if cluster.device == "cpu" else "cuda"
+    nproc = (cluster.gpus_per_node,) * cluster.max_nodes
+    # The data is on the nodes, and the first of them looks for it.
+    resolved = resolve_checked(loaded, needs_data=False, nproc=nproc, device=device)
+    if launcher.managed and options.cluster:
+        raise ConfigError(
+            f"the cluster {options.cluster} is a managed job, which isles cannot follow",
+            where=loaded.where("clusters.0.launcher.managed"),
+            fix="use managed: false, or start it by itself with a join line: isles join",
+        )
+    start = _SkyStart(loaded, launcher, options, device)
+    if options.dry_run:
+        words = shlex.join(start.submit_words("TASK.yaml"))
+        return f"{show(resolved).rstrip()}\n\n{words} would take this task:\n\n{start.task(None)}"
+    start.look_for_secrets()
+    return start.run()
+
+
+def cluster_name(loaded: Loaded, launcher: SkypilotLauncherConfig) -> str:
+    """Name of SkyPilot's cluster: always the same for a run file, so that its disks are found."""
+    own = loaded.config.clusters[0].name
+    return launcher.cluster or f"isles-{loaded.config.name}" + (f"-{own}" * (own != "local"))
+
+
+class _SkyStart:
+    # One start.
+
+    def __init__(
+        self, loaded: Loaded, launcher: SkypilotLauncherConfig, options: StartOptions, device: str
+    ) -> None:
+        self._loaded, self._launcher, self._options = loaded, launcher, options
+        self._device = device
+        self._name = cluster_name(loaded, launcher)
+        self._secrets = secret_names(launcher, has_join=bool(options.join))
+        self._environ = {**inherited(), SKY_TOKEN: secrets.token_hex(16)}
+        if options.join:
+            self._environ[SKY_JOIN] = options.join
+        self._job = ""
+        self._was_there = True
+        self._deadline = time.monotonic() + launcher.launch_timeout
+
+    def task(self, wheel: str | None) -> str:
+        """The text of the task file."""
+        options = self._options
+        text = TaskText(
+            self._launcher,
+            options.overrides,
+            self._device,
+            resume=options.resume,
+            typed=options.typed,
+            wheel=wheel,
+            has_join=bool(options.join),
+        )
+        return task_file(self._loaded, text)
+
+    def submit_words(self, path: str) -> list[str]:
+        """The command that submits the task."""
+        words = ["sky", "launch", "--cluster", self._name]
+        if self._launcher.managed:
+            words = ["sky", "jobs", "launch"]
+        # Without a value sky takes it from its environment, which no other user sees.
+        given = [word for name in self._secrets for word in ("--secret", name)]
+        return [*words, "--yes", "--detach-run", *given, path]
+
+    def look_for_secrets(self) -> None:
+        """Refuse a start whose secrets are not in this environment, or without sky."""
+        for index, name in enumerate(self._launcher.secrets):
+            if not self._environ.get(name):
+                raise ConfigError(
+                    f"{name} is not set in this shell, and the nodes are to get it",
+                    where=self._loaded.where(f"clusters.0.launcher.secrets.{index}"),
+                    fix=f"export {name}=…, or delete it from secrets",
+                )
+        if shutil.which("sky") is None:
+            raise PreflightError(
+                "there is no program sky on this machine",
+                where=self._loaded.where("clusters.0.launcher.kind", "clusters.0.launcher"),
+                fix="pip install 'skypilot[aws]', or with the extra of your cloud, into an "
+                "environment of its own whose bin is on PATH; then: sky check",
+                id="queue.commands",
+            )
+
+    def run(self) -> Started | str:
+        """Submit the task, and wait until the run has begun."""
+        print_line, managed = self._options.print_line, self._launcher.managed
+        with interruptible() as hand_back, tempfile.TemporaryDirectory(prefix="isles-sky-") as made:
+            wheel, path = Path(made) / wheel_name(), Path(made) / "task.yaml"
+            wheel.write_bytes(wheel_bytes())
+            path.write_text(self.task(str(wheel)), encoding="utf-8")
+            if not managed:
+                self._was_there = self._is_there()
+            try:
+                self._submit(self.submit_words(str(path)))
+                begun = {} if managed else self._begun()
+                hand_back()
+            except (UserError, KeyboardInterrupt):
+                self._give_up()
+                raise
+        if managed:
+            return self._managed_text()
+        if begun["version"] != __version__:
+            print_line(f"warning: isles is {begun['version']} there, and {__version__} here")
+        if self._launcher.autostop is None:
+            print_line(
+                f"its machines stay until `sky stop {self._name}` or `sky down {self._name}`"
+            )
+        there = node_cluster(self._loaded.config.clusters[0])
+        assert there.workdir is not None
+        lines = setting_lines(there, there.workdir)
+        num = there.max_nodes
+        hosts = [self._name, *(f"{self._name}-worker{node}" for node in range(1, num))]
+        python = python_of(there.environment)
+        return started_elsewhere(self._loaded, self._options, begun, hosts, lines, python)
+
+    def _submit(self, words: list[str]) -> None:
+        lines: deque[str] = deque(maxlen=_TAIL_LINES)
+
+        def take(line: str) -> None:
+            lines.append(line)
+            if found := _JOB.search(line):
+                self._job = found[1]
+            self._options.print_line(line)
+
+        code = self._stream(words, take)
+        if code != 0:
+            raise self._failed("sky does not start the task", code, lines)
+
+    def _begun(self) -> dict[str, Any]:
+        # The run that the first node has begun, as the log of the job says.
+        begun: dict[str, Any] = {}
+        lines: deque[str] = deque(maxlen=_TAIL_LINES)
+
+        def take(line: str) -> bool:
+            if found := _STARTED.search(line):
+                begun.update(json.loads(found[1]))
+                return True
+            lines.append(line)
+            self._options.print_line(line)
+            return False
+
+        words = ["sky", "logs", self._name, *([self._job] if self._job else [])]
+        code = self._stream(words, take)
+        if not begun:
+            raise self._failed("the job has ended before the run had begun", code, lines)
+        return begun
+
+    def _stream(self, words: list[str], take: Callable[[str], object]) -> int | None:
+        # Run a command until it ends, or `take` returns True; its exit code, None: it was late.
+        process = subprocess.Popen(
+            words,
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl+C is for this start, which ends it
+        )
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            _kill(process)
+
+        alarm = threading.Timer(max(1.0, self._deadline - time.monotonic()), end)
+        alarm.daemon = True
+        alarm.start()
+        assert process.stdout is not None
+        try:
+            for raw in process.stdout:
+                line = _COLOURS.sub("", raw.decode(errors="replace")).rstrip("\r\n ")
+                if line and take(line.rpartition("\r")[2]):
+                    return 0
+            code = process.wait()
+            return None if late.is_set() else code
+        finally:
+            alarm.cancel()
+            _kill(process)
+            process.wait()
+            process.stdout.close()
+
+    def _failed(self, what: str, code: int | None, lines: deque[str]) -> UserError:
+        words = "\n".join(f"    {line}" for line in lines) or "    (not a word)"
+        fix = "mend what it says; `isles train --dry-run` shows the task"
+        if code is None:
+            limit = format_duration(self._launcher.launch_timeout)
+            what = f"SkyPilot has not begun the run within {limit}"
+            fix = f"`sky status` and `sky queue {self._name}` say what it waits for; "
+            fix += "clusters[0].launcher.launch_timeout waits longer"
+        return PreflightError(
+            f"{what}; its last words:\n{words}",
+            where=f"sky ({self._name})",
+            fix=fix,
+            id="start.failed",
+        )
+
+    def _is_there(self) -> bool:
+        # Whether SkyPilot has a cluster of this name already, which is not this start's to end.
+        done = self._ask(["sky", "status", "--no-show-managed-jobs", self._name])
+        return done is None or bool(re.search(rf"^{re.escape(self._name)}\s", done, re.M))
+
+    def _give_up(self) -> None:
+        # End what this start has begun: the job, or the machines with it.
+        if self._launcher.managed:
+            commands = [["sky", "jobs", "cancel", "--yes", self._job]] if self._job else []
+        elif not self._was_there:
+            commands = [["sky", "down", "--yes", self._name]]
+        else:
+            commands = [["sky", "cancel", "--yes", self._name, self._job]] if self._job else []
+        for words in commands:
+            self._options.print_line(shlex.join(words))
+            # A cluster that sky has never made, or taken back itself, cannot be ended.
+            is_done = self._ask(words, _DOWN_S) is not None
+            if not is_done and (self._launcher.managed or self._is_there()):
+                self._options.warn(f"{shlex.join(words)} has failed: type it by hand")
+
+    def _ask(self, words: list[str], timeout_s: float = _ASK_S) -> str | None:
+        # What a command prints; None: it has failed, or not ended in time.
+        with suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(
+                words,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+                check=False,
+                start_new_session=True,
+            )
+            return _COLOURS.sub("", done.stdout) if done.returncode == 0 else None
+        return None
+
+    def _managed_text(self) -> str:
+        job = self._job or "N"
+        return (
+            f"{self._loaded.config.name} is managed job {self._job or '(its number is above)'} of "
+            f"SkyPilot, which starts it again when its nodes are taken away:\n"
+            f"  sky jobs queue · sky jobs logs {job} · sky jobs cancel {job}"
+        )
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,166 @@
+"""`launcher: skypilot`, by a stand-in for sky (`tests/lab/sky`) that starts a task on the hosts."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.errors import ExitCode
+from isles.run.checkpoints import list_checkpoints
+from isles.run.paths import Attempt, RunDir
+from tests.deadline import DEADLINE_S
+from tests.lab.home import (
+    ISLES,
+    assert_nothing_left,
+    has_done,
+    isles,
+    outcome_of,
+    sh,
+    until,
+    write_run,
+)
+from tests.lab.hosts import Lab
+from tests.lab.sky import sky
+
+NUM_HOSTS = 2
+NODES = ("a1", "a2")
+LONG = {"max_steps": 100_000}
+MOUNTS = {"~/sky_workdir/tiny": "tiny", "~/sky_workdir/words.jsonl": "words.jsonl"}
+
+
+@pytest.fixture(autouse=True)
+def state(lab: Lab) -> Iterator[Path]:
+    with sky(lab, NODES) as folder:
+        yield folder
+    for name in NODES:
+        sh(lab, name, "rm -rf ~/sky_workdir")
+    sh(lab, "ctl", "rm -rf /shared/.sky /shared/runs")
+
+
+def prepare(lab: Lab, name: str, *, launcher: dict[str, Any], **more: Any) -> None:
+    launcher = {"kind": "skypilot", "file_mounts": MOUNTS, **launcher}
+    cluster = {"device": "cpu", "gpus_per_node": 1, "nodes": 2, "workdir": None}
+    environment = {"python": sys.executable}
+    more = {**cluster, "environment": environment, "launcher": launcher, **more}
+    write_run(lab, name, output_dir="runs", **more)
+
+
+def attempt_of(lab: Lab, name: str, number: int) -> Attempt:
+    return RunDir(lab.root("a1") / "root/sky_workdir/runs" / name).attempt(number)
+
+
+def test_two_nodes_train_and_stop_from_the_laptop(lab: Lab, state: Path) -> None:
+    prepare(lab, "cloud", launcher={"secrets": ["MY_KEY"]}, training=LONG)
+    sh(lab, "ctl", f"cd /shared && MY_KEY=hidden {ISLES} train cloud.yaml --detach")
+    attempt = attempt_of(lab, "cloud-1", 1)
+    until(lambda: has_done(attempt, 3), "both train")
+    seen = (state / "calls").read_text()
+    assert "--secret ISLES_TOKEN --secret MY_KEY" in seen
+    seen += (state / "job-1" / "log").read_text()
+    assert "hidden" not in seen and attempt.token.read_text().strip() not in seen
+    assert "10.77.1.2 rank 1]" in isles(lab, "logs", "cloud-1@isles-cloud")
+    text = isles(lab, "stop", "cloud-1@isles-cloud")
+    outcome = outcome_of(attempt)
+    assert (outcome["state"], outcome["exit_code"]) == ("stopped", ExitCode.REQUEUE), text
+    assert list_checkpoints(RunDir(attempt.path.parent.parent))[-1].step == outcome["step"]
+    assert_nothing_left(lab, NODES)
+
+
+@pytest.mark.long
+def test_a_node_that_is_lost_is_named_and_the_same_machines_go_on(lab: Lab, state: Path) -> None:
+    prepare(lab, "lost", launcher={}, training={**LONG}, checkpoint={"every_steps": 5})
+    isles(lab, "train", "lost.yaml", "--detach")
+    first, second = attempt_of(lab, "lost-1", 1), attempt_of(lab, "lost-1", 2)
+    until(lambda: has_done(first, 8), "both train")
+    assert "running" in isles(lab, "status", "lost-1@isles-lost"), "ssh knows it by its cluster"
+    text = isles(lab, "train", "lost.yaml", expected=ExitCode.PREFLIGHT)
+    assert "lost-1 is running on a1" in text, "a second start is refused, and harms nothing"
+    sh(lab, "a2", "kill -9 -- -$(cat /shared/.sky/job-1/pid-1)")
+    outcome = outcome_of(first)
+    assert outcome["state"] == "failed" and "node 1 (10.77.1.2)" in outcome["error"]["what"]
+    assert_nothing_left(lab, NODES)
+    text = isles(lab, "train", "lost.yaml", "--detach")
+    assert "going on with lost-1 from step" in text
+    until(lambda: has_done(second, outcome["step"] + 3), "it goes on, on the same machines")
+    isles(lab, "stop", "lost-1@isles-lost", "--now")
+    assert outcome_of(second)["exit_code"] == ExitCode.INTERRUPTED
+    assert_nothing_left(lab, NODES)
+
+
+@pytest.mark.long
+def test_a_managed_job_that_has_saved_is_started_again_and_goes_on(lab: Lab, state: Path) -> None:
+    prepare(lab, "spot", launcher={"managed": True}, training=LONG)
+    text = isles(lab, "train", "spot.yaml")
+    assert "sky jobs cancel 1" in text
+    first, second = attempt_of(lab, "spot-1", 1), attempt_of(lab, "spot-1", 2)
+    until(lambda: has_done(first, 3), "both train")
+    # As a cloud does that takes a machine: one node alone is told.
+    sh(lab, "a2", "kill -TERM $(cat /shared/.sky/job-1/pid-1)")
+    outcome = outcome_of(first)
+    assert (outcome["state"], outcome["exit_code"]) == ("stopped", ExitCode.REQUEUE)
+    until(lambda: has_done(second, outcome["step"] + 3), "it goes on from what was saved")
+    sh(lab, "ctl", "sky jobs cancel --yes 1")
+    assert outcome_of(second)["exit_code"] == ExitCode.REQUEUE
+    assert_nothing_left(lab, NODES)
+
+
+@pytest.mark.long
+def test_a_start_that_fails_leaves_nothing_and_shows_the_words_of_sky(
+    lab: Lab, state: Path
+) -> None:
+    prepare(lab, "many", launcher={"secrets": ["MY_KEY"]}, nodes=3)
+    text = isles(lab, "train", "many.yaml", expected=ExitCode.USER)
+    assert "MY_KEY is not set in this shell" in text
+    prepare(lab, "many", launcher={}, nodes=3)
+    text = isles(lab, "train", "many.yaml", expected=ExitCode.PREFLIGHT)
+    assert "ResourcesUnavailableError" in text and "3 nodes are asked for, 2 are there" in text
+    prepare(
+        lab, "nodata", launcher={}, data={"sources": [{"path": "gone.jsonl"}], "seq_length": 32}
+    )
+    text = isles(lab, "train", "nodata.yaml", expected=ExitCode.PREFLIGHT)
+    assert "gone.jsonl" in text and "the job has ended before the run had begun" in text
+    prepare(lab, "badsetup", launcher={"setup": ["echo no such thing >&2", "exit 3"]})
+    text = isles(lab, "train", "badsetup.yaml", expected=ExitCode.PREFLIGHT)
+    assert "no such thing" in text
+    prepare(lab, "slow", launcher={"setup": ["sleep 600"], "launch_timeout": "15s"})
+    text = isles(lab, "train", "slow.yaml", expected=ExitCode.PREFLIGHT)
+    assert "SkyPilot has not begun the run within 15s" in text
+    # A Ctrl+C while the machines are set up.
+    prepare(lab, "early", launcher={"setup": ["sleep 600"]})
+    process = lab.popen("ctl", ["bash", "-c", f"cd /shared && exec {ISLES} train early.yaml"])
+    until(lambda: "logs isles-early" in (state / "calls").read_text(), "its setup is on its way")
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == ExitCode.INTERRUPTED, said.decode()
+    assert not list(state.glob("cluster-*")), "all machines are given back"
+    assert_nothing_left(lab, NODES)
+    assert not list((lab.shared / "runs").glob(".remote/*"))
+
+
+@pytest.mark.long
+def test_a_laptop_that_closes_leaves_the_run_going(lab: Lab, state: Path) -> None:
+    prepare(lab, "closed", launcher={}, training=LONG)
+    process = lab.popen("ctl", ["bash", "-c", f"cd /shared && exec {ISLES} train closed.yaml"])
+    attempt = attempt_of(lab, "closed-1", 1)
+    until(lambda: has_done(attempt, 3), "both train")
+    lab.link("ctl", "cut")
+    try:
+        sh(lab, "ctl", "pkill -9 -f 'isles train closed.[y]aml'")
+        process.communicate(timeout=DEADLINE_S)
+        until(lambda: has_done(attempt, 200), "it goes on without the laptop")
+    finally:
+        lab.link("ctl", "restore")
+    isles(lab, "stop", "closed-1@isles-closed")
+    assert outcome_of(attempt)["exit_code"] == ExitCode.REQUEUE
+    # It finishes on the same machines; what is followed ends with its exit code.
+    text = isles(
+        lab, "train", "closed.yaml", f"training.max_steps={outcome_of(attempt)['step'] + 5}"
+    )
+    assert "going on with closed-1" in text
+    assert outcome_of(attempt_of(lab, "closed-1", 2))["state"] == "finished"
+    assert_nothing_left(lab, NODES)

@@ -1,0 +1,27 @@
+"""A Python with the real SkyPilot, in an environment of its own, away from isles' packages."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_WANTED = "skypilot==0.14.1"
+
+
+def skypilot_python() -> Path:
+    """The Python; the first time its environment is made, which takes minutes and the registry."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isles-tests"
+    folder = cache / _WANTED.replace("==", "-")
+    cache.mkdir(parents=True, exist_ok=True)
+    python, done = folder / "bin" / "python", folder / "done"
+    with (cache / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several tests at once make it once
+        if not done.exists():
+            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+            pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            subprocess.run([*pip, _WANTED], check=True)
+            done.touch()
+    return python
