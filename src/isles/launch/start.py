@@ -8,6 +8,7 @@ from typing import assert_never
 from isles.config.clusters import named_cluster
 from isles.config.load import Loaded, load_run_file
 from isles.config.sections.cluster import (
+    KubernetesLauncherConfig,
     LocalLauncherConfig,
     ManualLauncherConfig,
     PbsLauncherConfig,
@@ -16,6 +17,7 @@ from isles.config.sections.cluster import (
 )
 from isles.errors import ConfigError
 from isles.launch.base import Started, StartOptions
+from isles.launch.kubernetes.start import start_kubernetes
 from isles.launch.local import start_local
 from isles.launch.manual import start_manual
 from isles.launch.queue.submit import start_in_queue
@@ -48,6 +50,8 @@ def start(options: StartOptions) -> Started | Loaded | str:
     match loaded.config.clusters[0].launcher:
         case LocalLauncherConfig():
             return start_local(loaded, options)
+        case KubernetesLauncherConfig() as launcher:
+            return start_kubernetes(loaded, launcher, options)
         case SshLauncherConfig() as launcher:
             return start_ssh(loaded, launcher, options)
         case SlurmLauncherConfig() | PbsLauncherConfig() as launcher:

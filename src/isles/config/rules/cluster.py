@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 
 from isles.config.issues import Issue
 from isles.config.sections.cluster import (
     ClusterConfig,
     EnvironmentConfig,
+    KubernetesLauncherConfig,
     ManualLauncherConfig,
     QueueSection,
     SshLauncherConfig,
@@ -24,6 +26,7 @@ def cluster_rules(config: RunConfig) -> Iterator[Issue]:
         yield from _host_rules(cluster, key)
         yield from _environment_rules(cluster, key)
         yield from _queue_rules(cluster, key)
+        yield from _pod_rules(config, cluster, key)
 
 
 def _host_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
@@ -96,10 +99,38 @@ def _queue_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
             "use a shorter save_before or a longer time",
         )
     if cluster.gpus_per_node == "auto" and isinstance(
-        launcher, QueueSection | ManualLauncherConfig
+        launcher, QueueSection | ManualLauncherConfig | KubernetesLauncherConfig
     ):
         yield Issue(
             (f"{key}.gpus_per_node", f"{key}.launcher", f"{key}"),
             f"the GPUs of a {launcher.kind} node cannot be counted from here",
             "add gpus_per_node: the ranks on each node",
+        )
+
+
+def _pod_rules(config: RunConfig, cluster: ClusterConfig, key: str) -> Iterator[Issue]:
+    launcher = cluster.launcher
+    if not isinstance(launcher, KubernetesLauncherConfig):
+        return
+    folder = PurePosixPath(cluster.workdir or "", config.output_dir)
+    kept = [volume.path for volume in launcher.volumes if not volume.read_only]
+    if not any(folder.is_relative_to(path) for path in kept):
+        on = f"of volumes that pods can write to there is {', '.join(kept)}" if kept else "no claim"
+        yield Issue(
+            ("output_dir", f"{key}.launcher.volumes", f"{key}.launcher"),
+            f"the run directory would be in {folder} of a pod, and goes with it: {on}",
+            "mount a PersistentVolumeClaim and put output_dir on it: "
+            "launcher.volumes: [{claim: runs, path: /runs}], output_dir: /runs",
+        )
+    if launcher.gpu_resource in launcher.resources:
+        yield Issue(
+            (f"{key}.launcher.resources",),
+            f"{launcher.gpu_resource} is asked for by gpus_per_node already",
+            "delete it here",
+        )
+    if launcher.flavour == "trainjob" and not launcher.is_default("keep_job"):
+        yield Issue(
+            (f"{key}.launcher.keep_job",),
+            "a TrainJob is not deleted by Kubernetes after a time",
+            "delete keep_job, and the TrainJob by `isles stop` or kubectl",
         )

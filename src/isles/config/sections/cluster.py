@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from isles.config.sections.base import DurationS, Section, Text, own_type
+from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.config.sections.strategy import StrategyConfig
 
 Share = Annotated[float, Field(ge=0, le=10**6)]
@@ -151,6 +152,7 @@ class PbsLauncherConfig(QueueSection):
 
 LauncherConfig = Annotated[
     LocalLauncherConfig
+    | KubernetesLauncherConfig
     | SshLauncherConfig
     | SlurmLauncherConfig
     | PbsLauncherConfig

@@ -230,7 +230,7 @@ def pass_on(run: RemoteRun, words: Sequence[str]) -> int:
         raise PreflightError(
             f"{run.ssh}, which has the directory of {run.name}, cannot be reached",
             where=f"host {run.ssh}",
-            fix=f"try it by hand: ssh {run.ssh}",
+            fix=f"try it by hand: {Shell(run.ssh).by_hand}",
             id="host.answers",
         )
     return done.returncode
