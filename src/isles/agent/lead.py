@@ -30,12 +30,8 @@ from isles.agent.requeue import QueuedRun
 from isles.agent.script.watch import ScriptWatch
 from isles.agent.server import NodeRecords, RendezvousServer
 from isles.config.resolve import load_resolved
-from isles.config.sections.cluster import (
-    KubernetesLauncherConfig,
-    PbsLauncherConfig,
-    QueueSection,
-    SlurmLauncherConfig,
-)
+from isles.config.sections.cluster import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
+from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, PreflightError, UserError
 from isles.launch.kubernetes.pod import PodAllocation

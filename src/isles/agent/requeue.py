@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-from isles.config.sections.cluster import KubernetesLauncherConfig, QueueSection
+from isles.config.sections.cluster import QueueSection
+from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, UserError
 from isles.launch.queue.job import Allocation

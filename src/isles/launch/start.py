@@ -8,13 +8,13 @@ from typing import assert_never
 from isles.config.clusters import named_cluster
 from isles.config.load import Loaded, load_run_file
 from isles.config.sections.cluster import (
-    KubernetesLauncherConfig,
     LocalLauncherConfig,
     ManualLauncherConfig,
     PbsLauncherConfig,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
+from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.errors import ConfigError
 from isles.launch.base import Started, StartOptions
 from isles.launch.kubernetes.start import start_kubernetes

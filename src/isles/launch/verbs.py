@@ -132,7 +132,7 @@ def render(
     run_file: Path,
     /,
     *overrides: str,
-    to: Literal["torchrun", "sbatch", "pbs", "deepspeed-json", "fsdp-json"],
+    to: Literal["torchrun", "sbatch", "pbs", "kubernetes", "deepspeed-json", "fsdp-json"],
     output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
     force: bool = False,
 ) -> int:
@@ -141,8 +141,8 @@ def render(
     Args:
         run_file: The run file.
         overrides: Values that replace those in the file, such as training.max_steps=5.
-        to: What is written: a torchrun script, a job script for sbatch or PBS's qsub, the JSON of
-            DeepSpeed, or the fsdp_config of the Hugging Face Trainer.
+        to: What is written: a torchrun script, a job script for sbatch or PBS's qsub, objects for
+            kubectl, the JSON of DeepSpeed, or the fsdp_config of the Hugging Face Trainer.
         output: Where it is written; left out: to stdout.
         force: Replace the file if it is there.
     """

@@ -38,11 +38,17 @@ _NAMES = {"jobs.batch": "job", "events": "event", "secrets": "secret", "configma
 
 # In the host: the pod's first process, whose pid there is kept for exec and signals.
 _START = """
-unshare --mount --pid --uts --fork --kill-child --mount-proc bash -c "$1" &
+mkdir -p /run/pods
+unshare --mount --pid --uts --fork --kill-child --mount-proc bash -c "exec 2>&1; $1" \\
+  2> /run/pods/$2.err &
 child=$!
-until pid=$(pgrep -P $child); do sleep 0.02; done
-mkdir -p /run/pods && echo $pid > /run/pods/$2
+until pid=$(pgrep -P $child); do kill -0 $child || break; done
+echo $pid > /run/pods/$2
 wait $child
+code=$?
+# Of a first process that was killed unshare says this, and ends with 1.
+if grep -q sigprocmask /run/pods/$2.err; then exit 137; fi
+exit $code
 """
 
 
@@ -171,6 +177,7 @@ class Cluster:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
+                start_new_session=True,
             )
 
     def source(self, pod: Item, volume: Item) -> str | None:
@@ -248,9 +255,9 @@ class Cluster:
         pods = [p for p in self.of("pod") if job["metadata"]["uid"] in str(p["metadata"])]
         if status.get("conditions"):
             for pod in pods:
-                if pod["status"]["phase"] in ("Pending", "Running"):
-                    if "deletionTimestamp" not in pod["metadata"]:
-                        self.end_pod(pod, None)
+                is_live = pod["status"]["phase"] in ("Pending", "Running")
+                if is_live and "deletionTimestamp" not in pod["metadata"]:
+                    self.end_pod(pod, None)
             return
         if spec.get("suspend"):
             return
@@ -342,7 +349,7 @@ class Cluster:
         if pod["status"]["phase"] != "Running":
             raise LookupError(f"error: cannot exec into a container in pod {words[1]}")
         command = shlex.join(words[words.index("--") + 1 :])
-        enter = f"nsenter --target $(cat /run/pods/{words[1]}) --mount --pid --uts"
+        enter = f"nsenter --target $(cat /run/pods/{words[1]}) --mount --pid --uts --root --wd"
         return {"code": 0, "exec": [pod["host"], f"exec {enter} {command}"]}
 
     def find(self, kind: str, name: str) -> Item:

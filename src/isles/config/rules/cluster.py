@@ -10,11 +10,11 @@ from isles.config.issues import Issue
 from isles.config.sections.cluster import (
     ClusterConfig,
     EnvironmentConfig,
-    KubernetesLauncherConfig,
     ManualLauncherConfig,
     QueueSection,
     SshLauncherConfig,
 )
+from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.facts.secrets import is_secret_variable
 

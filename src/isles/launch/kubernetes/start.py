@@ -26,6 +26,7 @@ from isles.launch.kubernetes.reach import Place
 from isles.launch.remote.login import STARTED, started_elsewhere
 from isles.launch.ssh.shell import IN_POD
 from isles.launch.ssh.start import interruptible
+from isles.run.remote import RUNS
 
 _LOOK_S = 1.0
 _BEGIN_S = 300.0
@@ -75,8 +76,10 @@ def start_kubernetes(
     key = json.dumps([launcher.context, launcher.namespace, claims, begun["path"]])
     destination = IN_POD + hashlib.sha256(key.encode()).hexdigest()[:8]
     place.write(destination)
+    lines, python = pod_lines(loaded), python_of(loaded)
+    # Its output folder is one of the pods, and may be none of this machine.
     return started_elsewhere(
-        loaded, options, begun, [destination], pod_lines(loaded), python_of(loaded)
+        loaded, options, begun, [destination], lines, python, folder=RUNS.absolute()
     )
 
 
