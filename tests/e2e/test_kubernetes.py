@@ -14,7 +14,7 @@ import pytest
 
 from isles.errors import ExitCode
 from isles.run.checkpoints import list_checkpoints
-from isles.run.paths import RunDir
+from isles.run.paths import Attempt, RunDir
 from isles.run.restarts import current_restart, read_last_step
 from tests.deadline import DEADLINE_S
 from tests.lab.home import (
@@ -118,6 +118,15 @@ def test_a_killed_pod_comes_again_and_a_stop_leaves_nothing(lab: Lab, cluster: P
     assert_gone(lab)
 
 
+def evict(lab: Lab, attempt: Attempt, index: str) -> None:
+    """Have one pod told to end; returns once the run has gone on after it."""
+    step, number = read_last_step(attempt, None) or 0, current_restart(attempt)
+    pod = pods_of(lab, "evicted")[index]["metadata"]["name"]
+    kubectl(lab, "delete", "pods", pod, "--wait=false")
+    until(lambda: current_restart(attempt) > number, "all have saved, and pods come again")
+    until(lambda: has_done(attempt, step + 2, number + 1), "the run goes on from there")
+
+
 @pytest.mark.long
 def test_evicted_pods_save_and_go_on_and_a_closed_laptop_finds_the_run(
     lab: Lab, cluster: Path
@@ -127,15 +136,12 @@ def test_evicted_pods_save_and_go_on_and_a_closed_laptop_finds_the_run(
     run_dir = run_dir_of(cluster, "evicted-1")
     attempt = run_dir.attempt(1)
     until(lambda: has_done(attempt, 2), "both train")
-    following.send_signal(signal.SIGKILL)  # the laptop is gone, in the middle of it
+    sh(lab, "ctl", "pkill -KILL -f 'isles train [e]victed'")  # the laptop is gone
     following.communicate(timeout=DEADLINE_S)
     for index in ("1", "0"):
-        step, number = read_last_step(attempt, None) or 0, current_restart(attempt)
-        pod = pods_of(lab, "evicted")[index]["metadata"]["name"]
-        kubectl(lab, "delete", "pods", pod, "--wait=false")
-        until(lambda: current_restart(attempt) > number, "all have saved, and pods come again")
-        until(lambda: has_done(attempt, step + 2, current_restart(attempt)), "the run goes on")
-        assert list_checkpoints(run_dir)[-1].step >= step
+        evict(lab, attempt, index)
+    saved = list_checkpoints(run_dir)[-1].step
+    assert saved is not None and current_restart(attempt) == 2
     assert len(run_dir.attempts()) == 1, "one start, for all pods"
     assert "running" in isles(lab, "status", "evicted")
     assert "rank 1" in isles(lab, "logs", "evicted", "--rank", "1", expected=None)
@@ -152,6 +158,7 @@ def test_evicted_pods_save_and_go_on_and_a_closed_laptop_finds_the_run(
     assert_gone(lab)
 
 
+@pytest.mark.long
 def test_a_start_that_cannot_be_says_why_and_leaves_nothing(lab: Lab, cluster: Path) -> None:
     waits = {"pending_timeout": "10s"}
     for launcher, code, says in (

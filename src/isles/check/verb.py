@@ -36,6 +36,7 @@ from isles.config.sections.cluster import (
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
+from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.multi_cluster import refuse_peers
 from isles.launch.ssh.channel import Channel, open_channel
@@ -150,6 +151,10 @@ def _check_cluster(run: RunFacts, extent: Extent, print_line: PrintLine) -> Foun
             return found, list(shells)
         case SlurmLauncherConfig() | PbsLauncherConfig() as launcher:
             return _check_queue(run, launcher, extent, print_line)
+        case KubernetesLauncherConfig(image=image):
+            text = f"nothing was checked: the pods, and the image {image}, are seen once they run"
+            fix = "isles train says what the first pod finds, and why pods wait"
+            return [Finding("host.unseen", "warning", "pods", text, fix=fix)], ["pods"]
         case ManualLauncherConfig(hosts=hosts):
             found, columns = _check_here(run, extent, print_line)
             text = f"only this machine was checked; the run's are {', '.join(hosts)}, which ssh "
