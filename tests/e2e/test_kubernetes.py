@@ -87,7 +87,7 @@ def assert_gone(lab: Lab) -> None:
 
     def objects() -> list[str]:
         kinds = ("pods", "jobs.batch", "services", "configmaps", "secrets")
-        found = [json.loads(kubectl(lab, "get", kind, "-l", "", "-o", "json")) for kind in kinds]
+        found = [json.loads(kubectl(lab, "get", kind, "-o", "json")) for kind in kinds]
         return [item["metadata"]["name"] for each in found for item in each["items"]]
 
     until(lambda: not objects(), lambda: f"nothing left: {objects()}")
@@ -174,7 +174,7 @@ def test_a_start_that_cannot_be_says_why_and_leaves_nothing(lab: Lab, cluster: P
     # Interrupted, and an error that only the first pod can find.
     prepare(lab, "never", launcher={"image": "isles:test", "resources": {"a/gpu": "1"}})
     following = start(lab, "never")
-    until(lambda: "never" in kubectl(lab, "get", "pods", "-l", "", "-o", "json"), "pods wait")
+    until(lambda: "never" in kubectl(lab, "get", "pods", "-o", "json"), "pods wait")
     sh(lab, "ctl", "pkill -HUP -f 'isles train [n]ever'")
     text = end(following)
     assert following.returncode != 0 and "deleting job" in text, text

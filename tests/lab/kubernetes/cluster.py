@@ -103,7 +103,9 @@ class Cluster:
 
     def signal(self, pod: Item, name: str) -> None:
         pod_name = pod["metadata"]["name"]
-        script = f"kill -{name} $(cat /run/pods/{pod_name})"
+        # A pod that was started just now has no such file yet.
+        wait = f"for _ in $(seq 100); do [ -s /run/pods/{pod_name} ] && break; sleep 0.05; done"
+        script = f"{wait}; kill -{name} $(cat /run/pods/{pod_name})"
         subprocess.run([ON, pod["host"], "sh", "-c", script], check=False, capture_output=True)
 
     def make_pod(self, job: Item, index: int) -> None:

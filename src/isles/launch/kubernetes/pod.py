@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import psutil
 
+from isles.config.resolve import Resolved, load_resolved
 from isles.errors import ConfigErrors, ExitCode, UserError
 from isles.launch.kubernetes.manifest import FILES, SECRET
 from isles.launch.queue.job import Allocation, JobNode
@@ -124,30 +125,30 @@ def _first(process: _Process, run_dir: RunDir, attempt: Attempt) -> int:
 
 def _other(process: _Process, index: int, start: Mapping[str, str], token: str) -> int:
     # The coordinator alone decides that a run has failed: another pod may join in place of this.
-    from isles.config.resolve import load_resolved
-
-    port = load_resolved(_file("resolved.yaml")).config.clusters[0].network.port
+    resolved = load_resolved(_file("resolved.yaml"))
+    port = resolved.config.clusters[0].network.port
     target = f"{start['prefix']}-0.{start['domain']}:{port}"
     command = [sys.executable, "-m", "isles.agent", target, "--node", str(index)]
     process.start(command, None, stdin=token)
     code = process.wait()
-    return 128 - code if code < 0 else _AGAIN if code else 0
+    if code < 0:
+        return 128 - code
+    found = _find(resolved, start)
+    outcome = (read_record(found[1].outcome) if found is not None else None) or {}
+    is_over = bool(outcome) and not outcome.get("may_go_on")
+    return 0 if is_over or code == 0 else _AGAIN
 
 
 def _open(start: Mapping[str, str], given: Mapping[str, str]) -> tuple[RunDir, Attempt]:
     # The attempt of this start: that of an earlier pod, or a new one.
-    from isles.config.resolve import load_resolved
     from isles.launch.base import make_fleet
     from isles.launch.ssh.node import issues
     from isles.run.begin import begin_run, new_attempt, write_launch
     from isles.run.nodes import FleetNode
 
     text, resolved = _file("run.yaml"), load_resolved(_file("resolved.yaml"))
-    folder = Path(resolved.config.output_dir).expanduser().absolute()
-    for _, run_dir in reversed(numbered_runs(folder, resolved.config.name)):
-        for attempt in run_dir.attempts():
-            if (read_record(attempt.launch) or {}).get("job_id") == start["job"]:
-                return run_dir, attempt
+    if (there := _find(resolved, start)) is not None:
+        return there
     asked = {"config": resolved.config.model_dump(), "origins": resolved.origins}
     if found := issues({**asked, "text": text, "path": "run.yaml"})["issues"]:
         more = [UserError(i["what"], where=i["where"], fix=i["fix"], id=i["id"]) for i in found]
@@ -174,6 +175,15 @@ def _open(start: Mapping[str, str], given: Mapping[str, str]) -> tuple[RunDir, A
     if begun.note:
         sys.stdout.write(f"{begun.note}\n")
     return run_dir, attempt
+
+
+def _find(resolved: Resolved, start: Mapping[str, str]) -> tuple[RunDir, Attempt] | None:
+    folder = Path(resolved.config.output_dir).expanduser().absolute()
+    for _, run_dir in reversed(numbered_runs(folder, resolved.config.name)):
+        for attempt in run_dir.attempts():
+            if (read_record(attempt.launch) or {}).get("job_id") == start["job"]:
+                return run_dir, attempt
+    return None
 
 
 class _Process:
