@@ -76,16 +76,18 @@ def test_all_objects_are_valid_and_hold_the_same_pods(tmp_path: Path, flavour: s
     assert objects == made.objects(), "YAML says the same"
     jobs = [item for item in objects if item["kind"] in ("Job", "JobSet", "TrainingRuntime")]
     as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
-    for item in [*objects, made.reader(), *({**as_job, "spec": job_spec(job)} for job in jobs)]:
+    inner = [{**as_job, "spec": job_spec(job)} for job in jobs if job["kind"] != "Job"]
+    for item in [*objects, *inner, *([made.reader()] if flavour == "job" else [])]:
         if item["kind"] in KUBEFLOW:
             # What a model does not know it leaves out.
             model = getattr(importlib.import_module("kubeflow_trainer_api.models"),
                             KUBEFLOW[item["kind"]])  # fmt: skip
             assert model.from_dict(item).to_dict() == item
         else:
-            for version in ("1.31", "1.37"):
-                kubernetes_validate.validate(item, version, strict=True)
+            kubernetes_validate.validate(item, "1.37", strict=True)
     assert len(jobs) == 1
+    if flavour == "job":  # the oldest that knows all of it
+        kubernetes_validate.validate(jobs[0], "1.31", strict=True)
     spec = job_spec(jobs[0])
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
     assert (spec["backoffLimit"], spec["podReplacementPolicy"]) == (5, "Failed")
