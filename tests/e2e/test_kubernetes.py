@@ -44,7 +44,7 @@ def cluster(lab: Lab) -> Iterator[Path]:
 def prepare(lab: Lab, name: str, *, launcher: dict[str, Any] | None = None, **more: Any) -> None:
     """A run file /shared/NAME.yaml of two pods, whose run directory is on the claim `runs`."""
     given = {"kind": "kubernetes", "image": IMAGE, "context": "lab", "namespace": "team"}
-    given |= {"volumes": [{"claim": "runs", "path": "/runs"}], "keep_job": "0s"}
+    given |= {"volumes": [{"claim": "runs", "path": "/runs"}], "keep_job": "30s"}
     shape = {"nodes": 2, "gpus_per_node": 1, "device": "cpu", **more}
     environment = {"python": sys.executable}
     launch = {**given, **(launcher or {})}
@@ -153,7 +153,7 @@ def test_evicted_pods_save_and_go_on_and_a_closed_laptop_finds_the_run(
     assert_gone(lab)
     last = list_checkpoints(run_dir)[-1].step
     prepare(lab, "evicted", training={"max_steps": last + 3})
-    text = isles(lab, "train", "evicted.yaml", expected=None)
+    text = isles(lab, "train", "evicted.yaml", "--resume", "/runs/evicted-1", expected=None)
     assert outcome_of(run_dir.attempt(2))["state"] == "finished", text
     assert_gone(lab)
 
@@ -188,7 +188,7 @@ def test_a_start_that_cannot_be_says_why_and_leaves_nothing(lab: Lab, cluster: P
 @pytest.mark.long
 def test_other_flavours_run_the_same_pods(lab: Lab, cluster: Path) -> None:
     for flavour in ("jobset", "trainjob"):
-        keep = {"keep_job": "0s"} if flavour == "jobset" else {"keep_job": "1h"}
+        keep = {"keep_job": "30s"} if flavour == "jobset" else {"keep_job": "1h"}
         launcher = {"flavour": flavour, **keep}
         prepare(lab, flavour, launcher=launcher, training={"max_steps": 3})
         text = isles(lab, "train", f"{flavour}.yaml")

@@ -93,6 +93,6 @@ class KubernetesLauncherConfig(Section):
     save_within: Annotated[DurationS, Field(ge=10)] = 300.0
     """How long a pod that is told to end (an eviction, a drain) may take to save."""
 
-    keep_job: Annotated[DurationS, Field(ge=0)] = 3600.0
+    keep_job: Annotated[DurationS, Field(ge=30)] = 3600.0
     """How long the ended Job stays before Kubernetes deletes it with all that belongs to it. The
     run directory stays for as long as its claim does."""

@@ -128,6 +128,8 @@ class Kubectl:
     def failure(self, flavour: str, job: str) -> str:
         """Why the owner of a start has failed; empty: it has not."""
         done = self.run("get", KINDS[flavour][0], job, "-o", "json")
+        if "NotFound" in done.stderr:
+            return f"somebody has deleted {job}"
         status = json.loads(done.stdout).get("status", {}) if done.returncode == 0 else {}
         for condition in status.get("conditions") or ():
             if condition.get("type") == "Failed" and condition.get("status") == "True":
