@@ -131,6 +131,11 @@ def _begun(kubectl: Kubectl, manifest: Manifest, options: StartOptions) -> dict[
         if first is not None and first.phase == "Failed" and not lines:
             raise _failed(first, text)
         if why := kubectl.failure(launcher.flavour, manifest.name):
+            # The pods may have been seen before that which has failed the Job.
+            pods = kubectl.pods(manifest.name)
+            failed = [pod for pod in pods if pod.index == 0 and pod.phase == "Failed"]
+            if failed and not lines:
+                raise _failed(failed[0], kubectl.logs(failed[0].name))
             raise not_running(kubectl, manifest.name, pods, f"the start has failed: {why}")
         if any(pod.is_hopeless for pod in pods):
             what = "a pod cannot have its image"
