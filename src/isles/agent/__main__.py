@@ -61,7 +61,9 @@ def main() -> int:
     parser.add_argument("--output-dir", type=Path, help="where a run that comes from there is put")
     options = parser.parse_args()
     try:
-        if ":" in options.target and not Path(options.target).exists():
+        log = options.log
+        is_fetched = ":" in options.target and not Path(options.target).exists()
+        if is_fetched:
             token, folder = ask_token(), options.output_dir
             run_dir, attempt = fetch_run(options.target, token, options.node, folder)
         else:
@@ -75,8 +77,10 @@ def main() -> int:
         node = _own_node(nodes, options.node, attempt)
         if options.address:
             node = replace(node, address=options.address)
-        if options.log:
-            redirect_output(options.log.replace("%n", str(node.node)))
+        if is_fetched and nodes.is_shared:
+            log = str(attempt.node_log(node.node))
+        if log:
+            redirect_output(log.replace("%n", str(node.node)))
         if options.check:
             # The check of this node takes the place of this process.
             words = [sys.executable, "-m", "isles.check.step", str(run_dir.path)]

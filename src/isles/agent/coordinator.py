@@ -240,7 +240,8 @@ class Coordinator:
             self._enter("over")
             return
         members, nodes = self._members, self._nodes
-        if (lost := members.lost()) and not (nodes.is_elastic or nodes.are_replaced):
+        are_replaced = nodes.are_replaced or self._brings_back
+        if (lost := members.lost()) and not (nodes.is_elastic or are_replaced):
             self.fail(members.lost_error(lost[0]))
             return
         connected = self._server.connected()
@@ -395,10 +396,15 @@ class Coordinator:
             first = min(errors, key=lambda error: float(error["at"]), default=unknown)
             self._decide_failure(first)
 
+    @property
+    def _brings_back(self) -> bool:
+        # Whether the ranks wait for another node in place of one that is lost.
+        return self._job is not None and self._job.brings_back
+
     def _decide_lost(self, causes: list[ErrorRecord]) -> None:
         lost = self._members.lost()
         remaining = [node for node in self._members.nodes if node not in lost]
-        if self._nodes.is_elastic and self._has_first_node(remaining):
+        if self._brings_back or (self._nodes.is_elastic and self._has_first_node(remaining)):
             if causes:
                 log_line(f"meanwhile: {causes[0]['what']}")
             self._members.changed(remaining)

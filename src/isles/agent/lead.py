@@ -31,10 +31,12 @@ from isles.agent.script.watch import ScriptWatch
 from isles.agent.server import NodeRecords, RendezvousServer
 from isles.config.resolve import load_resolved
 from isles.config.sections.cluster import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
+from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, PreflightError, UserError
 from isles.launch.container.enter import container_record
 from isles.launch.container.failure import explain
+from isles.launch.kubernetes.pod import PodAllocation
 from isles.launch.local import place_here
 from isles.launch.manual import node_environ
 from isles.launch.queue.job import Allocation
@@ -79,7 +81,8 @@ class Lead:
         Returns the exit code where there is nothing to coordinate. UserError: the nodes of the run
         are not known.
         """
-        if not isinstance(self._config.clusters[0].launcher, QueueSection):
+        launcher = self._config.clusters[0].launcher
+        if not isinstance(launcher, QueueSection | KubernetesLauncherConfig):
             self.nodes = require_nodes(self._attempt)
             if self.nodes.launcher == "manual":
                 self._claim()
@@ -177,16 +180,17 @@ class Lead:
     # In the job of a queue.
 
     def _open_job(self) -> int | None:
-        match self._config.clusters[0].launcher:
-            case SlurmLauncherConfig() as launcher:
-                container = container_record(
-                    self._config.clusters[0], self._config, self._config.clusters[0].device
-                )
+        cluster = self._config.clusters[0]
+        launcher, num_nodes = cluster.launcher, cluster.max_nodes
+        match launcher:
+            case SlurmLauncherConfig():
+                container = container_record(cluster, self._config, cluster.device)
                 allocation: Allocation = SlurmAllocation(
                     launcher, self._attempt, inherited(), container
                 )
-            case PbsLauncherConfig() as launcher:
-                num_nodes = self._config.clusters[0].max_nodes
+            case KubernetesLauncherConfig(pending_timeout=pending_s):
+                allocation = PodAllocation(self._attempt, num_nodes, pending_s)
+            case PbsLauncherConfig():
                 allocation = PbsAllocation(launcher, self._attempt, inherited(), num_nodes)
             case _:
                 return None
@@ -198,7 +202,8 @@ class Lead:
         names = ", ".join(node.name for node in self.nodes)
         log_line(f"{allocation.job} on {names}: {self.nodes.world_size} ranks")
         self._write_nodes()
-        return self._check(allocation) if launcher.check else None
+        has_check = isinstance(launcher, QueueSection) and launcher.check
+        return self._check(allocation) if has_check else None
 
     @property
     def _nodes_file(self) -> Path:
@@ -226,7 +231,7 @@ class Lead:
             port=cluster.network.port + allocation.first_port,
             min_nodes=cluster.min_nodes,
             device=device,
-            start_timeout_s=cluster.start_timeout,
+            start_timeout_s=cluster.start_timeout + allocation.wait_s,
             digest="",
             resume_from=launch.get("resumed_from"),
             container=container_record(cluster, self._config, device),

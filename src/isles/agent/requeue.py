@@ -6,6 +6,7 @@ import sys
 import time
 
 from isles.config.sections.cluster import QueueSection
+from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, UserError
 from isles.launch.queue.job import Allocation
@@ -38,12 +39,14 @@ class QueuedRun:
         self, run_dir: RunDir, attempt: Attempt, config: RunConfig, allocation: Allocation
     ) -> None:
         launcher = config.clusters[0].launcher
-        assert isinstance(launcher, QueueSection)
+        assert isinstance(launcher, QueueSection | KubernetesLauncherConfig)
         self._run_dir = run_dir
         self._attempt = attempt
         self._config = config
         self._allocation = allocation
-        self._may_requeue = launcher.requeue
+        self._may_requeue = not isinstance(launcher, QueueSection) or launcher.requeue
+        self.brings_back = allocation.brings_back
+        """Whether a node that is lost is replaced while the others stay."""
         self._is_script = config.training.script is not None
         self.is_terminated = False
         """Whether the job was told to end: by its user, or for a job that comes first."""
@@ -107,7 +110,9 @@ class QueuedRun:
         attempt.outcome.unlink(missing_ok=True)
         reason = f"{by}; {kept}" if kept else by
         step = record.get("step", saved)
-        end(attempt, "stopped", code, reason, step=step, may_go_on=self.is_terminated)
+        # What its user has stopped stays so, also where a signal came with the request.
+        may_go_on = self.is_terminated and self._user_stop() is None
+        end(attempt, "stopped", code, reason, step=step, may_go_on=may_go_on)
         attempt.stopped.unlink(missing_ok=True)
 
     def queue_again(self) -> int:

@@ -40,6 +40,7 @@ from isles.config.sections.cluster import (
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
+from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.container.enter import container_record, is_file_image
 from isles.launch.container.image import image_failure
@@ -159,6 +160,10 @@ def _check_cluster(run: RunFacts, extent: Extent, print_line: PrintLine) -> Foun
             return _check_queue(run, launcher, extent, print_line)
         case RayLauncherConfig() as launcher:
             return _check_ray(run, launcher, extent, print_line)
+        case KubernetesLauncherConfig(image=image):
+            text = f"nothing was checked: the pods, and the image {image}, are seen once they run"
+            fix = "isles train says what the first pod finds, and why pods wait"
+            return [Finding("host.unseen", "warning", "pods", text, fix=fix)], ["pods"]
         case ManualLauncherConfig(hosts=hosts):
             found, columns = _check_here(run, extent, print_line)
             text = f"only this machine was checked; the run's are {', '.join(hosts)}, which ssh "

@@ -21,15 +21,20 @@ from isles.config.sections.cluster import (
     SkypilotLauncherConfig,
     SlurmLauncherConfig,
 )
+from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.container.rendered import torchrun_words
 from isles.launch.gpus import find_gpus
+from isles.launch.kubernetes.manifest import Manifest, job_name
+from isles.launch.kubernetes.start import resolve_pods
 from isles.launch.queue.script import JobText, fill_template, node_lines, rendered_script
 from isles.launch.skypilot.task import TaskText, secret_names, task_file
 from isles.run.env import SKY_TOKEN, hub_cache
 
-Kind = Literal["torchrun", "sbatch", "pbs", "deepspeed-json", "fsdp-json", "skypilot"]
+Kind = Literal[
+    "torchrun", "sbatch", "pbs", "skypilot", "kubernetes", "deepspeed-json", "fsdp-json"
+]
 
 Device = Literal["cuda", "cpu"]
 
@@ -61,6 +66,8 @@ def render(
         ConfigError: the run file's strategy is not of that kind, or its ranks do not fit.
         ConfigErrors: every issue in the DeepSpeed JSON that the run file names.
     """
+    if to == "kubernetes":
+        return _manifest(loaded)
     nproc, device, notes = _ranks(loaded)
     command = _command(loaded, overrides)
     match to:
@@ -82,6 +89,26 @@ def render(
         case _:
             assert_never(to)
     return Rendered(json.dumps(data, indent=2) + "\n", tuple(notes))
+
+
+def _manifest(loaded: Loaded) -> Rendered:
+    # The objects that `launcher: kubernetes` makes; unlike scripts they run isles' agents.
+    if not isinstance(loaded.config.clusters[0].launcher, KubernetesLauncherConfig):
+        raise ConfigError(
+            f"the launcher is {loaded.config.clusters[0].launcher.kind}, and says no image",
+            where=loaded.where("clusters.0.launcher"),
+            fix="add clusters[0].launcher: {kind: kubernetes, image: …, volumes: [{claim: …, "
+            "path: …}]}",
+        )
+    name = job_name(loaded.config.name)
+    head = (
+        f"# {loaded.config.name}: written by isles {__version__}. Its pods also need a Secret, "
+        "whose token is in no file:\n"
+        '#   python3 -c \'import json, secrets; print(json.dumps({"token": '
+        'secrets.token_hex(16), "join": ""}))\' |\n'
+        f"#     kubectl create secret generic {name} --from-file=start=/dev/stdin\n"
+    )
+    return Rendered(head + Manifest(name, loaded, resolve_pods(loaded)).text())
 
 
 def script_command(config: RunConfig) -> list[str]:

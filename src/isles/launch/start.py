@@ -16,8 +16,10 @@ from isles.config.sections.cluster import (
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
+from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.errors import ConfigError
 from isles.launch.base import Started, StartOptions
+from isles.launch.kubernetes.start import start_kubernetes
 from isles.launch.local import start_local
 from isles.launch.manual import start_manual
 from isles.launch.queue.submit import start_in_queue
@@ -52,6 +54,8 @@ def start(options: StartOptions) -> Started | Loaded | str:
     match loaded.config.clusters[0].launcher:
         case LocalLauncherConfig():
             return start_local(loaded, options)
+        case KubernetesLauncherConfig() as launcher:
+            return start_kubernetes(loaded, launcher, options)
         case SshLauncherConfig() as launcher:
             return start_ssh(loaded, launcher, options)
         case SlurmLauncherConfig() | PbsLauncherConfig() as launcher:

@@ -21,7 +21,7 @@ from isles.errors import ExitCode, PreflightError, UserError, cut_more
 from isles.facts.units import format_duration
 from isles.launch.queue.status import refresh_all
 from isles.launch.remote.login import ask_isles, pass_on, remote_isles
-from isles.launch.ssh.shell import SSH_FAILED, on_all, python_failure
+from isles.launch.ssh.shell import SSH_FAILED, Shell, on_all, python_failure
 from isles.monitor.follow import Follower
 from isles.monitor.status import ReportState, RunReport, collect
 from isles.monitor.stop import WORDS
@@ -52,7 +52,7 @@ def report_of(found: RunDir | RemoteRun, output_dir: Path) -> RunReport:
         raise PreflightError(
             report.reason,
             where=f"host {found.host}",
-            fix=f"try it by hand: ssh {found.ssh}",
+            fix=f"try it by hand: {Shell(found.ssh).by_hand}",
             id="host.answers",
         )
     return report
@@ -258,6 +258,8 @@ def stop_remote(run: RemoteRun, *, now: bool, timeout: str) -> int:
     Raises:
         PreflightError: its machine cannot be reached.
     """
+    if run.launcher == "kubernetes":
+        return _stop_pods(run, now=now, timeout=timeout)
     try:
         words = ["stop", run.path, f"--timeout={timeout}", *(["--now"] if now else [])]
         return pass_on(run, words)
@@ -266,3 +268,19 @@ def stop_remote(run: RemoteRun, *, now: bool, timeout: str) -> int:
             raise
         fix = f"{error.fix}. If it is gone for good: the ranks on the other hosts end by themselves"
         raise PreflightError(error.what, where=error.where, fix=fix, id=error.id) from error
+
+
+def _stop_pods(run: RemoteRun, *, now: bool, timeout: str) -> int:
+    # Kubernetes would start pods again for as long as there is a Job: it goes in any case.
+    from isles.launch.kubernetes.reach import read_place
+
+    place = read_place(run.ssh)
+    code = 0
+    if any(pod.is_running for pod in place.kubectl.pods(place.job)):
+        words = ["stop", run.path, f"--timeout={timeout}", *(["--now"] if now else [])]
+        code = pass_on(run, words)
+    else:
+        sys.stdout.write(f"no pod of {run.name} runs; what it has saved is on its claim\n")
+    if code == 0:
+        place.delete()
+    return code

@@ -121,6 +121,11 @@ def cache_home(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isles"
 
 
+def state_home(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where what a user's programs remember belongs by the XDG base directory specification."""
+    return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "isles"
+
+
 def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str] | None:
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
@@ -179,6 +184,16 @@ def has_mlflow_server(environ: Mapping[str, str] = os.environ) -> bool:
 def pbs_job(environ: Mapping[str, str] = os.environ) -> str | None:
     """The PBS job that this process is a part of; None outside of one."""
     return environ.get("PBS_JOBID")
+
+
+def pod_index(environ: Mapping[str, str] = os.environ) -> int:
+    """Index of this pod in its Indexed Job, as Kubernetes sets it."""
+    return int(environ.get("JOB_COMPLETION_INDEX", "0"))
+
+
+def pod_address(environ: Mapping[str, str] = os.environ) -> str:
+    """Address of this pod, as the manifest has it set."""
+    return environ["ISLES_POD_IP"]
 
 
 def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

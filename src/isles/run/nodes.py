@@ -85,7 +85,7 @@ class Fleet:
     @property
     def in_job(self) -> bool:
         """Whether the agents are processes of a job of a queue, which may be queued again."""
-        return self.launcher in ("slurm", "pbs")
+        return self.launcher in ("kubernetes", "slurm", "pbs")
 
     @property
     def has_own_node(self) -> bool:

@@ -30,7 +30,8 @@ class RemoteRun:
     """A run that was started from here, and whose run directory is not here.
 
     Args:
-        ssh: the machine that has the run directory, as ssh takes it from here.
+        ssh: the machine that has the run directory, as ssh takes it from here; of a run on
+            Kubernetes the name of a record, see `launch/kubernetes/reach.py`.
         path: the run directory there.
         lines: bash that comes before Python there, of `launch.setting`.
         hosts: every host of the run, as ssh takes it; the first is `ssh`.
@@ -139,7 +140,7 @@ class ClusterRun:
     """One cluster of a run of several; it is a run of its own.
 
     Args:
-        launcher: local, ssh, slurm, pbs, ray or manual.
+        launcher: kubernetes, local, manual, pbs, ray, skypilot, slurm or ssh.
         path: its run directory, on the machine that has it; empty: it was never started.
         ssh: that machine as ssh takes it from here; empty: this one.
     """

@@ -41,7 +41,7 @@ class AttemptState:
             while the last process is still closing.
         process: who started the ranks; None where no record names it, and for a job of a queue.
         begun_at: seconds since the epoch; None where it is not recorded.
-        launcher: local, ssh, manual, slurm, pbs or ray.
+        launcher: kubernetes, local, manual, pbs, ray, skypilot, slurm or ssh.
         last_seen_at: its last heartbeat, seconds since the epoch; None: there was none.
         reason: why its job waits, in the queue's words.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 
 from isles.config.issues import Issue
 from isles.config.sections.cluster import (
@@ -17,6 +18,7 @@ from isles.config.sections.cluster import (
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
+from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.config.sections.run import RunConfig
 
 _SECRET = re.compile(r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY)$")
@@ -32,6 +34,7 @@ def cluster_rules(config: RunConfig) -> Iterator[Issue]:
         yield from _queue_rules(cluster, key)
         if isinstance(cluster.launcher, SkypilotLauncherConfig):
             yield from _skypilot_rules(cluster, cluster.launcher, key)
+        yield from _pod_rules(config, cluster, key)
 
 
 def _host_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
@@ -139,7 +142,11 @@ def _queue_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
         )
     if cluster.gpus_per_node == "auto" and isinstance(
         launcher,
-        QueueSection | RayLauncherConfig | ManualLauncherConfig | SkypilotLauncherConfig,
+        QueueSection
+        | RayLauncherConfig
+        | ManualLauncherConfig
+        | SkypilotLauncherConfig
+        | KubernetesLauncherConfig,
     ):
         yield Issue(
             (f"{key}.gpus_per_node", f"{key}.launcher", f"{key}"),
@@ -191,4 +198,32 @@ def _skypilot_rules(
             (f"{at}.resources.{name}", f"{at}.resources"),
             f"resources has {name}, for which there is a key of its own",
             f"use {here}",
+        )
+
+
+def _pod_rules(config: RunConfig, cluster: ClusterConfig, key: str) -> Iterator[Issue]:
+    launcher = cluster.launcher
+    if not isinstance(launcher, KubernetesLauncherConfig):
+        return
+    folder = PurePosixPath(cluster.workdir or "", config.output_dir)
+    kept = [volume.path for volume in launcher.volumes if not volume.read_only]
+    if not any(folder.is_relative_to(path) for path in kept):
+        on = f"of volumes that pods can write to there is {', '.join(kept)}" if kept else "no claim"
+        yield Issue(
+            ("output_dir", f"{key}.launcher.volumes", f"{key}.launcher"),
+            f"the run directory would be in {folder} of a pod, and goes with it: {on}",
+            "mount a PersistentVolumeClaim and put output_dir on it: "
+            "launcher.volumes: [{claim: runs, path: /runs}], output_dir: /runs",
+        )
+    if launcher.gpu_resource in launcher.resources:
+        yield Issue(
+            (f"{key}.launcher.resources",),
+            f"{launcher.gpu_resource} is asked for by gpus_per_node already",
+            "delete it here",
+        )
+    if launcher.flavour == "trainjob" and not launcher.is_default("keep_job"):
+        yield Issue(
+            (f"{key}.launcher.keep_job",),
+            "a TrainJob is not deleted by Kubernetes after a time",
+            "delete keep_job, and the TrainJob by `isles stop` or kubectl",
         )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from isles.config.sections.base import DurationS, Section, Text, own_type
+from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.config.sections.strategy import StrategyConfig
 
 Share = Annotated[float, Field(ge=0, le=10**6)]
@@ -230,6 +231,7 @@ class RayLauncherConfig(LoginSection):
 
 LauncherConfig = Annotated[
     LocalLauncherConfig
+    | KubernetesLauncherConfig
     | SshLauncherConfig
     | SlurmLauncherConfig
     | PbsLauncherConfig

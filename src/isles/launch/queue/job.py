@@ -276,9 +276,14 @@ class Allocation(ABC):
         key: a word that no other start of any job has.
         nodes: in the order of their numbers; the first one is this host.
         first_port: added to network.port, so that two jobs on one node begin at different ports.
+        wait_s: how long the nodes may take to run, on top of start_timeout.
     """
 
+    brings_back: ClassVar[bool] = False
+    """Whether a node that is lost is replaced while the others stay."""
+
     nodes: list[JobNode]
+    wait_s: float = 0.0
 
     def __init__(
         self, scheduler: Scheduler, job_id: str, attempt: Attempt, environ: Mapping[str, str]

@@ -106,6 +106,8 @@ def started_elsewhere(
     hosts: Sequence[str],
     lines: Sequence[str],
     python: str,
+    *,
+    folder: Path | None = None,
 ) -> Started:
     """A run whose directory is on another machine; this one keeps a record of it.
 
@@ -113,6 +115,7 @@ def started_elsewhere(
         begun: `path` of the run directory, `attempt`, and perhaps `elsewhere`: the directory on
             the other hosts.
         hosts: as ssh takes them; the first one has the run directory.
+        folder: where it is remembered here; None: the output folder of the run file.
     """
     run_dir = RunDir(Path(begun["path"]))
     remote = RemoteRun(
@@ -126,7 +129,8 @@ def started_elsewhere(
         hosts=tuple(hosts),
         started_at=time.time(),
     )
-    remote = remember(Path(loaded.config.output_dir).expanduser(), remote, options.warn)
+    folder = folder or Path(loaded.config.output_dir).expanduser()
+    remote = remember(folder, remote, options.warn)
     return Started(run_dir, run_dir.attempt(int(begun["attempt"])), None, remote=remote)
 
 
@@ -230,7 +234,7 @@ def pass_on(run: RemoteRun, words: Sequence[str]) -> int:
         raise PreflightError(
             f"{run.ssh}, which has the directory of {run.name}, cannot be reached",
             where=f"host {run.ssh}",
-            fix=f"try it by hand: ssh {run.ssh}",
+            fix=f"try it by hand: {Shell(run.ssh).by_hand}",
             id="host.answers",
         )
     return done.returncode

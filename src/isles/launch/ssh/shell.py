@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,11 @@ R = TypeVar("R")
 SSH_FAILED = 255
 """Exit status of ssh itself where it cannot connect."""
 
+IN_POD = "kubernetes:"
+"""Begins a destination that is reached by kubectl, in a pod: see `launch/kubernetes/reach.py`."""
+
+_POD_S = 180.0
+"""How long a pod may take to be there, where none of a run runs."""
 _CANNOT_RUN, _NOT_FOUND = 126, 127
 _WORD_CHARS = 1000
 _NO_FOLDER = re.compile(r"cd: (?P<folder>.*): No such file or directory")
@@ -38,7 +44,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Shell:
-    """Runs commands in one place: `destination`, as ssh takes it; None: this machine."""
+    """Runs commands in one place: `destination`, as ssh takes it, or IN_POD and the name of a
+    record; None: this machine."""
 
     destination: str | None = None
     connect_timeout_s: float = 10.0
@@ -47,10 +54,23 @@ class Shell:
     def name(self) -> str:
         return self.destination or "this machine"
 
+    @property
+    def is_pod(self) -> bool:
+        return self.destination is not None and self.destination.startswith(IN_POD)
+
+    @property
+    def by_hand(self) -> str:
+        """What a user types to try it; empty on this machine."""
+        by_kubectl = "kubectl get pods -l app.kubernetes.io/managed-by=isles"
+        return by_kubectl if self.is_pod else f"ssh {self.destination}" if self.destination else ""
+
     def argv(self, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` there, to be run here."""
         if self.destination is None:
             return list(command)
+        if self.is_pod:
+            words = [sys.executable, "-m", "isles.launch.kubernetes.reach"]
+            return [*words, self.destination, *command]
         return ["ssh", *self.ssh_options(), self.destination, login_line(command)]
 
     def ssh_options(self) -> list[str]:
@@ -68,6 +88,7 @@ class Shell:
         Raises:
             PreflightError: the host cannot be reached, or has not answered in time.
         """
+        timeout_s += _POD_S if self.is_pod else 0.0
         try:
             done = subprocess.run(
                 self.argv(command),
@@ -85,7 +106,7 @@ class Shell:
             raise PreflightError(
                 f"no answer within {timeout_s:.0f} s to: {shlex.join(command)[:200]}",
                 where=f"host {self.name}",
-                fix=f"try it by hand: ssh {self.destination}" if self.destination else "",
+                fix=f"try it by hand: {self.by_hand}" if self.destination else "",
                 id="host.answers",
             ) from error
         if self.destination is not None and done.returncode == SSH_FAILED:
@@ -156,6 +177,11 @@ class Shell:
         """What ssh's own error means, and the line to type against it."""
         lines = [line for line in stderr.strip().splitlines() if line.strip()]
         text = lines[-1].strip() if lines else "ssh ended without a word"
+        if self.is_pod:
+            what, _, fix = stderr.strip().partition("\n  fix: ")
+            fix = fix or f"try it by hand: {self.by_hand}"
+            what = what or "the pod has gone"
+            return PreflightError(what, where=f"host {self.name}", fix=fix, id="host.answers")
         what, fix = f"ssh cannot connect: {text}", f"try it by hand: ssh {self.destination}"
         for sign, meaning, cure in _FAILURES:
             if sign in stderr:

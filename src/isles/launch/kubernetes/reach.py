@@ -1,0 +1,145 @@
+"""A command in a pod of a run, as ssh runs one on a host: `python -m` this module.
+
+    python -m isles.launch.kubernetes.reach DESTINATION COMMAND...
+
+It ends as the command does, or with 255 where no pod can be reached, or the pod has gone. Where no
+pod of the run runs, it makes one that sees the same volumes, for as long as the command needs.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from isles.errors import PreflightError, UserError
+from isles.launch.kubernetes.kubectl import Kubectl, not_running
+from isles.launch.ssh.shell import IN_POD, SSH_FAILED
+from isles.run.env import state_home
+from isles.run.records import clear_errors, read_record, write_record
+
+_READER_S = 180.0
+"""Longest wait for a pod that is made to read a run."""
+_LOOK_S = 0.5
+_EXITED = re.compile(r"command terminated with exit code (\d+)")
+_KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run's directory is: what this machine keeps of its last start.
+
+    Args:
+        context, namespace: of kubectl; None: as it chooses.
+        job: name of the objects of the last start.
+        reader: a Job whose pod sees the run directory.
+    """
+
+    context: str | None
+    namespace: str | None
+    flavour: str
+    job: str
+    reader: dict[str, Any]
+
+    @property
+    def kubectl(self) -> Kubectl:
+        return Kubectl(self.context, self.namespace)
+
+    def write(self, destination: str) -> None:
+        """Keep it under a destination. UserError: it cannot be written."""
+        path = _path(destination)
+        with clear_errors(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_record(path, asdict(self))
+
+    def delete(self) -> None:
+        """Delete the objects of the last start."""
+        self.kubectl.delete(self.flavour, self.job)
+
+
+def read_place(destination: str) -> Place:
+    """Of a run that was started from here. PreflightError: this machine knows nothing of it."""
+    try:
+        return TypeAdapter(Place).validate_python(read_record(_path(destination)))
+    except ValidationError:
+        raise PreflightError(
+            f"this machine has no record of {destination}",
+            where=str(_path(destination)),
+            fix="ask on the machine that has started the run, or start it again: `isles train`",
+            id="kubernetes.refused",
+        ) from None
+
+
+def main() -> int:
+    """Run the command that was given; returns its exit code."""
+    destination, *command = sys.argv[1:]
+    try:
+        place = read_place(destination)
+        pods = [pod.name for pod in place.kubectl.pods(place.job) if pod.is_running]
+        if pods:
+            return _exec(place.kubectl, pods[0], command)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(SSH_FAILED))
+        with _reader(place) as pod:
+            return _exec(place.kubectl, pod, command)
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return SSH_FAILED
+
+
+def _exec(kubectl: Kubectl, pod: str, command: Sequence[str]) -> int:
+    # kubectl ends with 1 for its own errors as well: its last line tells which.
+    words = kubectl.argv("exec", "-i", pod, "-c", "node", "--", *command)
+    process = subprocess.Popen(words, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    code = None
+    try:
+        for raw in process.stderr:
+            if found := _EXITED.search(raw.decode(errors="replace")):
+                code = int(found[1])
+                continue
+            sys.stderr.buffer.write(raw)
+            sys.stderr.buffer.flush()
+        ended = process.wait()
+    finally:
+        if process.poll() is None:
+            process.kill()
+    if ended and (code is None or code in _KILLED):
+        return SSH_FAILED
+    return code or ended
+
+
+@contextmanager
+def _reader(place: Place) -> Iterator[str]:
+    kubectl = place.kubectl
+    job = str(kubectl.create(place.reader)["metadata"]["name"])
+    try:
+        deadline = time.monotonic() + _READER_S
+        while True:
+            items = kubectl.items("pods", "-l", f"job-name={job}")
+            pods = [i for i in items if (i.get("status") or {}).get("phase") == "Running"]
+            if pods:
+                break
+            if time.monotonic() > deadline:
+                what = f"no pod that reads the run directory runs after {_READER_S:.0f} s"
+                raise not_running(kubectl, job, (), what)
+            time.sleep(_LOOK_S)
+        yield str(pods[0]["metadata"]["name"])
+    finally:
+        with suppress(UserError):
+            kubectl.run("delete", "job", job, "--ignore-not-found", "--wait=false")
+
+
+def _path(destination: str) -> Any:
+    return state_home() / "kubernetes" / f"{destination.removeprefix(IN_POD)}.json"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
