@@ -44,6 +44,25 @@ ListenAddress = Annotated[
 """A libp2p multiaddress without a peer."""
 
 
+def _bucket(text: str) -> str:
+    place = text.partition("://")[2]
+    if "@" in place.partition("/")[0] or "?" in place:
+        raise ValueError(
+            "credentials do not belong into a run file: they are found as by your provider's own "
+            "tools (AWS_PROFILE, ~/.aws, gcloud)"
+        )
+    return text
+
+
+BucketUrl = Annotated[
+    str,
+    Field(pattern=r"^(file:///[^\s]+|[a-z][a-z0-9]*://[^\s/]+(/[^\s]*)?)$", max_length=1000),
+    AfterValidator(_bucket),
+    own_type("bucket", "s3://bucket/prefix"),
+]
+"""A prefix in object storage, or a folder that all share."""
+
+
 class NoOuter(Section):
     """One cluster, whose ranks take every step together."""
 
@@ -151,9 +170,14 @@ class DiLoCoConfig(Section):
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
     """delay: how much of the way to the average is not gone, when it comes."""
 
-    engine: Literal["hub", "hivemind"] = "hub"
+    engine: Literal["hub", "hivemind", "bucket"] = "hub"
     """hub: through the hub, to which clusters only dial out. hivemind: the hub is in
-    one of the clusters, found and reached over libp2p; see docs/hivemind.md."""
+    one of the clusters, found and reached over libp2p; see docs/hivemind.md. bucket: in
+    object storage, without a hub; see docs/bucket.md."""
+
+    url: BucketUrl | None = None
+    """engine bucket: where the clusters meet, s3://bucket/prefix, gs://… or file:///shared/folder.
+    Credentials are found as by your provider's own tools."""
 
     hivemind: HivemindConfig | None = None
     """engine hivemind: addresses."""
