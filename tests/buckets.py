@@ -104,7 +104,7 @@ def main(folder: Path) -> None:
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    app = Faults(DomainDispatcherApplication(create_backend_app, service="s3"), folder)
+    app = Faults(DomainDispatcherApplication(create_backend_app), folder)
     server = make_server("127.0.0.1", 0, app, threaded=True)
     partial = folder / "port.new"
     partial.write_text(str(server.server_port))
@@ -139,8 +139,10 @@ def bucket(folder: Path) -> Iterator[Bucket]:
     )
     before = dict(os.environ)
     try:
-        until((folder / "port").exists, "moto's server")
-        found = Bucket(folder, int((folder / "port").read_text()))
+        port = folder / "port"
+        until(lambda: port.exists() or server.poll() is not None, "moto's server")
+        assert server.poll() is None, (folder / "log").read_text()
+        found = Bucket(folder, int(port.read_text()))
         os.environ.update(found.environ)
         os.environ.pop("AWS_PROFILE", None)
         boto3.client("s3").create_bucket(Bucket=BUCKET)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import signal
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from isles.outer.bucket import BucketSettings
 from tests.buckets import bucket

@@ -44,20 +44,9 @@ ListenAddress = Annotated[
 """A libp2p multiaddress without a peer."""
 
 
-def _bucket(text: str) -> str:
-    place = text.partition("://")[2]
-    if "@" in place.partition("/")[0] or "?" in place:
-        raise ValueError(
-            "credentials do not belong into a run file: they are found as by your provider's own "
-            "tools (AWS_PROFILE, ~/.aws, gcloud)"
-        )
-    return text
-
-
 BucketUrl = Annotated[
     str,
     Field(pattern=r"^(file:///[^\s]+|[a-z][a-z0-9]*://[^\s/]+(/[^\s]*)?)$", max_length=1000),
-    AfterValidator(_bucket),
     own_type("bucket", "s3://bucket/prefix"),
 ]
 """A prefix in object storage, or a folder that all share."""

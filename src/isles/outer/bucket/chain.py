@@ -16,10 +16,11 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from isles.errors import ConfigError
-from isles.outer.bucket.objects import Store
+from isles.outer.bucket.objects import Store, StoreError
 from isles.outer.hub.core import Core
 from isles.outer.hub.rules import Refusal
 from isles.outer.hub.samples import AVERAGED
@@ -79,14 +80,29 @@ class Chain:
 
     def open(self) -> None:
         """Find the newest entry."""
-        had, self.number, self._id = self.number, 0, ""
-        if not self._take(self._pointed()):
-            listed = [int(name[-8:]) for name in self._store.names("journal/")]
-            if not any(self._take(number) for number in sorted(listed, reverse=True)):
-                if had:
-                    log.warning("outer the journal at %s is gone: it begins anew", self._store.url)
-                self._load(self._empty)
+        entry = self._newest()  # nothing is changed where this fails
+        if entry is not None:
+            self._have(*entry)
+        else:
+            if self.number:
+                log.warning("outer the journal at %s is gone: it begins anew", self._store.url)
+            self.number, self._id = 0, ""
+            self._load(self._empty)
         self.follow()
+
+    def _newest(self) -> tuple[int, dict[str, Any]] | None:
+        pointed = self._pointed()
+        if pointed and (entry := self._entry(pointed)) is not None:
+            return pointed, entry
+        listed = [int(name[-8:]) for name in self._store.names("journal/")]
+        for number in sorted(listed, reverse=True):
+            if (entry := self._entry(number)) is not None:
+                return number, entry
+        return None
+
+    def _have(self, number: int, entry: dict[str, Any]) -> None:
+        self.number, self._id = number, str(entry["chain"])
+        self._load(json.dumps(entry["tables"]))
 
     def follow(self, *, looks_around: bool = False) -> bool:
         """Take what others have changed; whether there was anything.
@@ -117,7 +133,7 @@ class Chain:
 
     def _take(self, number: int) -> bool:
         # Take an entry, if it is there and of this chain.
-        entry = self._entry(number) if number else None
+        entry = self._entry(number)
         if entry is None:
             return False
         if self._id and entry["chain"] != self._id:
@@ -128,8 +144,7 @@ class Chain:
             else:
                 self._store.delete([_name(number)])
             return False
-        self.number, self._id = number, str(entry["chain"])
-        self._load(json.dumps(entry["tables"]))
+        self._have(number, entry)
         return True
 
     def _entry(self, number: int) -> dict[str, Any] | None:
@@ -188,24 +203,26 @@ class Chain:
         number, chain = self.number + 1, self._id or secrets.token_hex(8)
         entry = {"format": _FORMAT, "chain": chain, "by": by, "at": time.time()}
         data = gzip.compress(json.dumps({**entry, "tables": json.loads(text)}).encode(), 6, mtime=0)
+        is_won = is_past = False
         try:
-            if self._store.create(_name(number), data) and self._is_newest(number):
-                self.number, self._id, self._text = number, chain, text
-                return True
-        except BaseException:
-            self._load(before)
-            raise
-        self._load(before)
-        return False
-
-    def _is_newest(self, number: int) -> bool:
-        # Whether an entry that was just written is the next one, and not one that was deleted.
-        if number > 1 and (not self._has(number - 1) or self._pointed() >= number + _KEPT // 2):
+            is_won = self._store.create(_name(number), data)
+            is_past = is_won and self._is_past(number)
+        finally:
+            if not is_won or is_past:
+                self._load(before)
+        if is_past:
             self._store.delete([_name(number)])
             self.open()
-            return False
-        self._store.write("newest", b"%d" % number)
-        return True
+        elif is_won:
+            self.number, self._id, self._text = number, chain, text
+            with suppress(StoreError):  # it only helps those who come
+                self._store.write("newest", b"%d" % number)
+        return is_won and not is_past
+
+    def _is_past(self, number: int) -> bool:
+        # Whether an entry that was just written is not the next one, but one that was deleted.
+        is_first = number == 1
+        return self._pointed() >= number + _KEPT // 2 or not (is_first or self._has(number - 1))
 
     def sweep(self) -> None:
         """Delete entries that nobody can need, the oldest first."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from isles.config.sections.outer import DiLoCoConfig, HivemindConfig
 from isles.config.sections.run import RunConfig
 from isles.dist.world import World
-from isles.errors import ConfigError, MissingDependencyError, TrainingError
+from isles.errors import ConfigError, MissingDependencyError, TrainingError, not_installed
 from isles.outer.bucket import BucketSettings
 from isles.outer.client.client import Alone, Hub, HubClient
 from isles.outer.client.spool import Spool
@@ -157,6 +157,12 @@ def _open_hub(
     bucket = None
     if outer.engine == "bucket":
         assert outer.url is not None
+        if outer.url.startswith("s3") and (
+            error := not_installed(
+                "s3fs", f"engine bucket at {outer.url}", f"outer.engine, {sys.executable}", "bucket"
+            )
+        ):
+            raise error
         bucket = BucketSettings(url=f"{outer.url.rstrip('/')}/{run}", rules=outer.hub_settings)
         # Each cluster applies the rules by itself: they must be the same.
         identity |= {f"outer: {key}": str(value) for key, value in outer.hub_settings.items()}
