@@ -161,6 +161,12 @@ def _hub_lines(report: MultiClusterReport) -> list[str]:
     fragments = int(answer.get("fragments") or 0)
     parts = f" ({fragments} fragments)" if fragments > 1 else ""
     lines = [f"  hub        at {place}, round {answer.get('round')}{parts}"]
+    return [*lines, *waiting_lines(answer)]
+
+
+def waiting_lines(answer: dict[str, Any]) -> list[str]:
+    """Whom the open rounds wait for, by the answer of a hub."""
+    lines = []
     for entry in answer.get("open") or []:
         missing = entry.get("missing") or {}
         names = [
@@ -185,7 +191,7 @@ def _bucket_lines(report: MultiClusterReport) -> list[str]:
             heard = f", heard {member['heard_s']:.0f}s ago" if member["state"] == "living" else ""
             text = f"{name}, started elsewhere: {member['state']} at step {member['step']}{heard}"
             lines.append(f"  cluster    {text}")
-    return lines
+    return [*lines, *waiting_lines(report.hub or {})]
 
 
 def _rows(report: MultiClusterReport) -> list[tuple[str, ...]]:

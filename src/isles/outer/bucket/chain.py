@@ -69,8 +69,7 @@ class Chain:
         self._store, self.core = store, core
         self.number = 0
         """Of the newest entry that is known; 0: none."""
-        self._id = ""
-        self._text = ""
+        self._id, self._text, self._swept = "", "", 0
         core.journal.run(_OBJECTS)
         core.journal.run("DELETE FROM events")
         self._empty = self._dump()
@@ -203,21 +202,21 @@ class Chain:
         number, chain = self.number + 1, self._id or secrets.token_hex(8)
         entry = {"format": _FORMAT, "chain": chain, "by": by, "at": time.time()}
         data = gzip.compress(json.dumps({**entry, "tables": json.loads(text)}).encode(), 6, mtime=0)
-        is_won = is_past = False
+        is_won = is_next = False
         try:
             is_won = self._store.create(_name(number), data)
-            is_past = is_won and self._is_past(number)
+            is_next = is_won and not self._is_past(number)
         finally:
-            if not is_won or is_past:
+            if not is_next:
                 self._load(before)
-        if is_past:
-            self._store.delete([_name(number)])
-            self.open()
-        elif is_won:
+        if is_next:
             self.number, self._id, self._text = number, chain, text
             with suppress(StoreError):  # it only helps those who come
                 self._store.write("newest", b"%d" % number)
-        return is_won and not is_past
+        elif is_won:
+            self._store.delete([_name(number)])
+            self.open()
+        return is_next
 
     def _is_past(self, number: int) -> bool:
         # Whether an entry that was just written is not the next one, but one that was deleted.
@@ -226,7 +225,8 @@ class Chain:
 
     def sweep(self) -> None:
         """Delete entries that nobody can need, the oldest first."""
-        if self.number % _SWEEP_EVERY == 0:
+        if self.number - self._swept >= _SWEEP_EVERY:
+            self._swept = self.number
             listed = sorted(self._store.names("journal/"))
             self._store.delete(n for n in listed if int(n[-8:]) < self.number - _KEPT)
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-PIECE_BYTES = 4 * 2**20
+PIECE_BYTES = 2 * 2**20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 _THREADS, _AT_ONCE = 6, 2
 _FOREVER_S = 1e9

@@ -69,6 +69,8 @@ class Store:
             ) from error
         except Exception as error:  # of a driver: whatever it says
             raise _explained(error) from error
+        if hasattr(self._fs, "retries"):
+            self._fs.retries = 1
         self._root: str = self._fs._strip_protocol(self.url)
         if _pipes_like_any(self._fs):
             raise StoreError(
@@ -258,6 +260,9 @@ _UNKNOWN = ("Unable to locate credentials", "ExpiredToken", "NoCredentials", "cr
 
 def _explained(error: Exception) -> StoreError:
     text = " ".join(f"{error}".split())[:_LONGEST] or type(error).__name__
+    answer = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+    if isinstance(answer, dict) and (code := answer.get("Error", {}).get("Code")):
+        text = f"{text} ({code})"
     number = getattr(error, "errno", None)
     kind: Kind = "away"
     if number in (errno.ENOSPC, errno.EDQUOT) or _has(text, _FULL):

@@ -40,6 +40,7 @@ _AROUND = 5
 _TURN_S = 30.0
 """An average that does not come is made by the next cluster after so long, too."""
 _LOOK_S, _AVERAGE_S = 60.0, 600.0
+_SHOWN = ("round", "fragments", "members", "open")
 
 
 class Replica:
@@ -129,7 +130,8 @@ class Replica:
                     self.wake()
                 if job is not None and await self.ask(partial(self._is_my_turn, job)):
                     self._averaging = asyncio.create_task(self._average(job))
-                self._show(await self.ask(lambda: status(self.core)))
+                found = await self.ask(lambda: status(self.core))
+                self._show({key: found[key] for key in _SHOWN})
             except (StoreError, TimeoutError) as error:
                 log.info("outer the bucket cannot be looked at: %s", error)
                 pause_s = _STRUCK_S
