@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -266,10 +267,9 @@ class BucketApi:
                     where=self._settings.url,
                     fix="look at the clusters named; `wait: time_boxed` goes on without the slow",
                 )
-            try:
-                await asyncio.wait_for(changed.wait(), left_s)
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await changed.wait()
 
     async def fetch_average(self, answer: RoundAnswer, target: Path, deadline_s: float) -> None:
         step, digest = answer.outer_step, answer.digest

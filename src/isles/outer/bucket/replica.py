@@ -135,8 +135,10 @@ class Replica:
             except (StoreError, TimeoutError) as error:
                 log.info("outer the bucket cannot be looked at: %s", error)
                 pause_s = _STRUCK_S
+            # Not `wait_for`: Python 3.11's forgets that it was cancelled where both come at once.
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._poke.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._poke.wait()
 
     async def _look(self) -> Job | None:
         self._looks += 1
