@@ -93,8 +93,7 @@ class Chain:
         pointed = self._pointed()
         if pointed and (entry := self._entry(pointed)) is not None:
             return pointed, entry
-        listed = [int(name[-8:]) for name in self._store.names("journal/")]
-        for number in sorted(listed, reverse=True):
+        for number in sorted(self._listed(), reverse=True):
             if (entry := self._entry(number)) is not None:
                 return number, entry
         return None
@@ -227,8 +226,12 @@ class Chain:
         """Delete entries that nobody can need, the oldest first."""
         if self.number - self._swept >= _SWEEP_EVERY:
             self._swept = self.number
-            listed = sorted(self._store.names("journal/"))
-            self._store.delete(n for n in listed if int(n[-8:]) < self.number - _KEPT)
+            old = [number for number in self._listed() if number < self.number - _KEPT]
+            self._store.delete(_name(number) for number in sorted(old))
+
+    def _listed(self) -> list[int]:
+        names = (name.removeprefix("journal/") for name in self._store.names("journal/"))
+        return [int(name) for name in names if name.isdecimal()]
 
     def _dump(self) -> str:
         self.core.journal.do(self._prune)

@@ -121,7 +121,9 @@ class Store:
         except Exception as error:
             raise _explained(error) from error
         start = len(self._root) + 1
-        return sorted(str(path)[start:] for path in found)
+        # Where there are none the prefix itself may be given, as a folder.
+        names = (str(path)[start:] for path in found)
+        return sorted(name for name in names if name.startswith(prefix) and name != prefix)
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects, one after the other; those that are not there are left out."""
