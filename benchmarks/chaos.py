@@ -1,11 +1,12 @@
 """What clusters lose, and how long they stand still, while others are killed, frozen or cut off.
 
-    python benchmarks/chaos.py [--quick] [--rounds 40] [--seed 0]
+    python benchmarks/chaos.py [--quick] [--rounds 40] [--seed 0] [--engine bucket]
 
 Four clusters (two ranks under fsdp, two under ddp, two of one rank) train one small model, first
 undisturbed, then while every few rounds something befalls one of them or their hub, at a
 random instant. Each is a run as `isles train` starts it; all are on this machine, and what a
-cluster says to the hub goes through a line of its own, which can be cut.
+cluster says to the hub goes through a line of its own, which can be cut. With engine bucket the
+lines lead to moto's S3 server, a stand-in for a provider's, which goes away and is not killed.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from chaos_clusters import Cluster, Inputs, Run, prepare, running
-from chaos_faults import BLOWS, DEAD_AFTER_S, Blow, Fault, kill_hub, pause, plan_faults
+from chaos_faults import BLOWS, DEAD_AFTER_S, Blow, Fault, kill_hub, lose_bucket, pause, plan_faults
 
-from isles.outer.hub.journal import Journal
 from isles.run.checkpoints import find_checkpoint
 from isles.run.records import read_rows
 
@@ -39,6 +39,11 @@ OUTER = (
     f"min_clusters: 2, dead_after: {DEAD_AFTER_S}s, deadline: {DEADLINE_S}s, max_rate: 80kB"
 )
 RULES: dict[str, Any] = {"min_clusters": 2, "dead_after_s": DEAD_AFTER_S}
+WAIT_KEYS = {
+    "all": "all",
+    "time_boxed": "{time_boxed: 2s}",
+    "quorum": "{quorum: 2, grace: 1s}",
+}
 WAITS: dict[str, dict[str, Any]] = {
     "all": {"wait": "all"},
     "time_boxed": {"wait": "time_boxed", "time_box_s": 2.0},
@@ -141,26 +146,26 @@ def train(
     inputs: Inputs, folder: Path, options: argparse.Namespace, plan: Sequence[tuple[int, str, str]]
 ) -> dict[str, Any]:
     """Train once; what became of it."""
-    rounds = options.rounds
-    with running(inputs, folder, rounds * SYNC_EVERY, OUTER, RULES | WAITS[options.wait]) as run:
+    rounds, outer, is_hub = options.rounds, OUTER, options.engine == "hub"
+    if not is_hub:
+        outer += f", wait: {WAIT_KEYS[options.wait]}"
+    rules = RULES | WAITS[options.wait] if is_hub else None
+    with running(inputs, folder, rounds * SYNC_EVERY, outer, rules) as run:
         watch, chance = Watch(run, rounds), random.Random(f"hub {plan}")
         began = time.monotonic()
         watch.reach(0)
         for place, kind, name in plan:
             watch.reach(place)
             if watch.round < rounds - 2:
-                watch.strike(kind, BLOWS.get(kind, kill_hub), name, chance)
+                watch.strike(
+                    kind, BLOWS.get(kind, kill_hub if is_hub else lose_bucket), name, chance
+                )
         watch.finish()
         print(f"  {rounds} rounds in {time.monotonic() - began:.0f} s", flush=True)
-        run.kill_hub()
-        journal = Journal(folder / "state" / "hub.sqlite")
-        result = judge(run, journal, watch)
-        journal.close()
-        run._server = None
-    return result
+        return judge(run, run.last_events(), watch)
 
 
-def judge(run: Run, journal: Journal, watch: Watch) -> dict[str, Any]:
+def judge(run: Run, events: Sequence[dict[str, Any]], watch: Watch) -> dict[str, Any]:
     """Compare what clusters and hub have on record."""
     digests: dict[int, set[str]] = {}
     for cluster in run.clusters.values():
@@ -174,9 +179,9 @@ def judge(run: Run, journal: Journal, watch: Watch) -> dict[str, Any]:
     last = max(ends.values(), key=len)
     if len(ends) > 1:
         print(f"  {', '.join(last)} ended together, the others after other turns")
-    kinds = "('diverged', 'refused', 'outlier')"
-    for event in journal.rows(f"SELECT * FROM events WHERE kind IN {kinds}"):
-        print(f"  the hub says of {event['member']}: {event['kind']} {event['what']}")
+    for event in events:
+        if event["kind"] in ("diverged", "refused", "outlier"):
+            print(f"  the hub says of {event['member']}: {event['kind']} {event['what']}")
     clusters = run.clusters.values()
     return {
         "diverged": sum(len(found) > 1 for found in digests.values())
@@ -286,6 +291,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--quick", action="store_true", help="14 rounds")
     parser.add_argument("--wait", choices=list(WAITS), default="all", help="whom a turn waits for")
+    parser.add_argument("--engine", choices=["hub", "bucket"], default="hub")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep all files there")
     options = parser.parse_args()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,12 +23,21 @@ from common import environment
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.launch.local import added_variables, agent_command, local_fleet, start_agent
+from isles.outer.bucket.chain import Chain
+from isles.outer.bucket.objects import open_store
+from isles.outer.hub.core import Core
+from isles.outer.hub.journal import Journal
+from isles.outer.hub.rules import Settings
 from isles.run.begin import begin_run, new_attempt
 from isles.run.join_line import JoinLine
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.buckets import BUCKET, CREDENTIALS
+
 START_S = 240.0
+BUCKET_URL = f"s3://{BUCKET}/runs"
 LONGEST_S = 12.0
 """So long the first cluster waits for the others, which is less than its deadline."""
 BATCHES = {"a": 12, "b": 8, "c": 6, "d": 6}
@@ -147,6 +157,7 @@ class Cluster:
     name: str
     run_file: Path
     join_text: Callable[[], str]
+    variables: Mapping[str, str] = field(default_factory=dict)
     run_dir: RunDir | None = None
     rows: dict[tuple[str, int, float], dict[str, Any]] = field(default_factory=dict)
     """All that it has ever recorded, also of steps that a restart has taken out again."""
@@ -158,14 +169,15 @@ class Cluster:
         resolved = resolve(loaded, num_gpus=0)
         begun = begin_run(resolved, loaded.text, "auto")
         self.run_dir = begun.run_dir
-        self.run_dir.join_line.touch(mode=0o600)
-        self.run_dir.join_line.write_text(self.join_text())
+        if line := self.join_text():
+            self.run_dir.join_line.touch(mode=0o600)
+            self.run_dir.join_line.write_text(line)
         attempt = new_attempt(self.run_dir, loaded.text)
         local_fleet(resolved, begun.resume_from).write(attempt)
         self._child = start_agent(
             attempt,
             agent_command(self.run_dir, attempt),
-            {**environment(), **added_variables(resolved, environment())},
+            {**environment(), **added_variables(resolved, environment()), **self.variables},
             world_size=resolved.world_size,
             device="cpu",
         )
@@ -249,6 +261,7 @@ class Run:
     folder: Path
     clusters: dict[str, Cluster]
     wires: Wires
+    is_bucket: bool = False
     port: int = 0
     _server: subprocess.Popen[bytes] | None = None
     _log: IO[bytes] | None = None
@@ -268,6 +281,40 @@ class Run:
             time.sleep(0.05)
         self.port = JoinLine.read(self.folder / "state" / "join").port
         self.wires.goal = self.port
+
+    def serve_bucket(self) -> None:
+        """Start the S3 server, in which all lies in memory."""
+        self._log = (self.folder / "hub.log").open("wb")
+        command = [sys.executable, "-m", "tests.buckets", str(self.folder)]
+        self._server = subprocess.Popen(
+            command, stdout=self._log, stderr=self._log, cwd=Path(__file__).parents[1]
+        )
+        end = time.monotonic() + START_S
+        while not (place := self.folder / "port").exists():
+            text = (self.folder / "hub.log").read_text()
+            assert self._server.poll() is None and time.monotonic() < end, text
+            time.sleep(0.05)
+        self.port = self.wires.goal = int(place.read_text())
+        os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=f"http://127.0.0.1:{self.port}")
+        import boto3
+
+        boto3.client("s3").create_bucket(Bucket=BUCKET)
+
+    def last_events(self) -> list[dict[str, Any]]:
+        """What the hub has noted, or who shared the bucket; of that only the last ones."""
+        if not self.is_bucket:
+            self.kill_hub()
+            journal = Journal(self.folder / "state" / "hub.sqlite")
+            found = [dict(row) for row in journal.rows("SELECT * FROM events")]
+            journal.close()
+            self._server = None
+            return found
+        memory = Journal(Path(":memory:"))
+        core = Core(self.folder / "state", Settings(), time.monotonic, memory)
+        Chain(open_store(f"{BUCKET_URL}/chaos"), core).open()
+        spans = memory.rows("SELECT * FROM blocks ORDER BY start")
+        assert all(a["stop"] <= b["start"] for a, b in pairwise(spans)), "a sample twice"
+        return [dict(row) for row in memory.rows("SELECT * FROM events")]
 
     def let_in(self) -> None:
         """Once all clusters are ready to join, let them, so that each run begins alike."""
@@ -306,24 +353,31 @@ class Run:
 
 @contextmanager
 def running(
-    inputs: Inputs, folder: Path, max_steps: int, outer: str, rules: Mapping[str, Any]
+    inputs: Inputs, folder: Path, max_steps: int, outer: str, rules: Mapping[str, Any] | None
 ) -> Iterator[Run]:
-    """A hub and four clusters, for as long as the block lasts."""
+    """A hub and four clusters, for as long as the block lasts; without rules a bucket."""
     wires, state = Wires(), folder / "state"
-    run = Run(folder, {}, wires)
+    run = Run(folder, {}, wires, is_bucket=rules is None)
     folder.mkdir(parents=True)
-    write_record(folder / "settings.json", dict(rules))
     try:
-        run.serve()
+        if rules is None:
+            outer += f", engine: bucket, url: '{BUCKET_URL}'"
+            run.serve_bucket()
+        else:
+            write_record(folder / "settings.json", dict(rules))
+            run.serve()
         for name in RANKS:
             port = wires.add(name)
 
             def text(port: int = port) -> str:
+                if run.is_bucket:
+                    return ""
                 line = (state / "join").read_text()
                 return line.replace(f":{run.port}/", f":{port}/")
 
             run_file = inputs.run_file(folder, name, max_steps, outer)
-            run.clusters[name] = Cluster(name, run_file, text)
+            there = {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+            run.clusters[name] = Cluster(name, run_file, text, there if run.is_bucket else {})
             run.wires.silence(name)
             run.clusters[name].start()
         run.let_in()

@@ -103,6 +103,18 @@ def kill_hub(run: Run, cluster: Cluster, chance: random.Random) -> str:
     return f"back after {away_s:.1f} s"
 
 
+def lose_bucket(run: Run, cluster: Cluster, chance: random.Random) -> str:
+    """Nobody reaches the bucket, from the middle of a turn on; then it is there again."""
+    run.wires.wait_for_transfer(cluster.name, TRANSFER_BYTES, 3.0)
+    for name in run.clusters:
+        run.wires.cut(name)
+    away_s = chance.uniform(1.0, 6.0)
+    pause(away_s)
+    for name in run.clusters:
+        run.wires.mend(name)
+    return f"bucket back after {away_s:.1f} s"
+
+
 Blow = Callable[[Run, Cluster, random.Random], str]
 BLOWS: dict[str, Blow] = {
     "machine killed": kill_machine,

@@ -202,9 +202,10 @@ _OWN_TYPES = {
     "count": "a number such as 7000000000 or 7B",
     "address": "HOST:PORT, such as hub.example.org:29400",
     "peer": "a peer's whole address, such as /ip4/203.0.113.5/tcp/30001/p2p/QmXyz",
+    "bucket": "a place in object storage such as s3://bucket/prefix, or file:///shared/folder",
     "maddr": "an address such as /ip4/0.0.0.0/tcp/30001",
 }
-_OWN_TEXTS = ("rate", "line", "count", "address", "peer", "maddr", "login")
+_OWN_TEXTS = ("rate", "line", "count", "address", "peer", "maddr", "bucket", "login")
 _LIMITS = (
     ("minimum", "at least"),
     ("exclusiveMinimum", "greater than"),

@@ -41,6 +41,7 @@ _OUTER_FREE = (
     "max_rate",
     "engine",
     "hivemind",
+    "url",
     "deadline",
     "dead_after",
     "wait",

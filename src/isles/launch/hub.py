@@ -113,6 +113,9 @@ def _outer_with_hub(loaded: Loaded) -> DiLoCoConfig:
     elif outer.engine == "hivemind":
         key, what = "engine", "with engine hivemind clusters find one another without a hub"
         fix = "use engine hub; docs/hivemind.md says how hivemind is started"
+    elif outer.engine == "bucket":
+        key, what = "engine", f"with engine bucket clusters meet at {outer.url} without a hub"
+        fix = "use engine hub; docs/bucket.md says how clusters join in a bucket"
     elif outer.hub is not None:
         key, what = "hub", f"the run file says that there is a hub already, at {outer.hub}"
         fix = "delete it; --public says how this one is reached"

@@ -121,6 +121,14 @@ def multi_cluster_report(run: MultiClusterRun) -> MultiClusterReport:
             answer = ask_hub(hub_line(run), "/v1/status", _ANSWER_S)
         except UserError as caught:
             error = f"{caught.what} ({caught.where})"
+    elif run.engine == "bucket":
+        # What the cluster knows that reads there now.
+        found = [
+            meeting
+            for report in reports.values()
+            if report.state in ALIVE and (meeting := (report.outer or {}).get("meeting"))
+        ]
+        answer = max(found, key=lambda meeting: meeting["round"], default=None)
     return MultiClusterReport(run, _state_of(reports, run), reports, answer, error)
 
 
@@ -139,7 +147,7 @@ def multi_cluster_lines(report: MultiClusterReport) -> list[str]:
 
 def _hub_lines(report: MultiClusterReport) -> list[str]:
     if not report.run.meets:
-        return ["  hub        found by hivemind"]
+        return _bucket_lines(report) or ["  hub        found by hivemind"]
     place = report.run.hub
     if not place:
         try:
@@ -153,6 +161,12 @@ def _hub_lines(report: MultiClusterReport) -> list[str]:
     fragments = int(answer.get("fragments") or 0)
     parts = f" ({fragments} fragments)" if fragments > 1 else ""
     lines = [f"  hub        at {place}, round {answer.get('round')}{parts}"]
+    return [*lines, *waiting_lines(answer)]
+
+
+def waiting_lines(answer: dict[str, Any]) -> list[str]:
+    """Whom the open rounds wait for, by the answer of a hub."""
+    lines = []
     for entry in answer.get("open") or []:
         missing = entry.get("missing") or {}
         names = [
@@ -164,6 +178,20 @@ def _hub_lines(report: MultiClusterReport) -> list[str]:
             by = f", for {format_duration(due)} more" if due is not None else ""
             lines.append(f"  waiting    round {entry['round']} waits for {', '.join(names)}{by}")
     return lines
+
+
+def _bucket_lines(report: MultiClusterReport) -> list[str]:
+    if report.run.engine != "bucket":
+        return []
+    url = dict(report.run.config.get("outer") or {}).get("url")
+    here = {cluster.name for cluster in report.run.clusters}
+    lines = [f"  bucket     {url}"]
+    for name, member in report.members.items():
+        if name not in here:  # of another run file, perhaps at another site
+            heard = f", heard {member['heard_s']:.0f}s ago" if member["state"] == "living" else ""
+            text = f"{name}, started elsewhere: {member['state']} at step {member['step']}{heard}"
+            lines.append(f"  cluster    {text}")
+    return [*lines, *waiting_lines(report.hub or {})]
 
 
 def _rows(report: MultiClusterReport) -> list[tuple[str, ...]]:
@@ -215,7 +243,8 @@ def _remarks(report: MultiClusterReport) -> list[str]:
         if found.state != "running":
             continue
         if outer and not outer.get("is_connected", True):
-            whom = "the hub" if report.run.meets else "the others"
+            places = {"hub": "the hub", "bucket": "the bucket"}
+            whom = places.get(report.run.engine, "the others")
             lines.append(f"{name} does not reach {whom}, and trains on alone")
         elif outer.get("is_behind") or (member and member["is_behind"]):
             lines.append(f"{name} is behind, and takes the weights of another")

@@ -212,6 +212,8 @@ class MultiClusterStart:
         if self._outer.hivemind is not None:
             peers = ", ".join(self._outer.hivemind.initial_peers)
             place = f"find one another by {peers}"
+        elif self._outer.url is not None:
+            place = f"meet at {self._outer.url}"
         elif self._outer.hub is not None:
             place = f"meet at {self._outer.hub}"
         else:

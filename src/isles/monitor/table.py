@@ -106,11 +106,24 @@ def report_lines(report: RunReport) -> list[str]:
             f"{report.restarts}; the last: {report.last_restart}" if report.restarts else "-",
         ),
         *(("stuck", text) for text in report.hangs),
+        *(("cluster", text) for text in _meeting_texts(report)),
         ("check", report.checked or "-"),
         ("directory", f"{report.on}:{report.path}" if report.on else report.path),
     ]
     lines = [_label(report), *(f"  {key:<10} {value}" for key, value in rows if value != "-")]
     return [*lines, f"  {report.hint}"] if report.hint else lines
+
+
+def _meeting_texts(report: RunReport) -> list[str]:
+    # All clusters that meet in a bucket, as this one knows them by their heartbeats.
+    meeting = (report.outer or {}).get("meeting") if report.state == "running" else None
+    texts = []
+    for member in (meeting or {}).get("members") or []:
+        text = f"{member['name']}  {member['state']} at step {member['step']}"
+        if member["state"] == "living":
+            text += f", heard {format_duration(member['heard_s'])} ago"
+        texts.append(f"{text}; {member['slow']}" if member["slow"] else text)
+    return texts
 
 
 def _node_text(node: NodeReport) -> str:

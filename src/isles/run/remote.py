@@ -189,8 +189,13 @@ class MultiClusterRun:
 
     @property
     def meets(self) -> bool:
-        """Whether its clusters have a hub; those of engine hivemind find one another."""
-        return dict(self.config.get("outer") or {}).get("engine") != "hivemind"
+        """Whether its clusters have a hub; those of other engines do without."""
+        return self.engine == "hub"
+
+    @property
+    def engine(self) -> str:
+        """How its clusters meet: `outer.engine`."""
+        return str(dict(self.config.get("outer") or {}).get("engine") or "hub")
 
     @property
     def join_file(self) -> Path:

@@ -42,6 +42,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("outer.hub", "outer.engine", lambda v: v == "hub", ": hub"),
     ("outer.public", "outer.engine", lambda v: v == "hub", ": hub"),
     ("outer.hivemind", "outer.engine", lambda v: v == "hivemind", ": hivemind"),
+    ("outer.url", "outer.engine", lambda v: v == "bucket", ": bucket"),
     *((f"adapter.{key}", "adapter.type", lambda v: v == "qlora", ": qlora") for key in _QLORA),
     *(
         (f"adapter.{key}", "adapter.type", lambda v: v != "none", ": lora")

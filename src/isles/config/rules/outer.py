@@ -57,6 +57,20 @@ def _clusters(config: RunConfig) -> Iterator[Issue]:
 
 
 def _outer_steps(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
+    if outer.engine == "bucket" and outer.url is None:
+        yield Issue(
+            ("outer.engine", "outer"),
+            "clusters of engine bucket meet in object storage, and outer.url does not say where",
+            "set outer.url: s3://BUCKET/PREFIX, the same on all sites",
+        )
+    place = (outer.url or "").partition("://")[2]
+    if "@" in place.partition("/")[0] or "?" in place:
+        yield Issue(
+            ("outer.url",),
+            "credentials do not belong into a run file",
+            "write s3://BUCKET/PREFIX only: they are found as by your provider's own tools "
+            "(AWS_PROFILE, ~/.aws, gcloud)",
+        )
     every, steps = outer.sync_every, config.training.max_steps
     if not isinstance(every, int):
         if isinstance(outer.wait, WaitConfig):

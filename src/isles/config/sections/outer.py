@@ -44,6 +44,14 @@ ListenAddress = Annotated[
 """A libp2p multiaddress without a peer."""
 
 
+BucketUrl = Annotated[
+    str,
+    Field(pattern=r"^(file:///[^\s]+|[a-z][a-z0-9]*://[^\s/]+(/[^\s]*)?)$", max_length=1000),
+    own_type("bucket", "s3://bucket/prefix"),
+]
+"""A prefix in object storage, or a folder that all share."""
+
+
 class NoOuter(Section):
     """One cluster, whose ranks take every step together."""
 
@@ -151,9 +159,14 @@ class DiLoCoConfig(Section):
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
     """delay: how much of the way to the average is not gone, when it comes."""
 
-    engine: Literal["hub", "hivemind"] = "hub"
+    engine: Literal["hub", "hivemind", "bucket"] = "hub"
     """hub: through the hub, to which clusters only dial out. hivemind: the hub is in
-    one of the clusters, found and reached over libp2p; see docs/hivemind.md."""
+    one of the clusters, found and reached over libp2p; see docs/hivemind.md. bucket: in
+    object storage, without a hub; see docs/bucket.md."""
+
+    url: BucketUrl | None = None
+    """engine bucket: where the clusters meet, s3://bucket/prefix, gs://… or file:///shared/folder.
+    Credentials are found as by your provider's own tools."""
 
     hivemind: HivemindConfig | None = None
     """engine hivemind: addresses."""

@@ -152,6 +152,7 @@ def extras_of(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     strategy = cluster.strategy or config.strategy
     extras = {
         "train": True,
+        "bucket": config.diloco is not None and config.diloco.engine == "bucket",
         "deepspeed": strategy.kind == "deepspeed",
         "hivemind": config.diloco is not None and config.diloco.engine == "hivemind",
         "qlora": config.adapter.type == "qlora",

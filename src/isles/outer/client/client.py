@@ -18,8 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
-from isles.errors import CommunicationError, ConfigError
+from isles.errors import CommunicationError, ConfigError, MissingDependencyError
 from isles.outer.average import combine
+from isles.outer.bucket import BucketSettings
+from isles.outer.bucket.api import BucketApi
 from isles.outer.client.api import HubApi
 from isles.outer.client.http import WHO_IS_THERE, HubRefusal
 from isles.outer.client.session import JOIN_AGAIN, Account, HubState, RejoinError, Session
@@ -160,6 +162,25 @@ class Alone(Hub):
             self.emit(End(0))
 
 
+def _open_bucket(settings: BucketSettings, account: Account) -> BucketApi:
+    account.they_are = "the bucket is"
+
+    def show(shown: dict[str, Any]) -> None:
+        account.state.shown = shown
+
+    join = account.first_join
+    return BucketApi(
+        settings,
+        join.id,
+        join.name,
+        account.spool,
+        up=account.up,
+        down=account.down,
+        report=account.report,
+        show=show,
+    )
+
+
 def in_loop(
     method: Callable[Concatenate[HubClient, P], None],
 ) -> Callable[Concatenate[HubClient, P], None]:
@@ -189,6 +210,7 @@ class HubClient(Hub):
         heartbeat_s: between two heartbeats.
         shows: gives what people see of this cluster through the hub; see `isles.run.relay`.
         hivemind: the hub is in one of the clusters; None: it was started by itself.
+        bucket: the clusters meet in a bucket, and there is no hub.
     """
 
     def __init__(
@@ -202,6 +224,7 @@ class HubClient(Hub):
         heartbeat_s: float = 2.0,
         shows: Callable[[], str] = lambda: "",
         hivemind: HivemindSettings | None = None,
+        bucket: BucketSettings | None = None,
     ) -> None:
         self._more_s = 0.0 if hivemind is None else _PEERS_END_S
         kept = 0 if hivemind is None else _KEPT_AVERAGES
@@ -211,6 +234,9 @@ class HubClient(Hub):
         self._join_file, self._heartbeat_s, self._hivemind = join_file, heartbeat_s, hivemind
         if hivemind is not None:
             self._account.they_are = "the other clusters are"
+        self._bucket: BucketApi | None = None
+        if bucket is not None:
+            self._bucket = _open_bucket(bucket, self._account)
         self._session: Session | None = None
         self._left: tuple[bool, bool] | None = None
         self._leaving, self._begin_anew = asyncio.Event(), asyncio.Event()
@@ -314,6 +340,8 @@ class HubClient(Hub):
             if self._account.node is not None:
                 leaves, has_finished = self._left or (False, False)
                 await self._account.node.close(waits=leaves and has_finished)
+            if self._bucket is not None:
+                self._bucket.close()
 
     def _is_final(self, error: BaseException, after_s: float) -> bool:
         account, node = self._account, self._account.node
@@ -329,8 +357,9 @@ class HubClient(Hub):
                 error.kind in WHO_IS_THERE and account.state.is_joined
             ):
                 account.is_lost(error.what)
-            case HubRefusal() | ConfigError():
-                what = f"the hub does not let this cluster in: {error.what}; {error.fix}"
+            case HubRefusal() | ConfigError() | MissingDependencyError():
+                who = "hub" if self._bucket is None else "bucket"
+                what = f"the {who} does not let this cluster in: {error.what}; {error.fix}"
                 account.report(what, warns=True)
                 account.state.refusal = error
                 return True
@@ -349,11 +378,14 @@ class HubClient(Hub):
         try:
             if self._hivemind is not None:
                 await self._begin_node(self._hivemind)
-            line, id = JoinLine.read(self._join_file), account.first_join.id
-            async with (
-                HubApi(line, id, up=account.up, down=account.down) as api,
-                asyncio.TaskGroup() as group,
-            ):
+            line, id = None, account.first_join.id
+            api: HubApi | BucketApi
+            if self._bucket is not None:
+                api = self._bucket
+            else:
+                line = JoinLine.read(self._join_file)
+                api = HubApi(line, id, up=account.up, down=account.down)
+            async with api, asyncio.TaskGroup() as group:
                 group.create_task(self._watch(line))
                 session = Session(account, api, group, self._heartbeat_s)
                 group.create_task(self._end(session))
@@ -379,15 +411,17 @@ class HubClient(Hub):
             self._join_file = await account.node.listen()
         account.node.begin()
 
-    async def _watch(self, line: JoinLine) -> None:
+    async def _watch(self, line: JoinLine | None) -> None:
         # Join anew where there is another join line; find out where hivemind's part has failed.
         while True:
             await asyncio.sleep(_LOOK_S)
             with suppress(ConfigError):
-                if JoinLine.read(self._join_file) != line:
+                if line is not None and JoinLine.read(self._join_file) != line:
                     raise RejoinError("there is a new join line")
             if self._account.node is not None:
                 self._account.node.check()
+            if self._bucket is not None:
+                self._bucket.check()
 
     async def _end(self, session: Session) -> None:
         await self._leaving.wait()

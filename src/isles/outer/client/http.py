@@ -41,8 +41,9 @@ _AT_ONCE = 4
 _WRONG_HASHES = 3
 _SECRET = re.compile(r"[0-9a-f]{32}")
 """A member's id, in an address: who knows it can speak in its name."""
-WHO_IS_THERE = frozenset({"token", "certificate", "http", "protocol"})
-"""Refusals by somebody who may only for a while stand where the hub was."""
+WHO_IS_THERE = frozenset({"token", "certificate", "http", "protocol", "forbidden", "missing"})
+"""Refusals by somebody who may only for a while stand where the hub was; or by a bucket, whose
+credentials may be renewed."""
 _TRY_AGAIN = frozenset({408, 429, 500, 502, 503, 504, 507})
 
 
@@ -179,7 +180,7 @@ class Channel:
             await self._until(attempt, end - _now(), f"PUT {address}")
 
         try:
-            await _in_parallel(send, missing)
+            await in_parallel(send, missing)
         finally:
             os.close(handle)
 
@@ -229,7 +230,7 @@ class Channel:
 
         try:
             os.ftruncate(handle, size_bytes)
-            await _in_parallel(receive, missing)
+            await in_parallel(receive, missing)
             await asyncio.to_thread(os.fsync, handle)
         finally:
             os.close(handle)
@@ -300,7 +301,10 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def _in_parallel(work: Callable[[int], Awaitable[None]], indices: Sequence[int]) -> None:
+async def in_parallel(
+    work: Callable[[int], Awaitable[None]], indices: Sequence[int], at_once: int = _AT_ONCE
+) -> None:
+    """Do work for each index, some at once; the first failure ends all, and is raised."""
     left = iter(indices)
 
     async def worker() -> None:
@@ -309,9 +313,9 @@ async def _in_parallel(work: Callable[[int], Awaitable[None]], indices: Sequence
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(_AT_ONCE, len(indices))):
+            for _ in range(min(at_once, len(indices))):
                 group.create_task(worker())
-    except ExceptionGroup as errors:  # the first failure ends all
+    except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 

@@ -14,12 +14,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from isles.errors import CommunicationError, UserError
 from isles.facts.units import format_duration
+from isles.outer.bucket.api import BucketApi
 from isles.outer.client.api import HubApi
 from isles.outer.client.http import DeadlineError, HubRefusal, RateLimit
 from isles.outer.client.spool import Spool
@@ -75,6 +76,7 @@ class HubState:
         refusal: the hub does not let this cluster in, and never will as things are.
         lost_at: since when the hub does not answer, by `time.monotonic`; None: it does.
         why: what was reported last.
+        shown: engine bucket: what people see of all clusters, as a hub would tell.
     """
 
     members: tuple[str, ...] = ()
@@ -87,6 +89,7 @@ class HubState:
     refusal: UserError | None = None
     lost_at: float | None = None
     why: str = ""
+    shown: dict[str, Any] = field(default_factory=dict)
     sent_bytes: int = 0
     received_bytes: int = 0
 
@@ -153,7 +156,11 @@ class Session:
     """One session; its tasks run in `group`."""
 
     def __init__(
-        self, account: Account, api: HubApi, group: asyncio.TaskGroup, heartbeat_s: float
+        self,
+        account: Account,
+        api: HubApi | BucketApi,
+        group: asyncio.TaskGroup,
+        heartbeat_s: float,
     ) -> None:
         self._account, self._api, self._group = account, api, group
         self._state, self._spool = account.state, account.spool

@@ -49,11 +49,18 @@ class Core:
         folder: its state directory.
         settings: the rules of the run.
         clock: seconds that only grow.
+        journal: its memory; None: in a file of its folder.
     """
 
-    def __init__(self, folder: Path, settings: Settings, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Settings,
+        clock: Callable[[], float],
+        journal: Journal | None = None,
+    ) -> None:
         self.folder, self.settings = folder, settings
-        self.journal = journal = Journal(folder / JOURNAL)
+        self.journal = journal = journal or Journal(folder / JOURNAL)
         self.samples = Samples(journal)
         self.membership = Membership(journal, settings, self.samples, clock)
         self.rounds = Rounds(self.membership, folder / "rounds")

@@ -267,13 +267,28 @@ class Rounds:
         parts = self._complete_parts(outer_step)
         norms = {part["member"]: (part["norm"], part["tokens"]) for part in parts}
         for number, reason in outliers(self._settings.outlier, usual, norms).items():
-            member = self._membership.get(number)
-            sql = "UPDATE parts SET reason = ? WHERE round = ? AND member = ?"
-            self._db.run(sql, reason, outer_step, number)
-            if member["state"] != "living":
-                self._samples.give_back(number)
-            self._db.run("UPDATE members SET refusals = refusals + 1 WHERE number = ?", number)
-            self._refuse(member, outer_step, reason, resets=member["refusals"] + 1 >= _REFUSALS)
+            refusals = self._membership.get(number)["refusals"] + 1
+            self._db.run("UPDATE members SET refusals = ? WHERE number = ?", refusals, number)
+            self.leave_out(outer_step, number, reason, resets=refusals >= _REFUSALS)
+
+    def leave_out(self, outer_step: int, number: int, reason: str, *, resets: bool = False) -> None:
+        """A contribution that was counted is not averaged.
+
+        Args:
+            resets: its cluster goes back to the last average; else its steps are in its next one.
+        """
+        member = self._membership.get(number)
+        sql = "UPDATE parts SET reason = ? WHERE round = ? AND member = ?"
+        self._db.run(sql, reason, outer_step, number)
+        if member["state"] != "living":
+            self._samples.give_back(number)
+        self._refuse(member, outer_step, reason, resets=resets)
+
+    def note_parts(self) -> None:
+        """Contributions that were counted elsewhere, in a memory that is shared, came now."""
+        sql = "SELECT round, member FROM parts WHERE reason = '' AND round >= ?"
+        for part in self._db.rows(sql, self.next):
+            self._came.setdefault((part["round"], part["member"]), self._clock())
 
     def commit(self, outer_step: int, digest: str, size_bytes: int) -> None:
         """The average of a round that `close` has closed is on the disk; see `files.average`."""

@@ -37,6 +37,17 @@ class States:
     def _is_wanted(self) -> bool:
         return self._clock() - self._wanted_at < _WANTED_S
 
+    def ask(self, member: int) -> None:
+        """Another that shares this memory has chosen a member as state source."""
+        self.touch()
+        if self._source != member:
+            self._source, self._progress_at = member, self._clock()
+
+    def note_progress(self, member: int) -> None:
+        """A member is heard to send something: its state, if it was asked for that."""
+        if self._source == member:
+            self._progress_at = self._clock()
+
     def is_source(self, member: int) -> bool:
         return self._source == member and self._is_wanted
 

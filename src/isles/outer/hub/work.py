@@ -33,16 +33,18 @@ _MEASURE_S = 20.0
 class AwakeClock:
     """Seconds in which this process ran. SIGSTOP, or a machine that slept, makes nobody silent."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, longest_tick_s: float = _LONGEST_TICK_S
+    ) -> None:
+        self._clock, self._longest_tick_s = clock, longest_tick_s
         self._last = 0.0, clock()
 
     def now(self) -> float:
         before, ticked_at = self._last
-        return before + min(self._clock() - ticked_at, _LONGEST_TICK_S)
+        return before + min(self._clock() - ticked_at, self._longest_tick_s)
 
     def tick(self) -> None:
-        """To be called more often than once a second."""
+        """To be called more often than the longest tick lasts."""
         self._last = self.now(), self._clock()
 
 

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from isles.config.sections.outer import DiLoCoConfig, HivemindConfig
 from isles.config.sections.run import RunConfig
 from isles.dist.world import World
-from isles.errors import ConfigError, MissingDependencyError, TrainingError
+from isles.errors import ConfigError, MissingDependencyError, TrainingError, not_installed
+from isles.outer.bucket import BucketSettings
 from isles.outer.client.client import Alone, Hub, HubClient
 from isles.outer.client.spool import Spool
 from isles.outer.cluster import Cluster, Weights
@@ -142,6 +143,7 @@ def _open_hub(
 ) -> Hub:
     outer, layout, spool = exchange.config, exchange.layout, run_dir.outer / "spool"
     pieces = [layout.piece_counts(fragment) for fragment in range(exchange.num_fragments)]
+    run = config.name.removesuffix(f"-{exchange.name}")
     hivemind = None
     if outer.engine == "hivemind":
         if importlib.util.find_spec("hivemind") is None:
@@ -150,10 +152,21 @@ def _open_hub(
                 where=f"outer.engine, {sys.executable}",
                 fix="pip install 'isles[hivemind]'",
             )
-        run = config.name.removesuffix(f"-{exchange.name}")
         given = (outer.hivemind or HivemindConfig()).model_dump()
         hivemind = HivemindSettings(run=run, rules=outer.hub_settings, **given)
-    elif not run_dir.join_line.exists():
+    bucket = None
+    if outer.engine == "bucket":
+        assert outer.url is not None
+        if outer.url.startswith("s3") and (
+            error := not_installed(
+                "s3fs", f"engine bucket at {outer.url}", f"outer.engine, {sys.executable}", "bucket"
+            )
+        ):
+            raise error
+        bucket = BucketSettings(url=f"{outer.url.rstrip('/')}/{run}", rules=outer.hub_settings)
+        # Each cluster applies the rules by itself: they must be the same.
+        identity |= {f"outer: {key}": str(value) for key, value in outer.hub_settings.items()}
+    elif outer.engine == "hub" and not run_dir.join_line.exists():
         if outer.hub is not None or outer.min_clusters > 1:
             raise ConfigError(
                 "this cluster does not know how to reach the others: it has no join line",
@@ -181,6 +194,7 @@ def _open_hub(
         max_bytes_per_s=outer.max_bytes_per_s,
         shows=functools.partial(pack, run_dir),
         hivemind=hivemind,
+        bucket=bucket,
     )
 
 

@@ -362,6 +362,7 @@ class Outer:
                 "sync_every": coordinator.sync_every_at(exchange.version),
                 "is_averaged": not exchange.sent and not exchange.has_learnt,
                 "clusters": list(hub.members),
+                **({"meeting": hub.shown} if hub.shown else {}),
                 "is_connected": hub.is_connected,
                 "is_behind": hub.is_behind,
                 "sent_bytes": hub.sent_bytes,

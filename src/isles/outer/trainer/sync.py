@@ -226,8 +226,11 @@ class Coordinator:
         if is_late and not has_news and self.exchange.samples_left < self._batch:
             self._commands.append(UseReserve(self._samples_ahead()))
             if not self.uses_reserve:
-                is_hivemind = self._config.engine == "hivemind"
-                they_are = "the other clusters are" if is_hivemind else "the hub is"
+                they_are = {
+                    "hub": "the hub is",
+                    "hivemind": "the other clusters are",
+                    "bucket": "the bucket is",
+                }[self._config.engine]
                 self._recorder.note(
                     f"no samples are dealt: until {they_are} back this cluster reads samples "
                     "that others may have"
@@ -271,7 +274,7 @@ class Coordinator:
         """Why this cluster cannot take part; a new one must not begin without the others."""
         state = self.hub.state
         if (given := state.refusal) is not None:
-            id = "hub.refused"
+            id = "bucket.refused" if self._config.engine == "bucket" else "hub.refused"
             return ConfigError(given.what, where=given.where, fix=given.fix, id=id)
         since = self._began if state.lost_at is None else state.lost_at
         if not is_new or state.is_joined or self._clock() - since < self._config.deadline:
@@ -284,6 +287,13 @@ class Coordinator:
                 fix="do the others run? does this machine reach the address? outer.min_clusters "
                 "begins with fewer, outer.deadline waits longer",
                 id="hivemind.peers",
+            )
+        if self._config.engine == "bucket":
+            return CommunicationError(
+                f"this cluster could not join in the bucket within {limit}: {why}",
+                where=f"outer.url {self._config.url}",
+                fix="does this machine reach it? outer.deadline waits longer",
+                id="bucket.away",
             )
         return CommunicationError(
             f"the hub has not answered within {limit}: {why}",

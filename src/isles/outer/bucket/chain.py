@@ -1,0 +1,282 @@
+"""The hub's memory in a bucket: a chain of entries, each the whole memory after one change.
+
+There is no process that owns it. Whoever changes something writes the entry with the next number,
+if it is not there; of several, one wins, and the others take what it wrote and try once more. So
+each change is made on all that were made before it, as in a transaction of a hub.
+
+An entry that is `_KEPT` numbers old is deleted, in the order of the numbers. A writer that stood
+still for so long may write a number that is past: it finds the one before gone, and knows.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from isles.errors import ConfigError
+from isles.outer.bucket.objects import Store, StoreError
+from isles.outer.hub.core import Core
+from isles.outer.hub.rules import Refusal
+from isles.outer.hub.samples import AVERAGED
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_FORMAT = 1
+_KEPT, _SWEEP_EVERY = 64, 16
+_AGAIN_S = 0.2
+_EVENTS, _ROUNDS, _NORMS = 50, 20, 32
+"""So much of each is kept; of norms, for each fragment."""
+
+_TABLES = {
+    "meta": ("key", "value"),
+    "members": (
+        *("number", "id", "name", "state", "is_behind", "from_round", "version", "refusals"),
+        *("command", "command_reason", "claim", "claimed", "has_finished", "ended", "refusal"),
+    ),
+    "rounds": ("round", "state", "digest", "size", "outer_params", "committed_at", "seconds"),
+    "parts": ("round", "member", "tokens", "norm", "spans", "reason"),
+    "objects": ("round", "member", "digest", "size"),
+    "blocks": ("start", "stop", "owner"),
+    "applied": ("round", "member", "outer_params"),
+    "states": ("number", "member", "version", "content", "is_complete"),
+    "events": ("number", "at", "member", "kind", "what"),
+    "sqlite_sequence": ("name", "seq"),
+}
+_OBJECTS = """
+CREATE TABLE IF NOT EXISTS objects (
+  round INTEGER NOT NULL, member INTEGER NOT NULL, digest TEXT NOT NULL, size INTEGER NOT NULL,
+  PRIMARY KEY (round, member))
+"""
+"""Of each contribution the digest by which it is found in the bucket."""
+
+
+class Chain:
+    """A core with the newest entry that is known here. One thread at a time.
+
+    Its methods raise `StoreError` where the bucket does not do what it should; what was asked is
+    then not done, or done, and may be asked once more, as with a hub whose answer was lost.
+    """
+
+    def __init__(self, store: Store, core: Core) -> None:
+        self._store, self.core = store, core
+        self.number = 0
+        """Of the newest entry that is known; 0: none."""
+        self._id, self._text, self._swept = "", "", 0
+        core.journal.run(_OBJECTS)
+        core.journal.run("DELETE FROM events")
+        self._empty = self._dump()
+        self._text = self._empty
+
+    # Reading.
+
+    def open(self) -> None:
+        """Find the newest entry."""
+        entry = self._newest()  # nothing is changed where this fails
+        if entry is not None:
+            self._have(*entry)
+        else:
+            if self.number:
+                log.warning("outer the journal at %s is gone: it begins anew", self._store.url)
+            self.number, self._id = 0, ""
+            self._load(self._empty)
+        self.follow()
+
+    def _newest(self) -> tuple[int, dict[str, Any]] | None:
+        pointed = self._pointed()
+        if pointed and (entry := self._entry(pointed)) is not None:
+            return pointed, entry
+        for number in sorted(self._listed(), reverse=True):
+            if (entry := self._entry(number)) is not None:
+                return number, entry
+        return None
+
+    def _have(self, number: int, entry: dict[str, Any]) -> None:
+        self.number, self._id = number, str(entry["chain"])
+        self._load(json.dumps(entry["tables"]))
+
+    def follow(self, *, looks_around: bool = False) -> bool:
+        """Take what others have changed; whether there was anything.
+
+        Args:
+            looks_around: find out, too, whether this one has fallen far behind.
+        """
+        before = self.number, self._id
+        while self._take(self.number + 1):
+            pass
+        if looks_around and self.number and self._pointed() not in (0, self.number):
+            if not self._has(self.number):
+                self.open()
+        elif looks_around and not self.number:
+            self.open()
+        return (self.number, self._id) != before
+
+    def _pointed(self) -> int:
+        # Where the newest entry is, about: who has written one may have died before this.
+        data = self._store.read("newest")
+        try:
+            return int(data or b"0")
+        except ValueError:
+            return 0
+
+    def _has(self, number: int) -> bool:
+        return self._store.read(_name(number)) is not None
+
+    def _take(self, number: int) -> bool:
+        # Take an entry, if it is there and of this chain.
+        entry = self._entry(number)
+        if entry is None:
+            return False
+        if self._id and entry["chain"] != self._id:
+            # Either of the two was deleted: of this one nothing is left, or a last entry of that.
+            own = self._entry(self.number)
+            if own is None or own["chain"] != self._id:
+                self.open()
+            else:
+                self._store.delete([_name(number)])
+            return False
+        self._have(number, entry)
+        return True
+
+    def _entry(self, number: int) -> dict[str, Any] | None:
+        data = self._store.read(_name(number))
+        return None if data is None else _decode(data, f"{self._store.url}/{_name(number)}")
+
+    def _load(self, text: str) -> None:
+        self._text = text
+        tables = json.loads(text)
+
+        def load() -> None:
+            journal = self.core.journal
+            for name, columns in _TABLES.items():
+                journal.run(f"DELETE FROM {name}")
+                marks = ", ".join("?" * len(columns))
+                for row in tables[name]:
+                    journal.run(f"INSERT INTO {name} VALUES ({marks})", *row)
+
+        self.core.journal.do(load)
+        self.core.rounds.note_parts()
+
+    # Writing.
+
+    def change(self, by: str, call: Callable[[], T]) -> T:
+        """Call a method of the core on the newest entry; what it changes is the next.
+
+        Args:
+            by: who does so, for people.
+            call: may be called more than once.
+
+        Raises:
+            Refusal: the core says no; what it has noted is written.
+        """
+        while True:
+            refusal: Refusal | None = None
+            try:
+                result = self.core.journal.do(call)
+            except Refusal as error:
+                refusal = error
+            except BaseException:
+                self._load(self._text)
+                raise
+            if self._write(by):
+                if refusal is not None:
+                    raise refusal
+                return result
+            if not self.follow():
+                time.sleep(_AGAIN_S)  # it is there, and not yet to be read
+
+    def _write(self, by: str) -> bool:
+        # Write the next entry, if anything has changed; False: another has written one.
+        before = self._text
+        text = self._dump()
+        if text == before:
+            return True
+        number, chain = self.number + 1, self._id or secrets.token_hex(8)
+        entry = {"format": _FORMAT, "chain": chain, "by": by, "at": time.time()}
+        data = gzip.compress(json.dumps({**entry, "tables": json.loads(text)}).encode(), 6, mtime=0)
+        is_won = is_next = False
+        try:
+            is_won = self._store.create(_name(number), data)
+            is_next = is_won and not self._is_past(number)
+        finally:
+            if not is_next:
+                self._load(before)
+        if is_next:
+            self.number, self._id, self._text = number, chain, text
+            with suppress(StoreError):  # it only helps those who come
+                self._store.write("newest", b"%d" % number)
+        elif is_won:
+            self._store.delete([_name(number)])
+            self.open()
+        return is_next
+
+    def _is_past(self, number: int) -> bool:
+        # Whether an entry that was just written is not the next one, but one that was deleted.
+        is_first = number == 1
+        return self._pointed() >= number + _KEPT // 2 or not (is_first or self._has(number - 1))
+
+    def sweep(self) -> None:
+        """Delete entries that nobody can need, the oldest first."""
+        if self.number - self._swept >= _SWEEP_EVERY:
+            self._swept = self.number
+            old = [number for number in self._listed() if number < self.number - _KEPT]
+            self._store.delete(_name(number) for number in sorted(old))
+
+    def _listed(self) -> list[int]:
+        names = (name.removeprefix("journal/") for name in self._store.names("journal/"))
+        return [int(name) for name in names if name.isdecimal()]
+
+    def _dump(self) -> str:
+        self.core.journal.do(self._prune)
+        tables: dict[str, list[list[Any]]] = {}
+        for name, columns in _TABLES.items():
+            rows = self.core.journal.rows(f"SELECT {', '.join(columns)} FROM {name} ORDER BY 1, 2")
+            tables[name] = [list(row) for row in rows]
+        return json.dumps(tables)
+
+    def _prune(self) -> None:
+        # What no rule looks at any more: an entry is read by everybody.
+        core, run = self.core, self.core.journal.run
+        following, kept, fragments = core.rounds.next, core.rounds.kept_since, core.rounds.fragments
+        oldest = min(kept, following - _ROUNDS)
+        run("DELETE FROM rounds WHERE round < ?", oldest - fragments)
+        run("DELETE FROM parts WHERE round < ?", min(oldest, following - _NORMS * fragments))
+        run("UPDATE parts SET spans = '[]' WHERE round < ? AND spans != '[]'", following)
+        run("DELETE FROM objects WHERE round < ?", following)
+        run("DELETE FROM events WHERE number <= (SELECT MAX(number) FROM events) - ?", _EVENTS)
+        rows = core.journal.rows("SELECT * FROM blocks WHERE owner = ? ORDER BY start", AVERAGED)
+        start = stop = -1
+        for row in rows:
+            if row["start"] == stop:
+                run("DELETE FROM blocks WHERE start = ?", row["start"])
+                run("UPDATE blocks SET stop = ? WHERE start = ?", row["stop"], start)
+            else:
+                start = row["start"]
+            stop = row["stop"]
+
+
+def _name(number: int) -> str:
+    return f"journal/{number:08d}"
+
+
+def _decode(data: bytes, where: str) -> dict[str, Any]:
+    fix = "is it the url of another thing, or of another version of isles? take an empty prefix"
+    try:
+        entry: dict[str, Any] = json.loads(gzip.decompress(data))
+        if entry["format"] != _FORMAT:
+            what = f"this journal is of another version of isles ({entry['format']})"
+            raise ConfigError(what, where=where, fix=fix, id="bucket.refused")
+        for name, columns in _TABLES.items():
+            if any(len(row) != len(columns) for row in entry["tables"][name]):
+                raise ValueError(f"table {name}")
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        what = f"this is no entry of a journal of isles: {error}"
+        raise ConfigError(what, where=where, fix=fix, id="bucket.refused") from None
+    return entry

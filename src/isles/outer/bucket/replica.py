@@ -1,0 +1,328 @@
+"""What a cluster does for all, as the hub would: looks who lives, closes rounds, averages them.
+
+Every cluster does so with its own copy of the memory (`chain.py`). Whoever comes first writes what
+follows; what the others find out at the same time changes nothing any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from isles.errors import CommunicationError
+from isles.outer.bucket.chain import Chain
+from isles.outer.bucket.link import BucketRefusal, Link, Missing, copy, is_whole
+from isles.outer.bucket.objects import StoreError
+from isles.outer.hub.core import Core, status
+from isles.outer.hub.files import Job, average
+from isles.outer.hub.journal import Journal
+from isles.outer.hub.rules import Refusal, Settings
+from isles.outer.hub.work import AwakeClock
+from isles.outer.messages import Heartbeat
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_POLL_S, _STRUCK_S = 1.0, 3.0
+_LONGEST_LOOK_S = 3 * _POLL_S
+"""Of the time between two looks so much counts at most: nobody is silent while there are none."""
+_AROUND = 5
+_TURN_S = 30.0
+"""An average that does not come is made by the next cluster after so long, too."""
+_LOOK_S, _AVERAGE_S = 60.0, 600.0
+_SHOWN = ("round", "fragments", "members", "open")
+
+
+class Replica:
+    """The hub's memory at one cluster, and what it does with it.
+
+    Args:
+        settings: the rules of the run.
+        folder: for contributions and averages on their way.
+        name: this cluster's.
+        own: where this cluster's own contribution to an outer step lies, if it does.
+        show: takes what people see of all clusters.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        settings: Mapping[str, Any],
+        folder: Path,
+        name: str,
+        own: Callable[[int], Path],
+        show: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._clock = AwakeClock(longest_tick_s=_LONGEST_LOOK_S)
+        folder.mkdir(parents=True, exist_ok=True)
+        rules, memory = Settings.model_validate(settings), Journal(Path(":memory:"))
+        self.core = Core(folder, rules, self._clock.now, memory)
+        self.chain = Chain(link.store, self.core)
+        self.changed = asyncio.Event()
+        """Set, and then another, when something has changed that somebody may wait for."""
+        self.number = 0
+        """This cluster's, as a member."""
+        self._link, self._name, self._own, self._show = link, name, own, show
+        self._thread = ThreadPoolExecutor(1, "chain")
+        self._poke = asyncio.Event()
+        self._looks = 0
+        self._beats: dict[int, bytes] = {}
+        self._averaging: asyncio.Task[None] | None = None
+        self._closed: tuple[int, float] = -1, 0.0
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # The memory.
+
+    async def ask(self, call: Callable[[], T]) -> T:
+        """Read from the memory as it is known here."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, call)
+
+    async def open(self, deadline_s: float) -> None:
+        await self._link.within(self._thread, "reading the journal", deadline_s, self.chain.open)
+
+    async def change(self, what: str, call: Callable[[], T], deadline_s: float) -> T:
+        """Change the memory, for all.
+
+        Args:
+            call: of the core; it may be called more than once.
+
+        Raises:
+            Refusal: the core says no.
+        """
+        before = self.chain.number
+        try:
+            return await self._link.within(
+                self._thread, what, deadline_s, lambda: self.chain.change(self._name, call)
+            )
+        finally:
+            if self.chain.number != before:
+                self.wake()
+
+    def wake(self) -> None:
+        """Let all who wait for news look again."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+        self._poke.set()
+
+    # Looking.
+
+    async def look(self) -> None:
+        """Look what the others do, and do what is to be done for all, again and again."""
+        while True:
+            pause_s, before = _POLL_S, self.chain.number
+            self._poke.clear()
+            try:
+                job = await self._look()
+                if self.chain.number != before:
+                    self.wake()
+                if job is not None and await self.ask(partial(self._is_my_turn, job)):
+                    self._averaging = asyncio.create_task(self._average(job))
+                found = await self.ask(lambda: status(self.core))
+                self._show({key: found[key] for key in _SHOWN})
+            except (StoreError, TimeoutError) as error:
+                log.info("outer the bucket cannot be looked at: %s", error)
+                pause_s = _STRUCK_S
+            # Not `wait_for`: Python 3.11's forgets that it was cancelled where both come at once.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._poke.wait()
+
+    async def _look(self) -> Job | None:
+        self._looks += 1
+        looks_around = self._looks % _AROUND == 0
+
+        def look() -> list[tuple[int, str]]:
+            self.chain.follow(looks_around=looks_around)
+            members = [*self.core.membership.living(), *self.core.membership.away()]
+            return [(row["number"], row["name"]) for row in members if row["name"] != self._name]
+
+        async with asyncio.timeout(_LOOK_S):
+            others = await self.ask(look)
+            loop, threads = asyncio.get_running_loop(), self._link.threads
+            names = [f"members/{name}" for _, name in others]
+            read = self._link.store.read
+            beats = await asyncio.gather(
+                *(loop.run_in_executor(threads, read, name) for name in names)
+            )
+            self._clock.tick()
+
+            def tend() -> Job | None:
+                for (number, _), beat in zip(others, beats, strict=True):
+                    if beat is not None and self._beats.get(number) != beat:
+                        self._beats[number] = beat
+                        self._hear(number, beat)
+                return self.chain.change(self._name, self._tend)
+
+            return await self.ask(tend)
+
+    def _hear(self, number: int, beat: bytes) -> None:
+        core = self.core
+        try:
+            said = json.loads(beat)
+            heartbeat, asks = Heartbeat.model_validate(said["heartbeat"]), str(said["asks"])
+        except (ValidationError, ValueError, KeyError, TypeError):
+            log.info("outer the heartbeat of member %d cannot be read", number)
+            return
+        before = core.membership.heartbeats.get(number)
+        core.membership.touch(number)
+        core.membership.note_heartbeat(number, heartbeat)
+        if before is not None and heartbeat.sent_bytes > before.sent_bytes:
+            core.states.note_progress(number)
+        if asks:
+            core.states.touch()
+        if asks == self._name:
+            core.states.ask(self.number)
+
+    def _tend(self) -> Job | None:
+        self.core.membership.drop_silent()
+        return self.close_round()
+
+    def close_round(self) -> Job | None:
+        """The next round to be averaged, if it is closed, or can be now; part of a change."""
+        journal, job = self.core.journal, self.core.rounds.close()
+        if job is not None and (journal.get("averager") or "").split(" ")[0] != f"{job.outer_step}":
+            journal.put("averager", f"{job.outer_step} {self.number}")
+        return job
+
+    # Averaging.
+
+    def _is_my_turn(self, job: Job) -> bool:
+        # Who has closed a round averages it; where that dies, or takes long, the next one does.
+        outer_step = job.outer_step
+        if self._averaging is not None:
+            return False
+        if self._closed[0] != outer_step:
+            self._closed = outer_step, self._clock.now()
+        first = int((self.core.journal.get("averager") or "0 0").split(" ")[1])
+        living = [row["number"] for row in self.core.membership.living()]
+        order = sorted(living, key=lambda number: (number < first, number))
+        if self.number not in order:
+            return False
+        waited_s = self._clock.now() - self._closed[1]
+        return waited_s >= order.index(self.number) * _TURN_S
+
+    async def _average(self, job: Job) -> None:
+        try:
+            await self._make_average(job)
+        except Refusal as error:
+            log.info("outer round %d: %s", job.outer_step, error.what)
+        except (OSError, CommunicationError) as error:
+            log.warning("outer round %d is not averaged yet: %s", job.outer_step, error)
+            await asyncio.sleep(_STRUCK_S)
+        except (ValueError, RuntimeError, MemoryError):
+            log.exception("outer round %d cannot be averaged now", job.outer_step)
+            await asyncio.sleep(_STRUCK_S)
+        finally:
+            self._averaging = None
+            self._poke.set()
+
+    async def _make_average(self, job: Job) -> None:
+        step, core, link = job.outer_step, self.core, self._link
+        sql = "SELECT * FROM objects WHERE round = ?"
+        rows = await self.ask(lambda: core.journal.rows(sql, step))
+        first = await self.ask(lambda: core.rounds.first)
+        assert first is not None
+        wanted = [path for path, _ in job.parts]
+        for row in rows:
+            number, digest = row["member"], row["digest"]
+            path = core.rounds.part_path(step, number)
+            if path not in wanted:
+                continue
+            try:
+                if number == self.number and await asyncio.to_thread(
+                    is_whole, self._own(step), digest
+                ):
+                    await asyncio.to_thread(copy, self._own(step), path)
+                else:
+                    await link.get(part_place(step, number, digest), row["size"], digest, path)
+            except Missing as error:
+                why = f"its contribution is not in the bucket: {error}"
+                await self._leave_out(step, number, why)
+                return
+        pieces = first.pieces[step % len(first.pieces)]
+        digest, size_bytes = await asyncio.to_thread(average, first.codec, pieces, job)
+        if size_bytes:
+            await link.put(average_place(step, digest), job.target)
+
+        def commit() -> None:
+            if core.rounds.next == step and core.rounds.state(step) == "averaging":
+                core.commit(step, digest, size_bytes)
+                core.sweep()
+
+        await self.change(f"committing round {step}", commit, _AVERAGE_S)
+        log.info("outer round=%d committed clusters=%d bytes=%d", step, len(job.parts), size_bytes)
+        await self._sweep()
+
+    async def _leave_out(self, step: int, number: int, why: str) -> None:
+        def leave_out() -> None:
+            if self.core.rounds.state(step) == "averaging":
+                self.core.rounds.leave_out(step, number, why)
+
+        await self.change(f"leaving a contribution out of round {step}", leave_out, _AVERAGE_S)
+
+    async def _sweep(self) -> None:
+        # Delete what nobody can need. What was done before is never wanted again, so an old view
+        # of the memory does no harm.
+        core, store = self.core, self._link.store
+        following, kept_since = await self.ask(lambda: (core.rounds.next, core.rounds.kept_since))
+        sql = "SELECT seq FROM sqlite_sequence WHERE name = 'states'"
+        known = await self.ask(lambda: core.journal.rows("SELECT number FROM states"))
+        given = await self.ask(lambda: core.journal.row(sql))
+        states, last = {row["number"] for row in known}, given["seq"] if given else 0
+
+        def sweep() -> None:
+            gone = [
+                name
+                for name in store.names("rounds/")
+                if (number := _number(name)) < kept_since
+                or (number < following and "/average-" not in name)
+            ]
+            gone += [
+                name
+                for name in store.names("states/")
+                if _number(name) <= last and _number(name) not in states
+            ]
+            store.delete(gone)
+            self._link.forget(gone)
+            self.chain.sweep()
+
+        with suppress(CommunicationError):
+            await self._link.call("deleting old objects", _LOOK_S, sweep)
+
+
+def part_place(outer_step: int, number: int, digest: str) -> str:
+    """Where a contribution lies in the bucket."""
+    return f"rounds/{outer_step:08d}/part-{number}-{digest[:16]}"
+
+
+def average_place(outer_step: int, digest: str) -> str:
+    """Where an average lies in the bucket."""
+    return f"rounds/{outer_step:08d}/average-{digest[:16]}"
+
+
+def state_place(state: int, index: int, digest: str) -> str:
+    """Where a file of a state lies in the bucket."""
+    return f"states/{state:08d}/{index}-{digest[:16]}"
+
+
+def _number(name: str) -> int:
+    part = name.split("/")[1]
+    return int(part) if part.isdecimal() else 2**62
+
+
+def refused(error: Refusal, url: str) -> BucketRefusal:
+    """The core's no, as a client is told."""
+    return BucketRefusal(error.kind, error.what, where=url, fix=error.fix)

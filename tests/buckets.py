@@ -1,0 +1,160 @@
+"""A bucket on this machine: moto's S3 server, with faults that a test puts in front of it.
+
+Run as a program: `python -m tests.buckets FOLDER`. It listens on a port of the loopback, which it
+writes to FOLDER/port, and looks for FOLDER/fault (`{"kind": …}`) before each request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.deadline import until
+
+BUCKET = "isles-test"
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "tests",
+    "AWS_SECRET_ACCESS_KEY": "no-secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
+_STATUS = {403: "403 Forbidden", 503: "503 Slow Down", 507: "507 Insufficient Storage"}
+
+
+class Faults:
+    """moto's S3 with faults: a WSGI application around another."""
+
+    def __init__(self, app: Callable[..., Iterable[bytes]], folder: Path) -> None:
+        self._app, self._file = app, folder / "fault"
+        self._chance = random.Random(0)
+        self._lists: dict[str, tuple[str, Any, bytes]] = {}
+        self._lock = threading.Lock()
+
+    def _fault(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads(self._file.read_text()))
+        except (OSError, ValueError):
+            return {"kind": ""}
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        fault, method = self._fault(), environ["REQUEST_METHOD"]
+        is_write = method in ("PUT", "POST")
+        match fault["kind"]:
+            case "slow":
+                time.sleep(fault["seconds"])
+            case "away":  # nobody answers, and at last the line breaks
+                while self._fault()["kind"] == "away":
+                    time.sleep(0.1)
+                raise ConnectionError("away")
+            case "forbidden":
+                return _refuse(environ, start, 403, "AccessDenied", "Access Denied")
+            case "full" if is_write:
+                return _refuse(environ, start, 507, "QuotaExceeded", "The bucket is full")
+            case "busy" if self._chance.random() < fault["share"]:
+                # Half of them are done all the same, and nobody is told.
+                if self._chance.random() < 0.5:
+                    b"".join(self._app(environ, lambda *_: None))
+                else:
+                    _drain(environ)
+                return _refuse(environ, start, 503, "SlowDown", "Please reduce your request rate")
+            case "stale" if method == "GET" and "list-type" in environ["QUERY_STRING"]:
+                return self._list(environ, start)
+            case "unconditional":
+                environ.pop("HTTP_IF_NONE_MATCH", None)
+        return self._app(environ, start)
+
+    def _list(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        # What it answered when it was first asked.
+        key = environ["PATH_INFO"] + environ["QUERY_STRING"]
+        with self._lock:
+            if key not in self._lists:
+                head: list[Any] = []
+                body = b"".join(self._app(environ, lambda *given: head.extend(given)))
+                self._lists[key] = head[0], head[1], body
+            status, headers, body = self._lists[key]
+        start(status, headers)
+        return [body]
+
+
+def _drain(environ: dict[str, Any]) -> None:
+    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+
+
+def _refuse(
+    environ: dict[str, Any], start: Callable[..., Any], status: int, code: str, text: str
+) -> Iterable[bytes]:
+    _drain(environ)
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{text}</Message></Error>"
+    start(_STATUS[status], [("Content-Type", "application/xml")])
+    return [body.encode()]
+
+
+def main(folder: Path) -> None:
+    import logging
+
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    app = Faults(DomainDispatcherApplication(create_backend_app), folder)
+    server = make_server("127.0.0.1", 0, app, threaded=True)
+    partial = folder / "port.new"
+    partial.write_text(str(server.server_port))
+    partial.replace(folder / "port")
+    server.serve_forever()
+
+
+class Bucket:
+    """A server with one empty bucket."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self._folder = folder
+        self.url = f"s3://{BUCKET}/runs"
+        self.environ = {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+
+    def have(self, kind: str, **more: Any) -> None:
+        """Have a fault, until there is another; empty: none."""
+        partial = self._folder / "fault.new"
+        partial.write_text(json.dumps({"kind": kind, **more}))
+        partial.replace(self._folder / "fault")
+
+
+@contextmanager
+def bucket(folder: Path) -> Iterator[Bucket]:
+    """A bucket, for as long as the test needs it; its credentials are in the environment."""
+    import boto3
+
+    folder.mkdir(parents=True, exist_ok=True)
+    log = (folder / "log").open("wb")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.buckets", str(folder)], stdout=log, stderr=log
+    )
+    before = dict(os.environ)
+    try:
+        port = folder / "port"
+        until(lambda: port.exists() or server.poll() is not None, "moto's server")
+        assert server.poll() is None, (folder / "log").read_text()
+        found = Bucket(folder, int(port.read_text()))
+        os.environ.update(found.environ)
+        os.environ.pop("AWS_PROFILE", None)
+        boto3.client("s3").create_bucket(Bucket=BUCKET)
+        yield found
+    finally:
+        for name in found.environ if "found" in locals() else ():
+            os.environ.pop(name, None)
+        os.environ.update(before)
+        server.kill()
+        server.wait()
+        log.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
