@@ -77,7 +77,7 @@ class Uploader:
         self._broken: set[int] = set()
         self._failing_since: float | None = None
         self._trouble, self._is_noted = "", False
-        self._is_lost = self._is_refused = False
+        self._is_lost = self._is_refused = self._has_begun = False
         self._final: tuple[str, ...] | None = None
         self._wake, self._over = threading.Event(), threading.Event()
         self._changing = threading.Lock()
@@ -101,6 +101,9 @@ class Uploader:
 
     def start(self) -> None:
         """Begin to send, in threads that end with the process."""
+        if self._has_begun:
+            return
+        self._has_begun = True
         for name, work in (("upload", self._send_all), ("upload-owner", self._beat)):
             threading.Thread(target=work, name=name, daemon=True).start()
 
@@ -131,6 +134,7 @@ class Uploader:
         self._final = extra
         self.moved_at = time.monotonic()
         self._wake.set()
+        self.start()
         while not self._over.wait(2.0):
             report(f"{self.copy.url}: {self._detail or self._trouble or 'the last checkpoint'}")
             limit_s = _REFUSED_S if self._is_refused else _GIVE_UP_S
