@@ -1,8 +1,8 @@
 """An S3 server on loopback: moto's, behind a door that can be slow, refuse, be full, or hold.
 
 `python -m tests.s3_server FOLDER` writes FOLDER/port. What the door does is in FOLDER/door.json:
-`{"do": "hold", "method": "PUT", "path": "/checkpoints/", "after": "manifest.json"}`; FOLDER/met says
-that it has done so.
+`{"do": "hold", "method": "PUT", "path": "/checkpoints/", "after": "manifest.json"}`; FOLDER/met is
+there once it has done so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -65,23 +64,27 @@ class Server:
         """Whether a request has come that the door was told of."""
         return (self.folder / "met").exists()
 
+    @property
+    def client(self) -> Any:
+        """A client that is let in."""
+        import boto3
+
+        env = self.env
+        keys = env["AWS_ACCESS_KEY_ID"], env["AWS_SECRET_ACCESS_KEY"]
+        return boto3.Session(*keys, region_name="us-east-1").client("s3", endpoint_url=self.url)
+
     def names(self) -> list[str]:
         """The names of all objects."""
-        with urllib.request.urlopen(f"{self.url}/bucket?list-type=2", timeout=DEADLINE_S) as answer:
-            text = answer.read().decode()
-        return [part.partition("</Key>")[0] for part in text.split("<Key>")[1:]]
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket="bucket")
+        return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
 
     def read(self, name: str) -> bytes:
         """The bytes of an object."""
-        with urllib.request.urlopen(f"{self.url}/bucket/{name}", timeout=DEADLINE_S) as answer:
-            return bytes(answer.read())
+        return bytes(self.client.get_object(Bucket="bucket", Key=name)["Body"].read())
 
     def put(self, name: str, data: bytes) -> None:
-        """Write an object; the bucket itself by an empty name."""
-        place = f"{self.url}/bucket/{name}".rstrip("/")
-        request = urllib.request.Request(place, data=data, method="PUT")
-        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-            answer.read()
+        """Write an object."""
+        self.client.put_object(Bucket="bucket", Key=name, Body=data)
 
 
 @contextmanager
@@ -94,7 +97,7 @@ def s3_server(folder: Path) -> Iterator[Server]:
     try:
         until(lambda: (folder / "port").exists() or process.poll() is not None)
         server = Server(folder, int((folder / "port").read_text()))
-        server.put("", b"")
+        server.client.create_bucket(Bucket="bucket")
         yield server
     finally:
         process.kill()
