@@ -126,8 +126,7 @@ def test_a_broken_checkpoint_there_is_left_out_and_verify_says_so(
     run_file: Path, server: Server
 ) -> None:
     cwd, run_dir, env = run_file.parent, the_run(run_file), server.env
-    half = ("training.max_steps=20", "training.max_time=1h")
-    isles("train", str(run_file), *REMOTE, *half, cwd=cwd, env=env)
+    isles("train", str(run_file), *REMOTE, cwd=cwd, env=env)
     verify = ("checkpoint", "verify", "tiny", "--remote")
     assert isles(*verify, cwd=cwd, env=env).out.count("whole") == 3
     (name,) = (n for n in server.names() if n.startswith(f"{STEP.format(20)}/__0"))

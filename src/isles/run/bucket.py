@@ -97,6 +97,17 @@ class RunStore:
         names = sorted(self.store.sizes(folder), key=lambda name: name != MANIFEST)
         self.store.delete(f"{folder}/{name}" for name in names)
 
+    def delete_parts(self, keep: str) -> None:
+        """Delete what a machine that vanished has left of a checkpoint that is not whole there.
+
+        Args:
+            keep: the name of one that is sent on.
+        """
+        names = [name for name in self.store.sizes("checkpoints") if "/" in name]
+        whole = {name.partition("/")[0] for name in names if name.endswith(f"/{MANIFEST}")}
+        parts = (n for n in names if n.partition("/")[0] not in {*whole, keep})
+        self.store.delete(f"checkpoints/{name}" for name in parts)
+
     def send_records(self, run_dir: RunDir) -> None:
         for pattern in _RECORDS:
             for path in sorted(run_dir.path.glob(pattern)):

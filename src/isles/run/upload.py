@@ -135,10 +135,13 @@ class Uploader:
         self.moved_at = time.monotonic()
         self._wake.set()
         self.start()
+        began_at = time.time()
         while not self._over.wait(2.0):
             report(f"{self.copy.url}: {self._detail or self._trouble or 'the last checkpoint'}")
             limit_s = _REFUSED_S if self._is_refused else _GIVE_UP_S
-            if time.monotonic() - self.moved_at > limit_s:
+            failing_since = self._failing_since  # each try moves bytes, too
+            fails = failing_since and time.time() - max(failing_since, began_at) > limit_s
+            if fails or time.monotonic() - self.moved_at > _GIVE_UP_S:
                 self._trouble = self._trouble or "it takes nothing any more"
                 break
         left = [f"step {step}" for step in self.waiting()]
@@ -202,6 +205,7 @@ class Uploader:
             found = {step: self.copy.manifest(step) for step in self.copy.steps()}
             self._there = {s: manifest["files"] for s, manifest in found.items() if manifest}
             self.copy.store.delete(["summary.json"])  # it says that the run is over
+            self.copy.delete_parts(str(self._record.get("sent", {}).get("name", "")))
         self._forget()
         missing = self._missing()
         self.newest = max(self._there, default=None)
