@@ -58,7 +58,8 @@ def test_a_machine_that_vanishes_in_mid_upload_is_followed_by_a_fresh_one(
     assert [row["step"] for row in rows_of(run_dir)] == [1, 50, 100, 150, 200]
     names = server.names()
     there = {name.split("/")[3] for name in names if "/checkpoints/" in name}
-    assert there == {path.name for path in run_dir.checkpoints.iterdir()}, "keep: 3"
+    here = {path.name for path in run_dir.checkpoints.iterdir()}
+    assert len(there) == 3 and there <= here, "keep: 3"
     assert not any("join" in name or "attempts" in name for name in names)
     model = run_dir.model / "model.safetensors"
     assert server.read("runs/tiny-1/model/model.safetensors") == model.read_bytes()
@@ -100,7 +101,7 @@ def test_a_second_machine_is_refused_while_the_first_one_lives(
 @pytest.mark.long
 def test_a_bucket_that_refuses_is_named_and_sent_to_later(run_file: Path, server: Server) -> None:
     cwd, run_dir, env = run_file.parent, the_run(run_file), server.env
-    for do, words in (("forbid", "does not let this machine in"), ("full", "no space left")):
+    for do, words in (("forbid", "does not let this machine in"), ("full", "has no space left")):
         server.door(do, method="PUT", path="/checkpoints/")
         done = isles("train", str(run_file), *REMOTE, EXPORT, cwd=cwd, env=env)
         assert f"s3://bucket/runs/{run_dir.name} {words}" in done.text
