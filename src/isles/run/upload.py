@@ -177,9 +177,13 @@ class Uploader:
                 self._lose(error)
             except Exception as error:  # of the bucket's driver; training goes on
                 self._failed(error)
-                is_closing = self._final is not None
-                self._wake.wait(min(retry_s, _CLOSING_RETRY_S) if is_closing else retry_s)
-                self._wake.clear()
+                # Not woken by a new checkpoint: saves may come by the second.
+                began = time.monotonic()
+                while not self._is_lost:
+                    limit_s = retry_s if self._final is None else min(retry_s, _CLOSING_RETRY_S)
+                    if time.monotonic() - began >= limit_s:
+                        break
+                    time.sleep(0.2)
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
         self.sending = None
         self._over.set()
