@@ -17,7 +17,7 @@ from isles.config.resolve import dump_resolved, load_resolved, resolve
 from isles.config.sections.output import MLflowConfig
 from isles.config.show import show
 from isles.errors import ConfigError, ConfigErrors, MissingDependencyError
-from isles.run.begin import require_packages
+from isles.run.packages import require_packages
 from isles.track.base import Background, RunFacts, Trackers, redacted
 from isles.track.local import JsonlTracker, TensorBoardTracker
 from isles.track.mlflow import MLflowTracker, load_mlflow

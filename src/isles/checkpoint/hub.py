@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from isles.errors import UserError
-from isles.facts.units import format_bytes, format_duration
+from isles.facts.units import format_bytes
+from isles.run.objects import within
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _ASK_S = 30.0
 _SLOWEST_BYTES_PER_S = 10**6
@@ -53,7 +49,7 @@ def check_push(repo: str, *, where: str = "", timeout_s: float = _ASK_S) -> None
         )
     api = HfApi()
     try:
-        who = _within(timeout_s, api.whoami, f"{constants.ENDPOINT} to say whose the token is")
+        who = within(timeout_s, api.whoami, f"{constants.ENDPOINT} to say whose the token is")
     except Exception as error:
         what = f"the hub does not take the token: {_text(error)}"
         raise UserError(what, where=where, fix=f"{_LOGIN}; {later}", id="hub.upload") from None
@@ -91,13 +87,13 @@ def push(folder: Path, repo: str, *, message: str) -> str:
         )
 
     try:
-        url = _within(
+        url = within(
             _ASK_S,
             lambda: api.create_repo(repo, private=True, exist_ok=True),
             f"{constants.ENDPOINT} to make the repository",
         )
         limit_s = _UPLOAD_S + size / _SLOWEST_BYTES_PER_S
-        _within(limit_s, upload, f"{constants.ENDPOINT} to take {format_bytes(size)}")
+        within(limit_s, upload, f"{constants.ENDPOINT} to take {format_bytes(size)}")
     except Exception as error:
         raise UserError(
             f"the upload failed: {_text(error)}",
@@ -135,24 +131,6 @@ def _refusal(repo: str, who: dict[str, Any]) -> str | None:
         if not may & {owner.lower(), repo.lower()}:
             return f"the fine-grained token of {user} may not write to repositories of {owner}"
     return None
-
-
-def _within(limit_s: float, work: Callable[[], T], waits_for: str) -> T:
-    # Do something over the network; huggingface_hub itself waits without a limit.
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
-
-    # A daemon: what hangs must not keep the process.
-    threading.Thread(target=run, name="hub", daemon=True).start()
-    # Not `result(limit_s)`: the network fails with a TimeoutError of its own.
-    if not wait([future], timeout=limit_s).done:
-        raise TimeoutError(f"waited {format_duration(limit_s)} for {waits_for}")
-    return future.result()
 
 
 def _text(error: Exception) -> str:

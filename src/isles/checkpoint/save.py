@@ -50,6 +50,7 @@ from isles.run.checkpoints import (
 )
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
+from isles.run.upload import Uploader
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class CheckpointManager:
     Args:
         disks: which nodes have a run directory of their own.
         attempt: which start of the run this is; its checkpoints say so.
+        uploader: sends what is saved to `checkpoint.remote`, on rank 0; None: nothing is sent.
         now: seconds that only ever grow.
     """
 
@@ -74,6 +76,7 @@ class CheckpointManager:
         disks: Disks,
         attempt: int,
         now: Callable[[], float] = time.monotonic,
+        uploader: Uploader | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._world = world
@@ -82,6 +85,7 @@ class CheckpointManager:
         self._sends = world.rank in disks.apart_leaders
         self._attempt = attempt
         self._now = now
+        self._uploader = uploader
         self.moved_at = now()
         """When parts of a save have last come further on their way, by `now`."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -115,6 +119,8 @@ class CheckpointManager:
             if number.isdigit() and int(number) > step:
                 log.warning("%s is of steps that are done again, and is removed", folder.name)
                 _discard(folder)
+        if self._uploader is not None:
+            self._uploader.forget_after(step)
 
     def save(
         self,
@@ -276,7 +282,11 @@ class CheckpointManager:
         step = int(manifest["step"])
         older = [info for info in list_checkpoints(self._run_dir) if info.step < step]
         for info in older[: max(0, len(older) + 1 - self._config.keep)]:
-            _discard(info.path)
+            # One that is read just now goes after the next save.
+            if self._uploader is None or self._uploader.sending != info.step:
+                _discard(info.path)
+        if self._uploader is not None:
+            self._uploader.look()
 
     def _moved(self, done: int, total: int) -> None:
         self.moved_at = self._now()

@@ -40,6 +40,7 @@ _NOT_SHARED = (
     "outer.public",
     "outer.max_rate",
     "checkpoint.push_to_hub",
+    "checkpoint.remote",
 )
 """Of the shared sections, what each cluster has for itself."""
 

@@ -179,6 +179,7 @@ def work_together(
     *,
     progress: Callable[[str], None],
     no_progress_s: float,
+    doing: str = "prepare data",
 ) -> list[T | None]:
     """Run `work` on the ranks that have some; all wait for it. All ranks must call this.
 
@@ -190,6 +191,7 @@ def work_together(
             rank has nothing to do.
         progress: called on every rank with what the others report.
         no_progress_s: longest time in which none of those that work may report anything new.
+        doing: what they do, for the error.
 
     Returns:
         Every rank's result, by rank; None where it had no work.
@@ -227,7 +229,7 @@ def work_together(
         if time.monotonic() - last_news > no_progress_s:
             who = ", ".join(f"{rank} ({known.get(rank, 'nothing')!r})" for rank in running)
             raise CommunicationError(
-                f"ranks that prepare data have said nothing new for {no_progress_s:.0f} s; the "
+                f"ranks that {doing} have said nothing new for {no_progress_s:.0f} s; the "
                 f"last of each was: {who}",
                 where=f"rank {min(running)}",
                 fix="look at the logs of these ranks",

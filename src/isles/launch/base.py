@@ -17,9 +17,9 @@ from isles.errors import ConfigError, ConfigErrors
 from isles.launch.container.enter import container_record
 from isles.launch.gpus import find_gpus
 from isles.launch.worker import require_train
-from isles.run.begin import require_packages
 from isles.run.env import hub_cache
 from isles.run.nodes import Fleet, FleetNode
+from isles.run.packages import require_packages
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.remote import RemoteRun

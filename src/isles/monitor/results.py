@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from isles.errors import ExitCode
+from isles.errors import ExitCode, UserError
 from isles.monitor.verbs import RUNS, Run, RunsDir, note, print_line
 
 if TYPE_CHECKING:
+    from isles.config.sections.run import RunConfig
+    from isles.run.bucket import RunStore
     from isles.run.paths import RunDir
 
-checkpoint = App(name="checkpoint", help="List, verify and export checkpoints.")
+checkpoint = App(name="checkpoint", help="List, verify, export and push checkpoints.")
 
 Step = Annotated[int | None, Parameter(help="Checkpoint of this step; left out: the newest.")]
 OneStep = Annotated[int | None, Parameter(name="--step", help="Only this one; left out: all.")]
@@ -36,18 +38,40 @@ def list_(run: Run = None, /, *, output_dir: RunsDir = RUNS) -> int:
     if isinstance(found, int):
         return found
     print_line("\n".join(checkpoint_lines(found)))
+    if (copy := _copy_of(found)) is None:
+        return ExitCode.OK
+    from isles.monitor.table import copy_lines
+    from isles.run.bucket import ANSWER_S, in_words
+    from isles.run.objects import within
+
+    with in_words(copy.url):
+        print_line("\n".join(within(ANSWER_S, lambda: copy_lines(copy), "its answer")))
     return ExitCode.OK
 
 
 @checkpoint.command
-def verify(run: Run = None, /, *, step: OneStep = None, output_dir: RunsDir = RUNS) -> int:
-    """Read checkpoints back and compare every byte with its recorded hash."""
+def verify(
+    run: Run = None,
+    /,
+    *,
+    step: OneStep = None,
+    remote: bool = False,
+    output_dir: RunsDir = RUNS,
+) -> int:
+    """Read checkpoints back and compare every byte with its recorded hash.
+
+    Args:
+        remote: Those at checkpoint.remote instead: all their bytes are fetched.
+    """
     from isles.monitor.table import checkpoint_lines
     from isles.run.checkpoints import find_checkpoint, verify_checkpoint
 
-    found = _run_here(run, output_dir, ["checkpoint", "verify"], {"step": step})
+    options = {"step": step, "remote": remote}
+    found = _run_here(run, output_dir, ["checkpoint", "verify"], options)
     if isinstance(found, int):
         return found
+    if remote:
+        return _verify_copy(found, step)
     if step is not None:
         folders = [find_checkpoint(found, step).path]
     else:
@@ -62,6 +86,30 @@ def verify(run: Run = None, /, *, step: OneStep = None, output_dir: RunsDir = RU
             print_line(f"  {line}")
             code = ExitCode.TRAINING
     return code
+
+
+@checkpoint.command
+def push(run: Run = None, /, *, output_dir: RunsDir = RUNS) -> int:
+    """Send what a run that has ended could not send to checkpoint.remote."""
+    from isles.run.bucket import in_words
+    from isles.run.find import typed_name
+    from isles.run.state import run_state
+    from isles.run.upload import Uploader
+
+    found = _run_here(run, output_dir, ["checkpoint", "push"])
+    if isinstance(found, int):
+        return found
+    if run_state(found).is_alive:
+        print_line(f"{found.name} is running, and sends its checkpoints by itself")
+        return ExitCode.OK
+    copy, config = _needed_copy(found), _config_of(found)
+    sender = Uploader(copy, found, keep=config.checkpoint.keep, note=note, typed=typed_name(found))
+    with in_words(copy.url):
+        sender.take(print_line)
+    names = ("model", "loss.png", "summary.json") if found.summary.is_file() else ()
+    left = sender.finish(print_line, extra=tuple(n for n in names if (found.path / n).exists()))
+    print_line("\n".join(left) or f"{copy.url} has everything")
+    return ExitCode.COMMUNICATION if left else ExitCode.OK
 
 
 @checkpoint.command
@@ -137,6 +185,53 @@ def evaluate(
         samples: How many validation sequences; left out: as in the run file.
     """
     return _worker_verb("eval", run, output_dir, {"step": step, "samples": samples})
+
+
+def _config_of(run_dir: RunDir) -> RunConfig:
+    from isles.config.resolve import load_resolved
+
+    return load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+
+
+def _copy_of(run_dir: RunDir) -> RunStore | None:
+    url = _config_of(run_dir).checkpoint.remote
+    if url is None:
+        return None
+    from isles.run.bucket import RunStore
+
+    return RunStore(url, run_dir.name)
+
+
+def _needed_copy(run_dir: RunDir) -> RunStore:
+    if (copy := _copy_of(run_dir)) is not None:
+        return copy
+    raise UserError(
+        "its run file names no checkpoint.remote",
+        where=str(run_dir.path),
+        fix="`isles train run.yaml checkpoint.remote=URL` goes on with it, and sends them",
+        id="run.checkpoint",
+    )
+
+
+def _verify_copy(run_dir: RunDir, step: int | None) -> int:
+    from tempfile import TemporaryDirectory
+
+    from isles.run.bucket import in_words
+    from isles.run.paths import RunDir
+
+    copy, code = _needed_copy(run_dir), ExitCode.OK
+    with in_words(copy.url):
+        steps = [each for each in copy.steps() if step in (None, each)]
+        for each in steps:
+            with TemporaryDirectory(prefix=".verify-", dir=run_dir.path) as folder:
+                faults = copy.bring(each, RunDir(Path(folder)), lambda _: None)
+            print_line(f"step {each} at {copy.url}: {'NOT whole' if faults else 'whole'}")
+            for line in faults:
+                print_line(f"  {line}")
+                code = ExitCode.TRAINING
+    if not steps:
+        print_line(f"{copy.url} has {'no checkpoint' if step is None else f'no step {step}'}")
+    return code
 
 
 def _worker_verb(

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.monitor.status import NodeReport, RunReport
-from isles.run.checkpoints import list_checkpoints
+from isles.run.bucket import RunStore
+from isles.run.checkpoints import checkpoint_name, list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.state import script_of
 
@@ -201,3 +202,14 @@ def checkpoint_lines(run_dir: RunDir) -> list[str]:
         return [f"{run_dir.name} has no checkpoint yet"]
     how = f"{script}, a script of your own, which keeps checkpoints by itself"
     return [f"{run_dir.name} runs {how}"]
+
+
+def copy_lines(copy: RunStore) -> list[str]:
+    """The whole checkpoints of a run at `checkpoint.remote`."""
+    found = [(step, manifest) for step in copy.steps() if (manifest := copy.manifest(step))]
+    return [
+        f"step {step:<8} {_moment(manifest['created_at'])}  "
+        f"{format_bytes(sum(int(f['size']) for f in manifest['files'].values())):>10}  "
+        f"{copy.url}/checkpoints/{checkpoint_name(step)}"
+        for step, manifest in found
+    ] or [f"{copy.url} has no checkpoint yet"]

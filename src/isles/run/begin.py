@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import secrets
 import shutil
-import sys
 import tempfile
 import time
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,19 @@ from isles.config.resume import (
     has_more_to_do,
     with_changes,
 )
-from isles.config.sections.output import MLflowConfig, tracker_sections
 from isles.config.sections.run import RunConfig
-from isles.errors import ConfigError, MissingDependencyError, UserError
+from isles.errors import MissingDependencyError, UserError
 from isles.facts.units import format_duration
-from isles.run.checkpoints import CheckpointInfo, list_checkpoints
-from isles.run.env import has_mlflow_server
-from isles.run.find import find_any, is_run_dir, numbered_runs, typed_command, typed_name
+from isles.run.bucket import Found, RunStore, find_newest, in_words
+from isles.run.checkpoints import CheckpointInfo, checkpoint_name, list_checkpoints
+from isles.run.find import (
+    NUMBERED,
+    find_any,
+    is_run_dir,
+    numbered_runs,
+    typed_command,
+    typed_name,
+)
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import (
@@ -41,9 +48,6 @@ from isles.run.records import (
 )
 from isles.run.state import AttemptState, Clock, attempt_state, run_state
 
-_EXTRAS = {"tensorboard": "train", "wandb": "wandb", "mlflow": "mlflow"}
-"""Optional dependencies of isles in which the package of a tracker is; both are called the same."""
-
 
 @dataclass(frozen=True, slots=True)
 class Begun:
@@ -54,28 +58,37 @@ class Begun:
         resumed: whether it goes on in a directory that was there.
         note: one or more lines for the user; empty when there is nothing to say.
         resume_from: the checkpoint to load; None: the newest whole one, if there is any.
+        found: the run's copy in `checkpoint.remote`, whose records are to be taken over; None:
+            what is here is as new.
     """
 
     run_dir: RunDir
     resumed: bool
     note: str
     resume_from: Path | None = None
+    found: Found | None = None
 
 
 def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun:
     """Choose the run directory, and make nothing.
 
     Args:
-        resume: `auto`, `no`, or the path of a run directory or of a checkpoint in one.
+        resume: `auto`, `no`, or the path of a run directory or of a checkpoint in one; also the
+            URL of one below `checkpoint.remote`.
 
     Raises:
-        UserError: the run is running already, cannot be gone on with, or does not exist.
+        UserError: the run is running already, cannot be gone on with, or does not exist; or
+            `checkpoint.remote` does not answer.
     """
+    url = resolved.config.checkpoint.remote
     match resume:
         case "auto":
             return _choose_auto(resolved, now)
         case "no":
-            return Begun(_next_run(resolved), resumed=False, note="")
+            found = find_newest(url, resolved.config.name) if url is not None else None
+            return Begun(_next_run(resolved, found), resumed=False, note="")
+        case _ if url is not None and resume.startswith(f"{url.rstrip('/')}/"):
+            return _choose_copy(resolved, url, resume, now)
         case _:
             return _choose_given(resolved, resume, now)
 
@@ -95,15 +108,20 @@ def begin_run(resolved: Resolved, run_file_text: str, resume: str, *, join: str 
     """
     begun = choose_run(resolved, resume)
     with clear_errors(begun.run_dir.path):
-        run_dir = begun.run_dir if begun.resumed else _make_run_dir(resolved)
+        is_new = not begun.resumed or not is_run_dir(begun.run_dir.path)
+        run_dir = begun.run_dir if begun.resumed else _make_run_dir(begun.run_dir)
         try:
-            if not begun.resumed:
+            if begun.found is not None:
+                run_dir.path.mkdir(parents=True, exist_ok=True)
+                with in_words(begun.found.copy.url):
+                    begun.found.copy.bring_records(run_dir)
+            elif not begun.resumed:
                 write_text_atomic(run_dir.run_file, run_file_text)
             write_text_atomic(run_dir.resolved, dump_resolved(resolved))
             if join:
                 write_secret(run_dir.join_line, join)
         except BaseException:
-            if not begun.resumed:
+            if is_new:
                 shutil.rmtree(run_dir.path, ignore_errors=True)
             raise
     if begun.resumed:
@@ -218,27 +236,27 @@ def _fill_attempt(
         write_text_atomic(attempt.path / "run.yaml", text)
 
 
-def _next_run(resolved: Resolved) -> RunDir:
+def _next_run(resolved: Resolved, found: Found | None = None) -> RunDir:
     output_dir, name = Path(resolved.config.output_dir).expanduser(), resolved.config.name
     with clear_errors(output_dir):
-        taken = numbered_runs(output_dir, name)
-    return RunDir(output_dir / f"{name}-{taken[-1][0] + 1 if taken else 1}")
+        taken = [number for number, _ in numbered_runs(output_dir, name)]
+    taken += [found.number] if found is not None else []
+    return RunDir(output_dir / f"{name}-{max(taken, default=0) + 1}")
 
 
-def _make_run_dir(resolved: Resolved) -> RunDir:
-    Path(resolved.config.output_dir).expanduser().mkdir(parents=True, exist_ok=True)
-    while True:
-        run_dir = _next_run(resolved)
-        try:
+def _make_run_dir(chosen: RunDir) -> RunDir:
+    chosen.path.parent.mkdir(parents=True, exist_ok=True)
+    name, _, number = chosen.name.rpartition("-")
+    for later in itertools.count(int(number)):
+        with suppress(FileExistsError):  # somebody else took this number just now
+            run_dir = RunDir(chosen.path.with_name(f"{name}-{later}"))
             run_dir.path.mkdir()
-        except FileExistsError:
-            continue  # somebody else took this number just now
-        return run_dir
+            return run_dir
+    raise AssertionError("numbers do not end")
 
 
 def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
     output_dir, name = Path(resolved.config.output_dir).expanduser(), resolved.config.name
-    fresh = _next_run(resolved)
 
     def new(why: str, more: str = "") -> Begun:
         note = f"{run_dir.name} {why}; this is a new run: {fresh.name}{more}"
@@ -251,8 +269,10 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
             for _, run in numbered_runs(output_dir, name)
             if is_run_dir(run.path) and run.attempts()
         ]
-    if not started:
-        return Begun(fresh, resumed=False, note="")
+    found, unasked = _find_copy(resolved, is_needed=not started)
+    fresh = _next_run(resolved, found)
+    if not started or (found is not None and _is_ahead(found, started[-1])):
+        return _choose_found(resolved, found, fresh, now)
     run_dir = started[-1]
     if (owner := _first_node(run_dir)) is not None:
         return new(f"is kept by {owner}, its first host")
@@ -275,8 +295,101 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
     place = f" from step {saved[-1].step}" if saved else " from the start: it has no checkpoint"
     if is_script:
         place = ": its script is started again"
-    note = with_changes(f"going on with {run_dir.name}{place}", changes)
+    note = with_changes(f"going on with {run_dir.name}{place}{unasked}", changes)
     return Begun(run_dir, resumed=True, note=note)
+
+
+def _find_copy(resolved: Resolved, *, is_needed: bool) -> tuple[Found | None, str]:
+    # The newest run in `checkpoint.remote`, and a remark where that could not be asked.
+    url = resolved.config.checkpoint.remote
+    if url is None:
+        return None, ""
+    try:
+        return find_newest(url, resolved.config.name), ""
+    except UserError as error:
+        # Hours are spent already: a bucket that is away must not keep a run from going on.
+        if is_needed or isinstance(error, MissingDependencyError):
+            raise
+        return None, f"; {error.what}: whether another machine has come further is not known"
+
+
+def _is_ahead(found: Found, run_dir: RunDir) -> bool:
+    number = int(run_dir.name.rpartition("-")[2])
+    if found.number != number:
+        return found.number > number
+    limit = (read_record(run_dir.remote) or {}).get("forget_after")
+    if limit is not None and (found.step or 0) > limit:
+        return False  # of steps that this directory does again
+    saved = list_checkpoints(run_dir)
+    is_finished = found.is_finished and run_state(run_dir).state != "finished"
+    return is_finished or (found.step or 0) > (saved[-1].step if saved else 0)
+
+
+def _choose_found(resolved: Resolved, found: Found | None, fresh: RunDir, now: Clock) -> Begun:
+    # Go on with a run that `checkpoint.remote` has, and that is not here, or not as new.
+    if found is None:
+        return Begun(fresh, resumed=False, note="")
+    run_dir = RunDir(fresh.path.with_name(found.name))
+    if run_dir.attempts():
+        _refuse_running(run_dir, run_state(run_dir, now), now)
+    if found.is_finished:
+        note = f"{found.name} is finished, as {found.copy.url} has it; this is a new run: "
+        more = f" (`--resume {found.copy.url}` goes on with that one)"
+        is_longer = found.manifest and has_more_to_do(resolved.config, found.manifest)
+        return Begun(fresh, resumed=False, note=f"{note}{fresh.name}{more if is_longer else ''}")
+    changes = _changes_since(found, resolved)
+    if not all(change.is_free for change in changes):
+        raise changed_error(Path(found.name), found.copy.url, "", changes)
+    return _from_copy(run_dir, found, f"from step {found.step}", changes)
+
+
+def _choose_copy(resolved: Resolved, url: str, resume: str, now: Clock) -> Begun:
+    # `--resume URL/NAME-N`, or `--resume URL/NAME-N/checkpoints/step-N`.
+    name, _, rest = resume.removeprefix(f"{url.rstrip('/')}/").rstrip("/").partition("/")
+    folder, _, checkpoint = rest.rpartition("/")
+    match = NUMBERED.fullmatch(name)
+    step = checkpoint.removeprefix("step-")
+    is_asked = folder == "checkpoints" and checkpoint.startswith("step-") and step.isdigit()
+    with in_words(url):
+        found = Found(RunStore(url, name), int(match["number"])) if match else None
+        has_it = found is not None and (not rest or (is_asked and int(step) in found.copy.steps()))
+    if found is None or found.step is None or not has_it:
+        raise UserError(
+            f"there is no {'checkpoint' if rest else 'run'} {resume}",
+            where="--resume",
+            fix=f"give {url.rstrip('/')}/NAME-N, or one of its checkpoints, as `isles checkpoint "
+            "list` shows them",
+            id="run.checkpoint",
+        )
+    run_dir = RunDir(Path(resolved.config.output_dir).expanduser() / name)
+    if run_dir.attempts():
+        _refuse_running(run_dir, run_state(run_dir, now), now)
+    place = f"from step {int(step) if is_asked else found.step}"
+    begun = _from_copy(run_dir, found, place, _changes_since(found, resolved))
+    asked = run_dir.checkpoints / checkpoint_name(int(step)) if is_asked else None
+    return replace(begun, resume_from=asked)
+
+
+def _from_copy(run_dir: RunDir, found: Found, place: str, changes: Sequence[Change]) -> Begun:
+    here = "which is not here"
+    if is_run_dir(run_dir.path):
+        saved = list_checkpoints(run_dir)
+        here = f"which is here {f'up to step {saved[-1].step}' if saved else 'without checkpoint'}"
+    note = f"going on with {found.name}, {here}, {place} at {found.copy.url}"
+    return Begun(run_dir, resumed=True, note=with_changes(note, changes), found=found)
+
+
+def _changes_since(found: Found, resolved: Resolved) -> list[Change]:
+    try:
+        old = load_resolved(found.resolved).config
+    except ValueError as error:
+        raise UserError(
+            f"resolved.yaml cannot be read: {error}",
+            where=found.copy.url,
+            fix="`--resume no` starts a new run",
+        ) from error
+    changes = changed_mathematics(old, resolved.config)
+    return changes + changed_length(old, resolved.config, found.manifest or {})
 
 
 def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
@@ -385,32 +498,3 @@ def _refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
         "second run",
         id="run.running",
     )
-
-
-def require_packages(config: RunConfig) -> None:
-    """Refuse a run whose trackers lack a package or a server; imports none of them.
-
-    Raises:
-        MissingDependencyError: a package is missing; the message says how to install it.
-        ConfigError: MLflow has no server.
-    """
-    for tracker in tracker_sections(config.track):
-        extra = _EXTRAS.get(tracker.kind)
-        if extra is not None and find_spec(tracker.kind) is None:
-            raise MissingDependencyError(
-                f"track names {tracker.kind}, and the package {tracker.kind} is not installed",
-                where=sys.executable,
-                fix=f"pip install 'isles[{extra}]', or set track to a list without {tracker.kind}",
-            )
-        if (
-            isinstance(tracker, MLflowConfig)
-            and tracker.tracking_uri is None
-            and not has_mlflow_server()
-        ):
-            raise ConfigError(
-                "mlflow has no tracking_uri, and MLFLOW_TRACKING_URI is not set",
-                where="track",
-                fix="write track: [{kind: mlflow, tracking_uri: http://HOST:5000}], or set "
-                "MLFLOW_TRACKING_URI",
-                id="track.account",
-            )

@@ -25,7 +25,7 @@ from isles.run.remote import (
 )
 from isles.run.state import QUEUES, number_of
 
-_NUMBERED = re.compile(r"(?P<name>.+)-(?P<number>\d+)")
+NUMBERED = re.compile(r"(?P<name>.+)-(?P<number>\d+)")
 _LISTED = 8
 
 Run = RunDir | RemoteRun | MultiClusterRun
@@ -49,7 +49,7 @@ def numbered_runs(output_dir: Path, name: str) -> list[tuple[int, RunDir]]:
         return []
     found = []
     for path in output_dir.iterdir():
-        match = _NUMBERED.fullmatch(path.name)
+        match = NUMBERED.fullmatch(path.name)
         if match and match["name"] == name:
             found.append((int(match["number"]), RunDir(path)))
     return sorted(found, key=lambda entry: entry[0])
@@ -199,7 +199,7 @@ def _is_in(output_dir: Path, run: RemoteRun) -> bool:
 def _stem(label: str) -> str:
     # `quickstart` of `quickstart-3`, and `quickstart@a1` of `quickstart-3@a1`.
     name, at, host = label.partition("@")
-    match = _NUMBERED.fullmatch(name)
+    match = NUMBERED.fullmatch(name)
     return f"{match['name']}{at}{host}" if match else label
 
 

@@ -104,6 +104,8 @@ class RunDir:
     """What the agent of each node has sampled, over all starts."""
     balance = _Entry("balance.json")
     """How the rows of each step were divided, where that changes from step to step."""
+    remote = _Entry("remote.json")
+    """What this run directory has to do with its copy in object storage; see `isles.run.upload`."""
     join_line = _Entry("join")
     """Join line of the hub; a secret, mode 0600."""
     outer = _Entry("outer")

@@ -26,6 +26,7 @@ from isles.models.attention import check_attention
 from isles.models.build import fill_model, set_gradient_checkpointing
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
+from isles.run.upload import Uploader
 from isles.strategies.base import Engine
 from isles.train.balance import make_balancer, watch_speed
 from isles.train.data import make_data
@@ -70,6 +71,7 @@ def build(
     resume_from: CheckpointInfo | None,
     disks: Disks,
     attempt: int,
+    uploader: Uploader | None = None,
 ) -> Parts:
     """Build every part, and take over the state of a checkpoint. All ranks must call this."""
     config = resolved.config
@@ -102,7 +104,9 @@ def build(
     )
     meter = _make_meter(model_size, config, strategy, mesh, balancer, world)
     now = meter.clock.now  # the watchdog compares when a save has moved
-    checkpoints = CheckpointManager(run_dir, world, config.checkpoint, disks, attempt, now)
+    checkpoints = CheckpointManager(
+        run_dir, world, config.checkpoint, disks, attempt, now, uploader
+    )
     checkpoints.begin(progress.step)
     recorder.use(make_trackers(resolved, run_dir, recorder, world, step=progress.step))
     recorder.update(step=progress.step, total_steps=total_steps)

@@ -25,9 +25,9 @@ from isles.config.sections.output import (
 )
 from isles.dist.world import World
 from isles.errors import UserError
-from isles.run.begin import require_packages
 from isles.run.checkpoints import list_checkpoints
 from isles.run.live import SampledMeans
+from isles.run.packages import require_packages
 from isles.run.paths import RunDir
 from isles.run.records import write_record
 from isles.run.restarts import LastStep

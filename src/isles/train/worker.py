@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from isles.checkpoint.load import latest_good, refuse_other_run, sound_checkpoint
+from isles.checkpoint.load import refuse_other_run
 from isles.config.resolve import Resolved, digest, load_resolved
 from isles.dist.files import find_disks
 from isles.dist.world import World, is_communication_error, join_world, leave_world
@@ -34,6 +34,7 @@ from isles.train.hang import watching
 from isles.train.logs import log_of_rank
 from isles.train.loop import finish_together, train
 from isles.train.record import Recorder, check_outside
+from isles.train.remote import find_checkpoint_to_load, finish_copy
 from isles.train.stop import StopBeforeTraining, StopSignals
 
 log = logging.getLogger(__name__)
@@ -112,11 +113,10 @@ def _train(
         log.info("disks of their own: %s; checkpoints travel to rank 0", disks.apart_names)
     refuse_other_run(run_dir, world, disks)
     check_outside(resolved, run_dir, recorder, world)
-    checkpoint = world.main_first(
-        lambda: sound_checkpoint(resume_from) if resume_from else latest_good(run_dir),
-        group=world.work,
-    )
-    parts = build(resolved, run_dir, world, recorder, signals, checkpoint, disks, attempt.number)
+    saving = resolved.config.checkpoint
+    checkpoint, uploader = find_checkpoint_to_load(saving, run_dir, resume_from, world, recorder)
+    number = attempt.number
+    parts = build(resolved, run_dir, world, recorder, signals, checkpoint, disks, number, uploader)
     signals.training_begins()
     recorder.step_done(parts.progress.step)
     recorder.phase("training")
@@ -140,6 +140,8 @@ def _train(
     parts.checkpoints.close()
     if code is ExitCode.OK:
         finish(parts)
+    finish_copy(uploader, code, recorder, has_model=saving.export_on_finish)
+    if code is ExitCode.OK:
         reason = "finished"
     elif code is ExitCode.HANDOVER:
         recorder.phase("restarting", "saved, to go on with other nodes")

@@ -27,6 +27,33 @@ def training_rules(config: RunConfig) -> Iterator[Issue]:
             "push_to_hub uploads the export, and export_on_finish is false",
             "delete one of the two lines",
         )
+    if checkpoint.remote is not None:
+        yield from _remote(checkpoint.remote)
+
+
+def _remote(place: str) -> Iterator[Issue]:
+    # The value is not repeated where it may hold a secret.
+    protocol, is_url, rest = place.partition("://")
+    if is_url and "@" in rest.partition("/")[0]:
+        yield Issue(
+            ("checkpoint.remote",),
+            f"the {protocol} URL holds a user, a key or a password, and run files are shown and "
+            "kept",
+            f"write {protocol}://{rest.partition('/')[0].rpartition('@')[2]}/…; credentials come "
+            "from where the bucket's own tools look for them (AWS_PROFILE, ~/.aws/credentials …)",
+        )
+    elif any(mark in place for mark in ("?", "#", "::")):
+        yield Issue(
+            ("checkpoint.remote",),
+            "options behind ? or #, and chains of URLs, are not understood",
+            "write the URL of the folder alone, such as s3://bucket/prefix",
+        )
+    elif not is_url and not place.startswith(("/", "~/")):
+        yield Issue(
+            ("checkpoint.remote",),
+            f"{place} is neither a URL nor an absolute path",
+            "write s3://bucket/prefix, or a folder that begins with / or ~/",
+        )
 
 
 def _length(training: TrainingConfig) -> Iterator[Issue]:

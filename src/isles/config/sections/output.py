@@ -50,6 +50,12 @@ class CheckpointConfig(Section):
     An upload that fails is not the run's failure: the export stays, and the log says how to
     repeat it."""
 
+    remote: Name | None = None
+    """Also keep verified checkpoints here, from where a fresh machine goes on: s3://bucket/prefix,
+    gs://, hf://, or a folder; needs `pip install 'isles[bucket]'` (gs: gcsfs). The run lies below
+    it as NAME-N. Credentials come from where the bucket's own tools look for them, on the machine
+    of rank 0, and never stand here."""
+
     timeout: DurationS = 1800.0
     """Longest wait for one checkpoint to be written, before the run stops with an error."""
 

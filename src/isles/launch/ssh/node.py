@@ -261,8 +261,8 @@ def issues(args: dict[str, Any]) -> dict[str, Any]:
     from isles.config.sections.model import missing_package
     from isles.config.sections.run import RunConfig
     from isles.launch.huggingface import huggingface_issues
-    from isles.run.begin import require_packages
     from isles.run.env import hub_cache
+    from isles.run.packages import require_packages
 
     config = RunConfig.model_validate(args["config"])
     loaded = Loaded(config, args["origins"], args["text"], Path(args["path"]))

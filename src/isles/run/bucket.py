@@ -1,0 +1,392 @@
+"""The copy of a run in object storage, `checkpoint.remote`: what is there, and whose it is.
+
+Below `URL/NAME-N` lies what the run directory has that a fresh machine needs, under the same names.
+A checkpoint's manifest is written after its files and deleted before them, so that it is whole or
+absent there, too.
+
+`owner/K` names the machine that writes. Whoever takes over makes the object K + 1, which only one
+can; its predecessor finds it and ends to write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePath
+from shutil import rmtree
+from typing import Any
+
+from isles.config.sections.run import RunConfig
+from isles.errors import TrainingError, UserError
+from isles.facts.units import format_bytes, format_duration
+from isles.run.checkpoints import (
+    MANIFEST,
+    PARTIAL_PREFIX,
+    checkpoint_name,
+    sync_folder,
+    verify_checkpoint,
+)
+from isles.run.find import NUMBERED
+from isles.run.objects import StoreError, open_store, within
+from isles.run.paths import RunDir
+from isles.run.process import ProcessId
+from isles.run.records import clear_errors, read_record, write_bytes_atomic
+
+KEY = "checkpoint.remote"
+BEAT_S, LOST_AFTER_S = 15.0, 60.0
+"""The owner writes its record so often; one that has not for so long is gone."""
+
+ANSWER_S = 40.0
+AT_ONCE = 4
+"""Files that travel at the same time."""
+
+_RECORDS = (
+    "run.yaml",
+    "metrics.jsonl",
+    "balance.json",
+    "reference-*.npz",
+    "track/*.json",
+    "tokenizer/*",
+    "resolved.yaml",
+)
+"""What goes on with a run beside a checkpoint; no logs, and no secrets. The last one is the mark of
+a run that a fresh machine may take."""
+
+
+class RunStore:
+    """The copy of one run.
+
+    Args:
+        url: of `checkpoint.remote`.
+        name: of the run directory.
+
+    Raises:
+        MissingDependencyError: no package is installed that reaches it.
+        UserError: no bucket of this kind can be used.
+    """
+
+    def __init__(self, url: str, name: str) -> None:
+        self.url, self.name = f"{url.rstrip('/')}/{name}", name
+        with in_words(self.url):
+            self.store = open_store(self.url, f"{KEY} {url}")
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """A JSON record; None where there is none."""
+        with suppress(ValueError):
+            found = json.loads(self.store.read(name) or b"null")
+            return found if isinstance(found, dict) else None
+        return None
+
+    def steps(self) -> list[int]:
+        """The steps of the whole checkpoints, oldest first; their files are not looked at."""
+        found = (name.split("/") for name in self.store.sizes("checkpoints"))
+        return sorted(int(p[0][5:]) for p in found if p[1:] == [MANIFEST] and p[0][5:].isdigit())
+
+    def manifest(self, step: int) -> dict[str, Any] | None:
+        found = self.record(f"checkpoints/{checkpoint_name(step)}/{MANIFEST}")
+        return found if found and isinstance(found.get("files"), dict) else None
+
+    def delete_checkpoint(self, step: int) -> None:
+        """Delete the manifest first, so that no part is ever taken for a checkpoint."""
+        folder = f"checkpoints/{checkpoint_name(step)}"
+        names = sorted(self.store.sizes(folder), key=lambda name: name != MANIFEST)
+        self.store.delete(f"{folder}/{name}" for name in names)
+
+    def delete_parts(self, keep: str) -> None:
+        """Delete what a machine that vanished has left of a checkpoint that is not whole there.
+
+        Args:
+            keep: the name of one that is sent on.
+        """
+        names = [name for name in self.store.sizes("checkpoints") if "/" in name]
+        whole = {name.partition("/")[0] for name in names if name.endswith(f"/{MANIFEST}")}
+        parts = (n for n in names if n.partition("/")[0] not in {*whole, keep})
+        self.store.delete(f"checkpoints/{name}" for name in parts)
+
+    def send_records(self, run_dir: RunDir) -> None:
+        for pattern in _RECORDS:
+            for path in sorted(run_dir.path.glob(pattern)):
+                with suppress(FileNotFoundError):
+                    data = path.read_bytes()
+                    self.store.write(str(path.relative_to(run_dir.path)), data)
+
+    def bring_records(self, run_dir: RunDir) -> None:
+        """Take over the records, in a run directory that is there."""
+        for name in self.store.sizes(""):
+            patterns = (p for p in _RECORDS if p.count("/") == name.count("/"))
+            if any(PurePath(name).match(pattern) for pattern in patterns):
+                data = self.store.read(name)
+                if data is not None:
+                    path = run_dir.path / name
+                    path.parent.mkdir(exist_ok=True)
+                    write_bytes_atomic(path, data)
+
+    def bring(self, step: int, run_dir: RunDir, report: Callable[[str], object]) -> list[str]:
+        """Fetch a checkpoint: its faults, one line each; none where it is on this disk now.
+
+        Raises:
+            StoreError: the bucket does not give it.
+            OSError: this disk does not take it.
+        """
+        manifest, final = self.manifest(step), run_dir.checkpoints / checkpoint_name(step)
+        if manifest is None:
+            return ["it has no readable manifest.json"]
+        partial = final.with_name(f"{PARTIAL_PREFIX}{final.name}")
+        rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        total, done = sum(int(entry["size"]) for entry in manifest["files"].values()), 0
+
+        def moved(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            report(f"step {step} from {self.url}: {format_bytes(done)} of {format_bytes(total)}")
+
+        def fetch(name: str) -> None:
+            with suppress(FileNotFoundError):  # `verify_checkpoint` says so
+                self.store.fetch(f"checkpoints/{final.name}/{name}", partial / name, moved)
+
+        moved(0)
+        try:
+            with ThreadPoolExecutor(AT_ONCE) as threads:
+                list(threads.map(fetch, manifest["files"]))
+            write_bytes_atomic(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+            if faults := verify_checkpoint(partial):
+                return faults
+            rmtree(final, ignore_errors=True)  # a broken one
+            partial.replace(final)
+            sync_folder(final.parent)
+        finally:
+            rmtree(partial, ignore_errors=True)
+        return []
+
+
+@contextmanager
+def in_words(url: str) -> Iterator[None]:
+    """Raise a UserError that says what to do in place of an error of a bucket."""
+    try:
+        yield
+    except (StoreError, TimeoutError) as error:
+        raise UserError(
+            f"{url} {trouble_text(error)}", where=KEY, fix=_fix(error), id="checkpoint.remote"
+        ) from error
+
+
+def trouble_text(error: BaseException) -> str:
+    """What a bucket does not do, as the end of a sentence that begins with its URL."""
+    match error:
+        case StoreError(kind="forbidden"):
+            return f"does not let this machine in: {error.what}"
+        case StoreError(kind="full"):
+            return f"has no space left: {error.what}"
+        case StoreError(kind="missing"):
+            return f"is not there: {error.what}"
+        case StoreError():
+            return f"does not answer as it should: {error.what}"
+        case _:
+            return f"does not answer: {error}"
+
+
+def _fix(error: BaseException) -> str:
+    kind = error.kind if isinstance(error, StoreError) else "away"
+    if kind == "forbidden":
+        return (
+            "credentials come from where the bucket's own tools look for them (of s3: AWS_PROFILE, "
+            "~/.aws/credentials, AWS_ACCESS_KEY_ID, the machine's role), on the machine of rank 0; "
+            "they need the rights to list, read, write and delete there"
+        )
+    if kind == "missing":
+        return f"make the bucket, or name another in {KEY}"
+    if kind == "full":
+        return "free some there, or raise its quota"
+    return f"try again when it answers, or set {KEY}: null and train without it"
+
+
+def store_of(config: RunConfig, name: str) -> RunStore | None:
+    """The copy of a run by the name of its directory; None where the run file names no place."""
+    url = config.checkpoint.remote
+    return RunStore(url, name) if url is not None else None
+
+
+class Owner:
+    """The right of this machine to write to the copy of a run, until `release`."""
+
+    def __init__(self, copy: RunStore, number: int) -> None:
+        self.number = number
+        self._copy = copy
+        self._record = {**ProcessId.of(os.getpid()).record(), "boot": _boot(), "number": number}
+
+    def beat(self) -> None:
+        """Write that this machine is still there.
+
+        Raises:
+            TakenOver: another machine writes now.
+        """
+        number, record = _newest(self._copy)
+        if number > self.number:
+            raise TakenOver(str(record.get("host")))
+        self._write()
+
+    def release(self) -> None:
+        """Let whoever comes next begin at once."""
+        self._write(released=True)
+
+    def _write(self, **more: bool) -> None:
+        record = {**self._record, "at": time.time(), **more}
+        self._copy.store.write(f"owner/{self.number:08d}", json.dumps(record).encode())
+
+
+class TakenOver(Exception):
+    """Another machine writes to the copy of the run; its host is the text."""
+
+
+def take(
+    copy: RunStore,
+    before: int | None,
+    report: Callable[[str], object],
+    pause: Callable[[float], object] = time.sleep,
+) -> Owner:
+    """Become the owner of the copy of a run.
+
+    Args:
+        before: the number under which this run directory has owned it last; None: never.
+        report: takes a line about what is waited for.
+
+    Raises:
+        UserError: a machine that is alive writes there.
+        StoreError: the bucket does not answer.
+    """
+    while True:
+        number, record = _newest(copy)
+        is_gone = not number or number == before or bool(record.get("released"))
+        process = ProcessId.from_record(record)
+        if not is_gone and process is not None and process.is_here():
+            # By the boot, as machines of one name may share a bucket.
+            is_gone = record.get("boot") == _boot() and not process.is_alive()
+            if record.get("boot") == _boot() and not is_gone:
+                raise _owned(copy, record)
+        if not is_gone:
+            report(
+                f"{record.get('host')} has written to {copy.url}; waiting "
+                f"{format_duration(LOST_AFTER_S)} to see whether it still does"
+            )
+            waited_s = 0.0
+            while waited_s < LOST_AFTER_S:
+                pause(5.0)
+                waited_s += 5.0
+                if (now := _newest(copy)) != (number, record):
+                    if now[1].get("released"):
+                        break
+                    raise _owned(copy, now[1])
+            number = _newest(copy)[0]
+        owner = Owner(copy, number + 1)
+        first = {**owner._record, "at": time.time()}
+        if copy.store.create(f"owner/{owner.number:08d}", json.dumps(first).encode()):
+            copy.store.delete(f"owner/{old:08d}" for old in range(max(1, number - 1), number + 1))
+            return owner
+
+
+def _owned(copy: RunStore, record: dict[str, Any]) -> UserError:
+    return UserError(
+        f"{record.get('host')} trains {copy.name} now (pid {record.get('pid')}), and writes to "
+        f"{copy.url}",
+        where=f"{KEY}, host {socket.gethostname()}",
+        fix="stop it there (`isles stop`), or train under another `name`; nothing is to be typed "
+        f"for a machine that has vanished: {format_duration(LOST_AFTER_S)} after its last sign "
+        "of life another may go on",
+        id="run.running",
+    )
+
+
+def _newest(copy: RunStore) -> tuple[int, dict[str, Any]]:
+    numbers = [int(name) for name in copy.store.sizes("owner") if name.isdigit()]
+    if not numbers:
+        return 0, {}
+    return max(numbers), copy.record(f"owner/{max(numbers):08d}") or {}
+
+
+def _boot() -> str:
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+class Found:
+    """A run that a bucket has, as far as it is needed to choose whether to go on with it."""
+
+    def __init__(self, copy: RunStore, number: int) -> None:
+        self.copy, self.number, self.name = copy, number, copy.name
+        steps = copy.steps()
+        self.step = steps[-1] if steps else None
+        self.is_finished = copy.record("summary.json") is not None
+        self.manifest = copy.manifest(self.step) if self.step is not None else None
+        self.resolved = (copy.store.read("resolved.yaml") or b"").decode()
+
+
+def find_newest(url: str, name: str) -> Found | None:
+    """The newest run of a name that has a checkpoint there; None where there is none.
+
+    Raises:
+        UserError: the bucket does not answer, or not as it should.
+    """
+
+    def look() -> Found | None:
+        names = [NUMBERED.fullmatch(entry) for entry in open_store(url, f"{KEY} {url}").folders()]
+        numbers = sorted(int(m["number"]) for m in names if m is not None and m["name"] == name)
+        for number in reversed(numbers):
+            found = Found(RunStore(url, f"{name}-{number}"), number)
+            if found.step is not None and found.resolved:
+                return found
+        return None
+
+    with in_words(url):
+        return within(ANSWER_S, look, "its answer")
+
+
+def bring_newer(
+    copy: RunStore,
+    run_dir: RunDir,
+    report: Callable[[str], object],
+    note: Callable[[str], object],
+    *,
+    than: int,
+) -> None:
+    """Fetch the newest whole checkpoint after step `than`; one that is broken is left out in words.
+
+    Raises:
+        UserError: the bucket does not give it, or this disk does not take it.
+    """
+    limit = (read_record(run_dir.remote) or {}).get("forget_after")
+    with in_words(copy.url), clear_errors(run_dir.checkpoints):
+        steps = [s for s in copy.steps() if s > than and (limit is None or s <= limit)]
+        for step in reversed(steps):
+            faults = copy.bring(step, run_dir, report)
+            if not faults:
+                return
+            note(f"step {step} at {copy.url} is broken and left out: {'; '.join(faults)}")
+
+
+def bring_asked(
+    copy: RunStore, run_dir: RunDir, folder: Path, report: Callable[[str], object]
+) -> None:
+    """Fetch a checkpoint that was asked for by name, if it is not here.
+
+    Raises:
+        UserError: as `bring_newer`.
+        TrainingError: it is broken there.
+    """
+    step = int(folder.name.removeprefix("step-"))
+    if folder.is_dir():
+        return
+    with in_words(copy.url), clear_errors(run_dir.checkpoints):
+        if faults := copy.bring(step, run_dir, report):
+            raise TrainingError(
+                f"the checkpoint of step {step} is broken: {'; '.join(faults)}",
+                where=f"{copy.url}/checkpoints/{folder.name}",
+                fix="take another one from `isles checkpoint list`",
+                id="checkpoint.broken",
+            )

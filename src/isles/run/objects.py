@@ -1,0 +1,287 @@
+"""Objects below a URL that fsspec reaches, such as `s3://bucket/prefix`; or files in a folder.
+
+An object is whole or absent. fsspec and the package of a bucket are imported where one is opened.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from isles.errors import MissingDependencyError
+from isles.facts.secrets import Redactor
+from isles.facts.units import format_duration
+from isles.run.records import write_bytes_atomic
+
+T = TypeVar("T")
+Moved = Callable[[int], object]
+"""Takes the number of bytes that have just gone over the line."""
+
+_CONNECT_S, _READ_S = 10, 30
+_PIECE_BYTES, _MOST_PIECES = 8 << 20, 9_000
+_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
+_LONGEST = 300
+
+Kind = Literal["away", "full", "forbidden", "missing"]
+
+
+class StoreError(Exception):
+    """The bucket does not do what was asked.
+
+    Args:
+        kind: away: it may do so in a moment. full: once there is space. forbidden: not with these
+            credentials, if any. missing: there is no such bucket.
+        what: in words.
+    """
+
+    def __init__(self, kind: Kind, what: str) -> None:
+        super().__init__(what)
+        self.kind, self.what = kind, what
+
+
+class Store:
+    """The objects below a prefix. Any thread may call.
+
+    Args:
+        url: as `s3://bucket/prefix`.
+        where: who asks for it, for messages.
+
+    Raises:
+        MissingDependencyError: the package for this kind of bucket is not installed.
+        StoreError: no bucket of this kind can be used.
+    """
+
+    def __init__(self, url: str, where: str) -> None:
+        self.url = url.rstrip("/")
+        protocol = url.partition("://")[0]
+        try:
+            import fsspec
+
+            self._fs: Any = fsspec.filesystem(protocol, **_options(protocol))
+        except (ImportError, ValueError) as error:
+            raise MissingDependencyError(
+                f"no package that is installed reaches {protocol}:// ({error})",
+                where=f"{where}, {sys.executable}",
+                fix=f"pip install '{_PACKAGES.get(protocol, 'isles[bucket]')}'",
+            ) from error
+        except Exception as error:  # of a driver: whatever it says
+            raise _explained(error) from error
+        self._root: str = self._fs._strip_protocol(self.url)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+    def _try(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except Exception as error:  # botocore's, aiohttp's, google's …
+            raise _explained(error) from error
+
+    def read(self, name: str) -> bytes | None:
+        """The bytes of an object; None: there is none."""
+        try:
+            return bytes(self._fs.cat_file(self._path(name)))
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise _explained(error) from error
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write an object, over one that is there."""
+        self._try(lambda: self._fs.pipe_file(self._path(name), data))
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write an object if it is not there; whether it was not.
+
+        Of several that try at once one succeeds, where the store knows conditional writes.
+        """
+        try:
+            self._fs.pipe_file(self._path(name), data, mode="create")
+        except FileExistsError:
+            return False
+        except Exception as error:
+            if "PreconditionFailed" in str(error) or "412" in str(error)[:40]:
+                return False
+            raise _explained(error) from error
+        return True
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """The size in bytes of every object below a folder, by its name within that folder."""
+        start = self._path(prefix)
+        try:
+            found = self._fs.find(start, detail=True)
+        except FileNotFoundError:
+            return {}
+        except Exception as error:
+            raise _explained(error) from error
+        return {str(path)[len(start) + 1 :]: int(info["size"]) for path, info in found.items()}
+
+    def folders(self) -> list[str]:
+        """The names of the folders directly below the prefix."""
+        try:
+            found = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return []
+        except Exception as error:
+            raise _explained(error) from error
+        folders = (str(entry["name"]) for entry in found if entry["type"] == "directory")
+        return [name.rstrip("/").rpartition("/")[2] for name in folders]
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects one after the other; those that are not there are left out."""
+        for name in names:
+            try:
+                self._fs.rm_file(self._path(name))
+            except FileNotFoundError:
+                continue
+            except Exception as error:
+                raise _explained(error) from error
+
+    def send(self, path: Path, name: str, moved: Moved) -> str:
+        """Write a file as an object; the SHA-256 of what was sent.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        digest = hashlib.sha256()
+        with path.open("rb") as source:
+            size = os.fstat(source.fileno()).st_size
+            piece_bytes = max(_PIECE_BYTES, -(-size // _MOST_PIECES))
+
+            def send() -> None:
+                with self._open(name, piece_bytes) as target:
+                    while piece := source.read(piece_bytes):
+                        digest.update(piece)
+                        target.write(piece)
+                        moved(len(piece))
+
+            self._try(send)
+        return digest.hexdigest()
+
+    def _open(self, name: str, piece_bytes: int) -> Any:
+        return self._fs.open(self._path(name), "wb", block_size=piece_bytes)
+
+    def fetch(self, name: str, path: Path, moved: Moved) -> None:
+        """Copy an object into a new file.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            OSError: the file cannot be written.
+        """
+        from fsspec.callbacks import Callback
+
+        class Moving(Callback):  # type: ignore[misc]  # fsspec has no types
+            def relative_update(self, inc: int = 1) -> None:
+                moved(inc)
+
+        path.touch()  # what this disk refuses is not the bucket's fault
+        try:
+            self._fs.get_file(self._path(name), str(path), callback=Moving())
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            raise _explained(error) from error
+        except Exception as error:
+            raise _explained(error) from error
+
+
+class Folder(Store):
+    """A folder, as `/mnt/nas/runs` or `file:///mnt/nas/runs`."""
+
+    def __init__(self, url: str) -> None:
+        from fsspec.implementations.local import LocalFileSystem
+
+        self.url = url.rstrip("/")
+        self._fs = LocalFileSystem(auto_mkdir=True)
+        self._root = str(Path(self.url.removeprefix("file://")).expanduser())
+
+    def write(self, name: str, data: bytes) -> None:
+        path = Path(self._path(name))
+        self._try(lambda: path.parent.mkdir(parents=True, exist_ok=True))
+        self._try(lambda: write_bytes_atomic(path, data))
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = Path(self._path(name))
+        partial = f".{path.name}.{secrets.token_hex(8)}"
+        self.write(str(Path(name).with_name(partial)), data)
+        try:
+            path.hardlink_to(path.with_name(partial))  # whole at once, only where there is none
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise _explained(error) from error
+        finally:
+            path.with_name(partial).unlink(missing_ok=True)
+        return True
+
+
+def open_store(url: str, where: str) -> Store:
+    """The objects at a URL, or the files in a folder. Raises as `Store`."""
+    is_folder = "://" not in url or url.startswith("file://")
+    return Folder(url) if is_folder else Store(url, where)
+
+
+def within(limit_s: float, work: Callable[[], T], waits_for: str) -> T:
+    """Do something over the network in a thread, for libraries that wait without a limit.
+
+    Raises:
+        TimeoutError: it is not done in time, and goes on in its thread.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    # A daemon: what hangs must not keep the process.
+    threading.Thread(target=run, name="network", daemon=True).start()
+    # Not `result(limit_s)`: the network fails with a TimeoutError of its own.
+    if not wait([future], timeout=limit_s).done:
+        raise TimeoutError(f"waited {format_duration(limit_s)} for {waits_for}")
+    return future.result()
+
+
+def _options(protocol: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+    if protocol in ("s3", "s3a"):
+        retries = {"max_attempts": 1, "mode": "standard"}  # we try again, and say so
+        options["config_kwargs"] = {
+            "connect_timeout": _CONNECT_S,
+            "read_timeout": _READ_S,
+            "retries": retries,
+        }
+    return options
+
+
+_FULL = ("507", "QuotaExceeded", "StorageFull", "InsufficientStorage", "quota", "No space")
+_FORBIDDEN = ("AccessDenied", "Forbidden", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403")
+_UNKNOWN = ("Unable to locate credentials", "ExpiredToken", "NoCredentials", "credentials")
+
+
+def _explained(error: Exception) -> StoreError:
+    text = Redactor(())(" ".join(f"{error}".split()))[:_LONGEST] or type(error).__name__
+    number = getattr(error, "errno", None)
+    kind: Kind = "away"
+    if number in (errno.ENOSPC, errno.EDQUOT) or _has(text, _FULL):
+        kind = "full"
+    elif isinstance(error, PermissionError) or _has(text, _FORBIDDEN) or _has(text, _UNKNOWN):
+        kind = "forbidden"
+    elif isinstance(error, FileNotFoundError):
+        kind = "missing"
+    return StoreError(kind, text)
+
+
+def _has(text: str, words: Sequence[str]) -> bool:
+    return any(word in text for word in words)

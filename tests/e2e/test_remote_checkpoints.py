@@ -1,0 +1,145 @@
+"""`checkpoint.remote` with a real S3 server on loopback, and machines that really vanish."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from isles.run.checkpoints import list_checkpoints
+from isles.run.paths import RunDir
+from isles.run.records import read_record
+from tests.e2e.typed import Command, isles, the_run
+from tests.runs import assert_ended, losses_of, nothing_left, processes_of, rows_of
+from tests.s3_server import Server, s3_server
+
+REMOTE = ("checkpoint.remote=s3://bucket/runs", "checkpoint.every_steps=5")
+LONG = ("training.max_steps=100000", "training.logging_steps=1", "checkpoint.every_steps=20")
+STEP = "runs/tiny-1/checkpoints/step-{:08d}"
+EXPORT = "checkpoint.export_on_finish=true"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """With the runs of this test ended before it."""
+    with s3_server(tmp_path / "s3") as made, nothing_left(tmp_path / "runs"):
+        yield made
+
+
+def vanish(run_dir: RunDir) -> None:
+    """Kill whatever trains, and take its disk away."""
+    for process in processes_of(run_dir.path):
+        process.kill()
+    psutil.wait_procs(processes_of(run_dir.path))
+    shutil.rmtree(run_dir.path.parent)
+
+
+def test_a_machine_that_vanishes_in_mid_upload_is_followed_by_a_fresh_one(
+    run_file: Path, server: Server
+) -> None:
+    cwd, run_dir, env = run_file.parent, the_run(run_file), server.env
+    options = (EXPORT, "training.max_steps=200", "training.logging_steps=50")
+    server.door("hold", method="PUT", path="/checkpoints/", after="/manifest.json")
+    lost = Command("train", str(run_file), *REMOTE, *options, cwd=cwd, env=env)
+    lost.until(server.has_met)
+    (whole,) = (name for name in server.names() if name.endswith("/manifest.json"))
+    step = int(whole.split("/")[3].removeprefix("step-"))
+    vanish(run_dir)
+    lost.end()
+    server.door("")
+    again = isles("train", str(run_file), *REMOTE, *options, cwd=cwd, env=env)
+    assert step < 200
+    assert f"going on with tiny-1, which is not here, from step {step}" in again.text
+    assert [row["step"] for row in rows_of(run_dir)] == [1, 50, 100, 150, 200]
+    names = server.names()
+    there = {name.split("/")[3] for name in names if "/checkpoints/" in name}
+    here = {path.name for path in run_dir.checkpoints.iterdir()}
+    assert len(there) == 3 and there <= here, "keep: 3"
+    assert not any("join" in name or "attempts" in name for name in names)
+    model = run_dir.model / "model.safetensors"
+    assert server.read("runs/tiny-1/model/model.safetensors") == model.read_bytes()
+    isles("train", str(run_file), *options, "output_dir=alone", cwd=cwd)
+    undisturbed = RunDir(cwd / "alone" / "tiny-1")
+    assert (undisturbed.model / "model.safetensors").read_bytes() == model.read_bytes()
+    assert losses_of(undisturbed) == losses_of(run_dir)
+    secret = env["AWS_SECRET_ACCESS_KEY"].encode()
+    assert not [p for p in run_dir.path.rglob("*") if p.is_file() and secret in p.read_bytes()]
+    assert not [name for name in names if secret in server.read(name)]
+
+
+@pytest.mark.long
+def test_a_second_machine_is_refused_while_the_first_one_lives(
+    run_file: Path, server: Server
+) -> None:
+    cwd, run_dir, env = run_file.parent, the_run(run_file), server.env
+    first = Command("train", str(run_file), *REMOTE, *LONG, cwd=cwd, env=env)
+    first.until(lambda: f"{STEP.format(20)}/manifest.json" in server.names())
+    second = isles(
+        "train", str(run_file), *REMOTE, *LONG, "output_dir=other", cwd=cwd, env=env, expected=1
+    )
+    assert "trains tiny-1 now" in second.text and "isles stop" in second.text
+    assert not list_checkpoints(RunDir(cwd / "other" / "tiny-1"))
+    os.kill(first.process.pid, signal.SIGINT)
+    assert first.end() == 130
+    assert_ended(cwd / "runs")
+    saved = list_checkpoints(run_dir)[-1].step
+    assert f"{STEP.format(saved)}/manifest.json" in server.names(), "waited for"
+    assert f"step {saved}" in isles("checkpoint", "list", "tiny", cwd=cwd, env=env).out
+    more = f"training.max_steps={saved + 20}"
+    third = isles(
+        "train", str(run_file), *REMOTE, *LONG, more, "output_dir=other", "--resume",
+        "s3://bucket/runs/tiny-1", cwd=cwd, env=env,
+    )  # fmt: skip
+    assert f"from step {saved}" in third.text and "waiting" not in third.text
+
+
+@pytest.mark.long
+def test_a_bucket_that_refuses_is_named_and_sent_to_later(run_file: Path, server: Server) -> None:
+    cwd, run_dir, env = run_file.parent, the_run(run_file), server.env
+    for do, words in (("forbid", "does not let this machine in"), ("full", "has no space left")):
+        server.door(do, method="PUT", path="/checkpoints/")
+        done = isles("train", str(run_file), *REMOTE, EXPORT, cwd=cwd, env=env)
+        assert f"s3://bucket/runs/{run_dir.name} {words}" in done.text
+        assert "training goes on" in done.text
+        assert "step 10, step 15, step 20, model, loss.png, summary.json" in done.text
+        push = ("checkpoint", "push", str(run_dir.path))
+        assert "isles checkpoint push" in isles(*push, cwd=cwd, env=env, expected=5).text
+        server.door("slow-down", method="PUT", path="/checkpoints/")
+        command = Command(*push, cwd=cwd, env=env)
+        command.until(server.has_met)
+        server.door("slow")
+        assert command.end() == 0, command.text
+        assert "has everything" in command.out
+        place = f"runs/{run_dir.name}"
+        assert f"{place}/model/model.safetensors" in server.names()
+        assert f"{place}/summary.json" in server.names()
+        server.door("")
+        run_dir = RunDir(run_dir.path.with_name("tiny-2"))
+
+
+@pytest.mark.long
+def test_a_broken_checkpoint_there_is_left_out_and_verify_says_so(
+    run_file: Path, server: Server
+) -> None:
+    cwd, run_dir, env = run_file.parent, the_run(run_file), server.env
+    isles("train", str(run_file), *REMOTE, cwd=cwd, env=env)
+    verify = ("checkpoint", "verify", "tiny", "--remote")
+    assert isles(*verify, cwd=cwd, env=env).out.count("whole") == 3
+    (name,) = (n for n in server.names() if n.startswith(f"{STEP.format(20)}/__0"))
+    data = bytearray(server.read(name))
+    data[len(data) // 2] ^= 1
+    server.put(name, bytes(data))
+    assert "NOT whole" in isles(*verify, cwd=cwd, env=env, expected=3).out
+    vanish(run_dir)
+    again = isles(
+        "train", str(run_file), *REMOTE, "training.max_steps=25", "--resume",
+        "s3://bucket/runs/tiny-1", cwd=cwd, env=env,
+    )  # fmt: skip
+    assert "step 20 at s3://bucket/runs/tiny-1 is broken and left out" in again.text
+    assert (read_record(run_dir.summary) or {})["steps"] == 25
+    assert rows_of(run_dir)[-1]["step"] == 25
