@@ -24,12 +24,12 @@ from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.launch.local import added_variables, agent_command, local_fleet, start_agent
 from isles.outer.bucket.chain import Chain
-from isles.outer.bucket.objects import open_store
 from isles.outer.hub.core import Core
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Settings
 from isles.run.begin import begin_run, new_attempt
 from isles.run.join_line import JoinLine
+from isles.run.objects import open_store
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 
@@ -311,7 +311,7 @@ class Run:
             return found
         memory = Journal(Path(":memory:"))
         core = Core(self.folder / "state", Settings(), time.monotonic, memory)
-        Chain(open_store(f"{BUCKET_URL}/chaos"), core).open()
+        Chain(open_store(f"{BUCKET_URL}/chaos", "this benchmark"), core).open()
         spans = memory.rows("SELECT * FROM blocks ORDER BY start")
         assert all(a["stop"] <= b["start"] for a, b in pairwise(spans)), "a sample twice"
         return [dict(row) for row in memory.rows("SELECT * FROM events")]

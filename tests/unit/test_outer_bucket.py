@@ -10,12 +10,12 @@ import pytest
 from isles.config.load import load_run_file
 from isles.errors import ConfigError, ConfigErrors
 from isles.outer.bucket.chain import Chain
-from isles.outer.bucket.objects import Folder, Store, StoreError, open_store, probe
 from isles.outer.hub.core import Core
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.samples import Samples
 from isles.outer.messages import Applied, Contribution, Join, LeaseRequest
+from isles.run.objects import Folder, Store, StoreError, open_store, probe
 from tests.deadline import at_once
 from tests.outer_world import ZERO, member_id
 
@@ -65,7 +65,7 @@ class Site:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return open_store(f"file://{tmp_path}/shared")
+    return open_store(f"file://{tmp_path}/shared", "outer.url")
 
 
 def test_of_changes_at_the_same_moment_none_is_lost(tmp_path: Path, store: Store) -> None:

@@ -145,7 +145,7 @@ def _check_one(run: RunFacts, extent: Extent, index: int = 0) -> tuple[int, str,
     return exit_code(findings), "\n".join(lines), record(findings, seconds=seconds)
 
 
-def _check_cluster(run: RunFacts, extent: Extent, print_line: PrintLine) -> Found:
+def _check_cluster(run: RunFacts, extent: Extent, print_line: PrintLine) -> Found:  # noqa: PLR0911  # one each
     if extent.in_job:
         print_line("waiting for nodes, and checking them")
         return check_in_job(run, extent.timeout_s)

@@ -32,9 +32,7 @@ from isles.launch.queue.script import JobText, fill_template, node_lines, render
 from isles.launch.skypilot.task import TaskText, secret_names, task_file
 from isles.run.env import SKY_TOKEN, hub_cache
 
-Kind = Literal[
-    "torchrun", "sbatch", "pbs", "skypilot", "kubernetes", "deepspeed-json", "fsdp-json"
-]
+Kind = Literal["torchrun", "sbatch", "pbs", "skypilot", "kubernetes", "deepspeed-json", "fsdp-json"]
 
 Device = Literal["cuda", "cpu"]
 

@@ -28,7 +28,7 @@ from isles.launch.skypilot.start import start_skypilot
 from isles.launch.ssh.start import start_ssh
 
 
-def start(options: StartOptions) -> Started | Loaded | str:
+def start(options: StartOptions) -> Started | Loaded | str:  # noqa: PLR0911  # one each
     """Start a run by the launcher of its run file.
 
     Returns:

@@ -1,6 +1,7 @@
 """Objects below a URL that fsspec reaches, such as `s3://bucket/prefix`; or files in a folder.
 
-An object is whole or absent. fsspec and the package of a bucket are imported where one is opened.
+An object is whole or absent. What clusters agree by is `create`: of all who write an object that is
+not there, one succeeds. fsspec and the package of a bucket are imported where one is opened.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,8 +31,9 @@ _CONNECT_S, _READ_S = 10, 30
 _PIECE_BYTES, _MOST_PIECES = 8 << 20, 9_000
 _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 _LONGEST = 300
+_AT_ONCE, _PROBES = 4, 2
 
-Kind = Literal["away", "full", "forbidden", "missing"]
+Kind = Literal["away", "full", "forbidden", "missing", "unconditional"]
 
 
 class StoreError(Exception):
@@ -38,7 +41,8 @@ class StoreError(Exception):
 
     Args:
         kind: away: it may do so in a moment. full: once there is space. forbidden: not with these
-            credentials, if any. missing: there is no such bucket.
+            credentials, if any. missing: there is no such bucket. unconditional: it writes an
+            object that is there as if it were not.
         what: in words.
     """
 
@@ -74,6 +78,8 @@ class Store:
             ) from error
         except Exception as error:  # of a driver: whatever it says
             raise _explained(error) from error
+        if hasattr(self._fs, "retries"):
+            self._fs.retries = 1  # we try again, and say so
         self._root: str = self._fs._strip_protocol(self.url)
 
     def _path(self, name: str) -> str:
@@ -101,7 +107,8 @@ class Store:
     def create(self, name: str, data: bytes) -> bool:
         """Write an object if it is not there; whether it was not.
 
-        Of several that try at once one succeeds, where the store knows conditional writes.
+        Of several that try at once one succeeds, where the store knows conditional writes: see
+        `probe`. Where it is not known whether it was written, it may have been: `StoreError`.
         """
         try:
             self._fs.pipe_file(self._path(name), data, mode="create")
@@ -123,6 +130,10 @@ class Store:
         except Exception as error:
             raise _explained(error) from error
         return {str(path)[len(start) + 1 :]: int(info["size"]) for path, info in found.items()}
+
+    def names(self, prefix: str) -> list[str]:
+        """The objects below a prefix, which ends with a slash; not always the newest ones."""
+        return sorted(prefix + name for name in self.sizes(prefix) if name)
 
     def folders(self) -> list[str]:
         """The names of the folders directly below the prefix."""
@@ -203,12 +214,21 @@ class Folder(Store):
 
         self.url = url.rstrip("/")
         self._fs = LocalFileSystem(auto_mkdir=True)
-        self._root = str(Path(self.url.removeprefix("file://")).expanduser())
+        self._root = str(Path(self.url.removeprefix("file://")).expanduser().absolute())
 
     def write(self, name: str, data: bytes) -> None:
         path = Path(self._path(name))
         self._try(lambda: path.parent.mkdir(parents=True, exist_ok=True))
         self._try(lambda: write_bytes_atomic(path, data))
+
+    def names(self, prefix: str) -> list[str]:
+        # Not `find`, which leaves a whole folder out where a file of it vanishes meanwhile.
+        root = Path(self._root)
+        try:
+            found = [path for path in (root / prefix).rglob("*") if path.name[0] != "."]
+            return sorted(str(path.relative_to(root)) for path in found if path.is_file())
+        except OSError as error:
+            raise _explained(error) from error
 
     def create(self, name: str, data: bytes) -> bool:
         path = Path(self._path(name))
@@ -229,6 +249,54 @@ def open_store(url: str, where: str) -> Store:
     """The objects at a URL, or the files in a folder. Raises as `Store`."""
     is_folder = "://" not in url or url.startswith("file://")
     return Folder(url) if is_folder else Store(url, where)
+
+
+def probe(store: Store) -> None:
+    """Find out whether one of several writers wins.
+
+    Raises:
+        StoreError: it cannot be written there; or several win, kind `unconditional`.
+    """
+    if not isinstance(store, Folder) and _looks_before_it_writes(store._fs):
+        protocol = store.url.partition("://")[0]
+        raise StoreError(
+            "unconditional",
+            f"the driver of {protocol}:// cannot write an object only where there is none",
+        )
+    for _ in range(_PROBES):
+        name = f"probes/{secrets.token_hex(8)}"
+        try:
+            won = _race(store, name)
+            if won == 1:
+                won += store.create(name, b"late")
+        finally:
+            with suppress(StoreError):
+                store.delete([name])
+        if won != 1:
+            raise StoreError(
+                "unconditional",
+                f"of {_AT_ONCE} that wrote the same new object {won or 'none'} succeeded: it "
+                "does not know conditional writes (If-None-Match)",
+            )
+
+
+def _race(store: Store, name: str) -> int:
+    def write(number: int) -> bool:
+        return store.create(name, b"%d" % number)
+
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        return sum(threads.map(write, range(_AT_ONCE)))
+
+
+def _looks_before_it_writes(fs: Any) -> bool:
+    # fsspec's general way: two may both see nothing, and write.
+    from fsspec.asyn import AsyncFileSystem
+    from fsspec.spec import AbstractFileSystem
+
+    own = type(fs)
+    if isinstance(fs, AsyncFileSystem):
+        return own._pipe_file is AsyncFileSystem._pipe_file
+    return own.pipe_file is AbstractFileSystem.pipe_file
 
 
 def within(limit_s: float, work: Callable[[], T], waits_for: str) -> T:
@@ -256,7 +324,7 @@ def within(limit_s: float, work: Callable[[], T], waits_for: str) -> T:
 def _options(protocol: str) -> dict[str, Any]:
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if protocol in ("s3", "s3a"):
-        retries = {"max_attempts": 1, "mode": "standard"}  # we try again, and say so
+        retries = {"max_attempts": 1, "mode": "standard"}
         options["config_kwargs"] = {
             "connect_timeout": _CONNECT_S,
             "read_timeout": _READ_S,
@@ -272,6 +340,9 @@ _UNKNOWN = ("Unable to locate credentials", "ExpiredToken", "NoCredentials", "cr
 
 def _explained(error: Exception) -> StoreError:
     text = Redactor(())(" ".join(f"{error}".split()))[:_LONGEST] or type(error).__name__
+    answer = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+    if isinstance(answer, dict) and (code := answer.get("Error", {}).get("Code")):
+        text = f"{text} ({code})"
     number = getattr(error, "errno", None)
     kind: Kind = "away"
     if number in (errno.ENOSPC, errno.EDQUOT) or _has(text, _FULL):

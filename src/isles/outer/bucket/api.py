@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from isles.errors import UserError
 from isles.outer.bucket import BucketSettings
 from isles.outer.bucket.link import Link, Missing, as_refusal, copy, is_whole, refusal
-from isles.outer.bucket.objects import StoreError, open_store, probe
 from isles.outer.bucket.replica import (
     Replica,
     average_place,
@@ -46,6 +45,7 @@ from isles.outer.messages import (
     digest_of,
     hash_chunks,
 )
+from isles.run.objects import StoreError, open_store, probe
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,9 @@ class BucketApi:
     async def _open(self, deadline_s: float) -> None:
         if self._link is None:
             try:
-                store = await asyncio.to_thread(open_store, self._settings.url)
+                store = await asyncio.to_thread(
+                    open_store, self._settings.url, f"outer.url {self._settings.url}"
+                )
             except StoreError as error:
                 raise refusal(error, self._settings.url) from error
             self._link = Link(store, self._up, self._down, self._report)

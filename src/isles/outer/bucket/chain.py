@@ -20,10 +20,10 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from isles.errors import ConfigError
-from isles.outer.bucket.objects import Store, StoreError
 from isles.outer.hub.core import Core
 from isles.outer.hub.rules import Refusal
 from isles.outer.hub.samples import AVERAGED
+from isles.run.objects import Store, StoreError
 
 log = logging.getLogger(__name__)
 

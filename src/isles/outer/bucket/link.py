@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from isles.errors import UserError
-from isles.outer.bucket.objects import Store, StoreError
 from isles.outer.client.http import DeadlineError, HubRefusal, RateLimit, in_parallel
 from isles.outer.messages import digest_of, hash_chunks
+from isles.run.objects import Store, StoreError
 
 log = logging.getLogger(__name__)
 

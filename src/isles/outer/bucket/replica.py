@@ -21,13 +21,13 @@ from pydantic import ValidationError
 from isles.errors import CommunicationError
 from isles.outer.bucket.chain import Chain
 from isles.outer.bucket.link import BucketRefusal, Link, Missing, copy, is_whole
-from isles.outer.bucket.objects import StoreError
 from isles.outer.hub.core import Core, status
 from isles.outer.hub.files import Job, average
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.work import AwakeClock
 from isles.outer.messages import Heartbeat
+from isles.run.objects import StoreError
 
 log = logging.getLogger(__name__)
 
