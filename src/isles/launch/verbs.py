@@ -143,9 +143,8 @@ def render(
     Args:
         run_file: The run file.
         overrides: Values that replace those in the file, such as training.max_steps=5.
-        to: What is written: a torchrun script, a job script for sbatch or PBS's qsub, a task file
-            of SkyPilot, objects for kubectl, the JSON of DeepSpeed, or the fsdp_config of the
-            Hugging Face Trainer.
+        to: A script for torchrun, sbatch or qsub, a task of SkyPilot, objects for
+            kubectl, the JSON of DeepSpeed, or the Trainer's fsdp_config.
         output: Where it is written; left out: to stdout.
         force: Replace the file if it is there.
     """

@@ -99,14 +99,11 @@ def build(
         exchange = make_exchange(config, engine, world, run_dir, recorder, resume_from)
     progress = _take_over(engine, resume_from, config, run_dir, world, disks, recorder, exchange)
     samples = None if exchange is None else exchange.begin(progress)
-    loader = Loader(
-        training, split=balancer.split, dp_rank=mesh.dp_rank, device=world.device, numbering=samples
-    )
+    split, rank = balancer.split, mesh.dp_rank
+    loader = Loader(training, split=split, dp_rank=rank, device=world.device, numbering=samples)
     meter = _make_meter(model_size, config, strategy, mesh, balancer, world)
-    now = meter.clock.now  # the watchdog compares when a save has moved
-    checkpoints = CheckpointManager(
-        run_dir, world, config.checkpoint, disks, attempt, now, uploader
-    )
+    now, saves = meter.clock.now, config.checkpoint  # the watchdog asks when a save has moved
+    checkpoints = CheckpointManager(run_dir, world, saves, disks, attempt, now, uploader)
     checkpoints.begin(progress.step)
     recorder.use(make_trackers(resolved, run_dir, recorder, world, step=progress.step))
     recorder.update(step=progress.step, total_steps=total_steps)

@@ -1,9 +1,8 @@
 """Engine bucket: clusters that meet in object storage, where no hub runs.
 
-The hub's rules (`hub/core.py`) are applied by every cluster to one memory that lies in the bucket.
-`objects.py` reads and writes there, `chain.py` keeps the memory, `replica.py` does what a hub would
-do by itself, `api.py` is what rank 0's client asks (as `client/api.py` asks a hub). Open `chain.py`
-first.
+The hub's rules (`hub/core.py`) are applied by every cluster to one memory that lies in the bucket
+(`isles.run.objects`). `chain.py` keeps the memory, `replica.py` does what a hub would do by itself,
+`api.py` is what rank 0's client asks (as `client/api.py` asks a hub). Open `chain.py` first.
 """
 
 from __future__ import annotations
