@@ -81,7 +81,10 @@ class RayJobs(JobQueue):
             from ray.util.state import list_nodes
 
             found = list_nodes(
-                address=self.address, filters=[("state", "=", "ALIVE")], limit=10_000
+                address=self.address,
+                filters=[("state", "=", "ALIVE")],
+                limit=10_000,
+                raise_on_missing_output=False,  # it takes nodes that have ended for missing
             )
             return [RayNode(node.node_name, node.resources_total, node.labels) for node in found]
 
