@@ -172,7 +172,7 @@ def test_nodes_that_never_come_are_named_and_a_wait_can_be_stopped(
     text = isles(lab, "check", "never.yaml", "--no-net", host="a1", expected=ExitCode.PREFLIGHT)
     assert "queue.nodes" in text and "node 1 needs CPU 1, tape 1" in text, text
     text = isles(lab, "plan", "never.yaml", host="a1")
-    assert "10.77.1.2" in text and "Ray has no node2" in text, text
+    assert "10.77.1.2" in text and "Ray has no node for 1 of 2" in text, text
     run_dir = write(lab, "wait", start_timeout="10m", **wanted)
     isles(lab, "train", "wait.yaml", "--detach", host="a1")
     until(lambda: "tape" in str(read_record(run_dir.status)), "the wait is shown")

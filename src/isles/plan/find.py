@@ -43,6 +43,7 @@ from isles.launch.ray.bundles import (
     RayNode,
     bundles,
     label_selectors,
+    lacking,
     match_nodes,
     ranks_of,
 )
@@ -314,6 +315,8 @@ def _of_ray(cluster: ClusterConfig, launcher: RayLauncherConfig) -> Machines:
     nodes: Mapping[int, RayNode] = {}
     try:
         nodes = match_nodes(wanted, labels, RayJobs.reach(launcher.address).nodes())
+        if len(nodes) < len(wanted):
+            notes = (lacking(wanted, labels, nodes),)
     except UserError as error:
         notes = (error.what,)
     hosts = []
@@ -324,8 +327,7 @@ def _of_ray(cluster: ClusterConfig, launcher: RayLauncherConfig) -> Machines:
         name = node.name if node is not None else f"node{number + 1}"
         hosts.append(Host(name, (device,) * ranks))
         if device is UNKNOWN and not notes:
-            what = f"Ray does not say what cards {name} has" if node else f"Ray has no {name}"
-            notes = (f"{what}: name them, such as --gpus 8xh100",)
+            notes = (f"Ray does not say what cards {name} has: name them, such as --gpus 8xh100",)
     found = tuple(hosts)
     return Machines(cluster.name, found, _network(found), GUESSED_LINE, notes)
 
