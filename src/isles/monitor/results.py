@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from isles.errors import ExitCode, UserError
+from isles.errors import ConfigError, ExitCode, UserError
 from isles.monitor.verbs import RUNS, Run, RunsDir, note, print_line
 
 if TYPE_CHECKING:
@@ -194,7 +194,10 @@ def _config_of(run_dir: RunDir) -> RunConfig:
 
 
 def _copy_of(run_dir: RunDir) -> RunStore | None:
-    url = _config_of(run_dir).checkpoint.remote
+    try:
+        url = _config_of(run_dir).checkpoint.remote
+    except (ConfigError, OSError):
+        return None  # of another version, or not begun: its checkpoints can be listed all the same
     if url is None:
         return None
     from isles.run.bucket import RunStore
