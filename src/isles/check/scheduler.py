@@ -1,4 +1,4 @@
-"""Findings on what Slurm or PBS has for a job: nodes, GPUs, time, account."""
+"""Findings on what Slurm, PBS or Ray has for a job: nodes, GPUs, time, account."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from isles.check.finding import Finding, Level
-from isles.config.sections.cluster import ClusterConfig, PbsLauncherConfig, SlurmLauncherConfig
-from isles.errors import PreflightError
+from isles.config.sections.cluster import (
+    ClusterConfig,
+    PbsLauncherConfig,
+    RayLauncherConfig,
+    SlurmLauncherConfig,
+)
+from isles.errors import PreflightError, UserError
 from isles.facts.units import format_duration, parse_duration_s
 from isles.launch.queue.pbs import Pbs
 from isles.launch.queue.slurm import Slurm
+from isles.launch.ray.bundles import bundles, label_selectors, lacking, match_nodes, nodes_text
+from isles.launch.ray.jobs import RayJobs
 from isles.launch.ssh.shell import Result, Shell
 
 _NAMED = 6
@@ -248,3 +255,32 @@ def _pbs_node(name: str, own: Mapping[str, str]) -> QueueNode:
     gpus = own.get("resources_available.ngpus", own.get("gpus", ""))
     reason = own.get("comment", own.get("note", ""))
     return QueueNode(name, state, is_up, reason, int(gpus) if gpus.isdigit() else None)
+
+
+def ray_findings(cluster: ClusterConfig, launcher: RayLauncherConfig, where: str) -> list[Finding]:
+    """Ask a Ray cluster from this machine; `where`: its name in the findings."""
+    try:
+        jobs = RayJobs.reach(launcher.address)
+        nodes = jobs.nodes()
+        theirs, own = jobs.versions()
+    except UserError as error:
+        return [Finding("queue.commands", "error", where, error.what, fix=error.fix)]
+    text = f"the Ray cluster at {jobs.address} answers"
+    findings = [Finding("queue.commands", "ok", where, text, theirs, own)]
+    if theirs != own:
+        text = f"the cluster has Ray {theirs}, and its job would be started with Ray {own}"
+        fix = f"pip install 'ray[default]=={theirs}'"
+        findings = [Finding("queue.commands", "error", where, text, theirs, own, fix)]
+    wanted, labels = bundles(cluster), label_selectors(cluster)
+    fitting = match_nodes(wanted, labels, nodes)
+    measured, limit = f"{len(fitting)} fit", str(len(wanted))
+    if len(fitting) == len(wanted):
+        text = f"{len(nodes)} nodes, and one for each of {len(wanted)} bundles"
+        found = Finding("queue.nodes", "ok", where, text, measured, limit)
+    else:
+        level: Level = "error" if len(fitting) < cluster.min_nodes else "warning"
+        text = f"{lacking(wanted, labels, fitting)} ({nodes_text(nodes)})"
+        fix = "start Ray on more machines, let its autoscaler bring them, or correct "
+        fix += "clusters[0].launcher.bundles; what counts is what a node has, free or not"
+        found = Finding("queue.nodes", level, where, text, measured, limit, fix)
+    return [*findings, found]

@@ -26,8 +26,7 @@ from isles.check.checks.versions import compare_versions, duplicates
 from isles.check.finding import Finding, exit_code, record, report_lines
 from isles.check.job import check_in_job
 from isles.check.plan import QUICK_S, Extent, Hosts, PrintLine, RunFacts, error_finding, findings_of
-from isles.check.ray import ray_findings
-from isles.check.scheduler import queue_findings
+from isles.check.scheduler import queue_findings, ray_findings
 from isles.config.clusters import keys_of_cluster, named_cluster
 from isles.config.load import Loaded, load_run_file
 from isles.config.sections.cluster import (
