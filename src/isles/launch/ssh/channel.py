@@ -247,8 +247,8 @@ def open_channel(
         return python_failure(host, python, code, noise) or PreflightError(
             f"the environment cannot be set up there: {words[-1]}",
             where=f"host {host}",
-            fix="correct setup, modules, venv or conda in clusters[0].environment; by hand: "
-            f"ssh {shell.destination}",
+            fix="correct setup, modules, venv or conda in clusters[0].environment"
+            + (f"; by hand: {shell.by_hand}" if shell.by_hand else ""),
             id="python.runs",
         )
 
