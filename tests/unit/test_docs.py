@@ -137,7 +137,7 @@ def test_keys_and_ids_between_backticks_exist() -> None:
     unknown = [
         f"{page.name}: {name}"
         for page in ALL_PAGES
-        for name in re.findall(r"`([a-z_]+(?:\.[a-z0-9_]+)+)(?:`|: )", read(page))
+        for name in re.findall(r"`([a-z_]+(?:\.[a-z0-9_]+)+)(?:`|: )", without_others(page))
         if name.partition(".")[0] in roots
         and not name.endswith(FILES)
         and not (is_key(name) or name in by_id() or name in IDS or name in NO_KEYS)
@@ -247,6 +247,12 @@ def is_script(name: str) -> bool:
     places = [folder / name for folder in (ROOT, *EXAMPLES, *(e / "scripts" for e in EXAMPLES))]
     scripts = (path for example in EXAMPLES for path in example.rglob("*.py"))
     return any(p.exists() for p in places) or any(f'"{name}"' in read(path) for path in scripts)
+
+
+def without_others(page: Path) -> str:
+    """The text of a page without the names of other tools, a table's first column."""
+    text = read(page)
+    return re.sub(r"^\|[^|]*", "", text, flags=re.M) if page.name == "coming-from.md" else text
 
 
 @cache
