@@ -151,6 +151,7 @@ def new_attempt(
     now: Clock = time.time,
     *,
     typed: str = "",
+    token: str = "",
 ) -> Attempt:
     """The folder of the next start of a run, claimed for this process.
 
@@ -160,6 +161,7 @@ def new_attempt(
     Args:
         run_file_text: the run file of this start; kept beside its logs if it is not the first's.
         typed: the command that goes on with this run, as its user would type it.
+        token: by which its agents know one another; empty: a new one.
 
     Raises:
         UserError: the run is running, or the folder cannot be written.
@@ -175,7 +177,9 @@ def new_attempt(
             attempt = run_dir.attempt(last.number + 1 if last else 1)
             staged = Path(tempfile.mkdtemp(prefix=f".{attempt.path.name}-", dir=folder))
             try:
-                _fill_attempt(run_dir, Attempt(staged, attempt.number), run_file_text, now(), typed)
+                made = Attempt(staged, attempt.number)
+                _fill_attempt(run_dir, made, run_file_text, now(), typed)
+                write_secret(made.token, token or secrets.token_hex(16))
                 staged.rename(attempt.path)
             except OSError as error:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -230,7 +234,6 @@ def _fill_attempt(
     attempt.path.chmod(0o755)
     claim = {**ProcessId.of(os.getpid()).record(), "begun_at": now_s, "typed": typed}
     write_record(attempt.launch, {"attempt": attempt.number, **claim})
-    write_secret(attempt.token, secrets.token_hex(16))
     first = run_dir.run_file.read_text(encoding="utf-8") if run_dir.run_file.is_file() else None
     if text is not None and text != first:
         write_text_atomic(attempt.path / "run.yaml", text)

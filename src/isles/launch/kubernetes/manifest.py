@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved
 from isles.config.sections.kubernetes import KubernetesLauncherConfig
+from isles.config.yaml import dump_for_others
 from isles.errors import ExitCode
 from isles.launch.ssh.environment import quoted, setting_lines
 
@@ -102,8 +101,7 @@ class Manifest:
 
     def text(self) -> str:
         """The objects as YAML."""
-        docs = [yaml.dump(each, Dumper=_Dumper, sort_keys=False) for each in self.objects()]
-        return "---\n".join(docs)
+        return "---\n".join(dump_for_others(each) for each in self.objects())
 
     def owner(self) -> Object:
         """The Job, JobSet or TrainJob; Kubernetes deletes the other objects with it."""
@@ -295,18 +293,3 @@ _POD = "isles.launch.kubernetes.pod"
 def _toleration(values: dict[str, Any]) -> Object:
     found = {key: value for key, value in values.items() if value is not None}
     return {**found, "operator": "Equal" if "value" in found else "Exists"}
-
-
-class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as blocks, and no aliases."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
-    style = "|" if "\n" in data else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
-
-
-_Dumper.add_representer(str, _text)

@@ -18,7 +18,6 @@ from typing import Literal
 
 from isles import __version__
 from isles.config.load import load_run_file
-from isles.config.resolve import Resolved
 from isles.errors import ConfigErrors, PreflightError, UserError
 from isles.launch.base import check_packages, make_fleet, resolve_checked
 from isles.launch.manual import node_environ
@@ -26,10 +25,10 @@ from isles.launch.remote.login import STARTED
 from isles.launch.ssh.environment import path_elsewhere
 from isles.run.begin import begin_run, new_attempt, write_launch
 from isles.run.env import SkyStart, take_sky_start
-from isles.run.find import numbered_runs
+from isles.run.find import find_attempt
 from isles.run.nodes import FleetNode
 from isles.run.process import ProcessId
-from isles.run.records import clear_errors, write_secret
+from isles.run.records import clear_errors
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -67,10 +66,12 @@ def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]
     resolved = resolve_checked(loaded, nproc=nproc, device=device)
     check_packages(resolved)
     # SkyPilot starts a managed job again as it was: that goes on with what its first start began.
-    resume = "auto" if _has_begun(resolved, start.token) else options.resume
+    folder = Path(resolved.config.output_dir).expanduser()
+    has_begun = find_attempt(folder, resolved.config.name, start.token) is not None
+    resume = "auto" if has_begun else options.resume
     begun = begin_run(resolved, loaded.text, resume, join=start.join)
     run_dir = begun.run_dir
-    attempt = new_attempt(run_dir, loaded.text, typed=options.typed)
+    attempt = new_attempt(run_dir, loaded.text, typed=options.typed, token=start.token)
     nodes = [
         FleetNode(node, address, None, address, cluster.gpus_per_node)
         for node, address in enumerate(start.addresses)
@@ -79,7 +80,6 @@ def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]
     command = [sys.executable, "-m", "isles.agent", str(run_dir.path.absolute())]
     command += ["--attempt", str(attempt.number)]
     with clear_errors(attempt.path):
-        write_secret(attempt.token, start.token)
         fleet.write(attempt)
     # The agent takes the place of this process, and keeps its number.
     write_launch(
@@ -99,17 +99,6 @@ def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]
     sys.stdout.write(f"{note}{STARTED}{json.dumps(record)}\n")
     sys.stdout.flush()
     return command
-
-
-def _has_begun(resolved: Resolved, token: str) -> bool:
-    # Whether the newest run of this name was begun by an earlier start of this very task.
-    folder = Path(resolved.config.output_dir).expanduser()
-    runs = numbered_runs(folder, resolved.config.name)
-    attempt = runs[-1][1].last_attempt() if runs else None
-    try:
-        return attempt is not None and attempt.token.read_text(encoding="utf-8").strip() == token
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":
