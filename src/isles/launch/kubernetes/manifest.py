@@ -7,7 +7,7 @@ import math
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from isles.config.load import Loaded
@@ -76,11 +76,10 @@ class Manifest:
     resume: str = "auto"
     typed: str = ""
     suspend: bool = False
-    labels: dict[str, str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        labels = {"app.kubernetes.io/managed-by": "isles", LABEL: self.name}
-        object.__setattr__(self, "labels", labels)
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"app.kubernetes.io/managed-by": "isles", LABEL: self.name}
 
     @property
     def launcher(self) -> KubernetesLauncherConfig:
@@ -127,10 +126,10 @@ class Manifest:
         if self.launcher.flavour != "trainjob":
             return []
         job = self._job()
-        spec = {"mlPolicy": {"numNodes": job["completions"]}, "template": {"spec": {}}}
-        spec["template"]["spec"] = self._jobset(job)
+        jobset = self._jobset(job)
         # Its own controller decides when a TrainJob is over, and keeps its JobSet until then.
-        spec["template"]["spec"].pop("ttlSecondsAfterFinished")
+        del jobset["ttlSecondsAfterFinished"]
+        spec = {"mlPolicy": {"numNodes": job["completions"]}, "template": {"spec": jobset}}
         return [self._object(_TRAINER_API, "TrainingRuntime", spec)]
 
     def others(self, owner_uid: str = "") -> list[Object]:
@@ -187,7 +186,7 @@ class Manifest:
         return {"apiVersion": _JOB_API, "kind": "Job", "metadata": metadata, "spec": spec}
 
     def _object(self, api: str, kind: str, spec: Object | None, **more: Any) -> Object:
-        metadata: Object = {"name": self.name, "labels": dict(self.labels)}
+        metadata: Object = {"name": self.name, "labels": self.labels}
         body = {"spec": spec} if spec is not None else {}
         return {"apiVersion": api, "kind": kind, "metadata": metadata, **body, **more}
 
@@ -230,7 +229,7 @@ class Manifest:
                 ]
             },
             "template": {
-                "metadata": {"labels": dict(self.labels)},
+                "metadata": {"labels": self.labels},
                 "spec": self._pod(lines, resources),
             },
         }

@@ -14,12 +14,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from isles import __version__
 from isles.config.load import load_run_file
 from isles.errors import ConfigErrors, PreflightError, UserError
-from isles.launch.base import check_packages, make_fleet, resolve_checked
+from isles.launch.base import check_packages, make_fleet, resolve_for_nodes
 from isles.launch.manual import node_environ
 from isles.launch.remote.login import STARTED
 from isles.launch.ssh.environment import path_elsewhere
@@ -60,10 +59,7 @@ def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]
             fix="write the task file again: isles render --to skypilot",
             id="start.refused",
         )
-    assert isinstance(cluster.gpus_per_node, int), "a rule asks for it"
-    device: Literal["cpu", "cuda"] = "cpu" if cluster.device == "cpu" else "cuda"
-    nproc = (cluster.gpus_per_node,) * cluster.max_nodes
-    resolved = resolve_checked(loaded, nproc=nproc, device=device)
+    resolved = resolve_for_nodes(loaded)
     check_packages(resolved)
     # SkyPilot starts a managed job again as it was: that goes on with what its first start began.
     folder = Path(resolved.config.output_dir).expanduser()
@@ -73,7 +69,7 @@ def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]
     run_dir = begun.run_dir
     attempt = new_attempt(run_dir, loaded.text, typed=options.typed, token=start.token)
     nodes = [
-        FleetNode(node, address, None, address, cluster.gpus_per_node)
+        FleetNode(node, address, None, address, int(cluster.gpus_per_node))
         for node, address in enumerate(start.addresses)
     ]
     fleet = make_fleet(resolved, nodes, port=cluster.network.port, resume_from=begun.resume_from)
@@ -86,7 +82,7 @@ def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]
         attempt,
         ProcessId.of(os.getpid()),
         world_size=fleet.world_size,
-        device=device,
+        device=fleet.device,
         command=tuple(command),
         resumed_from=begun.resume_from,
         launcher="skypilot",
