@@ -310,7 +310,12 @@ class Cluster:
             return {"code": 1, "stderr": f"{error.args[0]}\n"}
 
     def do_create(self, words: list[str], stdin: str) -> Item:
-        return {"code": 0, "stdout": json.dumps(self.add(json.loads(stdin)))}
+        item = json.loads(stdin)
+        refused = FOLDER / "refused"  # a test has written a kind there
+        if refused.exists() and item["kind"] == refused.read_text():
+            text = f"{item['kind'].lower()}s is forbidden: exceeded quota"
+            raise LookupError(f"Error from server (Forbidden): {text}")
+        return {"code": 0, "stdout": json.dumps(self.add(item))}
 
     def do_patch(self, words: list[str], stdin: str) -> Item:
         item = self.find(words[0], words[1])

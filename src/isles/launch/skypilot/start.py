@@ -259,18 +259,21 @@ class _SkyStart:
 
     def _give_up(self) -> None:
         # End what this start has begun: the job, or the machines with it.
-        if self._launcher.managed:
-            commands = [["sky", "jobs", "cancel", "--yes", self._job]] if self._job else []
-        elif not self._was_there:
-            commands = [["sky", "down", "--yes", self._name]]
+        managed = self._launcher.managed
+        if not managed and not self._was_there:
+            words = ["sky", "down", "--yes", self._name]
+        elif self._job:
+            where = ["jobs", "cancel", "--yes"] if managed else ["cancel", "--yes", self._name]
+            words = ["sky", *where, self._job]
         else:
-            commands = [["sky", "cancel", "--yes", self._name, self._job]] if self._job else []
-        for words in commands:
-            self._options.print_line(shlex.join(words))
-            # A cluster that sky has never made, or taken back itself, cannot be ended.
-            is_done = self._ask(words, _DOWN_S) is not None
-            if not is_done and (self._launcher.managed or self._is_there()):
-                self._options.warn(f"{shlex.join(words)} has failed: type it by hand")
+            # Its server goes on with what it was told; other jobs may have the same name.
+            queue = "sky jobs queue" if managed else f"sky queue {self._name}"
+            self._options.warn(f"SkyPilot may have taken the job all the same: see {queue}")
+            return
+        self._options.print_line(shlex.join(words))
+        # A cluster that sky has never made, or taken back itself, cannot be ended.
+        if self._ask(words, _DOWN_S) is None and (managed or self._is_there()):
+            self._options.warn(f"{shlex.join(words)} has failed: type it by hand")
 
     def _ask(self, words: list[str], timeout_s: float = _ASK_S) -> str | None:
         # What a command prints; None: it has failed, or not ended in time.
