@@ -175,7 +175,7 @@ def test_a_start_that_cannot_be_says_why_and_leaves_nothing(lab: Lab, cluster: P
     # Refused half-way: the owner is there, and what it needs is not.
     (cluster / "refused").write_text("Secret")
     for flavour in ("job", "trainjob"):
-        prepare(lab, "never", launcher={"flavour": flavour})
+        prepare(lab, "never", launcher={"flavour": flavour, "keep_job": "1h"})
         text = isles(lab, "train", "never.yaml", expected=ExitCode.USER)
         assert "exceeded quota" in text and f"deleting {flavour}" in text, text
         assert_gone(lab)
