@@ -90,7 +90,7 @@ def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]
     os.environ.update(node_environ(run_dir, fleet, 0))
     path = run_dir.path.absolute()
     record = {"version": __version__, "path": str(path), "attempt": attempt.number}
-    record["elsewhere"] = path_elsewhere(path, resolved.config)
+    record |= {"elsewhere": path_elsewhere(path, resolved.config), "home": str(Path.home())}
     note = f"{begun.note}\n" if begun.note else ""
     sys.stdout.write(f"{note}{STARTED}{json.dumps(record)}\n")
     sys.stdout.flush()

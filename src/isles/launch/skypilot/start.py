@@ -166,7 +166,9 @@ class _SkyStart:
             )
         there = node_cluster(self._loaded.config.clusters[0])
         assert there.workdir is not None
-        lines = setting_lines(there, there.workdir)
+        # SkyPilot's backend for Slurm gives a job a home that a command of ssh has not.
+        home = f"export HOME={shlex.quote(begun['home'])}"
+        lines = [home, *setting_lines(there, there.workdir)]
         num = there.max_nodes
         hosts = [self._name, *(f"{self._name}-worker{node}" for node in range(1, num))]
         python = python_of(there.environment)
