@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,8 @@ _WANTED = "skypilot==0.14.1"
 
 def skypilot_python() -> Path:
     """The Python; the first time its environment is made, which takes minutes and the registry."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isles-tests"
+    # Not below XDG_CACHE_HOME, which each test has for itself.
+    cache = Path.home() / ".cache" / "isles-tests"
     folder = cache / _WANTED.replace("==", "-")
     cache.mkdir(parents=True, exist_ok=True)
     python, done = folder / "bin" / "python", folder / "done"

@@ -86,7 +86,8 @@ def assert_gone(lab: Lab) -> None:
     """No object of isles is in the cluster, and no process on its nodes."""
 
     def objects() -> list[str]:
-        kinds = ("pods", "jobs.batch", "services", "configmaps", "secrets", "jobsets", "trainjobs")
+        kinds = ["pods", "jobs.batch", "services", "configmaps", "secrets", "jobsets", "trainjobs",
+                 "trainingruntimes"]  # fmt: skip
         found = [json.loads(kubectl(lab, "get", kind, "-o", "json")) for kind in kinds]
         return [item["metadata"]["name"] for each in found for item in each["items"]]
 
@@ -171,6 +172,14 @@ def test_a_start_that_cannot_be_says_why_and_leaves_nothing(lab: Lab, cluster: P
         text = isles(lab, "train", "never.yaml", expected=code)
         assert says in text and "fix: " in text and "launcher." in text.split("fix: ")[-1], text
         assert_gone(lab)
+    # Refused half-way: the owner is there, and what it needs is not.
+    (cluster / "refused").write_text("Secret")
+    for flavour in ("job", "trainjob"):
+        prepare(lab, "never", launcher={"flavour": flavour, "keep_job": "1h"})
+        text = isles(lab, "train", "never.yaml", expected=ExitCode.USER)
+        assert "exceeded quota" in text and f"deleting {flavour}" in text, text
+        assert_gone(lab)
+    (cluster / "refused").unlink()
     # Interrupted, and an error that only the first pod can find.
     prepare(lab, "never", launcher={"image": "isles:test", "resources": {"a/gpu": "1"}})
     following = start(lab, "never")

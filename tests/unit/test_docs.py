@@ -131,19 +131,13 @@ def test_commands_between_backticks_exist() -> None:
     assert not unknown, unknown
 
 
-def own_words(page: Path) -> str:
-    """A page without the names of other tools: on coming-from.md, what is left in its tables."""
-    is_of_others = page.name == "coming-from.md"
-    return re.sub(r"(?m)^\|[^|]*\|", "|", read(page)) if is_of_others else read(page)
-
-
 def test_keys_and_ids_between_backticks_exist() -> None:
     sections = {*run_schema()["properties"], "launcher"}
     roots = sections | {id.partition(".")[0] for id in (*by_id(), *IDS)}
     unknown = [
         f"{page.name}: {name}"
         for page in ALL_PAGES
-        for name in re.findall(r"`([a-z_]+(?:\.[a-z0-9_]+)+)(?:`|: )", own_words(page))
+        for name in re.findall(r"`([a-z_]+(?:\.[a-z0-9_]+)+)(?:`|: )", without_others(page))
         if name.partition(".")[0] in roots
         and not name.endswith(FILES)
         and not (is_key(name) or name in by_id() or name in IDS or name in NO_KEYS)
@@ -253,6 +247,12 @@ def is_script(name: str) -> bool:
     places = [folder / name for folder in (ROOT, *EXAMPLES, *(e / "scripts" for e in EXAMPLES))]
     scripts = (path for example in EXAMPLES for path in example.rglob("*.py"))
     return any(p.exists() for p in places) or any(f'"{name}"' in read(path) for path in scripts)
+
+
+def without_others(page: Path) -> str:
+    """The text of a page without the names of other tools, a table's first column."""
+    text = read(page)
+    return re.sub(r"^\|[^|]*", "", text, flags=re.M) if page.name == "coming-from.md" else text
 
 
 @cache

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+import isles
 from isles.config.load import load_run_file
 from isles.errors import ConfigErrors
 from isles.launch.render import render
@@ -40,6 +41,7 @@ clusters:
     autostop: 10m
 """
 AT = "clusters.0."
+TEMPLATES = Path(isles.__file__).parent / "config" / "templates"
 ONE_NODE = (
     f"{AT}nodes=1",
     f"{AT}device=cpu",
@@ -126,14 +128,20 @@ def test_the_real_skypilot_loads_every_task(tmp_path: Path) -> None:
         "    found[path] = [task.num_nodes, cards, codes]\n"
         "print(json.dumps(found))\n"
     )
-    # What is mounted from here must be here.
     paths = []
     for name, overrides in GOLDEN.items():
         paths.append(tmp_path / name)
         paths[-1].write_text(rendered(tmp_path, *overrides))
+    card = "clusters=[{gpus_per_node: 8, launcher: {kind: skypilot, accelerators: [H100]}}]"
+    for template in sorted(TEMPLATES.glob("*.yaml")):
+        paths.append(tmp_path / f"task-{template.name}")
+        loaded = load_run_file(template, [card])
+        paths[-1].write_text(render(loaded, "skypilot", overrides=[card]).text)
+    assert len(paths) > 8
     command = [skypilot_python(), "-c", program, *paths]
     done = run_program(command, cwd=tmp_path, env={**os.environ, "HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-    two, one, other = json.loads(done.stdout.splitlines()[-1]).values()
+    two, one, other, *templates = json.loads(done.stdout.splitlines()[-1]).values()
     assert two == [2, ["{'A100-80GB': 8}", "{'H100': 8}"], [[85], [85]]]
     assert one == [1, ["None"], [[85]]] and other == [2, ["None"], [[85]]]
+    assert all(found == [1, ["{'H100': 8}"], [[85]]] for found in templates), templates

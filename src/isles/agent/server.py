@@ -267,7 +267,8 @@ class RendezvousServer:
             if not is_proof(first.get("proof"), self._token, challenge, "agent"):
                 raise Refusal(
                     f"an agent at {address} does not know the token of this start of the run",
-                    "start the agent with the token that `isles train` has printed or placed",
+                    "start the agent with the token that `isles train` has printed or placed; of a "
+                    "run that is running another start is refused: isles status, isles stop",
                 )
             mine = {"proof": proof(self._token, str(first["challenge"]), "coordinator")}
             if "fetch" in first:

@@ -22,10 +22,11 @@ from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved
 from isles.config.sections.cluster import PbsLauncherConfig, SlurmLauncherConfig
 from isles.errors import PreflightError, UserError
+from isles.launch.base import resolve_for_nodes
 from isles.launch.container.enter import Container, container_record, step_options
 from isles.launch.queue.script import JobText, slurm_options
 from isles.launch.queue.slurm import Slurm
-from isles.launch.queue.submit import in_workdir, resolve_for_job
+from isles.launch.queue.submit import in_workdir
 from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.shell import Shell
 from isles.run.env import allocation
@@ -77,7 +78,7 @@ def check_in_job(run: RunFacts, timeout_s: float) -> Found:
             "clusters.0.launcher.check=true: the job itself checks its nodes first",
         )
     with in_workdir(loaded) as workdir:
-        resolved = resolve_for_job(loaded)
+        resolved = resolve_for_nodes(loaded)
         with _folder(run.output_dir, loaded, resolved) as folder:
             output = _srun(resolved, launcher, folder, workdir, timeout_s)
             record: dict[str, Any] | None = read_record(RunDir(folder).attempt(1).findings)

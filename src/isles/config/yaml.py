@@ -360,6 +360,24 @@ def dump_yaml(data: Mapping[str, object]) -> str:
     return "".join(f"{line}\n" for line, _ in yaml_lines(data))
 
 
+def dump_for_others(data: Mapping[str, object]) -> str:
+    """A mapping as YAML that other tools read: texts of several lines as blocks, no aliases."""
+    return yaml.dump(data, Dumper=_BlockDumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+class _BlockDumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_BlockDumper.add_representer(str, _block)
+
+
 def yaml_lines(data: Mapping[str, object], path: KeyPath = ()) -> list[tuple[str, KeyPath | None]]:
     """The lines of a mapping as block YAML, each with the path of the leaf on it, if any."""
     lines: list[tuple[str, KeyPath | None]] = []

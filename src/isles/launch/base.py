@@ -99,6 +99,15 @@ def resolve_checked(
     return resolved
 
 
+def resolve_for_nodes(loaded: Loaded, *, needs_data: bool = True) -> Resolved:
+    """`resolve_checked` with the ranks of nodes of which only the run file speaks."""
+    cluster = loaded.config.clusters[0]
+    assert isinstance(cluster.gpus_per_node, int), "a rule asks for it"
+    nproc = (cluster.gpus_per_node,) * cluster.max_nodes
+    device: Literal["cuda", "cpu"] = "cpu" if cluster.device == "cpu" else "cuda"
+    return resolve_checked(loaded, needs_data=needs_data, nproc=nproc, device=device)
+
+
 def resolve_here(loaded: Loaded, warn: PrintLine, *, needs_data: bool) -> Resolved:
     """`resolve_checked` for the GPUs of this machine; `warn` takes a warning about them."""
     finding = find_gpus()

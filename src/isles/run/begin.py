@@ -151,6 +151,7 @@ def new_attempt(
     now: Clock = time.time,
     *,
     typed: str = "",
+    token: str = "",
 ) -> Attempt:
     """The folder of the next start of a run, claimed for this process.
 
@@ -160,6 +161,7 @@ def new_attempt(
     Args:
         run_file_text: the run file of this start; kept beside its logs if it is not the first's.
         typed: the command that goes on with this run, as its user would type it.
+        token: by which its agents know one another; empty: a new one.
 
     Raises:
         UserError: the run is running, or the folder cannot be written.
@@ -167,6 +169,7 @@ def new_attempt(
     folder = run_dir.path / "attempts"
     with clear_errors(folder):
         folder.mkdir(exist_ok=True)
+        first = run_dir.run_file.read_text(encoding="utf-8") if run_dir.run_file.is_file() else None
         while True:
             # One look decides both, so that nobody can start in between.
             last = run_dir.last_attempt()
@@ -175,7 +178,13 @@ def new_attempt(
             attempt = run_dir.attempt(last.number + 1 if last else 1)
             staged = Path(tempfile.mkdtemp(prefix=f".{attempt.path.name}-", dir=folder))
             try:
-                _fill_attempt(run_dir, Attempt(staged, attempt.number), run_file_text, now(), typed)
+                staged.chmod(0o755)
+                made = Attempt(staged, attempt.number)
+                claim = {**ProcessId.of(os.getpid()).record(), "begun_at": now(), "typed": typed}
+                write_record(made.launch, {"attempt": made.number, **claim})
+                write_secret(made.token, token or secrets.token_hex(16))
+                if run_file_text is not None and run_file_text != first:
+                    write_text_atomic(staged / "run.yaml", run_file_text)
                 staged.rename(attempt.path)
             except OSError as error:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -222,18 +231,6 @@ def claim_of(attempt: Attempt) -> dict[str, Any]:
     """Fields of the launch record that `new_attempt` has written, and later ones keep."""
     claim = read_record(attempt.launch) or {}
     return {"begun_at": claim.get("begun_at", time.time()), "typed": claim.get("typed", "")}
-
-
-def _fill_attempt(
-    run_dir: RunDir, attempt: Attempt, text: str | None, now_s: float, typed: str
-) -> None:
-    attempt.path.chmod(0o755)
-    claim = {**ProcessId.of(os.getpid()).record(), "begun_at": now_s, "typed": typed}
-    write_record(attempt.launch, {"attempt": attempt.number, **claim})
-    write_secret(attempt.token, secrets.token_hex(16))
-    first = run_dir.run_file.read_text(encoding="utf-8") if run_dir.run_file.is_file() else None
-    if text is not None and text != first:
-        write_text_atomic(attempt.path / "run.yaml", text)
 
 
 def _next_run(resolved: Resolved, found: Found | None = None) -> RunDir:

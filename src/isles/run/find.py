@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from isles.errors import UserError
 from isles.run.env import named_elsewhere
-from isles.run.paths import RunDir
+from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
 from isles.run.remote import (
@@ -53,6 +54,16 @@ def numbered_runs(output_dir: Path, name: str) -> list[tuple[int, RunDir]]:
         if match and match["name"] == name:
             found.append((int(match["number"]), RunDir(path)))
     return sorted(found, key=lambda entry: entry[0])
+
+
+def find_attempt(output_dir: Path, name: str, token: str) -> tuple[RunDir, Attempt] | None:
+    """The newest attempt that a start with this token has made; None: it has made none."""
+    for _, run_dir in reversed(numbered_runs(output_dir, name)):
+        for attempt in reversed(run_dir.attempts()):
+            with suppress(OSError):
+                if attempt.token.read_text(encoding="utf-8").strip() == token:
+                    return run_dir, attempt
+    return None
 
 
 def find_any(given: str | None, output_dir: Path) -> Run:

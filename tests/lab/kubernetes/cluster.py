@@ -11,7 +11,6 @@ every manifest (the schemas are checked elsewhere).
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import secrets
@@ -195,9 +194,8 @@ class Cluster:
         item = self.items[kind.lower(), named]
         folder = FOLDER / "mounted" / pod["metadata"]["name"] / volume["name"]
         folder.mkdir(parents=True)
-        for key, value in item["data"].items():
-            text = base64.b64decode(value) if kind == "secret" else value.encode()
-            (folder / key).write_bytes(text)
+        for key, value in item.get("data", item.get("stringData")).items():
+            (folder / key).write_text(value)
         return f"{THERE}/mounted/{pod['metadata']['name']}/{volume['name']}"
 
     def event(self, item: Item, reason: str, text: str) -> None:
@@ -312,11 +310,12 @@ class Cluster:
             return {"code": 1, "stderr": f"{error.args[0]}\n"}
 
     def do_create(self, words: list[str], stdin: str) -> Item:
-        if words[0] == "secret":
-            data = {"start": base64.b64encode(stdin.encode()).decode()}
-            self.add({"kind": "Secret", "metadata": {"name": words[2]}, "data": data})
-            return {"code": 0, "stdout": f"secret/{words[2]} created\n"}
-        return {"code": 0, "stdout": json.dumps(self.add(json.loads(stdin)))}
+        item = json.loads(stdin)
+        refused = FOLDER / "refused"  # a test has written a kind there
+        if refused.exists() and item["kind"] == refused.read_text():
+            text = f"{item['kind'].lower()}s is forbidden: exceeded quota"
+            raise LookupError(f"Error from server (Forbidden): {text}")
+        return {"code": 0, "stdout": json.dumps(self.add(item))}
 
     def do_patch(self, words: list[str], stdin: str) -> Item:
         item = self.find(words[0], words[1])

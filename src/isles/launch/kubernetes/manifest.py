@@ -7,14 +7,13 @@ import math
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import yaml
 
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved
 from isles.config.sections.kubernetes import KubernetesLauncherConfig
+from isles.config.yaml import dump_for_others
 from isles.errors import ExitCode
 from isles.launch.ssh.environment import quoted, setting_lines
 
@@ -77,11 +76,10 @@ class Manifest:
     resume: str = "auto"
     typed: str = ""
     suspend: bool = False
-    labels: dict[str, str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        labels = {"app.kubernetes.io/managed-by": "isles", LABEL: self.name}
-        object.__setattr__(self, "labels", labels)
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"app.kubernetes.io/managed-by": "isles", LABEL: self.name}
 
     @property
     def launcher(self) -> KubernetesLauncherConfig:
@@ -102,8 +100,7 @@ class Manifest:
 
     def text(self) -> str:
         """The objects as YAML."""
-        docs = [yaml.dump(each, Dumper=_Dumper, sort_keys=False) for each in self.objects()]
-        return "---\n".join(docs)
+        return "---\n".join(dump_for_others(each) for each in self.objects())
 
     def owner(self) -> Object:
         """The Job, JobSet or TrainJob; Kubernetes deletes the other objects with it."""
@@ -129,10 +126,10 @@ class Manifest:
         if self.launcher.flavour != "trainjob":
             return []
         job = self._job()
-        spec = {"mlPolicy": {"numNodes": job["completions"]}, "template": {"spec": {}}}
-        spec["template"]["spec"] = self._jobset(job)
+        jobset = self._jobset(job)
         # Its own controller decides when a TrainJob is over, and keeps its JobSet until then.
-        spec["template"]["spec"].pop("ttlSecondsAfterFinished")
+        del jobset["ttlSecondsAfterFinished"]
+        spec = {"mlPolicy": {"numNodes": job["completions"]}, "template": {"spec": jobset}}
         return [self._object(_TRAINER_API, "TrainingRuntime", spec)]
 
     def others(self, owner_uid: str = "") -> list[Object]:
@@ -189,7 +186,7 @@ class Manifest:
         return {"apiVersion": _JOB_API, "kind": "Job", "metadata": metadata, "spec": spec}
 
     def _object(self, api: str, kind: str, spec: Object | None, **more: Any) -> Object:
-        metadata: Object = {"name": self.name, "labels": dict(self.labels)}
+        metadata: Object = {"name": self.name, "labels": self.labels}
         body = {"spec": spec} if spec is not None else {}
         return {"apiVersion": api, "kind": kind, "metadata": metadata, **body, **more}
 
@@ -232,7 +229,7 @@ class Manifest:
                 ]
             },
             "template": {
-                "metadata": {"labels": dict(self.labels)},
+                "metadata": {"labels": self.labels},
                 "spec": self._pod(lines, resources),
             },
         }
@@ -295,18 +292,3 @@ _POD = "isles.launch.kubernetes.pod"
 def _toleration(values: dict[str, Any]) -> Object:
     found = {key: value for key, value in values.items() if value is not None}
     return {**found, "operator": "Equal" if "value" in found else "Exists"}
-
-
-class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as blocks, and no aliases."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
-    style = "|" if "\n" in data else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
-
-
-_Dumper.add_representer(str, _text)

@@ -26,10 +26,10 @@ from isles.errors import ConfigErrors, ExitCode, UserError
 from isles.launch.kubernetes.manifest import FILES, SECRET
 from isles.launch.queue.job import Allocation, JobNode
 from isles.run.env import pod_address, pod_index
-from isles.run.find import numbered_runs
+from isles.run.find import find_attempt
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record, write_secret
+from isles.run.records import read_record
 
 _AGAIN = int(ExitCode.REQUEUE)
 _LINGER_S = 10.0
@@ -79,35 +79,35 @@ def main() -> int:
     try:
         given = json.loads((Path(SECRET) / "start").read_text(encoding="utf-8"))
         if index == 0:
-            run_dir, attempt = _open(start, given)
-            return _first(process, run_dir, attempt)
+            return _first(process, start, given)
         return _other(process, index, start, given["token"])
     except UserError as error:
         sys.stdout.write(f"error: {error}\n")
         return int(error.exit_code)
 
 
-def _first(process: _Process, run_dir: RunDir, attempt: Attempt) -> int:
+def _first(process: _Process, start: Mapping[str, str], given: Mapping[str, str]) -> int:
+    from isles.launch.base import Started
     from isles.launch.remote.login import started_line
     from isles.run.begin import write_launch
 
+    resolved = load_resolved(_file("resolved.yaml"))
+    run_dir, attempt = _find(resolved, given["token"]) or _begin(resolved, start, given)
+    resumed_from = (read_record(attempt.fleet) or {}).get("resume_from")
     command = [sys.executable, "-m", "isles.agent", str(run_dir.path)]
     command += ["--attempt", str(attempt.number)]
-    launch = read_record(attempt.launch) or {}
     with attempt.agent_log.open("ab") as log:
         process.start(command, log)
     write_launch(
         attempt,
         ProcessId.of(process.pid),
-        world_size=launch["world_size"],
-        device=launch["device"],
+        world_size=resolved.world_size,
+        device=resolved.device,
         command=tuple(command),
-        resumed_from=launch.get("resumed_from"),
+        resumed_from=Path(resumed_from) if resumed_from else None,
         launcher="kubernetes",
-        job_id=launch["job_id"],
+        job_id=start["job"],
     )
-    from isles.launch.base import Started
-
     sys.stdout.write(f"{started_line(Started(run_dir, attempt, None))}\n")
     sys.stdout.write(f"the coordinator of {run_dir.name} runs; its log is {attempt.agent_log}\n")
     sys.stdout.flush()
@@ -133,57 +133,41 @@ def _other(process: _Process, index: int, start: Mapping[str, str], token: str) 
     code = process.wait()
     if code < 0:
         return 128 - code
-    found = _find(resolved, start)
+    found = _find(resolved, token)
     outcome = (read_record(found[1].outcome) if found is not None else None) or {}
     is_over = bool(outcome) and not outcome.get("may_go_on")
     return 0 if is_over or code == 0 else _AGAIN
 
 
-def _open(start: Mapping[str, str], given: Mapping[str, str]) -> tuple[RunDir, Attempt]:
-    # The attempt of this start: that of an earlier pod, or a new one.
+def _begin(
+    resolved: Resolved, start: Mapping[str, str], given: Mapping[str, str]
+) -> tuple[RunDir, Attempt]:
+    # The attempt of this start, of which no earlier pod has made one.
     from isles.launch.base import make_fleet
     from isles.launch.ssh.node import issues
-    from isles.run.begin import begin_run, new_attempt, write_launch
+    from isles.run.begin import begin_run, new_attempt
     from isles.run.nodes import FleetNode
 
-    text, resolved = _file("run.yaml"), load_resolved(_file("resolved.yaml"))
-    if (there := _find(resolved, start)) is not None:
-        return there
+    text = _file("run.yaml")
     asked = {"config": resolved.config.model_dump(), "origins": resolved.origins}
     if found := issues({**asked, "text": text, "path": "run.yaml"})["issues"]:
         more = [UserError(i["what"], where=i["where"], fix=i["fix"], id=i["id"]) for i in found]
         raise more[0] if len(more) == 1 else ConfigErrors(more)  # type: ignore[arg-type]
     begun = begin_run(resolved, text, start["resume"], join=given["join"])
     run_dir = RunDir(begun.run_dir.path.absolute())
-    attempt = new_attempt(run_dir, text, typed=start["typed"])
-    write_secret(attempt.token, given["token"])
+    attempt = new_attempt(run_dir, text, typed=start["typed"], token=given["token"])
     nodes = resolved.config.clusters[0].max_nodes
     nproc = resolved.world_size // nodes
     names = [f"{start['prefix']}-{node}" for node in range(nodes)]
     places = [FleetNode(n, name, None, name, nproc) for n, name in enumerate(names)]
     make_fleet(resolved, places, port=0, resume_from=begun.resume_from).write(attempt)
-    write_launch(
-        attempt,
-        ProcessId.of(os.getpid()),
-        world_size=resolved.world_size,
-        device=resolved.device,
-        command=tuple(sys.argv),
-        resumed_from=begun.resume_from,
-        launcher="kubernetes",
-        job_id=start["job"],
-    )
     if begun.note:
         sys.stdout.write(f"{begun.note}\n")
     return run_dir, attempt
 
 
-def _find(resolved: Resolved, start: Mapping[str, str]) -> tuple[RunDir, Attempt] | None:
-    folder = Path(resolved.config.output_dir).expanduser().absolute()
-    for _, run_dir in reversed(numbered_runs(folder, resolved.config.name)):
-        for attempt in run_dir.attempts():
-            if (read_record(attempt.launch) or {}).get("job_id") == start["job"]:
-                return run_dir, attempt
-    return None
+def _find(resolved: Resolved, token: str) -> tuple[RunDir, Attempt] | None:
+    return find_attempt(Path(resolved.config.output_dir), resolved.config.name, token)
 
 
 class _Process:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import secrets
 import time
-from contextlib import suppress
 from typing import Any, Literal
 
 from isles.config.load import Loaded
@@ -61,9 +60,10 @@ def start_kubernetes(
             hand_back()
         except BaseException:
             options.print_line(f"deleting {launcher.flavour} {name}")
-            # A KeyboardInterrupt of a second signal may come here as well.
-            with suppress(PreflightError):
+            try:
                 kubectl.delete(launcher.flavour, name, is_at_once=True)
+            except UserError as error:
+                options.warn(f"{error}")
             raise
     place = Place(
         context=launcher.context,
@@ -102,13 +102,13 @@ def _create(kubectl: Kubectl, manifest: Manifest, join: str) -> None:
     owned = {"metadata": {"ownerReferences": [manifest.reference(uid)]}}
     for item in before:
         _patch(kubectl, item["kind"].lower(), name, owned)
-    for item in manifest.others(uid):
+    others = manifest.others(uid)
+    # It goes through a pipe: no command line, no manifest that is shown and no file here has it.
+    # With its owner from the beginning: a start that is killed here leaves no token behind.
+    start = json.dumps({"token": secrets.token_hex(16), "join": join})
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": others[0]["metadata"]}
+    for item in (*others, {**secret, "stringData": {"start": start}}):
         kubectl.create(item)
-    # It goes through a pipe: no command line, no manifest and no file here has it.
-    secret = json.dumps({"token": secrets.token_hex(16), "join": join})
-    kubectl.ask("create", "secret", "generic", name, "--from-file=start=/dev/stdin", stdin=secret)
-    owned["metadata"] |= {"labels": manifest.labels}  # type: ignore[dict-item]
-    _patch(kubectl, "secret", name, owned)
     _patch(kubectl, KINDS[flavour][0], name, {"spec": {"suspend": False}})
 
 

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
 from isles.config.sections.cluster import PbsLauncherConfig, SlurmLauncherConfig
 from isles.config.show import show
 from isles.errors import ConfigError, ExitCode, PreflightError, UserError
-from isles.launch.base import Started, StartOptions, check_packages, next_attempt, resolve_checked
+from isles.launch.base import Started, StartOptions, check_packages, next_attempt, resolve_for_nodes
 from isles.launch.container.enter import Container, container_record, find_runtime
 from isles.launch.container.image import require_image
 from isles.launch.queue.job import Scheduler, words_of
@@ -63,7 +63,7 @@ def start_in_queue(
     if not options.dry_run:
         _refuse_inside_job(options.path, queue)
     with in_workdir(loaded) as workdir:
-        resolved = resolve_for_job(loaded)
+        resolved = resolve_for_nodes(loaded)
         if isinstance(launcher, PbsLauncherConfig):
             launcher = _known(launcher, options)
         config, nodes = resolved.config, resolved.config.clusters[0].max_nodes
@@ -128,20 +128,6 @@ def in_workdir(loaded: Loaded) -> Iterator[Path]:
         )
     with chdir(folder):
         yield folder
-
-
-def resolve_for_job(loaded: Loaded) -> Resolved:
-    """The run with the ranks of its nodes, of which only the run file speaks.
-
-    Raises:
-        ConfigErrors: every issue.
-    """
-    cluster = loaded.config.clusters[0]
-    assert isinstance(cluster.gpus_per_node, int), "a rule asks for it"
-    device: Literal["cuda", "cpu"] = "cpu" if cluster.device == "cpu" else "cuda"
-    return resolve_checked(
-        loaded, nproc=(cluster.gpus_per_node,) * cluster.max_nodes, device=device
-    )
 
 
 def submit(queue: Scheduler, attempt: Attempt, loaded: Loaded) -> str:

@@ -36,6 +36,9 @@ _START_S = 600.0
 _CONNECT_S = 5.0
 """Longest wait for a host that the user waits for."""
 
+_PROXY_S = 20.0
+"""As long more for nodes of SkyPilot, which are often behind a program that begins each time."""
+
 
 class LoginError(UserError):
     """An error that isles on the login node has printed, as it is."""
@@ -207,7 +210,7 @@ def remote_isles(
 ) -> list[str]:
     """The command line, to be run here, that runs an isles command on a host of a run; empty: on
     the one that has the run directory."""
-    shell = Shell(host or run.ssh, connect_timeout_s)
+    shell = Shell(host or run.ssh, connect_timeout_s + _more_s(run))
     return shell.argv(["bash", "-c", remote_script(run, words)])
 
 
@@ -219,8 +222,13 @@ def ask_isles(
     Raises:
         PreflightError: the host cannot be reached, or has not answered in time.
     """
-    shell = Shell(host or run.ssh, _CONNECT_S)
-    return shell.run(["bash", "-c", remote_script(run, words)], timeout_s=timeout_s)
+    shell = Shell(host or run.ssh, _CONNECT_S + _more_s(run))
+    command = ["bash", "-c", remote_script(run, words)]
+    return shell.run(command, timeout_s=timeout_s + _more_s(run))
+
+
+def _more_s(run: RemoteRun) -> float:
+    return _PROXY_S if run.launcher == "skypilot" else 0.0
 
 
 def pass_on(run: RemoteRun, words: Sequence[str]) -> int:

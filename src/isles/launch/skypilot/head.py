@@ -14,22 +14,20 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from isles import __version__
 from isles.config.load import load_run_file
-from isles.config.resolve import Resolved
 from isles.errors import ConfigErrors, PreflightError, UserError
-from isles.launch.base import check_packages, make_fleet, resolve_checked
+from isles.launch.base import check_packages, make_fleet, resolve_for_nodes
 from isles.launch.manual import node_environ
 from isles.launch.remote.login import STARTED
 from isles.launch.ssh.environment import path_elsewhere
 from isles.run.begin import begin_run, new_attempt, write_launch
 from isles.run.env import SkyStart, take_sky_start
-from isles.run.find import numbered_runs
+from isles.run.find import find_attempt
 from isles.run.nodes import FleetNode
 from isles.run.process import ProcessId
-from isles.run.records import clear_errors, write_secret
+from isles.run.records import clear_errors
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -61,32 +59,30 @@ def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]
             fix="write the task file again: isles render --to skypilot",
             id="start.refused",
         )
-    assert isinstance(cluster.gpus_per_node, int), "a rule asks for it"
-    device: Literal["cpu", "cuda"] = "cpu" if cluster.device == "cpu" else "cuda"
-    nproc = (cluster.gpus_per_node,) * cluster.max_nodes
-    resolved = resolve_checked(loaded, nproc=nproc, device=device)
+    resolved = resolve_for_nodes(loaded)
     check_packages(resolved)
     # SkyPilot starts a managed job again as it was: that goes on with what its first start began.
-    resume = "auto" if _has_begun(resolved, start.token) else options.resume
+    folder = Path(resolved.config.output_dir).expanduser()
+    has_begun = find_attempt(folder, resolved.config.name, start.token) is not None
+    resume = "auto" if has_begun else options.resume
     begun = begin_run(resolved, loaded.text, resume, join=start.join)
     run_dir = begun.run_dir
-    attempt = new_attempt(run_dir, loaded.text, typed=options.typed)
+    attempt = new_attempt(run_dir, loaded.text, typed=options.typed, token=start.token)
     nodes = [
-        FleetNode(node, address, None, address, cluster.gpus_per_node)
+        FleetNode(node, address, None, address, int(cluster.gpus_per_node))
         for node, address in enumerate(start.addresses)
     ]
     fleet = make_fleet(resolved, nodes, port=cluster.network.port, resume_from=begun.resume_from)
     command = [sys.executable, "-m", "isles.agent", str(run_dir.path.absolute())]
     command += ["--attempt", str(attempt.number)]
     with clear_errors(attempt.path):
-        write_secret(attempt.token, start.token)
         fleet.write(attempt)
     # The agent takes the place of this process, and keeps its number.
     write_launch(
         attempt,
         ProcessId.of(os.getpid()),
         world_size=fleet.world_size,
-        device=device,
+        device=fleet.device,
         command=tuple(command),
         resumed_from=begun.resume_from,
         launcher="skypilot",
@@ -94,22 +90,11 @@ def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]
     os.environ.update(node_environ(run_dir, fleet, 0))
     path = run_dir.path.absolute()
     record = {"version": __version__, "path": str(path), "attempt": attempt.number}
-    record["elsewhere"] = path_elsewhere(path, resolved.config)
+    record |= {"elsewhere": path_elsewhere(path, resolved.config), "home": str(Path.home())}
     note = f"{begun.note}\n" if begun.note else ""
     sys.stdout.write(f"{note}{STARTED}{json.dumps(record)}\n")
     sys.stdout.flush()
     return command
-
-
-def _has_begun(resolved: Resolved, token: str) -> bool:
-    # Whether the newest run of this name was begun by an earlier start of this very task.
-    folder = Path(resolved.config.output_dir).expanduser()
-    runs = numbered_runs(folder, resolved.config.name)
-    attempt = runs[-1][1].last_attempt() if runs else None
-    try:
-        return attempt is not None and attempt.token.read_text(encoding="utf-8").strip() == token
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

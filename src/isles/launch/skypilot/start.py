@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from isles import __version__
 from isles.config.load import Loaded
@@ -29,7 +29,7 @@ from isles.config.sections.cluster import SkypilotLauncherConfig
 from isles.config.show import show
 from isles.errors import ConfigError, PreflightError, UserError
 from isles.facts.units import format_duration
-from isles.launch.base import Started, StartOptions, resolve_checked
+from isles.launch.base import Started, StartOptions, resolve_for_nodes
 from isles.launch.remote.login import STARTED, started_elsewhere
 from isles.launch.remote.setup import wheel_bytes, wheel_name
 from isles.launch.skypilot.task import TaskText, node_cluster, secret_names, task_file
@@ -60,19 +60,15 @@ def start_skypilot(
         ConfigErrors: every issue in the run file.
         UserError: sky is not here, or does not start the run; nothing is left running then.
     """
-    cluster = loaded.config.clusters[0]
-    assert isinstance(cluster.gpus_per_node, int), "a rule asks for it"
-    device: Literal["cuda", "cpu"] = "cpu" if cluster.device == "cpu" else "cuda"
-    nproc = (cluster.gpus_per_node,) * cluster.max_nodes
     # The data is on the nodes, and the first of them looks for it.
-    resolved = resolve_checked(loaded, needs_data=False, nproc=nproc, device=device)
+    resolved = resolve_for_nodes(loaded, needs_data=False)
     if launcher.managed and options.cluster:
         raise ConfigError(
             f"the cluster {options.cluster} is a managed job, which isles cannot follow",
             where=loaded.where("clusters.0.launcher.managed"),
             fix="use managed: false, or start it by itself with a join line: isles join",
         )
-    start = _SkyStart(loaded, launcher, options, device)
+    start = _SkyStart(loaded, launcher, options, resolved.device)
     if options.dry_run:
         words = shlex.join(start.submit_words("TASK.yaml"))
         return f"{show(resolved).rstrip()}\n\n{words} would take this task:\n\n{start.task(None)}"
@@ -157,7 +153,7 @@ class _SkyStart:
                 self._submit(self.submit_words(str(path)))
                 begun = {} if managed else self._begun()
                 hand_back()
-            except (UserError, KeyboardInterrupt):
+            except BaseException:
                 self._give_up()
                 raise
         if managed:
@@ -170,7 +166,9 @@ class _SkyStart:
             )
         there = node_cluster(self._loaded.config.clusters[0])
         assert there.workdir is not None
-        lines = setting_lines(there, there.workdir)
+        # SkyPilot's backend for Slurm gives a job a home that a command of ssh has not.
+        home = f"export HOME={shlex.quote(begun['home'])}"
+        lines = [home, *setting_lines(there, there.workdir)]
         num = there.max_nodes
         hosts = [self._name, *(f"{self._name}-worker{node}" for node in range(1, num))]
         python = python_of(there.environment)
@@ -263,18 +261,21 @@ class _SkyStart:
 
     def _give_up(self) -> None:
         # End what this start has begun: the job, or the machines with it.
-        if self._launcher.managed:
-            commands = [["sky", "jobs", "cancel", "--yes", self._job]] if self._job else []
-        elif not self._was_there:
-            commands = [["sky", "down", "--yes", self._name]]
+        managed = self._launcher.managed
+        if not managed and not self._was_there:
+            words = ["sky", "down", "--yes", self._name]
+        elif self._job:
+            where = ["jobs", "cancel", "--yes"] if managed else ["cancel", "--yes", self._name]
+            words = ["sky", *where, self._job]
         else:
-            commands = [["sky", "cancel", "--yes", self._name, self._job]] if self._job else []
-        for words in commands:
-            self._options.print_line(shlex.join(words))
-            # A cluster that sky has never made, or taken back itself, cannot be ended.
-            is_done = self._ask(words, _DOWN_S) is not None
-            if not is_done and (self._launcher.managed or self._is_there()):
-                self._options.warn(f"{shlex.join(words)} has failed: type it by hand")
+            # Its server goes on with what it was told; other jobs may have the same name.
+            queue = "sky jobs queue" if managed else f"sky queue {self._name}"
+            self._options.warn(f"SkyPilot may have taken the job all the same: see {queue}")
+            return
+        self._options.print_line(shlex.join(words))
+        # A cluster that sky has never made, or taken back itself, cannot be ended.
+        if self._ask(words, _DOWN_S) is None and (managed or self._is_there()):
+            self._options.warn(f"{shlex.join(words)} has failed: type it by hand")
 
     def _ask(self, words: list[str], timeout_s: float = _ASK_S) -> str | None:
         # What a command prints; None: it has failed, or not ended in time.

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from isles import __version__
 from isles.config.load import Loaded
 from isles.config.sections.cluster import ClusterConfig, SkypilotLauncherConfig
+from isles.config.yaml import dump_for_others
 from isles.errors import ExitCode
 from isles.launch.base import ranks_text
 from isles.launch.queue.script import fill_template
@@ -66,10 +65,7 @@ def task_file(loaded: Loaded, task: TaskText) -> str:
     size += "" if cluster.max_nodes == 1 else f"{ranks} each"
     head = [f"{config.name}: {size}, on SkyPilot", f"written by isles {__version__}", *task.notes]
     comments = "".join(f"# {line}\n" for line in head)
-    text = yaml.dump(
-        _content(loaded, task), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000
-    )
-    return comments + text
+    return comments + dump_for_others(_content(loaded, task))
 
 
 def secret_names(launcher: SkypilotLauncherConfig, *, has_join: bool) -> list[str]:
@@ -162,15 +158,3 @@ def _run(loaded: Loaded, task: TaskText) -> str:
         text=loaded.text.rstrip("\n"),
         mark=mark,
     )
-
-
-class _Dumper(yaml.SafeDumper):
-    pass
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
