@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from isles.errors import UserError
+from isles.errors import ConfigError
 from isles.outer.bucket import BucketSettings
 from isles.outer.bucket.link import Link, Missing, as_refusal, copy, is_whole, refusal
 from isles.outer.bucket.replica import (
@@ -122,9 +122,7 @@ class BucketApi:
             return await self._replica.change(what, call, deadline_s)
         except Refusal as error:
             raise refused(error, self._settings.url) from error
-        except UserError as error:
-            if error.id != "bucket.refused":
-                raise
+        except ConfigError as error:
             raise as_refusal(error) from error
 
     async def _read(self, call: Callable[[], T]) -> T:
@@ -167,9 +165,7 @@ class BucketApi:
             )
         try:
             await self._there.open(deadline_s)
-        except UserError as error:
-            if error.id != "bucket.refused":
-                raise
+        except ConfigError as error:
             raise as_refusal(error) from error
 
     async def heartbeat(self, heartbeat: Heartbeat, deadline_s: float) -> HeartbeatAnswer:
