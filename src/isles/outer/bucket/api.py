@@ -258,16 +258,27 @@ class BucketApi:
             if answer.state == "committed":
                 return answer
             if (left_s := end - loop.time()) <= 0:
-                waits = ", ".join(answer.waits_for) or "nobody"
+                waits_for = await self._read(lambda: self._waits_for(answer))
                 raise DeadlineError(
                     f"outer step {outer_step} is {answer.state} after {deadline_s:.0f} s; "
-                    f"it waits for {waits}",
+                    f"it waits for {waits_for}",
                     where=self._settings.url,
                     fix="look at the clusters named; `wait: time_boxed` goes on without the slow",
                 )
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await changed.wait()
+
+    def _waits_for(self, answer: RoundAnswer) -> str:
+        core = self._replica.core
+        if answer.waits_for:
+            return ", ".join(answer.waits_for)
+        if answer.state == "averaging":
+            averager = int((core.journal.get("averager") or "0 0").split(" ")[1])
+            names = [row["name"] for row in core.membership.living() if row["number"] == averager]
+            return f"the average, which {' '.join(names) or 'the next cluster'} makes"
+        least = core.settings.min_clusters
+        return f"other clusters: it has {len(answer.contributed)} of {least} (outer.min_clusters)"
 
     async def fetch_average(self, answer: RoundAnswer, target: Path, deadline_s: float) -> None:
         step, digest = answer.outer_step, answer.digest
