@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -258,7 +259,7 @@ class BucketApi:
             if answer.state == "committed":
                 return answer
             if (left_s := end - loop.time()) <= 0:
-                waits_for = await self._read(lambda: self._waits_for(answer))
+                waits_for = await self._read(partial(self._waits_for, answer))
                 raise DeadlineError(
                     f"outer step {outer_step} is {answer.state} after {deadline_s:.0f} s; "
                     f"it waits for {waits_for}",
