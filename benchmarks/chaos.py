@@ -98,6 +98,8 @@ class Watch:
         cluster = self.run.clusters[name]
         everyone = kind.startswith("hub")
         pause(chance.uniform(0.0, 1.5))
+        is_away = everyone and self.run.is_bucket
+        kind = "bucket away" if is_away else kind
         fault = Fault(kind, "-" if everyone else name, self.round, time.time())
         fault.note = blow(self.run, cluster, chance)
         self.read()

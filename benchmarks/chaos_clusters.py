@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.buckets import BUCKET, CREDENTIALS
 
 START_S = 240.0
-BUCKET_URL = f"s3://{BUCKET}/runs"
+RUN, BUCKET_URL = "chaos", f"s3://{BUCKET}/runs"
 LONGEST_S = 12.0
 """So long the first cluster waits for the others, which is less than its deadline."""
 BATCHES = {"a": 12, "b": 8, "c": 6, "d": 6}
@@ -58,7 +58,7 @@ _SHAPE = {
     "tie_word_embeddings": True,
 }
 _RUN_FILE = """\
-name: {name}
+name: {run}
 output_dir: {folder}/runs
 model: {{{model}}}
 tokenizer: {{{tokenizer}}}
@@ -105,8 +105,8 @@ class Inputs:
         """The run file of a cluster, or of a plain run."""
         folder.mkdir(parents=True, exist_ok=True)
         text = _RUN_FILE.format(
-            name=name,
-            folder=folder,
+            run=RUN if outer else name,  # in a bucket clusters of one run meet
+            folder=folder / name if outer else folder,
             inputs=self.folder,
             model=self.model,
             tokenizer=self.tokenizer,
@@ -311,7 +311,7 @@ class Run:
             return found
         memory = Journal(Path(":memory:"))
         core = Core(self.folder / "state", Settings(), time.monotonic, memory)
-        Chain(open_store(f"{BUCKET_URL}/chaos", "this benchmark"), core).open()
+        Chain(open_store(f"{BUCKET_URL}/{RUN}", "this benchmark"), core).open()
         spans = memory.rows("SELECT * FROM blocks ORDER BY start")
         assert all(a["stop"] <= b["start"] for a, b in pairwise(spans)), "a sample twice"
         return [dict(row) for row in memory.rows("SELECT * FROM events")]

@@ -29,10 +29,30 @@ CREDENTIALS = {
 _STATUS = {403: "403 Forbidden", 503: "503 Slow Down", 507: "507 Insufficient Storage"}
 
 
-class Faults:
-    """moto's S3 with faults: a WSGI application around another."""
+App = Callable[..., Iterable[bytes]]
+"""A WSGI application."""
 
-    def __init__(self, app: Callable[..., Iterable[bytes]], folder: Path) -> None:
+
+def s3() -> App:
+    """moto's S3; as at a provider, one of several conditional writes succeeds."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+
+    app, lock = DomainDispatcherApplication(create_backend_app), threading.Lock()
+
+    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if "HTTP_IF_NONE_MATCH" not in environ:
+            return app(environ, start)  # type: ignore[no-any-return]
+        # moto looks whether the object is there, and writes then: two threads may both see nothing.
+        with lock:
+            return app(environ, start)  # type: ignore[no-any-return]
+
+    return answer
+
+
+class Faults:
+    """An S3 with faults: an application around another."""
+
+    def __init__(self, app: App, folder: Path) -> None:
         self._app, self._file = app, folder / "fault"
         self._chance = random.Random(0)
         self._lists: dict[str, tuple[str, Any, bytes]] = {}
@@ -62,8 +82,7 @@ class Faults:
                 # Half of them are done all the same, and nobody is told.
                 if self._chance.random() < 0.5:
                     b"".join(self._app(environ, lambda *_: None))
-                else:
-                    _drain(environ)
+                    environ["CONTENT_LENGTH"] = "0"  # the body is read
                 return _refuse(environ, start, 503, "SlowDown", "Please reduce your request rate")
             case "stale" if method == "GET" and "list-type" in environ["QUERY_STRING"]:
                 return self._list(environ, start)
@@ -84,28 +103,22 @@ class Faults:
         return [body]
 
 
-def _drain(environ: dict[str, Any]) -> None:
-    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-
-
 def _refuse(
     environ: dict[str, Any], start: Callable[..., Any], status: int, code: str, text: str
 ) -> Iterable[bytes]:
-    _drain(environ)
+    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{text}</Message></Error>"
     start(_STATUS[status], [("Content-Type", "application/xml")])
-    return [body.encode()]
+    return [body.encode()] if environ["REQUEST_METHOD"] != "HEAD" else []
 
 
 def main(folder: Path) -> None:
     import logging
 
-    from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    app = Faults(DomainDispatcherApplication(create_backend_app), folder)
-    server = make_server("127.0.0.1", 0, app, threaded=True)
+    server = make_server("127.0.0.1", 0, Faults(s3(), folder), threaded=True)
     partial = folder / "port.new"
     partial.write_text(str(server.server_port))
     partial.replace(folder / "port")

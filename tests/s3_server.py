@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.buckets import s3
 from tests.deadline import DEADLINE_S, until
 
 _REFUSALS = {
@@ -107,10 +108,9 @@ def s3_server(folder: Path) -> Iterator[Server]:
 
 def main(folder: Path) -> None:
     """Serve until killed."""
-    from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
-    moto: Any = DomainDispatcherApplication(create_backend_app)
+    moto = s3()
 
     def answer(environ: dict[str, Any], begin: Callable[..., Any]) -> Iterable[bytes]:
         door: dict[str, str] = {}
@@ -122,9 +122,9 @@ def main(folder: Path) -> None:
                 door["after"] = ""
                 (folder / "door.next").write_text(json.dumps(door))
                 (folder / "door.next").replace(folder / "door.json")
-            return moto(environ, begin)  # type: ignore[no-any-return]
+            return moto(environ, begin)
         if not door or not is_meant or door["after"] or door["path"] not in environ["PATH_INFO"]:
-            return moto(environ, begin)  # type: ignore[no-any-return]
+            return moto(environ, begin)
         (folder / "met").touch()
         if door["do"] == "hold":
             time.sleep(DEADLINE_S)
@@ -135,6 +135,8 @@ def main(folder: Path) -> None:
             with suppress(OSError):
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             begin(status, [("Content-Type", "application/xml")])
+            if environ["REQUEST_METHOD"] == "HEAD":
+                return []
             return [f"<Error><Code>{code}</Code><Message>{text}</Message></Error>".encode()]
         return moto(environ, begin)  # type: ignore[no-any-return]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,14 +10,18 @@ import pytest
 
 from isles.config.load import load_run_file
 from isles.errors import ConfigError, ConfigErrors
+from isles.outer.bucket import BucketSettings
+from isles.outer.bucket.api import BucketApi
 from isles.outer.bucket.chain import Chain
+from isles.outer.client.http import DeadlineError, RateLimit
+from isles.outer.client.spool import Spool
 from isles.outer.hub.core import Core
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.samples import Samples
 from isles.outer.messages import Applied, Contribution, Join, LeaseRequest
 from isles.run.objects import Folder, Store, StoreError, open_store, probe
-from tests.deadline import at_once
+from tests.deadline import DEADLINE_S, at_once
 from tests.outer_world import ZERO, member_id
 
 LOT = 8
@@ -149,6 +154,37 @@ def test_a_prefix_that_was_emptied_begins_anew_with_whoever_comes(
     b.chain.follow(looks_around=True)
     assert a.chain.number == b.chain.number == 1
     assert [row["name"] for row in b.core.membership.living()] == ["a"]
+
+
+def test_an_outer_step_that_lacks_clusters_says_so(tmp_path: Path, store: Store) -> None:
+    join = Join(
+        id=member_id("a"),
+        name="a",
+        identity={"layout": "a"},
+        codec="none",
+        pieces=[[4]],
+        version=0,
+        outer_params=[ZERO],
+    )
+
+    async def wait() -> None:
+        api = BucketApi(
+            BucketSettings(store.url, {"min_clusters": 2}),
+            join.id,
+            join.name,
+            Spool.of(tmp_path / "spool", join.pieces, join.version, 0),
+            up=RateLimit(0.0),
+            down=RateLimit(0.0),
+            report=str,
+            show=lambda _: None,
+        )
+        async with api:
+            await api.join(join, DEADLINE_S)
+            with pytest.raises(DeadlineError, match=r"it has 0 of 2 \(outer.min_clusters\)"):
+                await api.wait_round(0, 0.0)
+        api.close()
+
+    asyncio.run(wait())
 
 
 class Blind(Folder):

@@ -239,7 +239,7 @@ def test_a_bucket_that_refuses_is_named_once_and_at_the_end(
 def test_a_place_that_holds_a_secret_or_is_none_is_refused(
     run_file: Path, url: str, why: str
 ) -> None:
-    run_file.write_text(f"{run_file.read_text()}\ncheckpoint: {{remote: '{url}'}}\n")
+    text = run_file.read_text().replace("checkpoint:\n", f"checkpoint:\n  remote: '{url}'\n")
     with pytest.raises(ConfigErrors, match=why) as error:
-        load_run_file(run_file)
+        load_run_file(run_file, text=text)
     assert "hidden" not in str(error.value)

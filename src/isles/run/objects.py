@@ -80,6 +80,8 @@ class Store:
             raise _explained(error) from error
         if hasattr(self._fs, "retries"):
             self._fs.retries = 1  # we try again, and say so
+        # s3fs asks for the size before each object that it reads, to read long ones in parts.
+        self._reading = {"max_concurrency": 1} if protocol in ("s3", "s3a") else {}
         self._root: str = self._fs._strip_protocol(self.url)
 
     def _path(self, name: str) -> str:
@@ -94,7 +96,7 @@ class Store:
     def read(self, name: str) -> bytes | None:
         """The bytes of an object; None: there is none."""
         try:
-            return bytes(self._fs.cat_file(self._path(name)))
+            return bytes(self._fs.cat_file(self._path(name), **self._reading))
         except FileNotFoundError:
             return None
         except Exception as error:
@@ -212,7 +214,7 @@ class Folder(Store):
     def __init__(self, url: str) -> None:
         from fsspec.implementations.local import LocalFileSystem
 
-        self.url = url.rstrip("/")
+        self.url, self._reading = url.rstrip("/"), {}
         self._fs = LocalFileSystem(auto_mkdir=True)
         self._root = str(Path(self.url.removeprefix("file://")).expanduser().absolute())
 
@@ -324,7 +326,7 @@ def within(limit_s: float, work: Callable[[], T], waits_for: str) -> T:
 def _options(protocol: str) -> dict[str, Any]:
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if protocol in ("s3", "s3a"):
-        retries = {"max_attempts": 1, "mode": "standard"}
+        retries = {"total_max_attempts": 1, "mode": "standard"}
         options["config_kwargs"] = {
             "connect_timeout": _CONNECT_S,
             "read_timeout": _READ_S,

@@ -11,10 +11,11 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from isles.errors import UserError
+from isles.errors import ConfigError
 from isles.outer.bucket import BucketSettings
 from isles.outer.bucket.link import Link, Missing, as_refusal, copy, is_whole, refusal
 from isles.outer.bucket.replica import (
@@ -122,9 +123,7 @@ class BucketApi:
             return await self._replica.change(what, call, deadline_s)
         except Refusal as error:
             raise refused(error, self._settings.url) from error
-        except UserError as error:
-            if error.id != "bucket.refused":
-                raise
+        except ConfigError as error:
             raise as_refusal(error) from error
 
     async def _read(self, call: Callable[[], T]) -> T:
@@ -167,9 +166,7 @@ class BucketApi:
             )
         try:
             await self._there.open(deadline_s)
-        except UserError as error:
-            if error.id != "bucket.refused":
-                raise
+        except ConfigError as error:
             raise as_refusal(error) from error
 
     async def heartbeat(self, heartbeat: Heartbeat, deadline_s: float) -> HeartbeatAnswer:
@@ -262,16 +259,27 @@ class BucketApi:
             if answer.state == "committed":
                 return answer
             if (left_s := end - loop.time()) <= 0:
-                waits = ", ".join(answer.waits_for) or "nobody"
+                waits_for = await self._read(partial(self._waits_for, answer))
                 raise DeadlineError(
                     f"outer step {outer_step} is {answer.state} after {deadline_s:.0f} s; "
-                    f"it waits for {waits}",
+                    f"it waits for {waits_for}",
                     where=self._settings.url,
                     fix="look at the clusters named; `wait: time_boxed` goes on without the slow",
                 )
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await changed.wait()
+
+    def _waits_for(self, answer: RoundAnswer) -> str:
+        core = self._replica.core
+        if answer.waits_for:
+            return ", ".join(answer.waits_for)
+        if answer.state == "averaging":
+            averager = int((core.journal.get("averager") or "0 0").split(" ")[1])
+            names = [row["name"] for row in core.membership.living() if row["number"] == averager]
+            return f"the average, which {' '.join(names) or 'the next cluster'} makes"
+        least = core.settings.min_clusters
+        return f"other clusters: it has {len(answer.contributed)} of {least} (outer.min_clusters)"
 
     async def fetch_average(self, answer: RoundAnswer, target: Path, deadline_s: float) -> None:
         step, digest = answer.outer_step, answer.digest

@@ -9,10 +9,11 @@ import random
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from isles.errors import UserError
+from isles.errors import ConfigError
 from isles.outer.client.http import DeadlineError, HubRefusal, RateLimit, in_parallel
 from isles.outer.messages import digest_of, hash_chunks
 from isles.run.objects import Store, StoreError
@@ -24,7 +25,9 @@ R = TypeVar("R")
 
 PIECE_BYTES = 2 * 2**20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
-_THREADS, _AT_ONCE = 6, 2
+_THREADS, _TRANSFERS, _AT_ONCE = 4, 4, 2
+"""Two pools: what many bytes wait for must not hold up a heartbeat. With the chain's thread they
+are fewer than the ten connections of the bucket's driver."""
 _FOREVER_S = 1e9
 _FIXES = {
     "away": "look whether this machine reaches the bucket, and at the provider's state page; "
@@ -60,10 +63,12 @@ class Link:
         self.store, self.up, self.down = store, up, down
         self._report, self._reported = report, ""
         self.threads = ThreadPoolExecutor(_THREADS, "bucket")
+        self._transfers = ThreadPoolExecutor(_TRANSFERS, "transfer")
         self._sent: set[str] = set()
 
     def close(self) -> None:
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self.threads, self._transfers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def call(
         self,
@@ -127,7 +132,8 @@ class Link:
                 return
             data = await asyncio.to_thread(os.pread, handle, PIECE_BYTES, start)
             await asyncio.sleep(self.up.delay(len(data)))
-            await self.call(f"writing {name}", _FOREVER_S, self.store.write, name, data)
+            write = partial(self.store.write, name, data)
+            await self.within(self._transfers, f"writing {name}", _FOREVER_S, write)
             self.up.total += len(data)
             self._sent.add(name)
 
@@ -146,14 +152,15 @@ class Link:
             Missing: it is not there, or not what was announced.
         """
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"{target.name}.partial")
-        handle = os.open(partial, os.O_RDWR | os.O_CREAT, 0o600)
+        beside = target.with_name(f"{target.name}.partial")
+        handle = os.open(beside, os.O_RDWR | os.O_CREAT, 0o600)
 
         async def receive(index: int) -> None:
             name, start = _piece(place, index), index * PIECE_BYTES
             size = min(PIECE_BYTES, size_bytes - start)
             await asyncio.sleep(self.down.delay(size))
-            data = await self.call(f"reading {name}", _FOREVER_S, self.store.read, name)
+            read = partial(self.store.read, name)
+            data = await self.within(self._transfers, f"reading {name}", _FOREVER_S, read)
             if data is None or len(data) != size:
                 found = "is not there" if data is None else f"has {len(data)} bytes, not {size}"
                 raise Missing(f"{name} {found}")
@@ -166,9 +173,9 @@ class Link:
             await asyncio.to_thread(os.fsync, handle)
         finally:
             os.close(handle)
-        if not await asyncio.to_thread(is_whole, partial, digest):
+        if not await asyncio.to_thread(is_whole, beside, digest):
             raise Missing(f"{place} is not what was announced")
-        partial.replace(target)
+        beside.replace(target)
 
     def forget(self, places: Iterable[str]) -> None:
         """What was sent to these places may be deleted."""
@@ -190,12 +197,13 @@ def is_whole(path: Path, digest: str) -> bool:
 def copy(source: Path, target: Path) -> None:
     """Copy a file, which is then there as a whole."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}.partial")
-    shutil.copyfile(source, partial)
-    partial.replace(target)
+    beside = target.with_name(f"{target.name}.partial")
+    shutil.copyfile(source, beside)
+    beside.replace(target)
 
 
-def as_refusal(error: UserError) -> BucketRefusal:
+def as_refusal(error: ConfigError) -> BucketRefusal:
+    """What lies in the bucket is no journal that this version can read."""
     return BucketRefusal("malformed", error.what, where=error.where, fix=error.fix)
 
 
