@@ -178,7 +178,7 @@ def test_a_check_looks_inside(boxer: Boxer) -> None:
     assert by_id["version.torch"]["level"] == "ok" and by_id["files.output"]["level"] == "ok"
     other = shlex.join([sys.executable, "-m", "isles", "check", "run.yaml", "--json"])
     found = json.loads(boxer.run(f"{other} {_of('localhost/none:1')} || true"))["findings"]
-    assert ["container.image"] == [f["id"] for f in found if f["level"] == "error"]
+    assert [f["id"] for f in found if f["level"] == "error"] == ["container.image"]
 
 
 # On the pretend hosts, in stand-ins.

@@ -172,7 +172,7 @@ def in_words(url: str) -> Iterator[None]:
         yield
     except (StoreError, TimeoutError) as error:
         raise UserError(
-            f"{url} {trouble_text(error)}", where=KEY, fix=_fix(error), id="checkpoint.remote"
+            f"{url} {trouble_text(error)}", where=KEY, fix=_fix(error), id="checkpoint.bucket"
         ) from error
 
 

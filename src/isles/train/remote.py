@@ -58,7 +58,7 @@ def find_checkpoint_to_load(
         except UserError as error:
             # Hours are spent already: a bucket that is away for a moment must not end the run.
             is_here = list_checkpoints(run_dir) if asked is None else asked.is_dir()
-            if error.id != "checkpoint.remote" or not is_here:
+            if error.id != "checkpoint.bucket" or not is_here:
                 raise
             recorder.note(f"{error.what}; going on with what is on this disk")
         report("reading it back")

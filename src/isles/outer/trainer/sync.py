@@ -274,7 +274,8 @@ class Coordinator:
         """Why this cluster cannot take part; a new one must not begin without the others."""
         state = self.hub.state
         if (given := state.refusal) is not None:
-            id = "bucket.refused" if self._config.engine == "bucket" else "hub.refused"
+            has_hub = self._config.engine != "bucket"
+            id = "hub.refused" if has_hub else "bucket.refused"
             return ConfigError(given.what, where=given.where, fix=given.fix, id=id)
         since = self._began if state.lost_at is None else state.lost_at
         if not is_new or state.is_joined or self._clock() - since < self._config.deadline:
