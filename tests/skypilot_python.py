@@ -7,14 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-_WANTED = "skypilot==0.14.1"
+_VERSION = "0.14.1"
+# The second extra is what SkyPilot installs on nodes.
+_WANTED = f"skypilot[slurm,remote]=={_VERSION}"
 
 
 def skypilot_python() -> Path:
     """The Python; the first time its environment is made, which takes minutes and the registry."""
     # Not below XDG_CACHE_HOME, which each test has for itself.
     cache = Path.home() / ".cache" / "isles-tests"
-    folder = cache / _WANTED.replace("==", "-")
+    folder = cache / f"skypilot-slurm-{_VERSION}"
     cache.mkdir(parents=True, exist_ok=True)
     python, done = folder / "bin" / "python", folder / "done"
     with (cache / f".{folder.name}.lock").open("w") as lock:
