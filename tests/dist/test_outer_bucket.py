@@ -133,7 +133,8 @@ def test_kills_and_freezes_lose_nothing_and_a_newcomer_takes_the_state(tmp_path:
                     gang.signal(signal.SIGCONT)
                 clusters.reached(turn + 1, "abc")
             clusters.start("d", seed=1)
-            clusters.until(lambda: clusters.record("d")["version"] == turns, "d")
+            clusters.reached(turns, "d")
+            clusters.until(lambda: clusters.record("d")["is_ready"], "d as a member")
             records = clusters.end(turns + 1, "abcd")
         finally:
             clusters.stop()
