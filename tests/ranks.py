@@ -41,7 +41,10 @@ _CONTEXT.set_forkserver_preload(
 DEADLINE_S = 300.0
 
 
-def _prepare_child(log: str) -> None:
+def _prepare_child(log: str, environ: dict[str, str]) -> None:
+    # The fork server has what this process had when it began.
+    os.environ.clear()
+    os.environ.update(environ)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
@@ -49,9 +52,14 @@ def _prepare_child(log: str) -> None:
 
 
 def _call(
-    function: Callable[..., Any], env: RankEnv, args: tuple[Any, ...], log: str, pipe: Any
+    function: Callable[..., Any],
+    env: RankEnv,
+    args: tuple[Any, ...],
+    log: str,
+    environ: dict[str, str],
+    pipe: Any,
 ) -> None:
-    _prepare_child(log)
+    _prepare_child(log, environ)
     pipe.send(function(env, *args))
 
 
@@ -137,7 +145,9 @@ def start_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Ga
         ours, theirs = _CONTEXT.Pipe(duplex=False)
         env = rank_env(rank, world_size, folder / "store")
         process = _CONTEXT.Process(
-            target=_call, args=(function, env, args, str(log), theirs), daemon=True
+            target=_call,
+            args=(function, env, args, str(log), dict(os.environ), theirs),
+            daemon=True,
         )
         process.start()
         theirs.close()
