@@ -213,6 +213,7 @@ def assert_in_container(run_dir: RunDir, lab: Lab) -> None:
     assert_nothing_left(lab)
 
 
+@pytest.mark.long
 def test_apptainer_over_ssh(images: Lab) -> None:
     lab, hosts = images, ["a1", "a2"]
     launcher = {"kind": "ssh", "hosts": hosts}

@@ -39,6 +39,7 @@ def vanish(run_dir: RunDir) -> None:
     shutil.rmtree(run_dir.path.parent)
 
 
+@pytest.mark.long
 def test_a_machine_that_vanishes_in_mid_upload_is_followed_by_a_fresh_one(
     run_file: Path, server: Server
 ) -> None:

@@ -175,6 +175,7 @@ def test_it_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
         child.wait(DEADLINE_S)
 
 
+@pytest.mark.long
 def test_a_real_run_of_two_ranks(run_file: Path) -> None:
     """Its ranks, their stacks and its log are shown; it is stopped, and has saved."""
     cwd, run_dir = run_file.parent, the_run(run_file)
