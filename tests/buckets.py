@@ -1,7 +1,8 @@
 """A bucket on this machine: moto's S3 server, with faults that a test puts in front of it.
 
 Run as a program: `python -m tests.buckets FOLDER`. It listens on a port of the loopback, which it
-writes to FOLDER/port, and looks for FOLDER/fault (`{"kind": …}`) before each request.
+writes to FOLDER/port, and looks for FOLDER/fault (`{"kind": …}`) before each request. FOLDER/met is
+there once a request has met the fault.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.deadline import until
+from tests.deadline import DEADLINE_S, until
 
 BUCKET = "isles-test"
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "tests",
-    "AWS_SECRET_ACCESS_KEY": "no-secret",
+    "AWS_SECRET_ACCESS_KEY": "thisSecretMustNotLeak",
     "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
 }
 _STATUS = {403: "403 Forbidden", 503: "503 Slow Down", 507: "507 Insufficient Storage"}
 
@@ -64,10 +66,25 @@ class Faults:
         except (OSError, ValueError):
             return {"kind": ""}
 
+    def _is_meant(self, fault: dict[str, Any], environ: dict[str, Any]) -> bool:
+        path = environ["PATH_INFO"]
+        if environ["REQUEST_METHOD"] not in fault.get("methods", environ["REQUEST_METHOD"]):
+            return False
+        if after := fault.get("after"):
+            if path.endswith(after):
+                _write(self._file, json.dumps({**fault, "after": ""}))
+            return False
+        return fault.get("path", "") in path
+
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         fault, method = self._fault(), environ["REQUEST_METHOD"]
         is_write = method in ("PUT", "POST")
+        if not fault["kind"] or not self._is_meant(fault, environ):
+            return self._app(environ, start)
+        self._file.with_name("met").touch()
         match fault["kind"]:
+            case "hold":  # longer than any test
+                time.sleep(2 * DEADLINE_S)
             case "slow":
                 time.sleep(fault["seconds"])
             case "away":  # nobody answers, and at last the line breaks
@@ -112,16 +129,22 @@ def _refuse(
     return [body.encode()] if environ["REQUEST_METHOD"] != "HEAD" else []
 
 
+def _write(path: Path, text: str) -> None:
+    # As a whole, since the other process may read it now.
+    partial = path.with_name(f"{path.name}.new")
+    partial.write_text(text)
+    partial.replace(path)
+
+
 def main(folder: Path) -> None:
+    """Serve until killed."""
     import logging
 
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = make_server("127.0.0.1", 0, Faults(s3(), folder), threaded=True)
-    partial = folder / "port.new"
-    partial.write_text(str(server.server_port))
-    partial.replace(folder / "port")
+    _write(folder / "port", str(server.server_port))
     server.serve_forever()
 
 
@@ -134,17 +157,45 @@ class Bucket:
         self.environ = {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
 
     def have(self, kind: str, **more: Any) -> None:
-        """Have a fault, until there is another; empty: none."""
-        partial = self._folder / "fault.new"
-        partial.write_text(json.dumps({"kind": kind, **more}))
-        partial.replace(self._folder / "fault")
+        """Have a fault, until there is another; empty: none.
+
+        Args:
+            more: what the fault takes; and whom it meets: `methods`, `path` (a part of it), and
+                `after`, once a request has come whose path ends so.
+        """
+        (self._folder / "met").unlink(missing_ok=True)
+        _write(self._folder / "fault", json.dumps({"kind": kind, **more}))
+
+    def has_met(self) -> bool:
+        """Whether a request has met the fault."""
+        return (self._folder / "met").exists()
+
+    @property
+    def client(self) -> Any:
+        """A client that is let in."""
+        import boto3
+
+        keys = self.environ["AWS_ACCESS_KEY_ID"], self.environ["AWS_SECRET_ACCESS_KEY"]
+        session = boto3.Session(*keys, region_name="us-east-1")
+        return session.client("s3", endpoint_url=self.environ["AWS_ENDPOINT_URL"])
+
+    def names(self) -> list[str]:
+        """The names of all objects."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
+        return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+
+    def read(self, name: str) -> bytes:
+        """The bytes of an object."""
+        return bytes(self.client.get_object(Bucket=BUCKET, Key=name)["Body"].read())
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object."""
+        self.client.put_object(Bucket=BUCKET, Key=name, Body=data)
 
 
 @contextmanager
 def bucket(folder: Path) -> Iterator[Bucket]:
     """A bucket, for as long as the test needs it; its credentials are in the environment."""
-    import boto3
-
     folder.mkdir(parents=True, exist_ok=True)
     log = (folder / "log").open("wb")
     server = subprocess.Popen(
@@ -158,7 +209,7 @@ def bucket(folder: Path) -> Iterator[Bucket]:
         found = Bucket(folder, int(port.read_text()))
         os.environ.update(found.environ)
         os.environ.pop("AWS_PROFILE", None)
-        boto3.client("s3").create_bucket(Bucket=BUCKET)
+        found.client.create_bucket(Bucket=BUCKET)
         yield found
     finally:
         for name in found.environ if "found" in locals() else ():

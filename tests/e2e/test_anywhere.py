@@ -133,6 +133,7 @@ class Followed:
         return code
 
 
+@pytest.mark.long
 def test_a_run_elsewhere_is_found_shown_and_stopped(lab: Lab) -> None:
     run = Run(lab, "a-1")
     run.order("status", phase="training", step=3, total_steps=60, loss=5.5)

@@ -14,20 +14,20 @@ import pytest
 from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record
+from tests.buckets import BUCKET, Bucket, bucket
 from tests.e2e.typed import Command, isles, the_run
 from tests.runs import assert_ended, losses_of, nothing_left, processes_of, rows_of
-from tests.s3_server import Server, s3_server
 
-REMOTE = ("checkpoint.remote=s3://bucket/runs", "checkpoint.every_steps=5")
+REMOTE = (f"checkpoint.remote=s3://{BUCKET}/runs", "checkpoint.every_steps=5")
 LONG = ("training.max_steps=100000", "training.logging_steps=1", "checkpoint.every_steps=20")
 STEP = "runs/tiny-1/checkpoints/step-{:08d}"
 EXPORT = "checkpoint.export_on_finish=true"
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[Bucket]:
     """With the runs of this test ended before it."""
-    with s3_server(tmp_path / "s3") as made, nothing_left(tmp_path / "runs"):
+    with bucket(tmp_path / "s3") as made, nothing_left(tmp_path / "runs"):
         yield made
 
 
@@ -41,18 +41,18 @@ def vanish(run_dir: RunDir) -> None:
 
 @pytest.mark.long
 def test_a_machine_that_vanishes_in_mid_upload_is_followed_by_a_fresh_one(
-    run_file: Path, server: Server
+    run_file: Path, server: Bucket
 ) -> None:
-    cwd, run_dir, env = run_file.parent, the_run(run_file), server.env
+    cwd, run_dir, env = run_file.parent, the_run(run_file), server.environ
     options = (EXPORT, "training.max_steps=200", "training.logging_steps=1")
-    server.door("hold", method="PUT", path="/checkpoints/", after="/manifest.json")
+    server.have("hold", methods=["PUT"], path="/checkpoints/", after="/manifest.json")
     lost = Command("train", str(run_file), *REMOTE, *options, cwd=cwd, env=env)
     lost.until(server.has_met)
     (whole,) = (name for name in server.names() if name.endswith("/manifest.json"))
     step = int(whole.split("/")[3].removeprefix("step-"))
     vanish(run_dir)
     lost.end()
-    server.door("")
+    server.have("")
     again = isles("train", str(run_file), *REMOTE, *options, cwd=cwd, env=env)
     assert step < 200
     assert f"going on with tiny-1, which is not here, from step {step}" in again.text
@@ -75,9 +75,9 @@ def test_a_machine_that_vanishes_in_mid_upload_is_followed_by_a_fresh_one(
 
 @pytest.mark.long
 def test_a_second_machine_is_refused_while_the_first_one_lives(
-    run_file: Path, server: Server
+    run_file: Path, server: Bucket
 ) -> None:
-    cwd, run_dir, env = run_file.parent, the_run(run_file), server.env
+    cwd, run_dir, env = run_file.parent, the_run(run_file), server.environ
     first = Command("train", str(run_file), *REMOTE, *LONG, cwd=cwd, env=env)
     first.until(lambda: f"{STEP.format(20)}/manifest.json" in server.names())
     second = isles(
@@ -94,40 +94,43 @@ def test_a_second_machine_is_refused_while_the_first_one_lives(
     more = f"training.max_steps={saved + 20}"
     third = isles(
         "train", str(run_file), *REMOTE, *LONG, more, "output_dir=other", "--resume",
-        "s3://bucket/runs/tiny-1", cwd=cwd, env=env,
+        f"s3://{BUCKET}/runs/tiny-1", cwd=cwd, env=env,
     )  # fmt: skip
     assert f"from step {saved}" in third.text and "waiting" not in third.text
 
 
 @pytest.mark.long
-def test_a_bucket_that_refuses_is_named_and_sent_to_later(run_file: Path, server: Server) -> None:
-    cwd, run_dir, env = run_file.parent, the_run(run_file), server.env
-    for do, words in (("forbid", "does not let this machine in"), ("full", "has no space left")):
-        server.door(do, method="PUT", path="/checkpoints/")
+def test_a_bucket_that_refuses_is_named_and_sent_to_later(run_file: Path, server: Bucket) -> None:
+    cwd, run_dir, env = run_file.parent, the_run(run_file), server.environ
+    for kind, words in (
+        ("forbidden", "does not let this machine in"),
+        ("full", "has no space left"),
+    ):
+        server.have(kind, methods=["PUT"], path="/checkpoints/")
         done = isles("train", str(run_file), *REMOTE, EXPORT, cwd=cwd, env=env)
-        assert f"s3://bucket/runs/{run_dir.name} {words}" in done.text
+        assert f"s3://{BUCKET}/runs/{run_dir.name} {words}" in done.text
         assert "training goes on" in done.text
         assert "step 10, step 15, step 20, model, loss.png, summary.json" in done.text
         push = ("checkpoint", "push", str(run_dir.path))
         assert "isles checkpoint push" in isles(*push, cwd=cwd, env=env, expected=5).text
-        server.door("slow-down", method="PUT", path="/checkpoints/")
+        server.have("busy", share=1, methods=["PUT"], path="/checkpoints/")
         command = Command(*push, cwd=cwd, env=env)
         command.until(server.has_met)
-        server.door("slow")
+        server.have("slow", seconds=0.3)
         assert command.end() == 0, command.text
         assert "has everything" in command.out
         place = f"runs/{run_dir.name}"
         assert f"{place}/model/model.safetensors" in server.names()
         assert f"{place}/summary.json" in server.names()
-        server.door("")
+        server.have("")
         run_dir = RunDir(run_dir.path.with_name("tiny-2"))
 
 
 @pytest.mark.long
 def test_a_broken_checkpoint_there_is_left_out_and_verify_says_so(
-    run_file: Path, server: Server
+    run_file: Path, server: Bucket
 ) -> None:
-    cwd, run_dir, env = run_file.parent, the_run(run_file), server.env
+    cwd, run_dir, env = run_file.parent, the_run(run_file), server.environ
     isles("train", str(run_file), *REMOTE, cwd=cwd, env=env)
     verify = ("checkpoint", "verify", "tiny", "--remote")
     assert isles(*verify, cwd=cwd, env=env).out.count("whole") == 3
@@ -139,8 +142,8 @@ def test_a_broken_checkpoint_there_is_left_out_and_verify_says_so(
     vanish(run_dir)
     again = isles(
         "train", str(run_file), *REMOTE, "training.max_steps=25", "--resume",
-        "s3://bucket/runs/tiny-1", cwd=cwd, env=env,
+        f"s3://{BUCKET}/runs/tiny-1", cwd=cwd, env=env,
     )  # fmt: skip
-    assert "step 20 at s3://bucket/runs/tiny-1 is broken and left out" in again.text
+    assert f"step 20 at s3://{BUCKET}/runs/tiny-1 is broken and left out" in again.text
     assert (read_record(run_dir.summary) or {})["steps"] == 25
     assert rows_of(run_dir)[-1]["step"] == 25

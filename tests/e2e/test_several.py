@@ -84,6 +84,7 @@ def assert_same_weights(folder: Path) -> list[RunDir]:
     return runs
 
 
+@pytest.mark.long
 def test_a_run_of_two_clusters_is_killed_and_gone_on_with(two: Path) -> None:
     folder = two.parent
     command = Command("train", two, cwd=folder)

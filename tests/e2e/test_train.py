@@ -128,6 +128,7 @@ def assert_card(run_dir: RunDir) -> None:
     assert written["training"]["max_steps"] == 20
 
 
+@pytest.mark.long
 def test_who_watches_sees_each_rank_its_stack_and_the_machine(
     training: tuple[Command, RunDir],
 ) -> None:

@@ -9,6 +9,8 @@ import socket
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from isles.errors import ExitCode
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
@@ -29,6 +31,7 @@ def rank_process(run_dir: RunDir, rank: int) -> ProcessId:
     return process
 
 
+@pytest.mark.long
 def test_a_run_is_well_then_a_rank_freezes_and_a_report_tells_no_secret(run_file: Path) -> None:
     cwd, run_dir = run_file.parent, the_run(run_file)
     secrets = {"HF_TOKEN": TOKEN, "MY_SERVICE_KEY": KEY}
