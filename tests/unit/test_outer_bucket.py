@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from isles.config.load import load_run_file
-from isles.errors import ConfigError, ConfigErrors
+from isles.errors import ConfigError, ConfigErrors, MissingDependencyError
 from isles.outer.bucket import BucketSettings
 from isles.outer.bucket.api import BucketApi
 from isles.outer.bucket.chain import Chain
@@ -253,3 +253,9 @@ def test_urls_of_run_files(tmp_path: Path, outer: str, words: str) -> None:
     with pytest.raises((ConfigError, ConfigErrors), match=words) as caught:
         load_run_file(path)
     assert "hush" not in str(caught.value)
+
+
+def test_a_url_of_no_known_kind_is_to_be_corrected() -> None:
+    with pytest.raises(MissingDependencyError, match="s4://") as raised:
+        open_store("s4://bucket/prefix", "outer.url")
+    assert "file:///FOLDER" in str(raised.value.fix), "no package would help"

@@ -72,9 +72,11 @@ class Store:
             self._fs: Any = fsspec.filesystem(protocol, **_options(protocol))
         except (ImportError, ValueError) as error:
             raise MissingDependencyError(
-                f"no package that is installed reaches {protocol}:// ({error})",
+                f"nothing that is installed reaches {protocol}:// ({error})",
                 where=f"{where}, {sys.executable}",
-                fix=f"pip install '{_PACKAGES.get(protocol, 'isles[bucket]')}'",
+                fix=f"pip install '{_PACKAGES.get(protocol, 'isles[bucket]')}'"
+                if isinstance(error, ImportError)
+                else "correct it: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER",
             ) from error
         except Exception as error:  # of a driver: whatever it says
             raise _explained(error) from error

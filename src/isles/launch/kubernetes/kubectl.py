@@ -160,8 +160,9 @@ class Kubectl:
         if is_at_once:
             self.run("delete", "pods", *words, "--grace-period=0", "--force", "--wait=false")
         if done.returncode:
+            last = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
             raise UserError(
-                f"kubectl delete fails: {done.stderr.strip().splitlines()[-1:] or ''}",
+                f"kubectl delete fails: {last[-1]}",
                 where=f"{LABEL}={job}",
                 fix=f"by hand: kubectl delete {','.join(KINDS[flavour])} -l {LABEL}={job}",
                 id="kubernetes.refused",
