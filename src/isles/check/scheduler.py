@@ -267,7 +267,7 @@ def ray_findings(cluster: ClusterConfig, launcher: RayLauncherConfig, where: str
         return [Finding("queue.commands", "error", where, error.what, fix=error.fix)]
     text = f"the Ray cluster at {jobs.address} answers"
     findings = [Finding("queue.commands", "ok", where, text, theirs, own)]
-    if theirs != own:
+    if own and theirs != own:
         text = f"the cluster has Ray {theirs}, and its job would be started with Ray {own}"
         fix = f"pip install 'ray[default]=={theirs}'"
         findings = [Finding("queue.commands", "error", where, text, theirs, own, fix)]

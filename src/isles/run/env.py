@@ -271,17 +271,16 @@ def named_elsewhere(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 @contextmanager
-def hidden(package: str) -> Iterator[None]:
-    """Let a package that is not imported yet look as if it were not installed.
+def hidden(*packages: str) -> Iterator[None]:
+    """Let packages that are not imported yet look as if they were not installed.
 
     For libraries that import all of an optional package where it is installed, used or not.
     """
     modules: dict[str, Any] = sys.modules
-    if package in modules:
-        yield
-        return
-    modules[package] = None  # Python's own way to say so
+    new = [package for package in packages if package not in modules]
+    modules |= dict.fromkeys(new)  # None: Python's own way to say so
     try:
         yield
     finally:
-        del modules[package]
+        for package in new:
+            del modules[package]

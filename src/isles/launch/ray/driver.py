@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 from isles.config.resolve import load_resolved
-from isles.errors import ExitCode, PreflightError, UserError
+from isles.errors import ExitCode, PreflightError, UserError, not_installed
 from isles.launch.ray.bundles import ranks_of
 from isles.launch.ray.placement import Placed, Placement
 from isles.launch.ssh.environment import network_variables, python_of, setting_lines
@@ -76,8 +76,11 @@ class Driver:
         """Place the agents and the coordinator, to the end of the run; returns its exit code.
 
         Raises:
-            UserError: Ray does not give the nodes, or they do not see the run directory.
+            UserError: Ray does not give the nodes, or they do not see the run directory; or it is
+                not installed here.
         """
+        if (error := not_installed("ray", "launcher ray", sys.executable, "ray")) is not None:
+            raise error
         import ray
 
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,15 +1,23 @@
-"""The jobs of a Ray cluster: submitted, asked for and ended by its job submission API."""
+"""The jobs of a Ray cluster: submitted, asked for and ended by the REST API of its dashboard.
+
+Ray's own client would import all of Ray first, a second or more, and waits for ever.
+"""
 
 from __future__ import annotations
 
+import http.client
 import json
+import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from isles.errors import ExitCode, MissingDependencyError, PreflightError, UserError
 from isles.launch.queue.job import ASK_S, JobQueue, JobReport, JobState, QueueJob
@@ -26,33 +34,34 @@ _REACH = (
     "http://HEAD:8265; a cluster with RAY_AUTH_MODE=token wants its token here as well"
 )
 
-T = TypeVar("T")
-
 
 class RayJobs(JobQueue):
-    """The jobs of a Ray cluster, by its job submission API.
+    """The jobs of a Ray cluster
+    (https://docs.ray.io/en/latest/cluster/running-applications/job-submission/rest.html).
 
     Args:
-        address: of its dashboard, or as `launcher.address`.
+        address: of its dashboard.
         ask_s: longest wait for an answer.
     """
 
     name = "Ray"
 
     def __init__(self, address: str, *, ask_s: float = ASK_S) -> None:
-        self.address = address
+        self.address = address.rstrip("/")
         self._ask_s = ask_s
-        self._client: Any = None
 
     @classmethod
     def reach(cls, address: str) -> RayJobs:
-        """The jobs of a cluster that answers, by the address of its dashboard.
+        """The jobs of a cluster that answers, by `launcher.address`.
 
         Raises:
-            UserError: it does not answer, or the package ray is not here.
+            UserError: it does not answer; or only Ray itself can find it, which is not installed.
         """
+        address = os.environ.get("RAY_ADDRESS") or address
+        if not address.startswith(("http://", "https://")):
+            address = _dashboard_of(address)
         jobs = cls(address, ask_s=SUBMIT_S)
-        jobs.address = str(jobs._ask(lambda client: client.get_address()))
+        jobs._ask("/api/version")
         return jobs
 
     def submit(self, job_id: str, command: str) -> None:
@@ -63,56 +72,39 @@ class RayJobs(JobQueue):
             UserError: the cluster refuses it.
         """
         try:
-            self._ask(
-                lambda client: client.submit_job(entrypoint=command, submission_id=job_id),
-                timeout_s=SUBMIT_S,
-            )
+            self._ask("/api/jobs/", {"entrypoint": command, "submission_id": job_id})
         except TimeoutError:
             raise
         except BaseException:
-            with suppress(Exception):  # it may have been taken: the error says enough
-                self._ask(lambda client: client.stop_job(job_id))
+            with suppress(UserError):  # it may have been taken: the error says enough
+                self._stop(job_id)
             raise
 
     def nodes(self) -> list[RayNode]:
         """The nodes that are alive. UserError: the cluster does not answer."""
-
-        def ask(_: Any) -> list[RayNode]:
-            from ray.util.state import list_nodes
-
-            found = list_nodes(
-                address=self.address,
-                filters=[("state", "=", "ALIVE")],
-                limit=10_000,
-                raise_on_missing_output=False,  # it takes nodes that have ended for missing
-            )
-            return [RayNode(node.node_name, node.resources_total, node.labels) for node in found]
-
-        return self._ask(ask)
+        found = json.loads(self._ask("/api/v0/nodes?limit=10000"))["data"]["result"]["result"]
+        return [
+            RayNode(node["node_name"], node["resources_total"] or {}, node["labels"] or {})
+            for node in found
+            if node["state"] == "ALIVE"
+        ]
 
     def versions(self) -> tuple[str, str]:
-        """Of Ray on the cluster, and of the package here."""
-
-        def ask(client: Any) -> tuple[str, str]:
-            import ray
-
-            return str(
-                client._do_request("GET", "/api/version").json()["ray_version"]
-            ), ray.__version__
-
-        return self._ask(ask)
+        """Of Ray on the cluster, and of the package here; empty: it is not installed."""
+        own = ""
+        with suppress(metadata.PackageNotFoundError):
+            own = metadata.version("ray")
+        return str(json.loads(self._ask("/api/version"))["ray_version"]), own
 
     def look(self, attempt: Attempt, job_id: str) -> JobReport:
         try:
-            info = self._ask(lambda client: client.get_job_info(job_id))
-        except PreflightError as error:
-            if "404" not in error.what:
-                raise
+            info: dict[str, Any] = json.loads(self._ask(f"/api/jobs/{job_id}"))
+        except _NoJobError:
             what = "the Ray cluster does not know the job: its head was started anew"
             return JobReport("ended", what, job_id, "UNKNOWN")
-        word, message = str(info.status.value), str(info.message or "")
+        word, message = str(info["status"]), str(info.get("message") or "")
         state = _STATES.get(word, "ended")
-        host = str(getattr(info, "driver_node_id", None) or "")
+        host = str(info.get("driver_node_id") or "")
         reason, fix = message.partition("\n")[0], ""
         if state == "running":
             reason = f"its driver is on Ray node {host[:8]}" if host else "its driver runs"
@@ -120,15 +112,12 @@ class RayJobs(JobQueue):
             reason = "Ray starts its driver"
         elif found := re.search(r"^error: (.*)\n  fix: (.*)$", message, re.M):  # of the driver
             reason, fix = found[1], found[2]
-        code = getattr(info, "driver_exit_code", None)
+        code = info.get("driver_exit_code")
         return JobReport(state, reason, job_id, word if code is None else f"{word} {code}", fix)
 
     def cancel(self, job: QueueJob, *options: str) -> None:
-        try:
-            self._ask(lambda client: client.stop_job(job.job_id))
-        except PreflightError as error:
-            if "404" not in error.what:
-                raise
+        with suppress(_NoJobError):
+            self._stop(job.job_id)
 
     def exit_code(self, attempt: Attempt, report: JobReport) -> tuple[ExitCode, bool]:
         word, _, code = report.word.partition(" ")
@@ -140,68 +129,97 @@ class RayJobs(JobQueue):
     def output(self, attempt: Attempt, job_id: str) -> Path:
         path = attempt.path / "ray-driver.log"
         with suppress(UserError, OSError):
-            write_text_atomic(path, str(self._ask(lambda client: client.get_job_logs(job_id))))
+            write_text_atomic(path, json.loads(self._ask(f"/api/jobs/{job_id}/logs"))["logs"])
         return path
 
-    def _ask(self, what: Callable[[Any], T], timeout_s: float | None = None) -> T:
-        # In a thread, as Ray's own client waits for ever.
-        make_client = _import_client()  # outside of the time: a busy machine imports it for long
-        limit_s = timeout_s or self._ask_s
-        found: list[T] = []
-        failed: list[BaseException] = []
+    def _stop(self, job_id: str) -> None:
+        self._ask(f"/api/jobs/{job_id}/stop", {})
 
-        def run() -> None:
-            try:
-                if self._client is None:
-                    self._client = make_client(self.address)
-                found.append(what(self._client))
-            except BaseException as error:  # the thread's edge: raised again below
-                failed.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(limit_s)
-        if found:
-            return found[0]
-        if not failed:
-            if timeout_s is not None:
-                raise TimeoutError
+    def _ask(self, path: str, body: Mapping[str, str] | None = None) -> str:
+        # TimeoutError: a request with a body was sent, and nothing was heard.
+        request = urllib.request.Request(
+            self.address + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"} | _authorization(),
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self._ask_s) as answer:
+                return str(answer.read().decode(errors="replace"))
+        except urllib.error.HTTPError as error:
+            words = error.read().decode(errors="replace").strip()
+            with suppress(ValueError, KeyError):
+                words = str(json.loads(words)["msg"])  # else plain text
+            text = f"HTTP {error.code}: {(words.splitlines() or [error.reason])[0]}"
+            is_of_job = path.startswith("/api/jobs/") and error.code == 404
+            raise (_NoJobError if is_of_job else PreflightError)(
+                f"the Ray cluster at {self.address} refuses: {text}",
+                where="launcher ray",
+                fix=_REACH,
+                id="queue.refused" if path == "/api/jobs/" else "queue.commands",
+            ) from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            is_late = isinstance(reason, TimeoutError)
+            if is_late and path == "/api/jobs/":
+                raise TimeoutError from error
+            late = f"has not answered within {self._ask_s:.0f} s"
             raise PreflightError(
-                f"the Ray cluster at {self.address} has not answered within {limit_s:.0f} s",
+                f"the Ray cluster at {self.address} "
+                + (late if is_late else f"cannot be reached: {reason}"),
                 where="launcher ray",
                 fix=_REACH,
                 id="queue.commands",
-            )
-        error = failed[0]
-        if isinstance(error, RuntimeError) and "ray[default]" in str(error):
-            raise _missing()
-        raise PreflightError(
-            f"the Ray cluster at {self.address} refuses: {_first_line(error)}",
-            where="launcher ray",
-            fix=_REACH,
-            id="queue.refused" if timeout_s is not None else "queue.commands",
-        ) from error
+            ) from error
 
 
-def _import_client() -> Callable[[str], Any]:
+class _NoJobError(PreflightError):
+    """The cluster does not know this job."""
+
+
+def _authorization() -> dict[str, str]:
+    # The places and their order are Ray's (docs: "Token authentication").
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token":
+        return {}
+    token = os.environ.get("RAY_AUTH_TOKEN", "")
+    if not token:
+        path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+        with suppress(OSError):
+            token = path.read_text(encoding="utf-8")
+    return {"Authorization": f"Bearer {token.strip()}"} if token.strip() else {}
+
+
+def _dashboard_of(address: str) -> str:
+    # By Ray, in a thread, as it waits for ever: `auto`, `ray://HEAD:10001`, `HEAD:6379`.
     try:
-        from ray.job_submission import JobSubmissionClient
+        from ray.dashboard.utils import get_address_for_submission_client
     except ImportError:
-        raise _missing() from None
-    make: Callable[[str], Any] = JobSubmissionClient
-    return make
+        raise MissingDependencyError(
+            f"the address {address} of a Ray cluster needs the package ray[default], which is not "
+            "installed",
+            where=sys.executable,
+            fix="pip install 'isles[ray]', in the version of the cluster; or write the address of "
+            "its dashboard, clusters[0].launcher.address: http://HEAD:8265",
+        ) from None
+    found: list[str] = []
+    failed: list[BaseException] = []
 
+    def find() -> None:
+        try:
+            found.append(str(get_address_for_submission_client(address)))
+        except BaseException as error:  # the thread's edge: said below
+            failed.append(error)
 
-def _missing() -> UserError:
-    return MissingDependencyError(
-        "launcher ray needs the package ray[default], which is not installed",
-        where=sys.executable,
-        fix="pip install 'isles[ray]'; its version must be that of the cluster",
+    thread = threading.Thread(target=find, daemon=True)
+    thread.start()
+    thread.join(SUBMIT_S)
+    if found:
+        return found[0]
+    why = f"has not answered within {SUBMIT_S:.0f} s"
+    if failed:
+        why = f"refuses: {(str(failed[0]).strip() or type(failed[0]).__name__).splitlines()[0]}"
+    raise PreflightError(
+        f"the Ray cluster at {address} {why}",
+        where="launcher ray",
+        fix=_REACH,
+        id="queue.commands",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    with suppress(ValueError):  # what the job server says, without its traceback
-        text = text.partition(": ")[0] + ": " + json.loads(text.partition(": ")[2])["msg"]
-    return text.splitlines()[0] if text else type(error).__name__
