@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import argparse
 import logging
+import multiprocessing
 import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -81,18 +82,24 @@ class Driver:
         """
         if (error := not_installed("ray", "launcher ray", sys.executable, "ray")) is not None:
             raise error
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+        # Forked before Ray has threads. It imports what it needs while Ray works.
+        fork = multiprocessing.get_context("fork")
+        waits, go = fork.Pipe(duplex=False)
+        arguments = (waits, self._run_dir.path, self._attempt.number)
+        self._coordinator = fork.Process(target=_coordinator, args=arguments, daemon=True)
+        self._coordinator.start()
         import ray
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._take_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
         ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
         name = f"{self._run_dir.name}-{self._attempt.number}"
         self.placement = Placement(name, self._attempt, self._cluster, self._is_over)
         try:
             if not self.placement.reserve(self._say):
                 return self._stop()
-            return self._coordinate()
+            return self._coordinate(go)
         finally:
             self._over.set()
             ray.shutdown()  # its actors and placement groups end with the driver
@@ -120,17 +127,11 @@ class Driver:
         with suppress(OSError):
             write_record(self._run_dir.status, status, durable=False)
 
-    def _coordinate(self) -> int:
+    def _coordinate(self, go: Connection) -> int:
         fleet = self.fleet = self._make_fleet()
         fleet.write(self._attempt)
         self._has_begun = True
-        command = [sys.executable, "-m", "isles.agent", str(self._run_dir.path)]
-        command += ["--attempt", str(self._attempt.number)]
-        coordinator = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            preexec_fn=die_with_parent,  # noqa: PLW1509  # it takes no lock
-        )
+        go.send("the nodes are there")
         threads = [
             threading.Thread(target=self._keep, args=(number,), daemon=True)
             for number in range(len(fleet))
@@ -138,10 +139,10 @@ class Driver:
         for thread in threads:
             thread.start()
         forwarded = 0
-        while (code := coordinator.poll()) is None:
+        while (code := self._coordinator.exitcode) is None:
             if self._signal != forwarded:
                 forwarded = self._signal
-                coordinator.send_signal(forwarded)
+                os.kill(self._coordinator.pid or 0, forwarded)
             time.sleep(_LOOK_S)
         self._over.set()
         if code < 0:
@@ -251,6 +252,16 @@ class Driver:
         what = f"node {number} cannot be started: {why}"
         error = agent_error(what, fix, ExitCode.PREFLIGHT, id="start.failed", will_recur=True)
         end_failed(self._attempt, error)
+
+
+def _coordinator(waits: Connection, run_dir: Path, attempt: int) -> None:
+    # A process of its own; it ends with the driver.
+    die_with_parent()
+    from isles.agent.__main__ import main as agent
+
+    waits.recv()
+    sys.argv = ["isles.agent", str(run_dir), "--attempt", str(attempt)]
+    sys.exit(agent())
 
 
 def _log(line: str) -> None:
