@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -18,6 +19,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # So a shell starts what is in the background; what tests interrupt must not inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# All that tests import stays: it is not searched for garbage, neither now nor in any test.
+gc.disable()
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if _IS_WORKER:
     # Tests run side by side: a thread per core in each of them would fight for the cores.
@@ -73,6 +76,11 @@ def pytest_collection_modifyitems(
     if part := config.getoption("--part"):
         _keep_part(config, items, part, total)
     items.sort(key=lambda item: -total[_group_of(item)])
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _keep_part(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -26,6 +27,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 # What every rank would import for itself, a second or more each time.
 _CONTEXT.set_forkserver_preload(
     [
+        "tests.no_gc",
         "isles.train.worker",
         "transformers.models.llama.modeling_llama",
         "torch.distributed.checkpoint._fsspec_filesystem",
@@ -42,6 +44,8 @@ DEADLINE_S = 300.0
 
 
 def _prepare_child(log: str, environ: dict[str, str]) -> None:
+    gc.freeze()
+    gc.enable()
     # The fork server has what this process had when it began.
     os.environ.clear()
     os.environ.update(environ)
