@@ -9,6 +9,7 @@ coordinator's, a process beside this one; it outlives every node but the head.
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import multiprocessing
 import os
@@ -257,11 +258,10 @@ class Driver:
 def _coordinator(waits: Connection, run_dir: Path, attempt: int) -> None:
     # A process of its own; it ends with the driver.
     die_with_parent()
-    from isles.agent.__main__ import main as agent
-
+    agent = importlib.import_module("isles.agent.__main__")  # which others start by its name, too
     waits.recv()
     sys.argv = ["isles.agent", str(run_dir), "--attempt", str(attempt)]
-    sys.exit(agent())
+    sys.exit(agent.main())
 
 
 def _log(line: str) -> None:
