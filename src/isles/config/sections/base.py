@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import ast
+import inspect
+import textwrap
+from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     ValidationInfo,
     WithJsonSchema,
 )
@@ -23,14 +27,41 @@ class Section(BaseModel):
         frozen=True,
         extra="forbid",
         strict=True,
-        use_attribute_docstrings=True,
         allow_inf_nan=False,
         protected_namespaces=(),
     )
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> Any:
+        # Here, not by `use_attribute_docstrings`: reading all sources is a quarter of the time in
+        # which this package is imported, and few commands ask for the schema.
+        schema = handler(core)
+        properties = handler.resolve_ref_schema(schema)["properties"]
+        for key, text in _docs(cls).items():
+            # A section may have said so itself.
+            if handler.resolve_ref_schema(properties[key]).get("description") != text:
+                properties[key].setdefault("description", text)
+        return schema
+
     def is_default(self, key: str) -> bool:
         """Whether a key has its default: a file that `isles config show` wrote names every key."""
         return bool(getattr(self, key) == type(self).model_fields[key].default)
+
+
+def _docs(section: type[Section]) -> dict[str, str]:
+    # The texts below the fields, of this class and of those that it is made of.
+    found: dict[str, str] = {}
+    for own in reversed(section.__mro__[: section.__mro__.index(Section)]):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(own))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in zip(tree.body, tree.body[1:], strict=False):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=key)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    found[key] = inspect.cleandoc(text)
+    return found
 
 
 def _seconds(value: object, info: ValidationInfo) -> object:
