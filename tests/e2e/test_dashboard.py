@@ -421,6 +421,7 @@ def pid_of(page: Browser, cluster: str, rank: int) -> int:
     return int(own[0]["pid"])
 
 
+@pytest.mark.long
 def test_the_page_of_a_run_of_two_clusters(page: Browser, two: Path) -> None:  # noqa: F811
     """The step moves; a killed rank and a straggler are named; Ctrl+C ends it; it can be saved."""
     folder = two.parent

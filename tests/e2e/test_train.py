@@ -96,6 +96,8 @@ def test_a_whole_run_and_what_it_leaves(run_file: Path) -> None:
     evaluated = isles("eval", "tiny", cwd=cwd).out
     assert f"validation loss {rows_of(run_dir, 'eval')[0]['loss']:.4f}" in evaluated
     assert "finished" in isles("status", "tiny", cwd=cwd).out
+    isles("dashboard", "tiny", "--export", "page.html", cwd=cwd)
+    assert '"tiny-1"' in (cwd / "page.html").read_text()
     for path in run_dir.path.rglob("*"):
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
 
