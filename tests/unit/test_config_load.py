@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from isles.config import keys
 from isles.config.issues import alias_keys, alias_words, aliases, unknown_key
-from isles.config.load import Loaded, load_run_file
-from isles.errors import ConfigError, ConfigErrors
+from isles.config.load import load_run_file
+from isles.errors import ConfigError
 from tests.each import each
+from tests.run_files import faults, load
 
 GOOD = """\
 model:
@@ -29,19 +29,10 @@ training:
 END = GOOD.count("\n") + 1
 
 
-def load(tmp_path: Path, text: str, *overrides: str) -> Loaded:
-    file = tmp_path / "run.yaml"
-    file.write_text(text, encoding="utf-8")
-    return load_run_file(file, overrides)
-
-
 def issues(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     """Every fault as `run.yaml:3 key | what | fix`."""
-    with pytest.raises((ConfigError, ConfigErrors)) as raised:
-        load(tmp_path, text, *overrides)
-    error = raised.value
-    found: Sequence[ConfigError] = error.issues if isinstance(error, ConfigErrors) else [error]  # type: ignore[list-item]
-    assert "Input should" not in str(error)
+    found = faults(tmp_path, text, *overrides)
+    assert "Input should" not in str(found)
     return [f"{f.where} | {f.what} | {f.fix}".replace(f"{tmp_path}/", "") for f in found]
 
 
