@@ -43,8 +43,10 @@ def listening(talk: Callable[[socket.socket], object]) -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        yield server.getsockname()[1]
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join(DEADLINE_S)
-    for connection in held:
-        connection.close()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(DEADLINE_S)
+            for connection in held:
+                connection.close()
