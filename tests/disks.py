@@ -21,4 +21,5 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        # At once, also where a process still holds a file of it open.
+        subprocess.run(["umount", "-l", str(folder)], check=True)
