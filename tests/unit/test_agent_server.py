@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from isles.errors import PreflightError, UserError
 from tests.agent_table import TOKEN, dial, plain, table
 from tests.deadline import DEADLINE_S, until
 from tests.each import each
+from tests.ports import listening
 
 NONSENSE = (
     b"GET / HTTP/1.1\r\n\r\n",
@@ -149,27 +148,6 @@ def test_the_first_word_to_a_node_is_a_welcome(tmp_path: Path) -> None:
         finally:
             is_over.set()
             busy.join()
-
-
-@contextmanager
-def listening(answer: Callable[[socket.socket], object]) -> Iterator[int]:
-    """The port of another program than a coordinator, which answers everybody so."""
-
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:
-                return
-            answer(connection)
-            connection.close()
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=serve, daemon=True).start()
-        try:
-            yield server.getsockname()[1]
-        finally:
-            server.shutdown(socket.SHUT_RDWR)
 
 
 @each("line", [b"SSH-2.0-other\r\n", b'{"refused": 1}\n', b'{"refused": {"what": "x"}}\n'])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from isles.balance.curve import Curve, slowest, step_seconds
 from isles.balance.solve import are_alike, fastest_split
-from isles.dist.split import RowSplit, even_split, shared_split
+from isles.dist.split import RowSplit, shared_split
 
 
 def affine(overhead: float, per_row: float, limit: int = 8) -> Curve:
@@ -59,26 +59,10 @@ def test_nothing_is_faster(in_step: bool, ranks: list[Curve], rows: int) -> None
     assert step_seconds(found, ranks) == pytest.approx(best, rel=1e-9)
 
 
-def test_rows_follow_speed() -> None:
-    ranks = [affine(0.0, seconds) for seconds in (1.0, 2.0, 3.0)]
-    for in_step in (False, True):
-        split = fastest_split(ranks, 66, in_step=in_step)
-        assert split.rows == (36, 18, 12)
-        assert step_seconds(split, ranks) == pytest.approx(36)
-
-
 def test_slow_ranks_keep_a_row_where_it_costs_nothing() -> None:
     """Without rows a rank computes one all the same: to give it none gains nothing."""
     ranks = [affine(1.0, 1.0), affine(1.0, 1.0), affine(0.01, 0.01)]
     assert fastest_split(ranks, 6, in_step=False).rows == (1, 1, 4)
-
-
-def test_memory_is_a_limit() -> None:
-    """Two ranks as fast as each other, one with room for one row at a time."""
-    ranks = [affine(1.0, 0.1, 16), affine(1.0, 0.1, 1)]
-    split = fastest_split(ranks, 16, in_step=True)
-    assert split.micro_batch_sizes[1] == 1
-    assert step_seconds(split, ranks) < step_seconds(even_split(16, 2, 1, in_step=True), ranks)
 
 
 def test_alike_within_a_tenth() -> None:

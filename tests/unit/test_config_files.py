@@ -13,7 +13,8 @@ from isles.errors import ConfigErrors
 from isles.launch.base import resolve_here
 from isles.run.env import hub_cache
 from tests.each import each
-from tests.unit.test_config_strategy import GOOD, LLAMA, load
+from tests.run_files import load
+from tests.unit.test_config_strategy import GOOD, LLAMA
 
 SHORT = json.dumps({**LLAMA, "max_position_embeddings": 8})
 
@@ -45,7 +46,7 @@ def test_what_is_not_there_is_named(
     here: Path, key: str, value: str, *, what: str, fix: str
 ) -> None:
     chat = "data.sources.0.type=chat"
-    (issue,) = data_issues(load(here, chat, f"{key}='{value}'"))
+    (issue,) = data_issues(load(here, GOOD, chat, f"{key}='{value}'"))
     assert what in issue.what
     assert fix in issue.fix
     assert issue.where == f"command line {key}"
@@ -55,7 +56,7 @@ def test_what_is_there_or_may_be_on_the_hub_is_no_fault(here: Path) -> None:
     paths = ("notes.txt", "folder", "*.txt", "python-docs", "me/data", "wikitext")
     sources = ", ".join(f"{{path: '{path}'}}" for path in paths)
     for model in (f"{here}/base", "me/model", "gpt2"):
-        found = load(here, f"data.sources=[{sources}]", f"model.name_or_path={model}")
+        found = load(here, GOOD, f"data.sources=[{sources}]", f"model.name_or_path={model}")
         assert data_issues(found) == []
 
 
@@ -68,14 +69,14 @@ def test_the_shape_is_found_wherever_it_lies(here: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("HF_HOME", str(here))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     for name in (here / "base", here / "base" / "config.json", "me/mine"):
-        loaded = load(here, f"model.name_or_path={name}", "tokenizer.name_or_path=x")
+        loaded = load(here, GOOD, f"model.name_or_path={name}", "tokenizer.name_or_path=x")
         (issue,) = shape_issues(loaded, hub_cache())
         assert "longer than the model's max_position_embeddings, 8" in issue.what
         assert issue.where == "command line model.name_or_path"
     # What is not here, or cannot be read, the ranks look for again.
     (here / "base" / "config.json").write_text("[")
     for name in ("me/other", "nothing", str(here), f"{here}/base"):
-        assert shape_issues(load(here, f"model.name_or_path={name}"), hub_cache()) == []
+        assert shape_issues(load(here, GOOD, f"model.name_or_path={name}"), hub_cache()) == []
 
 
 def test_all_that_is_known_before_the_start_is_told_at_once(here: Path) -> None:

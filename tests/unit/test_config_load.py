@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from isles.config import keys
 from isles.config.issues import alias_keys, alias_words, aliases, unknown_key
-from isles.config.load import Loaded, load_run_file
-from isles.errors import ConfigError, ConfigErrors
+from isles.config.load import load_run_file
+from isles.errors import ConfigError
 from tests.each import each
+from tests.run_files import faults, load
 
 GOOD = """\
 model:
@@ -29,19 +29,10 @@ training:
 END = GOOD.count("\n") + 1
 
 
-def load(tmp_path: Path, text: str, *overrides: str) -> Loaded:
-    file = tmp_path / "run.yaml"
-    file.write_text(text, encoding="utf-8")
-    return load_run_file(file, overrides)
-
-
 def issues(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     """Every fault as `run.yaml:3 key | what | fix`."""
-    with pytest.raises((ConfigError, ConfigErrors)) as raised:
-        load(tmp_path, text, *overrides)
-    error = raised.value
-    found: Sequence[ConfigError] = error.issues if isinstance(error, ConfigErrors) else [error]  # type: ignore[list-item]
-    assert "Input should" not in str(error)
+    found = faults(tmp_path, text, *overrides)
+    assert "Input should" not in str(found)
     return [f"{f.where} | {f.what} | {f.fix}".replace(f"{tmp_path}/", "") for f in found]
 
 
@@ -152,10 +143,7 @@ def test_one_mistake_is_one_fault(tmp_path: Path) -> None:
     text = text.replace("  max_time: 23h30m\n", "")
     found = places(tmp_path, text)
     assert found == ["run.yaml:2 model.base_model", "run.yaml:9 training.maxsteps"]
-
-
-def test_rules_are_checked_beside_unknown_keys(tmp_path: Path) -> None:
-    """Names of the user's own, such as the hosts of balance, are no unknown keys."""
+    # Rules are checked beside it, and names of the user's own, such as hosts, are no unknown keys.
     found = places(tmp_path, f"{GOOD}  warmup_steps: 200\n  zzz: 1\nbalance: {{a: 1}}\n")
     assert found == ["run.yaml:12 training.warmup_steps", "run.yaml:13 training.zzz"]
 
@@ -200,10 +188,7 @@ def test_a_section_on_the_command_line_replaces_the_whole_one(tmp_path: Path) ->
     loaded = load(tmp_path, GOOD, "training={max_steps: 5}")
     assert loaded.config.training.max_time is None
     assert "training.max_time" not in loaded.origins
-
-
-def test_overrides_are_applied_in_their_order(tmp_path: Path) -> None:
-    """And a host of balance keeps its name, dots and all."""
+    # They are applied in their order; and a host of balance keeps its name, dots and all.
     config = load(tmp_path, GOOD, "seed=1", "balance.a-box.local=3", "seed=2", "balance.0=2").config
     assert (config.seed, config.balance) == (2, {"a-box.local": 3, "0": 2})
 
@@ -246,9 +231,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes, place: str, 
         load_run_file(tmp_path / "run.yaml")
     assert raised.value.where.removeprefix(f"{tmp_path}/").startswith(place)
     assert words in raised.value.what
-
-
-def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    # A byte order mark is no fault.
     (tmp_path / "run.yaml").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
     assert load_run_file(tmp_path / "run.yaml").config.seed == 0
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from isles.config.clusters import named_cluster
-from isles.config.load import Loaded, load_run_file
+from isles.config.load import load_run_file
 from isles.config.resolve import Resolved, digest, dump_resolved, leaves, load_resolved, resolve
 from isles.config.resume import Change, changed_mathematics
 from isles.config.sections.outer import DiLoCoConfig
@@ -19,6 +19,7 @@ from isles.config.show import TEMPLATES, json_schema, show, template
 from isles.errors import ConfigError
 from isles.outer.hub.rules import Settings
 from tests.each import each
+from tests.run_files import load
 
 GOOD = """\
 model: {name_or_path: llama-2m, init: scratch}
@@ -37,16 +38,10 @@ training:
 DILOCO = "outer={kind: diloco, sync_every: 50}"
 
 
-def load(tmp_path: Path, *overrides: str) -> Loaded:
-    file = tmp_path / "run.yaml"
-    file.write_text(GOOD, encoding="utf-8")
-    return load_run_file(file, overrides)
-
-
 def settle(
     tmp_path: Path, *overrides: str, num_gpus: int = 0, world_size: int | None = None
 ) -> Resolved:
-    return resolve(load(tmp_path, *overrides), num_gpus=num_gpus, world_size=world_size)
+    return resolve(load(tmp_path, GOOD, *overrides), num_gpus=num_gpus, world_size=world_size)
 
 
 @each(
@@ -185,7 +180,7 @@ def test_every_template_loads(tmp_path: Path, kind: str) -> None:
 
 def changed(tmp_path: Path, old: tuple[str, ...], *new: str) -> list[Change]:
     """What a run that was started with `old` is told of, where it is resumed with `new`."""
-    return changed_mathematics(load(tmp_path, *old).config, load(tmp_path, *new).config)
+    return changed_mathematics(load(tmp_path, GOOD, *old).config, load(tmp_path, GOOD, *new).config)
 
 
 def test_a_resume_may_change_what_the_weights_do_not_depend_on(tmp_path: Path) -> None:
@@ -239,7 +234,7 @@ def test_a_strategy_may_change_on_a_resume_unless_gradients_are_rounded(
 
 def test_a_cluster_has_its_own_part(tmp_path: Path) -> None:
     two = "[{name: a, gpus_per_node: 2, strategy: {kind: fsdp}}, {name: b, balance: even}]"
-    loaded = load(tmp_path, f"clusters={two}", DILOCO)
+    loaded = load(tmp_path, GOOD, f"clusters={two}", DILOCO)
     with pytest.raises(ConfigError, match="one cluster is started at a time"):
         resolve(loaded)
     first, second = (named_cluster(loaded, name) for name in "ab")
@@ -262,7 +257,9 @@ def test_one_cluster_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
 
 
 def diloco(tmp_path: Path, text: str) -> DiLoCoConfig:
-    config: RunConfig = load(tmp_path, f"outer={{kind: diloco, sync_every: 50, {text}}}").config
+    config: RunConfig = load(
+        tmp_path, GOOD, f"outer={{kind: diloco, sync_every: 50, {text}}}"
+    ).config
     assert config.diloco is not None
     return config.diloco
 

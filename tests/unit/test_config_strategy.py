@@ -1,4 +1,4 @@
-"""Rules about strategy, balance and the model's shape; and how they are told before a start."""
+"""What a strategy and a model's shape ask of each other."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import resolve
 from isles.config.rules.shape import check_shape
-from isles.errors import ConfigError, ConfigErrors
+from isles.errors import ConfigError, UserError
 from isles.facts.models import (
     CONTEXT_PARALLEL,
     ISOLATED,
@@ -19,17 +19,15 @@ from isles.facts.models import (
     REASONS,
     TENSOR_PARALLEL,
 )
+from isles.models.attention import check_attention
 from tests.each import each
+from tests.run_files import load
 
 GOOD = """\
 model: {name_or_path: gpt2}
 data: {sources: [{path: a/b}]}
 training: {max_steps: 100}
 """
-NOTHING = "means nothing to"
-BF16, FP16 = "training.precision=bf16-true", "training.precision=fp16-mixed"
-EAGER = "model.attn_implementation=eager"
-NVME = "{kind: deepspeed, offload_optimizer: nvme"
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "num_attention_heads": 8,
@@ -39,45 +37,6 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-
-
-def load(tmp_path: Path, *overrides: str) -> Loaded:
-    file = tmp_path / "run.yaml"
-    file.write_text(GOOD, encoding="utf-8")
-    return load_run_file(file, overrides)
-
-
-@each(
-    "row",
-    [
-        (f"shard_size 2 {NOTHING}", "HYBRID_SHARD", "{kind: fsdp, shard_size: 2}"),
-        (f"true {NOTHING} tp_size", "tp_size", "{kind: ddp, tp_size: 2, static_graph: true}"),
-        (f"fp16 {NOTHING}", "bf16-mixed", "{kind: ddp, gradient_compression: fp16}", BF16),
-        ("3 does not divide seq_length 1024", "1023 or 1026", "{kind: fsdp, cp_size: 3}"),
-        ("eager cannot be had with cp_size 2", "sdpa", "{kind: fsdp, cp_size: 2}", EAGER),
-        ("fp16-mixed scales the loss", "bf16-mixed", "{kind: fsdp, pp_size: 2}", FP16),
-        ("with ZeRO stage 3 only", "zero_stage: 3", "{kind: deepspeed, offload_param: cpu}"),
-        ("with ZeRO stage 3 only", "offload_optimizer: cpu", f"{NVME}, nvme_path: /x}}"),
-        ("offload_optimizer nvme needs a folder", "nvme_path", f"{NVME}, zero_stage: 3}}"),
-        (f"nvme_path /x {NOTHING}", "nvme", "{kind: deepspeed, nvme_path: /x}"),
-        ("whole matrices", "fsdp", "{kind: deepspeed}", "training.optimizer=muon"),
-        ("no fp32 weights", "bf16-mixed", "{kind: deepspeed}", BF16),
-        ("unknown key zero_stage", "kind: deepspeed", "{kind: ddp, zero_stage: 3}"),
-        ("not a section", "{kind: deepspeed, zero_stage: 3}", "zero3"),
-        ("not one of its values", "HYBRID_SHARD?", "{kind: fsdp, sharding_strategy: 4}"),
-        ("balance is 3", "{big-box: 3}", "{kind: auto}", "balance=3"),
-        ("balance is empty", "{big-box: 3}", "{kind: auto}", "balance={}"),
-        ("big-box is -1: too small", "at least 0", "{kind: auto}", "balance={big-box: -1}"),
-    ],
-)
-def test_a_broken_rule_is_one_fault(tmp_path: Path, row: tuple[str, ...]) -> None:
-    what, fix, strategy, *others = row
-    with pytest.raises(ConfigErrors) as raised:
-        load(tmp_path, f"strategy={strategy}", *others)
-    (issue,) = raised.value.issues
-    assert what in issue.what
-    assert fix in issue.fix
-    assert issue.where.startswith("command line ")
 
 
 @each(
@@ -93,7 +52,7 @@ def test_a_broken_rule_is_one_fault(tmp_path: Path, row: tuple[str, ...]) -> Non
     ],
 )
 def test_a_default_that_is_written_out_is_no_fault(tmp_path: Path, strategy: str) -> None:
-    loaded = load(tmp_path, f"strategy={strategy}").config.strategy.model_dump()
+    loaded = load(tmp_path, GOOD, f"strategy={strategy}").config.strategy.model_dump()
     for key, value in yaml.safe_load(strategy).items():
         assert loaded[key] == value
 
@@ -105,7 +64,7 @@ def test_a_default_that_is_written_out_is_no_fault(tmp_path: Path, strategy: str
 def test_shares_of_ranks_are_compared_with_the_ranks(
     tmp_path: Path, balance: str, what: str
 ) -> None:
-    loaded = load(tmp_path, f"balance={balance}", "clusters.0.gpus_per_node=2")
+    loaded = load(tmp_path, GOOD, f"balance={balance}", "clusters.0.gpus_per_node=2")
     with pytest.raises(ConfigError, match=what) as raised:
         resolve(loaded, num_gpus=0)
     assert raised.value.where.startswith("command line balance")
@@ -113,7 +72,7 @@ def test_shares_of_ranks_are_compared_with_the_ranks(
 
 def shape_with(tmp_path: Path, strategy: str, **changes: Any) -> list[tuple[str, str]]:
     """What is said about a strategy with the Llama, some of whose values are changed."""
-    loaded = load(tmp_path, f"strategy={strategy}")
+    loaded = load(tmp_path, GOOD, f"strategy={strategy}")
     return [(v.what, v.fix) for v in check_shape(loaded.config, {**LLAMA, **changes})]
 
 
@@ -161,3 +120,48 @@ def test_what_is_known_to_be_exact_has_no_reason_against_it() -> None:
     known["isolate_documents"] = ISOLATED
     for key, reasons in REASONS.items():
         assert not known[key] & set(reasons)
+
+
+CHAT = GOOD.replace("a/b", "a/b, type: chat")
+
+
+@each(
+    ("kind", "overrides", "what"),
+    [
+        ("mamba", [], "by model_type mamba: its layers carry a state from token to token"),
+        ("bloom", [], "by model_type bloom: it takes no positions"),
+        (
+            "their_own",
+            ["data.sources=[{path: a}]", "data.isolate_documents=true"],
+            "kept apart by model_type their_own",
+        ),
+        ("opt", ["model.attn_implementation=flex_attention"], "flex_attention does not keep"),
+        (
+            "gptj",
+            ["model.attn_implementation=flash_attention_2"],
+            "flash_attention_2 does not keep",
+        ),
+        ("mamba", ["data.packing=false"], None),
+        ("mamba", ["data.isolate_documents=false"], None),
+        ("mamba", ["data.sources=[{path: a}]"], None),
+        ("opt", [], None),
+    ],
+)
+def test_models_that_do_not_heed_borders_are_refused(
+    tmp_path: Path, kind: str, overrides: list[str], what: str | None
+) -> None:
+    found = check_shape(load(tmp_path, CHAT, *overrides).config, {"model_type": kind})
+    if what is None:
+        assert not found
+    else:
+        (issue,) = found
+        assert what in issue.what and "data.packing: false" in issue.fix
+
+
+def test_attention_for_gpus_is_refused_without_one() -> None:
+    for name in ("flash_attention_2", "flex_attention"):
+        with pytest.raises(UserError, match=f"{name} trains on a GPU only") as caught:
+            check_attention(name, torch.device("cpu"))
+        assert "attn_implementation: sdpa" in caught.value.fix
+    check_attention("sdpa", torch.device("cpu"))
+    check_attention("eager", torch.device("cpu"))

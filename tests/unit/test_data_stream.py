@@ -88,21 +88,9 @@ def test_segments_follow_on_without_losing_a_token(
     assert starts == [0, *np.cumsum([record.num_samples for record, _ in made]).tolist()][:-1]
 
 
-@each("packing", [True, False])
-def test_any_segment_is_made_again_from_the_record_before_it(
-    tmp_path: Path, tokenizer: Any, packing: bool
-):
-    path = write_rows(tmp_path / "a.jsonl", ROWS)
-    first = segments(stream_of(path, tokenizer, packing=packing), tmp_path / "one", 15)
-    for number in (3, 14):
-        before = SegmentRecord.from_record(json.loads(json.dumps(first[number - 1][0].record())))
-        again = stream_of(path, tokenizer, packing=packing)
-        ((record, _),) = segments(again, tmp_path / f"from-{number}", 1, before)
-        assert record == first[number][0]
-
-
 def test_a_stream_reads_nothing_of_what_came_before(tmp_path: Path, tokenizer: Any):
-    """The first files may even be gone, once they are read."""
+    """Any segment is made again from the record of the one before it, even where the first files,
+    which are read, are gone."""
     for part in range(4):
         write_rows(tmp_path / f"part-{part}.jsonl", ROWS[part::4])
     parts = tmp_path / "part-*.jsonl"
@@ -110,7 +98,8 @@ def test_a_stream_reads_nothing_of_what_came_before(tmp_path: Path, tokenizer: A
     at = next(n for n, (r, _) in enumerate(made) if (r.begin.chunk_start or {}).get("file") == 2)
     later = stream_of(parts, tokenizer)
     (tmp_path / "part-0.jsonl").write_text("not what it was")
-    ((again, _),) = segments(later, tmp_path / "two", 1, made[at - 1][0])
+    before = SegmentRecord.from_record(json.loads(json.dumps(made[at - 1][0].record())))
+    ((again, _),) = segments(later, tmp_path / "two", 1, before)
     assert again == made[at][0]
 
 

@@ -149,9 +149,7 @@ def test_an_error_that_is_quoted_is_not_followed_by_a_second_line() -> None:
     assert more_lines(["usage"], said) == []
     assert cut_more(said) == ("a1: no run\n  fix: start one", "run.unknown")
     assert cut_more("a1: no run") == ("a1: no run", "")
-
-
-def test_what_is_no_id_has_no_line() -> None:
+    # What is no id has no line.
     assert more_lines(["", None, 5, "; rm -rf ~", "a b", "A.B", "data.rows\nx"]) == []
 
 
@@ -167,10 +165,7 @@ def test_the_error_of_a_rank_shows_its_id(tmp_path: Path) -> None:
     lines = failed_rank("lost", CommunicationError("silence"))
     assert lines[-1] == "  more: isles explain communication"
     assert "more: " not in "\n".join(failed_rank("unforeseen", ZeroDivisionError("x")))
-
-
-def test_a_record_without_an_id_shows_none(tmp_path: Path) -> None:
-    attempt = Attempt(tmp_path, 1)
+    attempt = Attempt(tmp_path / "queue", 1)  # a record without an id
     error = {"rank": None, "what": "the queue is gone", "fix": "wait", "exit_code": 5}
     write_record(attempt.outcome, {"state": "failed", "exit_code": 5, "error": error})
     assert failure_lines(attempt) == ["error: the queue is gone", "  fix: wait"]

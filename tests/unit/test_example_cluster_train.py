@@ -16,20 +16,19 @@ from tests.deadline import run_program
 from tests.documents import ROOT
 from tests.each import each
 from tests.ports import free_port
+from tests.programs import write_program
 
 EXAMPLE = ROOT / "examples" / "cluster_train"
 DOCUMENT = (ROOT / "tests" / "seeds" / "S2.md").read_text(encoding="utf-8")
 
 # Says which words and which variables reach the Python part.
 PYTHON = """\
-#!/bin/bash
 [ "$1" != -c ] || exit 0
 printf '%s|' "${@:2:5}" "${NPROC_PER_NODE-}" "$BACKEND" "$LOG_LEVEL" "${CONDA_DEFAULT_ENV-}"
 """
 
 # A conda that knows the environments of the document; as the real one it defines a function.
 CONDA = """\
-#!/bin/bash
 cat <<'END'
 conda() {
   case $2 in
@@ -46,11 +45,8 @@ def place(tmp_path: Path) -> Path:
     """A folder with the example, and with a python and a conda that only tell."""
     folder = tmp_path / "example"
     shutil.copytree(EXAMPLE, folder)
-    (tmp_path / "bin").mkdir()
-    for name, text in (("python", PYTHON), ("conda", CONDA)):
-        program = tmp_path / "bin" / name
-        program.write_text(text)
-        program.chmod(0o755)
+    write_program(tmp_path / "bin" / "python", PYTHON)
+    write_program(tmp_path / "bin" / "conda", CONDA)
     return folder
 
 
