@@ -53,11 +53,11 @@ outer/average.py unit/test_outer_codec.py
 - total.add_(one.mul_(weight))
 + total.add_(one.mul_(1.0 / len(parts)))
 = a permutation may leave its range
-data/order.py unit/test_data_order.py
+data/order.py unit/test_data_loader.py
 - outside = np.flatnonzero(placed >= n)
 + outside = np.flatnonzero(placed > n)
 = every epoch has the same order
-data/order.py unit/test_data_order.py
+data/order.py unit/test_data_loader.py
 - permute(place, total, key_from(self._seed, 0, epoch))
 + permute(place, total, key_from(self._seed, 0, epoch * 0))
 = the cursor is one sample off
@@ -115,13 +115,13 @@ dist/test_resume.py::test_a_broken_newest_checkpoint_is_named_and_the_one_before
 - elif hash_file(file) != expected["sha256"]:
 + elif hash_file(file) == "":
 = what is written is not on the disk before it is renamed
-run/records.py unit/test_durable.py
+run/records.py unit/test_checkpoint_manager.py
 -             if durable:
 -                 os.fsync(stream.fileno())
 +             if durable:
 +                 pass
 = the files of a checkpoint are not on the disk before it is named
-checkpoint/save.py unit/test_durable.py
+checkpoint/save.py unit/test_checkpoint_manager.py
 -     for file in partial.iterdir():
 -         _flush(file)
 +     for file in partial.iterdir():
@@ -164,7 +164,7 @@ outer/hub/samples.py unit/test_outer_hub.py
 - "SELECT * FROM blocks WHERE owner = ? ORDER BY start"
 + "SELECT * FROM blocks WHERE owner >= ? ORDER BY start"
 = a queue starts the same job in vain for ever
-agent/requeue.py unit/test_agent_requeue.py
+agent/requeue.py unit/test_agent_failure.py
 - times += not entry.is_counted
 + times += 0
 = an unknown key of a run file is let through

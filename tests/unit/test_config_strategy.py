@@ -1,7 +1,8 @@
-"""What a strategy and a model's shape ask of each other."""
+"""What a strategy, a model's shape and the files of this machine ask; which one auto chooses."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,25 @@ import pytest
 import torch
 import yaml
 
+from isles.config.auto import Machine, choose_strategy, describe
+from isles.config.files import data_issues, shape_issues
+from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.config.rules.shape import check_shape
-from isles.errors import ConfigError, UserError
+from isles.config.sections.run import RunConfig
+from isles.errors import ConfigError, ConfigErrors, UserError
+from isles.facts.memory.architecture import Architecture
 from isles.facts.models import (
     CONTEXT_PARALLEL,
     ISOLATED,
     PIPELINE,
     REASONS,
     TENSOR_PARALLEL,
+    load_shape,
 )
+from isles.launch.base import resolve_here
 from isles.models.attention import check_attention
+from isles.run.env import hub_cache
 from tests.each import each
 from tests.run_files import load
 
@@ -165,3 +174,133 @@ def test_attention_for_gpus_is_refused_without_one() -> None:
         assert "attn_implementation: sdpa" in caught.value.fix
     check_attention("sdpa", torch.device("cpu"))
     check_attention("eager", torch.device("cpu"))
+
+
+LLAMA_8B = load_shape("llama-8b")
+SHAPES = {
+    "1b": load_shape("llama-1b"),
+    "8b": LLAMA_8B,
+    "70b": LLAMA_8B
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+}
+GIB = 2**30
+
+
+def run_of(**training: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"name_or_path": "llama-8b"},
+            "data": {"sources": [{"type": "fake"}], "seq_length": 2048},
+            "training": {"max_steps": 1, "gradient_checkpointing": "full", **training},
+        }
+    )
+
+
+@each(
+    ("size", "ranks", "per_node", "memory_gib", "link", "chosen", "why"),
+    [
+        ("1b", 8, 8, 80, None, "ddp", "the whole model fits"),
+        ("8b", 1, 1, 80, None, "ddp", "one rank"),
+        ("8b", 8, 8, 80, 200e9, "FULL_SHARD", "cut over 8 ranks it needs"),
+        ("8b", 8, 8, 80, 1e9, "SHARD_GRAD_OP", "links carry"),
+        ("8b", 16, 8, 80, 1e9, "HYBRID_SHARD", "8 ranks of a node"),
+        ("8b", 16, 8, 24, 1e9, "FULL_SHARD", "cut over 16 ranks it needs"),
+        ("70b", 8, 8, 80, 200e9, "FULL_SHARD", "even that may not fit"),
+        ("70b", 64, 8, 80, 100e9, "FULL_SHARD", "cut over 64 ranks it needs"),
+    ],
+)
+def test_the_choice_and_its_reason(
+    size: str,
+    ranks: int,
+    per_node: int,
+    memory_gib: int,
+    link: float | None,
+    chosen: str,
+    why: str,
+) -> None:
+    machine = Machine(ranks, per_node, memory_gib * GIB, link)
+    strategy, reason = choose_strategy(Architecture.of(SHAPES[size]), run_of(), machine)
+    assert describe(strategy).split()[-1] == chosen
+    assert why in reason
+    assert "\n" not in reason
+
+
+SHORT = json.dumps({**LLAMA, "max_position_embeddings": 8})
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a file, a folder and a model in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
+    for name in ("folder", "base"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "base" / "config.json").write_text(SHORT)
+    return tmp_path
+
+
+@each(
+    ("key", "value", "what", "fix"),
+    [
+        ("data.sources.0.path", "note.txt", "there is no such file", "did you mean notes.txt?"),
+        ("data.sources.0.path", "folder/x", "there is no such file", "see ls"),
+        ("data.sources.0.path", "/nowhere/x", "there is no such file", "the path ends at /"),
+        ("data.sources.0.path", "*.jsonl", "matches no file", "try it with ls"),
+        ("model.name_or_path", "./bse", "there is no such folder", "did you mean base?"),
+        ("tokenizer.name_or_path", "./bse", "there is no such folder", "did you mean base?"),
+        ("tokenizer.chat_template", "chatlm", "there is no chat template", "use chatml"),
+    ],
+)
+def test_what_is_not_there_is_named(
+    here: Path, key: str, value: str, *, what: str, fix: str
+) -> None:
+    chat = "data.sources.0.type=chat"
+    (issue,) = data_issues(load(here, GOOD, chat, f"{key}='{value}'"))
+    assert what in issue.what
+    assert fix in issue.fix
+    assert issue.where == f"command line {key}"
+
+
+def test_what_is_there_or_may_be_on_the_hub_is_no_fault(here: Path) -> None:
+    paths = ("notes.txt", "folder", "*.txt", "python-docs", "me/data", "wikitext")
+    sources = ", ".join(f"{{path: '{path}'}}" for path in paths)
+    for model in (f"{here}/base", "me/model", "gpt2"):
+        found = load(here, GOOD, f"data.sources=[{sources}]", f"model.name_or_path={model}")
+        assert data_issues(found) == []
+
+
+def test_the_shape_is_found_wherever_it_lies(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = here / "hub" / "models--me--mine" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(SHORT)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc\n")
+    monkeypatch.setenv("HF_HOME", str(here))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    for name in (here / "base", here / "base" / "config.json", "me/mine"):
+        loaded = load(here, GOOD, f"model.name_or_path={name}", "tokenizer.name_or_path=x")
+        (issue,) = shape_issues(loaded, hub_cache())
+        assert "longer than the model's max_position_embeddings, 8" in issue.what
+        assert issue.where == "command line model.name_or_path"
+    # What is not here, or cannot be read, the ranks look for again.
+    (here / "base" / "config.json").write_text("[")
+    for name in ("me/other", "nothing", str(here), f"{here}/base"):
+        assert shape_issues(load(here, GOOD, f"model.name_or_path={name}"), hub_cache()) == []
+
+
+def test_all_that_is_known_before_the_start_is_told_at_once(here: Path) -> None:
+    (here / "run.yaml").write_text(
+        f"{GOOD.replace('gpt2', './base').replace('a/b', './nowhere.txt')}"
+        "strategy: {kind: fsdp, tp_size: 3}\nclusters: [{gpus_per_node: 2}]\n"
+    )
+    with pytest.raises(ConfigErrors) as raised:
+        resolve_here(load_run_file(here / "run.yaml"), lambda _: None, needs_data=True)
+    words = ("max_position", "tp_size 3 does not divide", "no such file", "a multiple of 3 ranks")
+    for word, issue in zip(words, raised.value.issues, strict=True):
+        assert word in issue.what
+        assert issue.where.startswith(f"{here / 'run.yaml'}:")

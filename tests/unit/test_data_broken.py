@@ -6,7 +6,6 @@ import gzip
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,33 +42,13 @@ def tokenizer() -> Any:
     return made
 
 
-@dataclass(frozen=True)
-class Broken:
-    """A broken file, and parts of what the error about it says.
-
-    Args:
-        kind: of the source.
-        data: its bytes, or a function that writes it.
-        where: what follows the file's path in its place.
-        keys: further keys of the source.
-    """
-
-    kind: str
-    name: str
-    data: bytes | Callable[[Path], object]
-    what: str
-    fix: str
-    where: str = ""
-    keys: dict[str, Any] = field(default_factory=dict)
-
-
-def parquet(**columns: list[Any]) -> Callable[[Path], object]:
-    return lambda path: write_parquet(path, columns)
-
-
 def cut_parquet(path: Path) -> None:
     write_parquet(path, {"text": ["abc"] * 99})
     os.truncate(path, path.stat().st_size - 40)
+
+
+def misnamed(path: Path) -> None:
+    write_parquet(path, {"mesages": ["[]"], "id": [1]})
 
 
 def not_utf8(path: Path) -> None:
@@ -81,49 +60,36 @@ def not_utf8(path: Path) -> None:
 CUT_GZIP = gzip.compress(os.urandom(999))[:-20]
 CUT_ARRAY = b'[\n{"instruction": "a", "output": "b"},\n{"instr'
 ITEMS = b'[{"text": "a"},\n"b"]'
-NAMED = {"columns": {"tools": "tols"}}
-FILES = [
-    Broken("text", "a.txt.gz", CUT_GZIP, "damaged", "gzip -t"),
-    Broken("chat", "a.jsonl.gz", b"no gzip", "damaged", "fetch it again"),
-    Broken("text", "a.txt", b"a\nb\xe9c", "not UTF-8: byte 0xe9", "iconv", ":2"),
-    Broken("chat", "a.json", "[{}]".encode("utf-16"), "not UTF-8", "UTF-16", ":1"),
-    Broken("chat", "a.jsonl", b'{"messages": [{"role": "us', "not JSON", "cut off", ":1"),
-    Broken("text", "a.jsonl", b'{"text": "\xe2\x82', "byte 0xe2 at offset 10", "cut off", ":1"),
-    Broken("chat", "a.jsonl", b'{"a": 1},', "not JSON: Extra data", "one JSON object", ":1"),
-    Broken("chat", "a.json", b'{\n"messages": []\n}', "not JSON", "a line"),
-    Broken("instruct", "a.json", CUT_ARRAY, "not JSON", "json.tool", ":3"),
-    Broken("text", "a.json", ITEMS, "not a JSON object but str", "objects", " row 2"),
-    Broken("text", "a.parquet", cut_parquet, "damaged", "fetch it again"),
-    Broken("text", "a.parquet", not_utf8, "codec can't decode", "fetch it again"),
-    Broken(
-        "chat",
-        "a.parquet",
-        parquet(mesages=["[]"], id=[1]),
-        "no column 'messages'; there are: mesages, id",
-        "columns: {messages: mesages}",
-    ),
-    Broken(
-        "chat",
-        "a.parquet",
-        parquet(messages=["[]"], tool=["[]"]),
-        "no column 'tols'",
-        "{tools: tool}",
-        keys=NAMED,
-    ),
-    Broken("instruct", "a.csv", b"instruction,output\na,b\nc,d,e\n", "3 cells", "quotes", ":3"),
-    Broken("instruct", "a.csv", b'instruction,output\na,"b"c\n', "not CSV", "quotes", ":2"),
-    Broken("instruct", "a.csv", b"q,output\na,b\n", "no column 'instruction'", "columns", ":1"),
-    Broken("chat", "a.txt", b"Hello", "plain text, without a column 'messages'", "type: text"),
-    Broken("text", "a.txt", b" \n", "is empty", "take it out"),
-    Broken("chat", "a.jsonl", b"\n\n", "is empty: no row", "take it out"),
+# Kind of the source, name, content or what writes it, and what the error says: what, fix, and what
+# follows the file's path in its place.
+FILES: list[tuple[str, str, bytes | Callable[[Path], object], str, str, str]] = [
+    ("text", "a.txt.gz", CUT_GZIP, "damaged", "gzip -t", ""),
+    ("chat", "a.jsonl.gz", b"no gzip", "damaged", "fetch it again", ""),
+    ("text", "a.txt", b"a\nb\xe9c", "not UTF-8: byte 0xe9", "iconv", ":2"),
+    ("chat", "a.json", "[{}]".encode("utf-16"), "not UTF-8", "UTF-16", ":1"),
+    ("text", "a.jsonl", b'{"text": "\xe2\x82', "byte 0xe2 at offset 10", "cut off", ":1"),
+    ("chat", "a.jsonl", b'{"messages": [{"role": "us', "not JSON", "cut off", ":1"),
+    ("chat", "a.jsonl", b'{"a": 1},', "not JSON: Extra data", "one JSON object", ":1"),
+    ("chat", "a.json", b'{\n"messages": []\n}', "not JSON", "a line", ""),
+    ("instruct", "a.json", CUT_ARRAY, "not JSON", "json.tool", ":3"),
+    ("text", "a.json", ITEMS, "not a JSON object but str", "objects", " row 2"),
+    ("text", "a.parquet", cut_parquet, "damaged", "fetch it again", ""),
+    ("text", "a.parquet", not_utf8, "codec can't decode", "fetch it again", ""),
+    ("chat", "a.parquet", misnamed, "no column 'messages'", "columns: {messages: mesages}", ""),
+    ("instruct", "a.csv", b"instruction,output\na,b\nc,d,e\n", "3 cells", "quotes", ":3"),
+    ("instruct", "a.csv", b'instruction,output\na,"b"c\n', "not CSV", "quotes", ":2"),
+    ("instruct", "a.csv", b"q,output\na,b\n", "no column 'instruction'", "columns", ":1"),
+    ("chat", "a.txt", b"Hello", "plain text, without a column 'messages'", "type: text", ""),
+    ("text", "a.txt", b" \n", "is empty", "take it out", ""),
+    ("chat", "a.jsonl", b"\n\n", "is empty: no row", "take it out", ""),
 ]
 
 
-def check(tokenizer: Any, file: Path, where: str, what: str, fix: str, **source: Any) -> None:
+def check(tokenizer: Any, file: Path, where: str, what: str, fix: str, kind: str) -> None:
     """Whether a file is refused with these words, and leaves nothing in the cache."""
     cache = file.parent / "cache"
     with pytest.raises(DataError) as caught:
-        prepare_file(tokenizer, file, cache, **source)
+        prepare_file(tokenizer, file, cache, type=kind)
     error = caught.value
     if "rows cannot be trained on" in error.what:  # several rows of one file, listed
         assert f"{file}:1: " in error.what
@@ -135,15 +101,16 @@ def check(tokenizer: Any, file: Path, where: str, what: str, fix: str, **source:
     assert not list(cache.rglob("*.bin"))
 
 
-@each("broken", FILES)
-def test_a_broken_file_is_named_and_leaves_no_cache(tokenizer: Any, tmp_path: Path, broken: Broken):
-    file = tmp_path / broken.name
-    if isinstance(broken.data, bytes):
-        file.write_bytes(broken.data)
+@each(("kind", "name", "data", "what", "fix", "where"), FILES)
+def test_a_broken_file_is_named_and_leaves_no_cache(
+    tokenizer: Any, tmp_path: Path, kind: str, name: str, data: Any, what: str, fix: str, where: str
+):
+    file = tmp_path / name
+    if isinstance(data, bytes):
+        file.write_bytes(data)
     else:
-        broken.data(file)
-    words = (broken.where, broken.what, broken.fix)
-    check(tokenizer, file, *words, type=broken.kind, **broken.keys)
+        data(file)
+    check(tokenizer, file, where, what, fix, kind)
 
 
 def chat(*messages: Any, **columns: Any) -> dict[str, Any]:
@@ -200,7 +167,7 @@ def test_a_broken_row_is_named_and_leaves_no_cache(
     tokenizer: Any, tmp_path: Path, kind: str, row: Any, what: str, fix: str
 ):
     file = write_rows(tmp_path / "a.jsonl", [GOOD[kind], row, GOOD[kind]])
-    check(tokenizer, file, ":2", what, fix, type=kind)
+    check(tokenizer, file, ":2", what, fix, kind)
 
 
 KEYS = sorted({name for names in COLUMNS.values() for name in names})
