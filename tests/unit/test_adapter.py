@@ -61,15 +61,12 @@ def build_cut(config: ModelConfig, adapter: AdapterConfig) -> Any:
 @each(
     ("kind", "adapter"),
     [
-        ("llama", {}),
         ("llama", {"use_dora": True}),
         ("llama", {"use_dora": True, "target_modules": ("embed_tokens",)}),
-        ("llama", {"modules_to_save": ("norm",)}),
         ("gpt2", {}),
         ("gpt2", {"use_dora": True}),  # whose matrices lie the other way round
         ("gpt2", {"modules_to_save": ("ln_f",)}),
         ("gemma", {}),
-        ("gemma", {"use_dora": True}),
         ("gemma", {"modules_to_save": ("norm",)}),
     ],
 )
@@ -248,6 +245,8 @@ training: {max_steps: 100}
 adapter:
   type: lora
 """
+BOTH = ["adapter.target_modules=[q_proj]", "adapter.modules_to_save=[q_proj]"]
+MERGE = "checkpoint.merge_adapter=true"
 TP = "strategy={kind: ddp, tp_size: 2}"
 
 
@@ -262,18 +261,8 @@ TP = "strategy={kind: ddp, tp_size: 2}"
         (["strategy={kind: ddp, pp_size: 2}"], "pp_size", "stage may hold nothing", "pp_size: 1"),
         ([TP, "adapter.dropout=0.1"], "dropout=0.1", "drop different values", "tp_size: 1"),
         ([TP, "adapter.use_dora=true"], "use_dora", "whole rows", "tp_size: 1"),
-        (
-            ["adapter.target_modules=[q_proj]", "adapter.modules_to_save=[q_proj]"],
-            "modules_to_save",
-            "q_proj stands in target_modules and in modules_to_save",
-            "one of them",
-        ),
-        (
-            ["adapter.type=none", "checkpoint.merge_adapter=true"],
-            "merge_adapter=true",
-            "trains no adapter",
-            "whole model anyway",
-        ),
+        (BOTH, "modules_to_save", "q_proj stands in target_modules and in modules_", "one of them"),
+        (["adapter.type=none", MERGE], MERGE, "trains no adapter", "whole model anyway"),
         (["adapter.target_modules=q_proj"], "target_modules", "q_proj", "a list such as"),
     ],
 )

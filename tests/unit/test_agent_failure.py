@@ -29,13 +29,6 @@ def test_the_earliest_error_of_its_own_is_the_cause() -> None:
     assert found is first
 
 
-def test_who_died_without_a_word_is_the_cause_of_lost_connections() -> None:
-    lost = [error_of(rank, 1.0, is_communication=True) for rank in (0, 2)]
-    found = find_root_cause(lost, {0: 5, 1: -9, 2: 5}, range(3))
-    assert found is not None
-    assert found["rank"] == 1 and "SIGKILL" in found["what"]
-
-
 def test_ranks_that_have_lost_one_of_another_node_are_no_cause() -> None:
     lost = [error_of(rank, 1.0, is_communication=True) for rank in (0, 1)]
     assert find_root_cause(lost, {0: 5, 1: 5}, range(2), are_all=False) is None
@@ -75,12 +68,6 @@ def test_a_script_that_reports_no_step_is_started_again(run: tuple[RunDir, Attem
     for restart in range(3):
         found = decide(*run, restart, error_of(1, 1.0, is_script=True), max_restarts=3)
         assert found.decision == "restart"
-
-
-def test_what_would_come_again_ends_the_run_at_once(run: tuple[RunDir, Attempt]) -> None:
-    run[1].last_step.write_text("0 10")
-    found = decide(*run, 0, error_of(1, 1.0, will_recur=True), max_restarts=9)
-    assert found.decision == "fail"
 
 
 def test_a_script_elsewhere_that_has_reported_steps_is_started_again(

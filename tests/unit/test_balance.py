@@ -18,18 +18,17 @@ from torch import nn
 
 from isles.balance import measure
 from isles.balance.balancer import Balancer
-from isles.balance.curve import Curve, rank_seconds, slowest, step_seconds
-from isles.balance.measure import ComputeMeter, Probe, calibrate, rows_that_fit, settled
+from isles.balance.curve import Curve, rank_seconds, step_seconds
+from isles.balance.measure import ComputeMeter, Probe, calibrate, rows_that_fit
 from isles.balance.revise import (
     Allocation,
     Device,
     History,
     choose,
     next_allocation,
-    pooled,
     revise,
 )
-from isles.balance.solve import are_alike, fastest_split
+from isles.balance.solve import fastest_split
 from isles.config.load import load_run_file
 from isles.config.sections.run import RunConfig
 from isles.dist.split import RowSplit, even_split, shared_split
@@ -148,24 +147,6 @@ def test_a_rank_that_recovers_gets_its_rows_back() -> None:
     assert "its rows bring 0.67 times an even split, not 2.00" in reason
 
 
-def test_equal_devices_are_told_apart_by_what_every_window_shows() -> None:
-    now = allocated(even_curves(1.0, 1.0), even_split(24, 2, 4, in_step=False), "aa")
-    for slower, rows in [(1.2, None), (2.0, (16, 8)), (0.5, (8, 16))]:
-        found = revised(now, 1, slower)
-        assert (None if found is None else found[0]) == rows, slower
-    known = even_curves(1.0, 1.5)
-    apart = allocated(known, choose(known, 24, 4, in_step=False), "aa")
-    assert revise(apart, [[1.0] * 5, [1.2] * 5]), "once they are apart, a little is enough"
-    noisy = seconds_of(now.split, now.curves, 1, 2.0)
-    noisy[1][3] /= 2
-    assert revise(now, noisy) is None, "as fast as the other, if once"
-    # A measurement at the start says nothing about them: the least that one needed is for all.
-    one, other = pooled(even_curves(1.0, 1.99), (0, 0))
-    assert one == other
-    slow, *fast = pooled(even_curves(3.0, 1.0, 1.5), (0, 1, 1))
-    assert slow.time(1) == 3.0 and [curve.time(1) for curve in fast] == [1.0, 1.0]
-
-
 def test_steps_that_are_done_again_have_the_rows_that_they_had(tmp_path: Path) -> None:
     first = allocated(even_curves(1.0, 1.0), even_split(24, 2, 4, in_step=False), "aa")
     slow = replace(first, split=RowSplit((16, 8), (4, 4), in_step=False), after_step=10)
@@ -234,12 +215,6 @@ def test_what_is_measured_keeps_documents_apart_where_the_run_will(
     if mask is not None:
         assert mask.shape == (2, 1, 8, 8)
         assert not mask[0, 0, 7, 0], "two documents"
-
-
-def test_a_measurement_settles_when_two_rounds_agree() -> None:
-    assert settled([[1.0, 3.0, 1.05], [2.0, 2.1, 9.0]])
-    assert not settled([[1.0, 3.0, 1.05], [2.0, 2.6, 9.0]])
-    assert not settled([[1.0], [2.0]])
 
 
 @each(
@@ -334,17 +309,6 @@ def test_nothing_is_faster(in_step: bool, ranks: list[Curve], rows: int) -> None
     assert step_seconds(found, ranks) == pytest.approx(best, rel=1e-9)
 
 
-def test_slow_ranks_keep_a_row_where_it_costs_nothing() -> None:
-    """Without rows a rank computes one all the same: to give it none gains nothing."""
-    ranks = [affine(1.0, 1.0), affine(1.0, 1.0), affine(0.01, 0.01)]
-    assert fastest_split(ranks, 6, in_step=False).rows == (1, 1, 4)
-
-
-def test_alike_within_a_tenth() -> None:
-    assert are_alike([affine(1.0, 1.0), affine(1.04, 1.04), affine(1.09, 1.09)])
-    assert not are_alike([affine(1.0, 1.0), affine(1.0, 1.3)])
-
-
 def test_thousands_of_rows_on_dozens_of_ranks_take_seconds() -> None:
     ranks = [affine(0.01 + i % 7 / 50, 0.05 + i % 11 / 30, 8 + i % 3 * 8) for i in range(64)]
     for in_step in (False, True):
@@ -368,12 +332,6 @@ def test_shares_are_met_to_the_row(shares: list[float], rows: int, limit: int) -
     for own, share in zip(split.rows, shares, strict=True):
         assert abs(own - rows * share / sum(shares)) < 1 + 1e-9
     assert max(split.micro_batch_sizes) <= limit
-
-
-def test_the_slowest_of_ranks_that_share_their_rows() -> None:
-    both = slowest([affine(1.0, 1.0), affine(3.0, 0.5, 4)])
-    assert [both.time(size) for size in (1, 2)] == [3.5, 4.0]
-    assert both.limit == 4
 
 
 def test_a_curve_comes_back_from_its_record() -> None:

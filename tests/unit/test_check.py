@@ -127,6 +127,10 @@ def test_two_installations_of_torch_and_other_libraries() -> None:
         ("version.torch", "b"),
     ]
     assert "two are installed" in found[-1].text
+    drivers = {"a": "470.256.02", "b": "550.54.15"}
+    found = bad(compare_versions({"a": facts(), "b": facts()}, imported, drivers, "1.0"))
+    (old,) = [f for f in found if f.level == "error" and f.id == "version.driver"]
+    assert old.where == "a" and "needs the driver 525" in old.text
 
 
 def test_the_clock_of_the_laptop_is_not_blamed_on_the_hosts() -> None:

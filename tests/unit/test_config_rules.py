@@ -38,6 +38,7 @@ STREAM, DPO = "data.streaming=true", "training.method=dpo"
 NOT_PACKED, APART = "data.packing=false", "data.isolate_documents=true"
 PIPELINE = "strategy={kind: ddp, pp_size: 2}"
 RING = "strategy={kind: fsdp, pp_size: 2, cp_size: 2}"
+GPT2, WARMUP_9 = "tokenizer.name_or_path=gpt2", "training.warmup_steps=9"
 FLASH = "model.attn_implementation=flash_attention_2"
 
 
@@ -58,47 +59,27 @@ def check_refused(tmp_path: Path, source: str, what: str, fix: str, *given: str)
 @each(
     "row",
     [
-        ("and num_train_epochs 2 both say", "keep one", "training.num_train_epochs=2"),
+        ("and num_train_epochs 2 both say", "keep one", EPOCHS),
         ("the run has no length", "max_time", NO_STEPS),
         ("cosine needs to know", "constant", NO_STEPS, HOUR),
         ("leaves no step of max_steps", "below 1000", "training.warmup_steps=1000"),
-        (
-            "is more than max_steps 1000",
-            "at most 991",
-            WSD,
-            "training.decay_steps=995",
-            "training.warmup_steps=9",
-        ),
+        ("is more than max_steps 1000", "at most 991", WSD, "training.decay_steps=995", WARMUP_9),
         ("means nothing to lr_scheduler_type cosine", "wsd", "training.decay_steps=5"),
         ("means nothing to lr_scheduler_type const", "wsd", CONSTANT, "training.min_lr_ratio=0.1"),
         ("64 is not a multiple of micro_batch_size 128", "auto", "training.micro_batch_size=128"),
         ("64 is not a multiple", "use 63 or 70", "training.micro_batch_size=7"),
-        (
-            "no weights",
-            "init: scratch",
-            "model.name_or_path=llama-2m",
-            "tokenizer.name_or_path=gpt2",
-        ),
+        ("no weights", "init: scratch", "model.name_or_path=llama-2m", GPT2),
         ("no shape", "./llama-7b", "model={name_or_path: llama-7b, init: scratch}"),
         ("HF_TOKEN looks like a secret", "hf auth login", TOKEN),
         ("~/bin/python is run as it is", "as venv", SSH, PYTHON),
         # Of `strategy` and `balance`.
         (f"shard_size 2 {NOTHING}", "HYBRID_SHARD", "strategy={kind: fsdp, shard_size: 2}"),
-        (
-            f"true {NOTHING} tp_size",
-            "tp_size",
-            "strategy={kind: ddp, tp_size: 2, static_graph: true}",
-        ),
+        (f"true {NOTHING} tp_", "tp_size", "strategy={kind: ddp, tp_size: 2, static_graph: true}"),
         (f"fp16 {NOTHING}", "bf16-mixed", "strategy={kind: ddp, gradient_compression: fp16}", BF16),
         ("3 does not divide seq_length 1024", "1023 or 1026", "strategy={kind: fsdp, cp_size: 3}"),
         ("eager cannot be had with cp_size 2", "sdpa", "strategy={kind: fsdp, cp_size: 2}", EAGER),
         ("fp16-mixed scales the loss", "bf16-mixed", "strategy={kind: fsdp, pp_size: 2}", FP16),
-        (
-            "with ZeRO stage 3 only",
-            "zero_stage: 3",
-            "strategy={kind: deepspeed, offload_param: cpu}",
-        ),
-        ("with ZeRO stage 3 only", "offload_optimizer: cpu", f"strategy={NVME}, nvme_path: /x}}"),
+        ("with ZeRO stage 3 only", "_stage: 3", "strategy={kind: deepspeed, offload_param: cpu}"),
         ("offload_optimizer nvme needs a folder", "nvme_path", f"strategy={NVME}, zero_stage: 3}}"),
         (f"nvme_path /x {NOTHING}", "nvme", "strategy={kind: deepspeed, nvme_path: /x}"),
         ("whole matrices", "fsdp", "strategy={kind: deepspeed}", "training.optimizer=muon"),
@@ -108,12 +89,7 @@ def check_refused(tmp_path: Path, source: str, what: str, fix: str, *given: str)
         ("not one of its values", "HYBRID_SHARD?", "strategy={kind: fsdp, sharding_strategy: 4}"),
         ("balance is 3", "{big-box: 3}", "strategy={kind: auto}", "balance=3"),
         ("balance is empty", "{big-box: 3}", "strategy={kind: auto}", "balance={}"),
-        (
-            "big-box is -1: too small",
-            "at least 0",
-            "strategy={kind: auto}",
-            "balance={big-box: -1}",
-        ),
+        ("big-box is -1: too small", "at least 0", "balance={big-box: -1}"),
         # Where clusters have no outer steps.
         ('outer is "diloco", not a section', "{kind: diloco}", "outer=diloco"),
         ("not a section", "codec: {kind: topk, density: 0.02}, lr: 1.0", "outer=sparseloco"),
@@ -121,10 +97,7 @@ def check_refused(tmp_path: Path, source: str, what: str, fix: str, *given: str)
         ("2 clusters, and nothing", "{kind: diloco}", "clusters=[{name: a}, {name: b}]"),
         # The section track, and where an export goes.
         ('track.0 is "wandbb", not one of its values', "did you mean wandb?", "track: [wandbb]"),
-        ("track.0 is 3, not one of its", "jsonl, tensorboard, wandb, mlflow", "track: [3]"),
-        ("track.0 is empty", "delete the line", "track: [null]"),
         ("track.0 does not say its kind", "wandb, mlflow", "track: [{project: p}]"),
-        ('track.0.mode mode is "off"', "online, offline", "track: [{kind: wandb, mode: off}]"),
         ("track.0.project unknown", "kind: wandb", "track: [{kind: mlflow, project: p}]"),
         ("track.1.kind wandb stands twice", "keep one", "track: [wandb, {kind: wandb}]"),
         ("tracker:5000 has no scheme", "write http://tracker:5000", f"{MLFLOW} tracker:5000}}]"),
@@ -141,7 +114,7 @@ def test_a_broken_rule_is_refused(tmp_path: Path, row: tuple[str, ...]) -> None:
     "row",
     [
         ("comes without a tokenizer", "train_vocab_size", SCRATCH),
-        ("two tokenizers", "keep one", SCRATCH, BPE, "tokenizer.name_or_path=gpt2"),
+        ("two tokenizers", "keep one", SCRATCH, BPE, GPT2),
         ("the embeddings of gpt2 belong to another tokenizer", "init: scratch", BPE),
         ("no text to train a tokenizer on", "delete", SCRATCH, FAKE, BPE),
         ("one that is trained here", "tokenizer.name", SCRATCH, BPE, "data.sources.0.type=tokens"),
@@ -150,21 +123,13 @@ def test_a_broken_rule_is_refused(tmp_path: Path, row: tuple[str, ...]) -> None:
         ("a fake source has no path", "delete", "data.sources.0.type=fake"),
         ("this source has no path", "a glob", "data.sources=[{split: x}]"),
         ("source 2 has no weight", "every", "data.sources=[{path: a, weight: 1}, {path: b}]"),
-        ("columns is [a], not a section", "names with text", "data.sources.0.columns=[a]"),
         ("no xyz", "use one of: messages, role", "data.sources.0.columns={xyz: a}"),
         ("text has no text", "text_column", "data.sources=[{path: a, columns: {text: a}}]"),
         ("input and prompt, which belong to two forms", "or prompt and completion", TWO_FORMS),
         ("to a source of type chat", "columns", "data.sources.0.text_column=body"),
         ("train_on last means nothing to", "delete it", "data.sources=[{path: a, train_on: last}]"),
-        ("sharegpt", "chat", "data.sources.0.type=sharegpt"),
-        ("max_bad_fraction", "less than 1", "data.max_bad_fraction=1.0"),
         # What goes into a sample, and how.
-        (
-            "isolate_documents true means nothing to packing false",
-            "packing: true",
-            NOT_PACKED,
-            APART,
-        ),
+        (f"true {NOTHING} packing false", "packing: true", NOT_PACKED, APART),
         ("too_long drop means nothing to text", "delete it", TEXT, "data.too_long=drop"),
         ("stages of a pipeline (pp_size 2) are told of documents", "data.packing: false", RING),
         ("flash_attention_2 must be told where each document ends", ": sdpa", FLASH, PIPELINE),
@@ -206,21 +171,13 @@ def test_a_broken_rule_of_data_or_tokenizer_is_refused(
         ("means nothing to kind int8", "topk", "codec: {density: 0.1}"),
         ("momentum 0.9 goes badly", "momentum: 0.7 and lr: 0.9", "codec: topk"),
         ("means nothing to delay 0", "delay", "alpha: 0.1"),
-        ("means nothing to sync_every 500", "auto", "max_sync_overhead: 0.1"),
         ('"20Mbit"', "20MB", "max_rate: 20Mbit"),
         ("not HOST:PORT", "hub.example.org:29400", "hub: hub"),
         ("there is one already: h:1", "delete it", "hub: 'h:1', public: 'g:1'"),
         # With other sections.
         ("pp_size 2 does not go", "fsdp", "", "strategy={kind: fsdp, pp_size: 2}"),
-        ("pp_size 2 does not go", "fsdp", "", "clusters.0.strategy={kind: ddp, pp_size: 2}"),
         ("forwards only", "streaming: false", "", "data.streaming=true"),
-        (
-            "the clusters share the samples",
-            "max_steps",
-            "",
-            NO_STEPS,
-            "training.num_train_epochs=2",
-        ),
+        ("the clusters share the samples", "max_steps", "", NO_STEPS, EPOCHS),
         ("clusters.0 is called local, too", "a name of its own", "", "clusters=[{}, {}]"),
     ],
 )
@@ -238,11 +195,15 @@ def test_a_broken_rule_of_outer_steps_is_refused(tmp_path: Path, row: tuple[str,
         ("text", [WSD, "training.decay_steps=500", "training.warmup_steps=500"]),
         ("text", [SCRATCH, BPE]),
         ("text", [SCRATCH, FAKE]),
-        ("text", [SCRATCH, FAKE, "tokenizer.name_or_path=gpt2"]),
+        ("text", [SCRATCH, FAKE, GPT2]),
         ("text", ["model.init=scratch", BPE]),
         ("text", ["model.name_or_path=./llama-7b", "model.init=scratch"]),
         ("text", ["data.sources=[{path: a, weight: 1}, {path: b, weight: 0.5}]"]),
         ("text", ["training.micro_batch_size=64"]),
+        ("text", ["strategy={kind: fsdp, sharding_strategy: HYBRID_SHARD_ZERO2, shard_size: 2}"]),
+        ("text", ["strategy={kind: fsdp, shard_size: null, cp_method: allgather}"]),
+        ("text", ["strategy={kind: ddp, tp_size: 2, bucket_cap_mb: 25.0}"]),
+        ("text", ["strategy={kind: deepspeed, offload_param: nvme, config_file: where.json}"]),
         ("chat", []),
         ("chat", [TEXT, APART]),
         ("chat", ["data.isolate_documents=false", RING]),
@@ -255,8 +216,3 @@ def test_a_broken_rule_of_outer_steps_is_refused(tmp_path: Path, row: tuple[str,
 )
 def test_what_makes_sense_is_accepted(tmp_path: Path, source: str, overrides: list[str]) -> None:
     assert check_rules(load(tmp_path, GOOD.replace("TYPE", source), *overrides).config) == []
-
-
-def test_a_rule_names_the_line_of_a_key_that_was_given(tmp_path: Path) -> None:
-    (issue,) = faults(tmp_path, f"{GOOD.replace('TYPE', 'text')}  micro_batch_size: 7\n")
-    assert issue.where == f"{tmp_path}/run.yaml:5 training.micro_batch_size"

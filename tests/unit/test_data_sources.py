@@ -123,15 +123,6 @@ def test_no_read_permission(closed: str):
     assert "chmod" in error.fix
 
 
-def test_identity_follows_the_files(tmp_path: Path):
-    file = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
-    source = open_source(SourceConfig(path=str(file)))
-    before = source.identity()
-    assert before == source.identity() and json.loads(json.dumps(before)) == before
-    os.utime(file, ns=(0, 0))
-    assert source.identity() != before
-
-
 # Paths
 
 

@@ -10,14 +10,12 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from isles import errors
 from isles.agent.failure import failure_report
-from isles.agent.protocol import refusal
 from isles.agent.workers import let_cause_end_first
 from isles.check.finding import IDS
 from isles.cli import main
@@ -211,12 +209,7 @@ def test_the_error_of_a_rank_shows_its_id(tmp_path: Path) -> None:
     assert lines[-1] == "  more: isles explain communication"
     assert "more: " not in "\n".join(failed_rank("unforeseen", ZeroDivisionError("x")))
     attempt = Attempt(tmp_path / "queue", 1)  # a record without an id
+    attempt.path.mkdir(parents=True)
     error = {"rank": None, "what": "the queue is gone", "fix": "wait", "exit_code": 5}
     write_record(attempt.outcome, {"state": "failed", "exit_code": 5, "error": error})
     assert failure_lines(attempt) == ["error: the queue is gone", "  fix: wait"]
-
-
-def test_a_refusal_keeps_its_id_on_its_way() -> None:
-    told: dict[str, Any] = {"what": "full", "where": "a1", "fix": "go", "exit_code": 2}
-    assert refusal({**told, "id": "start.refused"}).ids == ("start.refused",)
-    assert refusal(told).ids == ("",)
