@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import socket
 import threading
 import time
@@ -247,17 +246,6 @@ def test_ranks_that_all_ended_well_have_finished_whatever_was_asked_late(tmp_pat
         for connection in connections:
             connection.report({"restart": 0, "state": "succeeded", "codes": {"0": 0}})
         assert made.end()["state"] == "finished"
-
-
-def test_a_run_directory_that_is_deleted_ends_all_nodes_at_once(tmp_path: Path) -> None:
-    with table(tmp_path) as made:
-        connections = made.begin(0, 1)
-        shutil.rmtree(made.run_dir.path)
-        made.end(*connections)
-        for command in (connection.command for connection in connections):
-            assert command["now"] and command["exit_code"] == ExitCode.TRAINING
-            assert f"{made.run_dir.path} is not there any more" in command["reason"]
-        assert not made.run_dir.path.exists()
 
 
 def test_an_outcome_that_cannot_be_recorded_still_has_its_code_and_cause(

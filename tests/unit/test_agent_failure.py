@@ -123,7 +123,6 @@ def test_kills_for_memory_are_counted_in_both_kinds_of_cgroup(tmp_path: Path) ->
 
 NODES = 'case "$1 $2" in "show hostnames") echo a1; exit;; esac'
 NOT_PREEMPTED = "echo JobId=7 JobState=RUNNING PreemptTime=None X=1"
-PREEMPTED = "echo JobId=7 JobState=RUNNING PreemptTime=2026-01-01T00:00:00 X=1"
 
 
 def queued(job: Job, scontrol: str = "exit 1") -> QueuedRun:
@@ -157,15 +156,6 @@ def outcome(job: Job) -> dict[str, Any]:
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
-
-
-def test_saved_before_the_limit_the_job_is_queued_again(job: Job) -> None:
-    assert saved_before_limit(job, "exit 0").queue_again() == 0
-    assert "scontrol requeue 7" in job.calls.read_text()
-    for path in (job.attempt.outcome, job.attempt.stopped, job.attempt.stop_request):
-        assert not path.exists()
-    (restart,) = list_restarts(job.attempt)
-    assert "the time limit of Slurm job 7 was near" in restart.text and not restart.is_counted
 
 
 def test_a_job_that_slurm_does_not_requeue_is_submitted_again(job: Job) -> None:
@@ -248,16 +238,6 @@ def test_a_job_that_loses_its_nodes_again_and_again_is_ended(job: Job) -> None:
     what = outcome(job)["error"]["what"]
     assert "was taken off its nodes, and it has come no further in 11 starts" in what
     assert what.endswith("the last step that was saved is 8")
-
-
-def test_preemption_with_a_time_of_grace_queues_the_job_again(job: Job) -> None:
-    # Slurm tells the agents alone, and does nothing more by itself.
-    run = queued(job, PREEMPTED)
-    saved(job)
-    run.stopped()
-    assert run.is_requeued
-    (restart,) = list_restarts(job.attempt)
-    assert "another job took the nodes of Slurm job 7" in restart.text
 
 
 def test_a_node_that_is_lost_costs_the_job_its_place_and_the_run_nothing(job: Job) -> None:

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from isles.balance import measure
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, rank_seconds, step_seconds
 from isles.balance.measure import ComputeMeter, Probe, calibrate, rows_that_fit
@@ -24,7 +23,6 @@ from isles.balance.revise import (
     Allocation,
     Device,
     History,
-    choose,
     next_allocation,
     revise,
 )
@@ -83,11 +81,6 @@ def test_equal_micro_batches_divide_the_rows(rows: int, before: int | None, expe
     assert even_micro_batch(rows, 8, before) == expected
 
 
-def test_equal_ranks_get_the_even_split() -> None:
-    even = even_split(12, 2, 6, in_step=False)
-    assert choose(even_curves(1.0, 1.05), 12, 6, in_step=False) == even
-
-
 def seconds_of(split: RowSplit, curves: Sequence[Curve], *slower: float) -> list[list[float]]:
     """What a meter shows in five windows; in two of them other work keeps the machine busy."""
     found = []
@@ -136,15 +129,6 @@ def test_rows_are_split_anew_only_where_it_pays() -> None:
     assert found[0].split.rows == (29, 28, 9)
     assert "data-parallel rank 2 is 3.00 times slower" in found[1]
     assert revised(found[0], 1, 1, 1) is None, "it does not flap"
-
-
-def test_a_rank_that_recovers_gets_its_rows_back() -> None:
-    curves = even_curves(1.0, 3.0)
-    now = allocated(curves, choose(curves, 48, 8, in_step=True), "ab")
-    assert now.split.rows == (36, 12)
-    rows, reason = revised(now, 1, 1 / 3) or ((), "")
-    assert rows == (24, 24)
-    assert "its rows bring 0.67 times an even split, not 2.00" in reason
 
 
 def test_steps_that_are_done_again_have_the_rows_that_they_had(tmp_path: Path) -> None:
@@ -228,24 +212,6 @@ def test_what_is_measured_keeps_documents_apart_where_the_run_will(
 )
 def test_rows_that_fit(used: dict[int, float], free_bytes: float, most: int, rows: int) -> None:
     assert rows_that_fit(used, free_bytes, most) == rows
-
-
-def test_a_wait_between_the_two_clocks_is_no_time_of_a_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Another process gets the processor for 30 s, after the first look at what was waited."""
-    waited, now = (
-        iter([0, 30 * 10**9, 30 * 10**9, 30 * 10**9, 30 * 10**9]),
-        iter([40.0, 40.0, 41.0]),
-    )
-    monkeypatch.setattr(measure, "_waited_ns", lambda: next(waited))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
-    block = nn.Linear(2, 2)
-    meter = ComputeMeter([block], CPU)
-    meter.reset()
-    block(torch.ones(1, 2))
-    meter.step_done()
-    assert meter.steps() == [1.0]
 
 
 def test_the_meter_counts_training_and_not_evaluation() -> None:

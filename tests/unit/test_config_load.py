@@ -129,28 +129,26 @@ def test_sections_of_other_tools_are_taken_apart(tmp_path: Path) -> None:
     assert any("optimizer.eps | " in line and "training.adam_epsilon" in line for line in found)
 
 
-@each(
-    ("override", "key", "value"),
-    [
-        ("--training.max-steps=5", "training.max_steps", 5),
-        ("training.learning_rate=1e-3", "training.learning_rate", 1e-3),
-        ("name=on", "name", "on"),
-        ("clusters.0.gpus-per-node=auto", "clusters.0.gpus_per_node", "auto"),
-        ("data.sources.0.path=a=b", "data.sources.0.path", "a=b"),
-        ("data.sources.1.path=b", "data.sources.1.path", "b"),
-        ("checkpoint={keep: 7}", "checkpoint.keep", 7),
-        ("training.max_time=", "training.max_time", None),
-    ],
-)
-def test_overrides_win_over_the_file(
-    tmp_path: Path, override: str, key: str, value: object
-) -> None:
-    loaded = load(tmp_path, GOOD, override)
-    node: object = loaded.config
-    for part in key.split("."):
-        node = node[int(part)] if part.isdigit() else getattr(node, part)  # type: ignore[index]
-    assert node == value
-    assert loaded.origins[key] == "command line"
+OVERRIDES: list[tuple[str, str, object]] = [
+    ("--training.max-steps=5", "training.max_steps", 5),
+    ("training.learning_rate=1e-3", "training.learning_rate", 1e-3),
+    ("name=on", "name", "on"),
+    ("clusters.0.gpus-per-node=auto", "clusters.0.gpus_per_node", "auto"),
+    ("data.sources.0.path=a=b", "data.sources.0.path", "a=b"),
+    ("data.sources.1.path=b", "data.sources.1.path", "b"),
+    ("checkpoint={keep: 7}", "checkpoint.keep", 7),
+    ("training.max_time=", "training.max_time", None),
+]
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    loaded = load(tmp_path, GOOD, *(override for override, _, _ in OVERRIDES))
+    for _, key, value in OVERRIDES:
+        node: object = loaded.config
+        for part in key.split("."):
+            node = node[int(part)] if part.isdigit() else getattr(node, part)  # type: ignore[index]
+        assert node == value, key
+        assert loaded.origins[key] == "command line"
 
 
 def test_a_section_on_the_command_line_replaces_the_whole_one(tmp_path: Path) -> None:

@@ -76,17 +76,6 @@ def test_an_array_under_the_name_of_lines_is_told(tmp_path: Path):
     assert "NAME.json" in error_of(tmp_path / "a.jsonl").fix
 
 
-def test_parquet(tmp_path: Path):
-    texts = [f"row {i}" for i in range(3000)]
-    file = write_parquet(tmp_path / "a.parquet", {"id": list(range(3000)), "body": texts})
-    assert documents(file, text_column="body") == texts
-    error = error_of(file, text_column="bodi")
-    assert "there are: id, body" in error.what and "to body" in error.fix
-    error = error_of(file, text_column="id")
-    assert f"{file} row 0: column 'id' holds int '0', not text" in error.what
-    assert "3000 of 3000 rows" in error.what and "column of strings" in error.fix
-
-
 def test_a_large_text_file_is_cut_at_lines(tmp_path: Path):
     file = tmp_path / "large.txt"
     line = "ä" * 1000 + "\n"

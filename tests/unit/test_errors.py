@@ -16,7 +16,6 @@ import torch
 
 from isles import errors
 from isles.agent.failure import failure_report
-from isles.agent.workers import let_cause_end_first
 from isles.check.finding import IDS
 from isles.cli import main
 from isles.errors import (
@@ -56,7 +55,7 @@ def test_out_of_memory_has_its_code_and_its_levers(tmp_path: Path) -> None:
 
 
 def test_who_has_lost_another_is_no_culprit_even_where_its_disk_holds_no_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Its exit code says so, to the agents of several nodes and to itself."""
     attempt = Attempt(tmp_path, 1)
@@ -72,14 +71,6 @@ def test_who_has_lost_another_is_no_culprit_even_where_its_disk_holds_no_word(
     assert found["what"] == "rank 1 ended with exit code 1"
     found = failure_report(attempt, 0, [0, 1], 3, {0: code, 1: -9})["root_cause"]
     assert found["what"] == "rank 1 was killed by SIGKILL"
-
-    waited: list[float] = []
-    monkeypatch.setattr("isles.agent.workers._CAUSE_FIRST_S", 0.1)
-    monkeypatch.setattr("isles.agent.workers.time.sleep", waited.append)
-    let_cause_end_first(attempt, env, ExitCode.TRAINING)
-    assert not waited
-    let_cause_end_first(attempt, env, code)
-    assert waited
 
 
 Capture = pytest.CaptureFixture[str]
