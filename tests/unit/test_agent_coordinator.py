@@ -358,6 +358,26 @@ def test_who_is_known_may_send_more_than_an_unknown_connection(tmp_path: Path) -
         wire.close()
 
 
+def test_a_message_that_trickles_in_has_one_deadline_for_all_its_bytes() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here, there = plain(listener.getsockname()[1]), listener.accept()[0]
+    is_over = threading.Event()
+
+    def trickle() -> None:
+        while not is_over.wait(0.05):
+            there.sendall(b"x")
+
+    slow = threading.Thread(target=trickle)
+    slow.start()
+    try:
+        assert Wire(here).receive(0.4) is None  # else it waits as long as letters come
+    finally:
+        is_over.set()
+        slow.join()
+        here.close()
+        there.close()
+
+
 @pytest.mark.long
 def test_the_first_word_to_a_node_is_a_welcome(tmp_path: Path) -> None:
     with table(tmp_path) as made:

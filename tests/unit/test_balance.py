@@ -23,6 +23,7 @@ from isles.balance.revise import (
     Allocation,
     Device,
     History,
+    choose,
     next_allocation,
     revise,
 )
@@ -129,6 +130,15 @@ def test_rows_are_split_anew_only_where_it_pays() -> None:
     assert found[0].split.rows == (29, 28, 9)
     assert "data-parallel rank 2 is 3.00 times slower" in found[1]
     assert revised(found[0], 1, 1, 1) is None, "it does not flap"
+
+
+def test_a_rank_that_recovers_gets_its_rows_back() -> None:
+    curves = even_curves(1.0, 3.0)
+    now = allocated(curves, choose(curves, 48, 8, in_step=True), "ab")
+    assert now.split.rows == (36, 12)
+    rows, reason = revised(now, 1, 1 / 3) or ((), "")
+    assert rows == (24, 24)
+    assert "its rows bring 0.67 times an even split, not 2.00" in reason
 
 
 def test_steps_that_are_done_again_have_the_rows_that_they_had(tmp_path: Path) -> None:

@@ -219,6 +219,13 @@ def test_slots_and_links_that_give_less(
     assert found[-1][0] == "ok", "and what there is"
 
 
+def test_a_card_that_idles_is_not_taken_for_a_slow_one(linked: Linked) -> None:
+    """It lowers its generation, which is not asked for; an old machine has no higher one."""
+    for hosts in ("", "4, 3"):
+        ((level, measured, _),) = linked("", "", "3, 16, 16", hosts=hosts)
+        assert (level, measured) == ("ok", "PCIe gen 3 x16, 15.8 GB/s")
+
+
 def test_ports_over_the_loopback() -> None:
     listener, second = Listener(), Listener()
     ports = listener.listen(29850)

@@ -175,7 +175,7 @@ def run_of(**training: object) -> RunConfig:
 
 
 @each(
-    ("size", "ranks", "per_node", "memory_gib", "link", "chosen", "why"),
+    "row",
     [
         ("1b", 8, 8, 80, None, "ddp", "the whole model fits"),
         ("8b", 1, 1, 80, None, "ddp", "one rank"),
@@ -187,15 +187,8 @@ def run_of(**training: object) -> RunConfig:
         ("70b", 64, 8, 80, 100e9, "FULL_SHARD", "cut over 64 ranks it needs"),
     ],
 )
-def test_the_choice_and_its_reason(
-    size: str,
-    ranks: int,
-    per_node: int,
-    memory_gib: int,
-    link: float | None,
-    chosen: str,
-    why: str,
-) -> None:
+def test_the_choice_and_its_reason(row: tuple[Any, ...]) -> None:
+    size, ranks, per_node, memory_gib, link, chosen, why = row
     machine = Machine(ranks, per_node, memory_gib * GIB, link)
     strategy, reason = choose_strategy(Architecture.of(SHAPES[size]), run_of(), machine)
     assert describe(strategy).split()[-1] == chosen

@@ -67,7 +67,7 @@ LOCAL = "clusters.0={gpus_per_node: 4, environment: {container: IMAGE}}"
 
 
 @each(
-    ("image", "launcher", "programs", "expected"),
+    "row",
     [
         ("a.sif", "slurm", "apptainer srun", "apptainer"),
         ("a.sif", "local", "podman singularity", "singularity"),
@@ -80,13 +80,9 @@ LOCAL = "clusters.0={gpus_per_node: 4, environment: {container: IMAGE}}"
     ],
 )
 def test_the_runtime_of_a_node(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    image: str,
-    launcher: str,
-    programs: str,
-    expected: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: tuple[str, ...]
 ) -> None:
+    image, launcher, programs, expected = row
     for name in programs.split():
         write_program(
             tmp_path / ("srun" if name == "pyxis" else name), HAS_PYXIS * (name == "pyxis")

@@ -140,6 +140,7 @@ MICRO = "train_micro_batch_size_per_gpu"
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, {}, "type is WarmupLR.*cosine"),
         ({"scheduler": DECAY}, {"lr_scheduler_type": "linear"}, "type is log.*straight line"),
         ({"zero_optimization": {"stage": 0}}, {}, "stage is 0"),
+        ({"zero_optimization": {"stage": 2, "offload_param": CPU}}, {}, "with ZeRO stage 3 only"),
         ({"zero_optimization": {"stage": 3, "offload_param": NVME}}, {}, "nvme needs a folder"),
         ({"zero_optimization": {"cpu_offload": True}}, {}, "cpu_offload is not DeepSpeed's to say"),
         ({"zero_optimization": {"stag": 2}}, {}, "stag is no key of DeepSpeed"),

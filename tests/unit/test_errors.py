@@ -10,12 +10,14 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from isles import errors
 from isles.agent.failure import failure_report
+from isles.agent.protocol import refusal
 from isles.check.finding import IDS
 from isles.cli import main
 from isles.errors import (
@@ -185,6 +187,12 @@ def test_an_error_that_is_quoted_is_not_followed_by_a_second_line() -> None:
     assert cut_more("a1: no run") == ("a1: no run", "")
     # What is no id has no line.
     assert more_lines(["", None, 5, "; rm -rf ~", "a b", "A.B", "data.rows\nx"]) == []
+
+
+def test_a_refusal_keeps_its_id_on_its_way() -> None:
+    told: dict[str, Any] = {"what": "full", "where": "a1", "fix": "go", "exit_code": 2}
+    assert refusal({**told, "id": "start.refused"}).ids == ("start.refused",)
+    assert refusal(told).ids == ("",)
 
 
 def test_the_error_of_a_rank_shows_its_id(tmp_path: Path) -> None:
