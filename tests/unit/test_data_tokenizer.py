@@ -181,7 +181,8 @@ class Told:
 def prepare_told(cache: Path, lines: list[str], **options: Any) -> int:
     """Prepare what is told; the number of documents."""
     folder = prepare(Told(), letters(), cache, progress=lines.append, **options)
-    assert leftovers(cache) == [folder.name]
+    # One that is killed lets go of its lock before it is dead: what it leaves may go with the next.
+    assert folder.name in leftovers(cache)
     return TokenStore.open(folder).document_ends.size
 
 
