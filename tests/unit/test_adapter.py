@@ -108,6 +108,7 @@ def test_fresh_matrices_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
     ("shape", "adapter", "what", "fix"),
     [
         ({}, {"target_modules": ("q_prj",)}, "no module 'q_prj'", "did you mean q_proj"),
+        ({}, {"target_modules": ("q_proj", "qkv")}, "no module 'qkv'", "it has embed_tokens, q"),
         ({}, {"target_modules": ("mlp",)}, "cannot have this adapter", "all-linear"),
         ({}, {"modules_to_save": ("mlp",)}, "mlp is to be trained whole, and", "one of them"),
         (TIED, {"modules_to_save": ("lm_head",)}, "shares the weights", "take lm_head out"),

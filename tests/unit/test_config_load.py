@@ -69,6 +69,7 @@ def places(tmp_path: Path, text: str, *overrides: str) -> list[str]:
         (0, "strategy: fsdp", "strategy", "not a section", "{kind: fsdp}"),
         (0, "strategy: {kind: zero}", "strategy.kind", "zero", "deepspeed"),
         (0, "strategy: {}", "strategy", "does not say its kind", "auto, ddp"),
+        (0, "track: jsonl", "track", "not a list", "track: [jsonl]"),
         (0, "lerning_rate: 1", "lerning_rate", "unknown", "training.learning_rate"),
         (0, "training.seed: 1", "training.seed", "unknown", "at the top"),
         (0, "base-model: x", "base-model", "from axolotl", "model.name_or_path"),

@@ -110,6 +110,13 @@ def test_a_broken_file_is_named_and_leaves_no_cache(
     check(tokenizer, file, where, what, fix, kind)
 
 
+def test_a_column_that_is_named_and_not_there(tokenizer: Any, tmp_path: Path):
+    file = write_parquet(tmp_path / "a.parquet", {"messages": ["[]"], "tool": ["[]"]})
+    with pytest.raises(DataError, match="no column 'tols'") as caught:
+        prepare_file(tokenizer, file, tmp_path / "c", type="chat", columns={"tools": "tols"})
+    assert "{tools: tool}" in caught.value.fix
+
+
 def chat(*messages: Any, **columns: Any) -> dict[str, Any]:
     return {"messages": list(messages), **columns}
 
