@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import random
 import signal
 from collections import Counter
 from collections.abc import Generator
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.inputs import write_model, write_words
 
 # Before anything imports the hub's library, which reads it once: no test reaches for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -146,37 +147,12 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def tiny_model(tmp_path: Path) -> Path:
-    """A Llama of 30 thousand parameters, as a config.json."""
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-        "attention_dropout": 0.0,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return write_model(tmp_path)
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> Path:
-    """A JSONL file of documents with very different lengths."""
-    rng = random.Random(0)
-    vocabulary = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(200)]
-    path = tmp_path / "words.jsonl"
-    with path.open("w") as stream:
-        for _ in range(300):
-            text = " ".join(rng.choices(vocabulary, k=rng.randint(1, 60)))
-            stream.write(json.dumps({"text": text}) + "\n")
-    return path
+    return write_words(tmp_path)
 
 
 @pytest.fixture

@@ -15,10 +15,11 @@ import pytest
 def small_disk(folder: Path, size: str) -> Iterator[None]:
     """A disk of this size, such as 4m, at a new folder; skips the test where nobody may mount."""
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode != 0:
         pytest.skip("only root can mount a small disk")
     try:
         yield
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        # At once, also where a process still holds a file of it open.
+        subprocess.run(["umount", "-l", str(folder)], check=True)

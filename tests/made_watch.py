@@ -1,15 +1,21 @@
-"""Made snapshots of a run, and a stand-in for the watch of a run, which shows them when told to."""
+"""Made snapshots of a run, and stand-ins for its watch: one shows them when told to, one moves.
+
+python -m tests.made_watch FOLDER        `isles top` of the one that moves, as `MovingWatch` says
+"""
 
 from __future__ import annotations
 
 import math
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from isles.errors import UserError
 from isles.monitor.live.model import (
     ClusterRow,
     Head,
@@ -22,6 +28,7 @@ from isles.monitor.live.model import (
     Snapshot,
 )
 from isles.monitor.live.server import Dashboard
+from isles.monitor.live.top import run_top
 from tests.deadline import DEADLINE_S
 
 if TYPE_CHECKING:
@@ -54,6 +61,47 @@ class MadeWatch:
 
         with self._changed:
             return self._changed.wait_for(newer, timeout_s)
+
+
+class MovingWatch:
+    """The same for `isles top`: it shows a new step every 2 s.
+
+    FOLDER/error: why its data is old, from then on. FOLDER/stopped is written where it is told to
+    stop.
+    """
+
+    typed, stop_means = "made-1", "All its ranks save a checkpoint, and end."
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._begun = folder, time.monotonic()
+        self._last = made()
+        self.said: list[str] = []
+
+    @property
+    def error(self) -> str:
+        path = self._folder / "error"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def latest(self) -> Snapshot:
+        step = 1240 + int((time.monotonic() - self._begun) / 2)
+        if self._last.run.step != step and not self.error:
+            self._last = made(step)
+        return self._last
+
+    def stack(self, row: RankRow) -> str:
+        if row.mark == "dead":
+            raise UserError("rank 2 has not said within 20 s where it stands", fix="it is frozen")
+        lines = [f'  File "train/loop.py", line {n}, in train' for n in range(1, 61)]
+        return "\n".join([f"rank {row.rank} on {row.host}: step 1200, forward", *lines])
+
+    def log_lines(self, row: RankRow, count: int) -> list[str]:
+        return [f"\x1b[32mINFO\x1b[0m rank={row.rank} line={n}" for n in range(count)]
+
+    def stop(self, now: bool) -> int:
+        (self._folder / "stopped").write_text(f"now={now}")
+        self.said.append("waiting: saves a checkpoint")
+        return 0
 
 
 @contextmanager
@@ -162,8 +210,8 @@ def _rank(
         parts=Parts(
             data_s=round(dice.uniform(0.01, 0.06), 4),
             compute_s=round(compute, 4),
-            communication_s=round(dice.uniform(0.8, 1.0), 4),
-            waiting_s=round(dice.uniform(0.1, 0.4), 4),
+            communication_s=round(dice.uniform(0.2, 0.4), 4),
+            waiting_s=round(dice.uniform(0.6, 0.9), 4),
         ),
         heard_s=round(dice.uniform(0, 2), 1),
         pid=4000 + i,
@@ -281,3 +329,7 @@ def other(step: int, seed: int, name: str) -> Snapshot:
     return plain.model_copy(
         update={"curve": tuple(curve), "run": plain.run.model_copy(update=state)}
     )
+
+
+if __name__ == "__main__":
+    sys.exit(run_top(cast("Watch", MovingWatch(Path(sys.argv[1])))))

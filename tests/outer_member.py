@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import hashlib
+import time
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from isles.outer.client.api import HubApi
+from isles.outer.client.client import HubClient
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import Server
 from isles.outer.messages import Heartbeat, HeartbeatAnswer, Join
 from isles.run.join_line import JoinLine
+from isles.run.records import write_secret
 from tests.deadline import DEADLINE_S
 from tests.outer_world import ZERO, member_id
 
@@ -32,6 +38,36 @@ async def serving(folder: Path, **rules: object) -> AsyncIterator[tuple[Server, 
         yield server, line
     finally:
         await server.stop()
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(test(**fixtures))
+
+    return run
+
+
+async def until_it(condition: Callable[[], object]) -> None:
+    """Let the others of this loop go on until a condition holds."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def cluster_of(folder: Path, line: JoinLine, **more: Any) -> AsyncIterator[HubClient]:
+    """The client of a cluster a that does not train, with a thread of its own."""
+    write_secret(folder / "join", line.secret_text())
+    own = {"join_file": folder / "join", "spool": folder / "spool", "note": str, **more}
+    client = HubClient(join("a", 4), **own)
+    try:
+        yield client
+    finally:
+        await asyncio.to_thread(client.close)
 
 
 def numbers(name: str, outer_step: int, elements: int) -> NDArray[np.float32]:

@@ -26,6 +26,13 @@ def write_program(path: Path, lines: str) -> Path:
     return path
 
 
+def write_ssh(folder: Path) -> Path:
+    """A program ssh whose hosts are this machine; only the host `down` cannot be reached."""
+    down = 'echo "ssh: connect to host down port 22: No route to host" >&2; exit 255'
+    lines = f"for word; do case $word in -G) exit 0 ;; me@down) {down} ;; esac; done"
+    return write_program(folder / "ssh", f'{lines}\nexec bash -c "${{@: -1}}"')
+
+
 def program(folder: Path, name: str, answers: dict[str, str]) -> None:
     """A program that prints an answer by what its arguments contain, and fails for the rest."""
     path = folder / name

@@ -137,6 +137,15 @@ class Gang:
         """Wait for any rank's end, `seconds` at most; whether one has ended."""
         return bool(connection.wait([process.sentinel for process in self.processes], seconds))
 
+    def until(self, condition: Callable[[], Any]) -> Any:
+        """Wait until a record says so; fails where a rank ends first."""
+        end = time.monotonic() + DEADLINE_S
+        while not (found := condition()):
+            if self.wait_or_timeout(0.05) or time.monotonic() > end:
+                self.kill()
+                raise AssertionError(self.log.read_text(errors="replace")[-4000:])
+        return found
+
 
 def start_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Gang:
     """Start `function(env, *args)` as so many ranks."""

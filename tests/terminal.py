@@ -28,20 +28,10 @@ class Terminal:
         self._folder = tempfile.TemporaryDirectory(prefix="tmux-")
         command = "exec " + shlex.join(map(str, words))
         width, height = map(str, size)
+        options = ("-f", os.devnull, "new-session", "-d", "-x", width, "-y", height)
         # tmux gives its panes the environment of its server, which this call starts.
         done = subprocess.run(
-            [
-                *self._tmux,
-                "-f",
-                os.devnull,
-                "new-session",
-                "-d",
-                "-x",
-                width,
-                "-y",
-                height,
-                command,
-            ],
+            [*self._tmux, *options, command],
             cwd=cwd,
             env={**os.environ, "LC_ALL": "C.UTF-8", "COLORTERM": "", **(env or {})},
             capture_output=True,

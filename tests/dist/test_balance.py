@@ -27,7 +27,7 @@ from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from tests.dist.test_resume import rows_after_start, same_bits
 from tests.dist.test_same_mathematics import TOLERANCE, largest_difference
-from tests.ranks import DEADLINE_S, Gang, _rank, refusal, run_ranks, start_training, train
+from tests.ranks import DEADLINE_S, Gang, _rank, run_ranks, start_training, train
 from tests.slowdown import slowed
 
 LARGE = ("training.logging_steps=1", "training.global_batch_size=32", "data.seq_length=128")
@@ -258,10 +258,3 @@ def test_other_ranks_are_measured_anew(run_file: Path) -> None:
     again = train(run_file, 3, *options, resume=str(run_dir.path))
     assert len(last_rows(again)) == 3
     assert sum(last_rows(again)) == 12
-
-
-def test_unknown_names_are_refused(run_file: Path) -> None:
-    error = refusal(run_file, 2, "balance={nowhere: 2}")
-    assert "balance.nowhere" in error["where"]
-    assert "nowhere: no such host" in error["what"]
-    assert "hosts: " in error["fix"]

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,9 @@ from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer
 from isles.errors import ExitCode
 from isles.run.checkpoints import list_checkpoints, verify_checkpoint
 from isles.run.records import read_record
+from tests.data import quiet
 from tests.deadline import DEADLINE_S
+from tests.disks import small_disk
 from tests.dist.test_resume import rows_after_start
 from tests.dist.test_same_mathematics import weights_of
 from tests.ranks import start_training, train_to_end
@@ -66,13 +67,8 @@ def test_the_sample_and_the_rank_that_bring_nan_are_named(poisoned: tuple[Path, 
     # The sample itself, read from the data once more, holds the word.
     tokenizer = load_tokenizer(str(run_dir.tokenizer))
     data = load_run_file(run_file).config.data
-    dataset, _ = build_datasets(
-        data,
-        tokenizer,
-        run_file.parent / "cache2",
-        seed=0,
-        progress=lambda _: None,
-    )
+    cache = run_file.parent / "cache2"
+    dataset, _ = build_datasets(data, tokenizer, cache, seed=0, progress=quiet)
     inputs, _, _ = dataset.rows(np.array([sample]))
     assert word in tokenizer.decode(inputs[0])
     assert sample // 12 == step - 1 and (sample % 12) // 6 == rank
@@ -134,31 +130,19 @@ def test_ranks_without_an_agent_end_when_their_run_directory_is_deleted(run_file
     assert not run_dir.path.exists(), "nobody makes it again"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 def test_full_disk_stops_with_a_clear_error_and_loses_nothing(
     run_file: Path, tmp_path: Path
 ) -> None:
-    disk = tmp_path / "small"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], check=True)
-    try:
-        runs = f"output_dir={disk}"
-        run_dir, code = train_to_end(
-            run_file,
-            2,
-            runs,
-            "training.max_steps=100",
-            "checkpoint.every_steps=5",
-            "checkpoint.keep=50",
-        )
+    disk, saves = tmp_path / "small", ("checkpoint.every_steps=5", "checkpoint.keep=50")
+    with small_disk(disk, "3m"):
+        length = (f"output_dir={disk}", "training.max_steps=100")
+        run_dir, code = train_to_end(run_file, 2, *length, *saves)
         assert code == ExitCode.TRAINING
         attempt = run_dir.last_attempt()
         assert attempt is not None
-        errors = [read_record(attempt.rank_error(rank)) for rank in range(2)]
-        assert any("could not be saved" in (error or {}).get("what", "") for error in errors)
-        assert any("are free on this disk" in (error or {}).get("what", "") for error in errors)
+        errors = [read_record(attempt.rank_error(rank)) or {} for rank in range(2)]
+        for words in ("could not be saved", "are free on this disk"):
+            assert any(words in error.get("what", "") for error in errors)
         kept = list_checkpoints(run_dir)
         assert kept, "what was saved before stays"
         assert verify_checkpoint(kept[-1].path) == []
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)

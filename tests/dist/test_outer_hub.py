@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from aiohttp import web
 from isles.errors import CommunicationError
 from isles.monitor.live.readers import reader_of
 from isles.outer.client.api import HubApi
-from isles.outer.client.client import HubClient
 from isles.outer.client.http import HubRefusal
 from isles.outer.hub.core import Core, events
 from isles.outer.messages import CHUNK_BYTES, RoundAnswer
@@ -32,22 +30,22 @@ from tests.outer_member import (
     OUTER_PARAMS,
     average_of,
     beat,
+    cluster_of,
     contribute,
+    in_loop,
     join,
     next_outer_params,
     numbers,
     serving,
+    until_it,
 )
 from tests.outer_world import member_id
 from tests.run_records import recorded_run
 
 
-def test_strangers_and_nonsense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    asyncio.run(_unknown(tmp_path))
-    assert "Traceback" not in caplog.text
-
-
-async def _unknown(folder: Path) -> None:
+@in_loop
+async def test_strangers_and_nonsense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path
     elements = CHUNK_BYTES // 4 + 10
     async with serving(folder / "state") as (_, line):
         for other, error, says, deadline_s in (
@@ -117,15 +115,13 @@ async def _unknown(folder: Path) -> None:
             with pytest.raises(HubRefusal, match="bytes; the hub expects"):
                 await contribute(client, folder, 2, b"1234")
         assert not list((folder / "state").glob("**/*token*/*"))
+    assert "Traceback" not in caplog.text
 
 
-def test_a_newcomer_pulls_the_state_over_a_cut(tmp_path: Path) -> None:
+@in_loop
+async def test_a_newcomer_pulls_the_state_over_a_cut(tmp_path: Path) -> None:
     """a gives it; both ways are cut in the middle."""
-    asyncio.run(_newcomer(tmp_path))
-
-
-async def _newcomer(folder: Path) -> None:
-    elements = 1000
+    folder, elements = tmp_path, 1000
     async with (
         serving(folder / "state", keep_averages=4, dead_after_s=600.0) as (_, line),
         HubApi(line, member_id("a")) as a,
@@ -190,7 +186,8 @@ async def _cut(task: asyncio.Task, condition: Callable[[], bool]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def test_an_average_that_died_with_its_hub_is_no_reason_to_leave(
+@in_loop
+async def test_an_average_that_died_with_its_hub_is_no_reason_to_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub before this one had committed the outer step, which this one still collects."""
@@ -212,67 +209,43 @@ def test_an_average_that_died_with_its_hub_is_no_reason_to_leave(
         return found.pop() if found else await wait(self, outer_step, deadline_s)
 
     monkeypatch.setattr(HubApi, "wait_round", wait_round)
-    asyncio.run(_joins_anew(tmp_path))
-
-
-async def _joins_anew(folder: Path) -> None:
-    async with serving(folder / "state") as (server, line):
-        write_secret(folder / "join", line.secret_text())
-        client = HubClient(
-            join("a", 4), join_file=folder / "join", spool=folder / "spool", note=str
-        )
+    async with serving(tmp_path / "state") as (server, line):
 
         def times_joined() -> int:
             return sum(event["kind"] == "joined" for event in events(server.work.core))
 
-        end = time.monotonic() + DEADLINE_S
-        try:
-            while times_joined() < 2:
-                assert client.state.refusal is None and time.monotonic() < end
-                await asyncio.sleep(0.05)
-        finally:
-            await asyncio.to_thread(client.close)
+        async with cluster_of(tmp_path, line) as client:
+            await until_it(lambda: times_joined() > 1 or client.state.refusal)
+            assert client.state.refusal is None
 
 
 OWN = {"phase": "training", "step": 3, "outer": {"outer_step": 0, "is_connected": True}}
 
 
-def test_clusters_show_themselves_through_the_hub(tmp_path: Path) -> None:
-    asyncio.run(_shows(tmp_path))
+@in_loop
+async def test_clusters_show_themselves_through_the_hub(tmp_path: Path) -> None:
+    async with (
+        serving(tmp_path / "state") as (_, line),
+        cluster_of(tmp_path, line, shows=lambda: "YQ=="),
+    ):
+        found: dict[str, dict[str, str]] = {}
+        while "a" not in found:
+            await asyncio.sleep(0.05)
+            answer = await asyncio.to_thread(ask_hub, line, "/v1/live", DEADLINE_S)
+            found = answer["members"]
+        assert found["a"]["record"] == "YQ=="
+        # A run that has joined from elsewhere is shown with all that the hub shows.
+        launch = {**ProcessId.of(os.getpid()).record(), "launcher": "local"}
+        run_dir, _ = recorded_run(tmp_path / "own-1", launch, status=OWN)
+        write_secret(run_dir.join_line, line.secret_text())
+        for is_own, names in ((False, ["own-1", "a"]), (True, ["own-1"])):
+            reader = reader_of(run_dir, 2.0, is_own=is_own)
+            look = await asyncio.to_thread(reader.look)
+            assert look is not None and [row.name for row in look.clusters] == names
 
 
-async def _shows(folder: Path) -> None:
-    async with serving(folder / "state") as (_, line):
-        write_secret(folder / "join", line.secret_text())
-        client = HubClient(
-            join("a", 4),
-            join_file=folder / "join",
-            spool=folder / "spool",
-            note=str,
-            shows=lambda: "YQ==",
-        )
-        end = time.monotonic() + DEADLINE_S
-        try:
-            found: dict[str, dict[str, str]] = {}
-            while "a" not in found:
-                assert time.monotonic() < end
-                await asyncio.sleep(0.05)
-                answer = await asyncio.to_thread(ask_hub, line, "/v1/live", DEADLINE_S)
-                found = answer["members"]
-            assert found["a"]["record"] == "YQ=="
-            # A run that has joined from elsewhere is shown with all that the hub shows.
-            launch = {**ProcessId.of(os.getpid()).record(), "launcher": "local"}
-            run_dir, _ = recorded_run(folder / "own-1", launch, status=OWN)
-            write_secret(run_dir.join_line, line.secret_text())
-            for is_own, names in ((False, ["own-1", "a"]), (True, ["own-1"])):
-                reader = reader_of(run_dir, 2.0, is_own=is_own)
-                look = await asyncio.to_thread(reader.look)
-                assert look is not None and [row.name for row in look.clusters] == names
-        finally:
-            await asyncio.to_thread(client.close)
-
-
-def test_a_hub_that_shows_nobody_is_no_loss(
+@in_loop
+async def test_a_hub_that_shows_nobody_is_no_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one of an earlier version, which has no such address."""
@@ -281,42 +254,21 @@ def test_a_hub_that_shows_nobody_is_no_loss(
         raise web.HTTPNotFound
 
     monkeypatch.setattr(Core, "show", show)
-    asyncio.run(_shows_nobody(tmp_path, caplog))
-
-
-async def _shows_nobody(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(folder / "state") as (server, line):
-        write_secret(folder / "join", line.secret_text())
-        client = HubClient(
-            join("a", 4),
-            join_file=folder / "join",
-            spool=folder / "spool",
-            note=str,
-            shows=lambda: "YQ==",
-        )
-        end = time.monotonic() + DEADLINE_S
+    async with serving(tmp_path / "state") as (server, line):
         heartbeats = server.work.core.membership.heartbeats
-        try:
-            while "does not show this cluster: 404" not in caplog.text or not heartbeats:
-                assert time.monotonic() < end
-                await asyncio.sleep(0.05)
+        async with cluster_of(tmp_path, line, shows=lambda: "YQ==") as client:
+            refused = "does not show this cluster: 404"
+            await until_it(lambda: refused in caplog.text and heartbeats)
             heartbeats.clear()
-            while not heartbeats:
-                assert time.monotonic() < end
-                await asyncio.sleep(0.05)
+            await until_it(lambda: heartbeats)
             assert client.state.is_connected and client.state.lost_at is None
             assert sum(e["kind"] == "joined" for e in events(server.work.core)) == 1
-        finally:
-            await asyncio.to_thread(client.close)
 
 
-def test_it_ends_by_itself_also_where_a_cluster_never_comes_back(tmp_path: Path) -> None:
-    asyncio.run(_left_alone(tmp_path))
-
-
-async def _left_alone(folder: Path) -> None:
+@in_loop
+async def test_it_ends_by_itself_also_where_a_cluster_never_comes_back(tmp_path: Path) -> None:
     async with (
-        serving(folder / "state") as (server, line),
+        serving(tmp_path / "state") as (server, line),
         HubApi(line, member_id("a")) as a,
         HubApi(line, member_id("b")) as b,
     ):

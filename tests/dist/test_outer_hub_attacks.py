@@ -9,8 +9,7 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import aiohttp
@@ -24,8 +23,9 @@ from isles.outer.hub.journal import JOURNAL
 from isles.outer.messages import digest_of, hash_chunks
 from isles.run.join_line import JoinLine
 from tests.deadline import DEADLINE_S
+from tests.disks import small_disk
 from tests.outer_deaths import TURNS, open_world
-from tests.outer_member import average_of, beat, contribute, join, numbers, serving
+from tests.outer_member import average_of, beat, contribute, in_loop, join, numbers, serving
 from tests.outer_world import member_id, overlaps
 
 
@@ -57,12 +57,9 @@ def test_silent_connections_keep_nobody_out(tmp_path: Path) -> None:
         assert b"401" in asyncio.run(_ask(line, request)).splitlines()[0]
 
 
-def test_no_request_without_the_token_costs_anything(tmp_path: Path) -> None:
-    asyncio.run(_without_token(tmp_path))
-
-
-async def _without_token(folder: Path) -> None:
-    async with serving(folder / "state") as (_, line):
+@in_loop
+async def test_no_request_without_the_token_costs_anything(tmp_path: Path) -> None:
+    async with serving(tmp_path / "state") as (_, line):
         head = b"PUT /v1/rounds/0/parts/x/0 HTTP/1.1\r\nHost: x\r\n"
         large = head + b"Content-Length: 999999999999\r\n\r\n" + bytes(1 << 20)
         assert b"401" in (await _ask(line, large)).splitlines()[0]
@@ -112,23 +109,11 @@ async def _secrets(folder: Path) -> str:
         return line.token
 
 
-@contextmanager
-def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "tmpfs", str(folder)]
-    if subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("mounts no disk here: only root may")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def test_a_full_disk_is_named_and_gone_on_from(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with small_disk(tmp_path / "state", 12 << 20) as disk:
-        asyncio.run(_full(tmp_path, disk))
+    with small_disk(tmp_path / "state", "12m"):
+        asyncio.run(_full(tmp_path, tmp_path / "state"))
     assert "disk" in caplog.text and "Traceback" not in caplog.text
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,30 +52,18 @@ def troubled_rank(env: Any, run: Path, attempt: int, resume_from: Path | None) -
     return run_rank(run_dir, run_dir.attempt(attempt), env, resume_from)
 
 
-def until(gang: Gang, condition: Callable[[], Any]) -> Any:
-    """Wait until a record says so; fails when a rank ends first."""
-    for _ in range(int(DEADLINE_S / 0.1)):
-        if found := condition():
-            return found
-        if gang.wait_or_timeout(0.1):
-            gang.wait()
-            raise AssertionError("the ranks have ended")
-    gang.kill()
-    raise AssertionError(f"not within {DEADLINE_S} s\n{gang.log.read_text()[-4000:]}")
-
-
 def hangs(attempt: Attempt) -> list[dict[str, Any]]:
     paths = sorted(attempt.hangs.glob("step-*.json"), key=lambda p: p.stat().st_mtime_ns)
     return [record for path in paths if (record := read_record(path))]
 
 
 def nth_hang(gang: Gang, attempt: Attempt, number: int) -> dict[str, Any]:
-    until(gang, lambda: len(hangs(attempt)) > number)
+    gang.until(lambda: len(hangs(attempt)) > number)
     return hangs(attempt)[number]
 
 
 def nth_went_on(gang: Gang, attempt: Attempt, number: int) -> None:
-    until(gang, lambda: hangs(attempt)[number]["went_on_after_s"] is not None)
+    gang.until(lambda: hangs(attempt)[number]["went_on_after_s"] is not None)
 
 
 def stacks(attempt: Attempt, hang: dict[str, Any], rank: int) -> str:
@@ -123,7 +110,7 @@ def test_each_kind_of_stall_names_its_rank_and_place(run_file: Path) -> None:
     os.kill(pid, signal.SIGCONT)
     nth_went_on(gang, attempt, 2)
 
-    until(gang, lambda: len(notes(run_dir)) >= 6)
+    gang.until(lambda: len(notes(run_dir)) >= 6)
     assert "is behind: in data loading" in notes(run_dir)[0]
     assert "went on after" in notes(run_dir)[1]
     for process in gang.processes:

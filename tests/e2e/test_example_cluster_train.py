@@ -18,6 +18,8 @@ from tests.lab.pbs import pbs
 from tests.lab.slurm import job_fields, slurm, wait_for_job
 from tests.ports import free_port
 
+pytestmark = pytest.mark.long
+
 EXAMPLE = ROOT / "examples" / "cluster_train"
 NODES = ("a1", "a2")
 NUM_HOSTS = len(NODES)
@@ -40,7 +42,6 @@ def copy(folder: Path, **texts: str) -> Path:
     return folder
 
 
-@pytest.mark.long
 def test_two_nodes_typed_by_hand(tmp_path: Path) -> None:
     """The worker first, as happens; what it prints, its log, and the model that they train."""
     folder, port = copy(tmp_path / "example"), str(free_port())
@@ -70,7 +71,6 @@ def test_two_nodes_typed_by_hand(tmp_path: Path) -> None:
     assert run_program(["bash", "-c", loop], folder).stdout.count("training has finished") == 2
 
 
-@pytest.mark.long
 def test_a_slurm_job(lab: Lab) -> None:
     """A real Slurm starts one task a node, and every node has its own number."""
     folder = copy(lab.shared / "slurm", cluster_train__sh=WORDS)
@@ -85,7 +85,6 @@ def test_a_slurm_job(lab: Lab) -> None:
     assert_words(lab, folder, port=29500 + int(job) % 100)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("flavour", "file", "fails"),
     [("torque", "cluster_train.pbs", ""), ("openpbs", "cluster_train_openpbs.pbs", "1")],

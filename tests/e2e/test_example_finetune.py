@@ -20,6 +20,8 @@ from tests.ports import free_port
 from tests.runs import losses_of
 from tests.unit.test_example_finetune import SETUP, copy_programs, guide
 
+pytestmark = pytest.mark.long
+
 NUM_HOSTS = 2
 STEPS, ACCUMULATED = 3, 4
 ZERO_2 = f"{guide('deepspeed --zero')} --gradient_accumulation_steps {ACCUMULATED}"
@@ -95,7 +97,6 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return trained(folder, "fsdp")
 
 
-@pytest.mark.long
 def test_a_script_for_each_of_two_nodes_trains(tmp_path: Path, sharded: list[float]) -> None:
     """S1-41 … S1-48, with DeepSpeed; the same mathematics as FSDP on one node."""
     folder = tmp_path / "project"
@@ -114,7 +115,6 @@ def test_a_script_for_each_of_two_nodes_trains(tmp_path: Path, sharded: list[flo
     assert trained(folder, "deepspeed") == pytest.approx(sharded, abs=0.03)
 
 
-@pytest.mark.long
 def test_a_fault_is_told_once_by_two_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "project"
     make_project(folder, "fsdp")
@@ -133,7 +133,6 @@ def slurm_lab(lab: Lab) -> Iterator[Lab]:
         yield lab
 
 
-@pytest.mark.long
 def test_the_job_script_trains_by_sbatch(slurm_lab: Lab, sharded: list[float]) -> None:
     """S1-67 … S1-95: two nodes, one task and one rank on each."""
     folder = slurm_lab.shared / "project"

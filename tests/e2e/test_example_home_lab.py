@@ -26,6 +26,8 @@ from tests.lab.home import HOSTS, assert_nothing_left, sh, write_inputs
 from tests.lab.hosts import Lab
 from tests.runs import losses_of
 
+pytestmark = pytest.mark.long
+
 EXAMPLE = ROOT / "examples" / "home_lab"
 BLOCKS = [block.text for block in blocks(ROOT / "tests/seeds/S4.md") if block.is_shell]
 PROJECT = "Development/Projects/ai-ml-pipeline/ai-cluster"
@@ -132,7 +134,6 @@ def runs(lab: Lab, host: str) -> Path:
     return lab.root(host) / "root" / PROJECT / "logs" / "runs"
 
 
-@pytest.mark.long
 def test_the_three_torchrun_lines(lab: Lab) -> None:
     """Each typed on its machine: who is rank 0 is torchrun's choice, all else is the guide's."""
     lines = [block("torchrun \\", f"--node_rank={node} ") for node in range(3)]
@@ -161,7 +162,6 @@ def test_the_three_torchrun_lines(lab: Lab) -> None:
         assert not (runs(lab, other) / "home-lab-1").exists()
 
 
-@pytest.mark.long
 def test_a_name_that_nobody_knows_is_said_at_once(lab: Lab) -> None:
     """The host of rank 0 publishes its name; where that leads nowhere, no rank waits for it."""
     scripts = f"cd ~/{PROJECT}/scripts; export RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
@@ -173,7 +173,6 @@ def test_a_name_that_nobody_knows_is_said_at_once(lab: Lab) -> None:
         assert "--rdzv_backend=static" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.long
 def test_the_single_test(lab: Lab) -> None:
     """As the cheat sheet has it."""
     (command,) = [text.splitlines()[1:3] for text in BLOCKS if "train_single_test.py" in text]
@@ -183,7 +182,6 @@ def test_the_single_test(lab: Lab) -> None:
     assert re.search(r"^train\.smoke +ok", done.stdout, re.M), done.stdout
 
 
-@pytest.mark.long
 def test_the_launcher_checks_and_then_starts(lab: Lab) -> None:
     """Over ssh, on one host, as each costs its time; checkpoints lie where the guide has them."""
     there = "root@192.168.1.100 -- name=launched training.num_train_epochs=1"
@@ -196,7 +194,6 @@ def test_the_launcher_checks_and_then_starts(lab: Lab) -> None:
     assert_nothing_left(lab)
 
 
-@pytest.mark.long
 def test_gemma_in_four_bits_from_the_run_file(tmp_path: Path) -> None:
     """gemma_qlora.yaml as it is, but for the model, the hosts and the length."""
     marks = {"additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"]}

@@ -22,6 +22,7 @@ from tests.documents import ROOT
 from tests.e2e.typed import run_typed, typed
 from tests.each import each
 from tests.ports import free_port
+from tests.programs import write_program
 from tests.runs import rows_of
 
 EXAMPLE = ROOT / "examples" / "multicluster"
@@ -167,15 +168,13 @@ def test_a_coordinator_and_two_workers(folder: Path, peer: str) -> None:
     assert not set(first) & set(second), "no sample is trained on twice"
 
 
-FAKE_TORCHRUN = """#!/usr/bin/env bash
-echo "GPUS=$CUDA_VISIBLE_DEVICES" "$@"
+FAKE_TORCHRUN = """echo "GPUS=$CUDA_VISIBLE_DEVICES" "$@"
 case "$*" in
 *--fail*"world-rank 1") exit 7 ;;
 *--fail*) exec sleep 300 ;;
 esac
 """
-FAKE_DHT = """#!/usr/bin/env bash
-echo $$ >dht.pid
+FAKE_DHT = """echo $$ >dht.pid
 echo "use --initial_peers /ip4/127.0.0.1/tcp/4711/p2p/QmFake" >&2
 exec sleep 300
 """
@@ -184,12 +183,8 @@ exec sleep 300
 @pytest.fixture
 def bin_folder(tmp_path: Path) -> Path:
     """torchrun and hivemind-dht that tell what they were given."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name, text in (("torchrun", FAKE_TORCHRUN), ("hivemind-dht", FAKE_DHT)):
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    return folder
+    write_program(tmp_path / "bin" / "hivemind-dht", FAKE_DHT)
+    return write_program(tmp_path / "bin" / "torchrun", FAKE_TORCHRUN).parent
 
 
 def script(bin_folder: Path, *words: str, gpus: str | None = None) -> tuple[int, str, list[str]]:

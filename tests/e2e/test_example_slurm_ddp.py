@@ -17,12 +17,14 @@ from tests.documents import ROOT
 from tests.lab.home import sh
 from tests.lab.hosts import Lab
 from tests.lab.slurm import OVER, job_fields, slurm, wait_for_job
+from tests.programs import write_program
+
+pytestmark = pytest.mark.long
 
 NUM_HOSTS = 2
 DOCUMENT = (ROOT / "tests" / "seeds" / "S3.md").read_text(encoding="utf-8")
 
 NVIDIA_SMI = """\
-#!/bin/sh
 [ "$*" = "--query-gpu=index,name,memory.total --format=csv,noheader,nounits" ] || exit 6
 echo "0, NVIDIA H200, 143771"
 """
@@ -70,9 +72,7 @@ def site(lab: Lab) -> Iterator[Site]:
         patch.setenv("MEM", "204800")
         folder = lab.shared / "slurm_ddp"
         shutil.copytree(ROOT / "examples" / "slurm_ddp", folder)
-        (lab.shared / "bin").mkdir()
-        (lab.shared / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
-        (lab.shared / "bin" / "nvidia-smi").chmod(0o755)
+        write_program(lab.shared / "bin" / "nvidia-smi", NVIDIA_SMI)
         with slurm(lab):
             yield Site(lab, folder)
 
@@ -91,7 +91,6 @@ def lines(site: Site, job: str) -> list[str]:
     return site.end(job)
 
 
-@pytest.mark.long
 def test_the_documents_job(site: Site, job: str, lines: list[str]) -> None:
     """The banner, the lines and the files of the document."""
     rule = "=" * 42
@@ -133,7 +132,6 @@ def test_the_documents_job(site: Site, job: str, lines: list[str]) -> None:
     assert state["model_state_dict"].keys() == site.weights(".").keys()
 
 
-@pytest.mark.long
 def test_torchrun_a_node_resumes_exactly(site: Site, lines: list[str]) -> None:
     """From the checkpoint of epoch 5: the weights of the run that went through, bit for bit."""
     assert lines
@@ -150,7 +148,6 @@ def test_torchrun_a_node_resumes_exactly(site: Site, lines: list[str]) -> None:
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-@pytest.mark.long
 def test_two_ranks_of_one_node_sharded_and_accumulated(site: Site, lines: list[str]) -> None:
     """FSDP on half batches, twice as many: the mathematics of the document's run."""
     assert lines
@@ -166,7 +163,6 @@ def test_two_ranks_of_one_node_sharded_and_accumulated(site: Site, lines: list[s
     assert (site.folder / "sharded" / "checkpoint_epoch_5.pt").exists()
 
 
-@pytest.mark.long
 def test_what_the_document_looks_at_a_job_with(site: Site, job: str, lines: list[str]) -> None:
     assert lines
     for line in ("squeue -u $USER", "sinfo", "scontrol show nodes"):
@@ -180,7 +176,6 @@ def test_what_the_document_looks_at_a_job_with(site: Site, job: str, lines: list
     assert text.count(f"{site.lab.address('a1')} ") >= 2
 
 
-@pytest.mark.long
 def test_isles_would_submit_the_same_script(site: Site) -> None:
     text = site.type("isles train run.yaml --dry-run")
     for words in ("--nodes=2", "--gres=gpu:1", "--cpus-per-task=28", "--mem=200G"):
@@ -188,7 +183,6 @@ def test_isles_would_submit_the_same_script(site: Site) -> None:
     assert re.search(r"^  script: train_distributed_example.py ", text, re.M)
 
 
-@pytest.mark.long
 def test_alone_with_amp_and_a_tracker(tmp_path: Path) -> None:
     """One process needs no Slurm; MLflow has the figures that were printed."""
     script = ROOT / "examples" / "slurm_ddp" / "train_distributed_example.py"

@@ -12,6 +12,7 @@ import pytest
 from isles.run.paths import RunDir
 from tests.deadline import run_program
 from tests.e2e.typed import isles
+from tests.programs import write_program
 
 RUN = """\
 name: tiny
@@ -69,10 +70,7 @@ class Site:
         (folder / "run.yaml").write_text(text)
 
     def program(self, name: str, lines: str) -> None:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/bash\n{lines}\n")
-        path.chmod(0o755)
+        write_program(self.folder / name, lines)
 
     def render(self) -> Path:
         """The script that needs no run directory."""

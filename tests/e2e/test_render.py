@@ -29,7 +29,7 @@ clusters:
 
 OWN = """\
 name: own
-training: {script: own.py, script_args: [--word, hello there]}
+training: {script: my own.py, script_args: [--word, hello there]}
 clusters:
   - {gpus_per_node: 2, device: cpu}
 """
@@ -63,7 +63,7 @@ def test_one_line_for_each_of_two_nodes_trains(tmp_path: Path) -> None:
 
 
 def test_a_script_of_the_users_own_is_all_that_runs(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(SCRIPT)
+    (tmp_path / "my own.py").write_text(SCRIPT)
     script = render(tmp_path, OWN)
     done = run_program(["bash", script], Path("/"), {**os.environ, "MASTER_PORT": str(free_port())})
     assert done.returncode == 0, done.stderr

@@ -211,15 +211,6 @@ def test_nothing_is_left_when_the_agent_is_killed(
     assert processes_of(tmp_path) == []
 
 
-def test_a_script_that_is_not_there(tmp_path: Path, own: RunDir) -> None:
-    file = write_probe(tmp_path, "end")
-    (tmp_path / "probe.py").rename(tmp_path / "prode.py")
-    said = isles("train", file, cwd=tmp_path, expected=ExitCode.USER).err
-    assert f"run.yaml:2 training.script: there is no such script: {tmp_path}/probe.py" in said
-    assert "did you mean prode.py?" in said
-    assert not own.path.exists()
-
-
 MEETING = """\
 import os
 from pathlib import Path

@@ -25,6 +25,7 @@ import pytest
 from tests.deadline import run_program
 from tests.documents import ROOT, blocks, commands
 from tests.each import each
+from tests.programs import write_program
 from tests.unit.test_requirements import functions_of
 
 SEEDS = ROOT / "tests" / "seeds"
@@ -125,11 +126,9 @@ def test_the_training_lines_of_the_slurm_example(tmp_path: Path) -> None:
     """Each on one rank, with an srun that only starts what it is given."""
     lines = [line for line in pieces("S3") if line.startswith("S3 srun python train_distributed")]
     assert len(lines) == 2
-    folder, bins = tmp_path / "example", tmp_path / "bin"
+    folder = tmp_path / "example"
     shutil.copytree(ROOT / "examples" / "slurm_ddp", folder)
-    bins.mkdir()
-    (bins / "srun").write_text('#!/bin/bash\nexec "$@"\n')
-    (bins / "srun").chmod(0o755)
+    bins = write_program(tmp_path / "bin" / "srun", 'exec "$@"').parent
     long, small = (bash(line.removeprefix("S3 "), folder, bins) for line in lines)
     assert "Epochs: 20, Batch size: 64, LR: 0.0001\n" in long
     assert "Epoch 20/20, Average Loss: " in long

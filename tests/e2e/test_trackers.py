@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from isles.track.wandb import resolve_mode
-from tests.deadline import DEADLINE_S, run_program
+from tests.deadline import run_program
 from tests.e2e.typed import Command
 from tests.ports import free_port
-from tests.ranks import Gang, start_training, train_to_end
+from tests.ranks import start_training, train_to_end
 from tests.runs import rows_of
 from tests.wandb_files import read_points
 
@@ -66,13 +65,6 @@ def mlflow_losses(uri: str, run_dir: RunDir) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in history]
 
 
-def until(gang: Gang, condition: Callable[[], object]) -> None:
-    """Wait until a record says so; fails when the ranks end first."""
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end and not gang.wait_or_timeout(0.02), gang.log.read_text()
-
-
 @contextmanager
 def mlflow_server(folder: Path, port: int) -> Iterator[Command]:
     """A real MLflow server on loopback with a store in SQLite; killed with its workers."""
@@ -109,7 +101,7 @@ def test_kills_of_the_run_and_of_a_server_leave_one_run_with_the_same_numbers(
     with mlflow_server(tmp_path, port) as server:
         run_dir, _, gang = start_training(run_file, 1, "training.max_steps=100000", *options)
         enough = (lambda: wandb_points(run_dir), lambda: mlflow_losses(uri, run_dir))
-        until(gang, lambda: all(len(seen()) >= 25 for seen in enough) and list_checkpoints(run_dir))
+        gang.until(lambda: all(len(seen()) >= 25 for seen in enough) and list_checkpoints(run_dir))
         gang.kill()
         reached = read_rows(run_dir.metrics)[-1]["step"]
         saved = list_checkpoints(run_dir)[-1].step
@@ -118,7 +110,7 @@ def test_kills_of_the_run_and_of_a_server_leave_one_run_with_the_same_numbers(
         resume = str(run_dir.path)
         steps = f"training.max_steps={middle}"
         _, attempt, gang = start_training(run_file, 1, steps, *options, resume=resume)
-        until(gang, lambda: mlflow_losses(uri, run_dir)[-1][0] > reached)
+        gang.until(lambda: mlflow_losses(uri, run_dir)[-1][0] > reached)
         known = {step for step, _ in mlflow_losses(uri, run_dir)}
         server.kill()
         assert gang.wait() == [0], "a server that is gone stops no training"

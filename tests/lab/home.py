@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import select
 import sys
 import time
@@ -20,6 +18,7 @@ from isles.run.paths import Attempt
 from isles.run.records import read_record
 from isles.run.restarts import read_last_step
 from tests.deadline import DEADLINE_S
+from tests.inputs import write_model, write_words
 from tests.lab.hosts import Lab
 
 ISLES = str(Path(sys.executable).with_name("isles"))
@@ -179,23 +178,5 @@ def assert_nothing_left(lab: Lab, hosts: Sequence[str] = HOSTS) -> None:
 
 def write_inputs(folder: Path) -> None:
     """A tiny model, as a config.json, and a text."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 128,
-        "attention_dropout": 0.0,
-    }
-    rng = random.Random(0)
-    vocabulary = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(200)]
-    rows = [{"text": " ".join(rng.choices(vocabulary, k=rng.randint(1, 60)))} for _ in range(300)]
-    (folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    staged = folder / f".tiny-{os.getpid()}"
-    staged.mkdir()
-    (staged / "config.json").write_text(json.dumps(config))
-    staged.rename(folder / "tiny")
+    write_words(folder)
+    write_model(folder)

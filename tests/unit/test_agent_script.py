@@ -21,7 +21,7 @@ from isles.agent.script.watch import ScriptWatch, Signs, overdue
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.config.sections.training import WatchdogConfig
-from isles.errors import ExitCode, UserError
+from isles.errors import UserError
 from isles.launch.worker import run_verb
 from isles.monitor.follow import row_text
 from isles.monitor.table import checkpoint_lines
@@ -196,20 +196,6 @@ def test_a_last_word_while_the_ranks_are_asked_is_seen(tmp_path: Path) -> None:
     assert "my.py:2 f()" in (script.attempt.hangs / "silence-2-rank-0.txt").read_text()
     script.look(60.0, printed=2)
     assert not script.watch.question, "a hang is reported once"
-
-
-def test_stacks_can_be_had_by_hand_and_a_hang_may_end_the_script(tmp_path: Path) -> None:
-    script = Watched(tmp_path, max_silence=10.0, action="stop")
-    script.look(1.0, printed=1)
-    (script.attempt.path / "stacks").touch()
-    script.look(2.0, printed=1)
-    assert script.look(3.0, printed=1, at="at my.py:1 f()") is None
-    assert (script.attempt.hangs / "asked-1-rank-0.txt").exists()
-    script.look(12.0, printed=1)
-    assert script.look(20.0, printed=1) is None, "the rank has some seconds to answer"
-    error = script.look(33.0, printed=1)
-    assert "rank 0 on here does not answer" in error["what"]
-    assert (error["exit_code"], error["id"]) == (ExitCode.COMMUNICATION, "script.silent")
 
 
 def test_a_watcher_gets_the_stacks_and_nobody_else_hears_of_it(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -17,64 +16,24 @@ from isles.agent.workers import Ranks
 from isles.errors import ExitCode
 from isles.run.live import Tell
 from tests.deadline import DEADLINE_S, run_program, until
-from tests.each import each
 from tests.runs import nothing_left
 
 
-def end_as(how: str, mark: Path) -> int:
-    """What a rank does, by its word in `how`."""
-    match how.split()[int(os.environ["RANK"])]:
-        case "done":
-            return 0
-        case "requeue":
-            return int(ExitCode.REQUEUE)
-        case "exit":
-            os._exit(7)
-        case "raise":
-            raise ValueError("the data is odd")
-        case "interrupted":
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.kill(os.getpid(), signal.SIGINT)
-        case "deaf":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            (mark / "deaf").touch()
+def be_deaf(mark: Path) -> int:
+    """A rank that does not hear SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    mark.touch()
     signal.pause()
     raise AssertionError
 
 
-@contextmanager
-def started(how: str, mark: Path) -> Iterator[Ranks]:
-    forkserver.set_forkserver_preload([])
-    starts = {rank: ({"RANK": str(rank)}, (how, mark)) for rank in range(len(how.split()))}
-    ranks = Ranks("tests.unit.test_agent_workers:end_as", starts)
-    try:
-        yield ranks
-    finally:
-        ranks.end(signal.SIGKILL, DEADLINE_S)
-
-
-@each(
-    ("how", "done", "failed"),
-    [
-        ("done requeue", {0: 0, 1: 85}, {}),
-        ("wait exit", {}, {1: 7}),
-        ("raise wait", {}, {0: 1}),
-        ("interrupted done", {0: 130, 1: 0}, {}),
-    ],
-)
-def test_each_end_is_seen(
-    tmp_path: Path, how: str, done: dict[int, int], failed: dict[int, int]
-) -> None:
-    with started(how, tmp_path) as ranks:
-        until(lambda: ranks.look() == (done, failed))
-        assert ranks.are_all(done) == (not failed)
-
-
 def test_a_rank_that_does_not_end_is_killed(tmp_path: Path) -> None:
-    with started("deaf", tmp_path) as ranks:
-        until((tmp_path / "deaf").exists)
-        ranks.end(signal.SIGTERM, 0.2)
-        assert ranks.look() == ({}, {0: -9}), "the number of its signal"
+    forkserver.set_forkserver_preload([])
+    mark = tmp_path / "deaf"
+    ranks = Ranks("tests.unit.test_agent_workers:be_deaf", {0: ({}, (mark,))})
+    until(mark.exists)
+    ranks.end(signal.SIGTERM, 0.2)
+    assert ranks.look() == ({}, {0: -9}), "the number of its signal"
 
 
 def talk(mark: Path, tell: Tell) -> int:

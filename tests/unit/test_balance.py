@@ -1,34 +1,36 @@
-"""Shares by name, sizes, revising the rows, calibrating on a real small model."""
+"""Shares by name, sizes, the solver, revising the rows, calibrating on a real small model."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
-from isles.balance import measure
 from isles.balance.balancer import Balancer
-from isles.balance.curve import Curve, rank_seconds
-from isles.balance.measure import ComputeMeter, Probe, calibrate, rows_that_fit, settled
+from isles.balance.curve import Curve, rank_seconds, step_seconds
+from isles.balance.measure import ComputeMeter, Probe, calibrate, rows_that_fit
 from isles.balance.revise import (
     Allocation,
     Device,
     History,
     choose,
     next_allocation,
-    pooled,
     revise,
 )
+from isles.balance.solve import fastest_split
 from isles.config.load import load_run_file
 from isles.config.sections.run import RunConfig
-from isles.dist.split import RowSplit, even_split
+from isles.dist.split import RowSplit, even_split, shared_split
 from isles.errors import ConfigError
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_probe
@@ -78,11 +80,6 @@ def test_unknown_names_are_refused_unless_hosts_come_and_go() -> None:
 def test_equal_micro_batches_divide_the_rows(rows: int, before: int | None, expected: int) -> None:
     """The largest that fits, or that of before over a resume."""
     assert even_micro_batch(rows, 8, before) == expected
-
-
-def test_equal_ranks_get_the_even_split() -> None:
-    even = even_split(12, 2, 6, in_step=False)
-    assert choose(even_curves(1.0, 1.05), 12, 6, in_step=False) == even
 
 
 def seconds_of(split: RowSplit, curves: Sequence[Curve], *slower: float) -> list[list[float]]:
@@ -142,24 +139,6 @@ def test_a_rank_that_recovers_gets_its_rows_back() -> None:
     rows, reason = revised(now, 1, 1 / 3) or ((), "")
     assert rows == (24, 24)
     assert "its rows bring 0.67 times an even split, not 2.00" in reason
-
-
-def test_equal_devices_are_told_apart_by_what_every_window_shows() -> None:
-    now = allocated(even_curves(1.0, 1.0), even_split(24, 2, 4, in_step=False), "aa")
-    for slower, rows in [(1.2, None), (2.0, (16, 8)), (0.5, (8, 16))]:
-        found = revised(now, 1, slower)
-        assert (None if found is None else found[0]) == rows, slower
-    known = even_curves(1.0, 1.5)
-    apart = allocated(known, choose(known, 24, 4, in_step=False), "aa")
-    assert revise(apart, [[1.0] * 5, [1.2] * 5]), "once they are apart, a little is enough"
-    noisy = seconds_of(now.split, now.curves, 1, 2.0)
-    noisy[1][3] /= 2
-    assert revise(now, noisy) is None, "as fast as the other, if once"
-    # A measurement at the start says nothing about them: the least that one needed is for all.
-    one, other = pooled(even_curves(1.0, 1.99), (0, 0))
-    assert one == other
-    slow, *fast = pooled(even_curves(3.0, 1.0, 1.5), (0, 1, 1))
-    assert slow.time(1) == 3.0 and [curve.time(1) for curve in fast] == [1.0, 1.0]
 
 
 def test_steps_that_are_done_again_have_the_rows_that_they_had(tmp_path: Path) -> None:
@@ -232,12 +211,6 @@ def test_what_is_measured_keeps_documents_apart_where_the_run_will(
         assert not mask[0, 0, 7, 0], "two documents"
 
 
-def test_a_measurement_settles_when_two_rounds_agree() -> None:
-    assert settled([[1.0, 3.0, 1.05], [2.0, 2.1, 9.0]])
-    assert not settled([[1.0, 3.0, 1.05], [2.0, 2.6, 9.0]])
-    assert not settled([[1.0], [2.0]])
-
-
 @each(
     ("used", "free_bytes", "most", "rows"),
     [
@@ -249,24 +222,6 @@ def test_a_measurement_settles_when_two_rounds_agree() -> None:
 )
 def test_rows_that_fit(used: dict[int, float], free_bytes: float, most: int, rows: int) -> None:
     assert rows_that_fit(used, free_bytes, most) == rows
-
-
-def test_a_wait_between_the_two_clocks_is_no_time_of_a_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Another process gets the processor for 30 s, after the first look at what was waited."""
-    waited, now = (
-        iter([0, 30 * 10**9, 30 * 10**9, 30 * 10**9, 30 * 10**9]),
-        iter([40.0, 40.0, 41.0]),
-    )
-    monkeypatch.setattr(measure, "_waited_ns", lambda: next(waited))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
-    block = nn.Linear(2, 2)
-    meter = ComputeMeter([block], CPU)
-    meter.reset()
-    block(torch.ones(1, 2))
-    meter.step_done()
-    assert meter.steps() == [1.0]
 
 
 def test_the_meter_counts_training_and_not_evaluation() -> None:
@@ -284,3 +239,79 @@ def test_the_meter_counts_training_and_not_evaluation() -> None:
         block.eval()(torch.ones(64, 64))
     meter.step_done()
     assert meter.steps() == [0.0]
+
+
+def affine(overhead: float, per_row: float, limit: int = 8) -> Curve:
+    """A rank whose micro-batches cost a fixed time and some more for each row."""
+    return Curve((1, 2), (overhead + per_row, overhead + 2 * per_row), limit)
+
+
+@st.composite
+def curves(draw: st.DrawFn, most: int = 3) -> list[Curve]:
+    """Of some ranks; times never fall with the rows, and rows together never cost more than apart.
+
+    Drawn as whole numbers, so that equal times are equal.
+    """
+    ranks = []
+    for _ in range(draw(st.integers(1, most))):
+        limit = draw(st.integers(1, 4))
+        seconds = [draw(st.integers(1, 9))]
+        for size in range(2, limit + 1):
+            together = min(seconds[i] + seconds[size - 2 - i] for i in range(size - 1))
+            seconds.append(draw(st.integers(seconds[-1], together)))
+        ranks.append(Curve(tuple(range(1, limit + 1)), tuple(map(float, seconds)), limit))
+    return ranks
+
+
+def every_split(ranks: list[Curve], rows: int, *, in_step: bool) -> Iterator[RowSplit]:
+    """All there are."""
+    for dealt in itertools.product(range(rows + 1), repeat=len(ranks)):
+        if sum(dealt) == rows:
+            for sizes in itertools.product(*(range(1, curve.limit + 1) for curve in ranks)):
+                yield RowSplit(dealt, sizes, in_step)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@settings(max_examples=150, deadline=None)
+@given(ranks=curves(), rows=st.integers(1, 9))
+def test_nothing_is_faster(in_step: bool, ranks: list[Curve], rows: int) -> None:
+    best = min(step_seconds(split, ranks) for split in every_split(ranks, rows, in_step=in_step))
+    found = fastest_split(ranks, rows, in_step=in_step)
+    assert sum(found.rows) == rows
+    for rank, curve in enumerate(ranks):
+        steps = found.micro_steps(rank)
+        assert sum(steps) == found.rows[rank]
+        assert max(steps) <= curve.limit
+    assert step_seconds(found, ranks) == pytest.approx(best, rel=1e-9)
+
+
+def test_thousands_of_rows_on_dozens_of_ranks_take_seconds() -> None:
+    ranks = [affine(0.01 + i % 7 / 50, 0.05 + i % 11 / 30, 8 + i % 3 * 8) for i in range(64)]
+    for in_step in (False, True):
+        began = time.process_time()
+        split = fastest_split(ranks, 4096, in_step=in_step)
+        assert time.process_time() - began < 20
+        ideal = 4096 / sum(curve.rows_per_second for curve in ranks)
+        assert sum(split.rows) == 4096
+        assert step_seconds(split, ranks) < (1.5 if in_step else 1.05) * ideal
+
+
+@settings(deadline=None)
+@given(
+    shares=st.lists(st.floats(0, 100), min_size=1, max_size=6).filter(lambda s: sum(s) > 1e-3),
+    rows=st.integers(1, 500),
+    limit=st.integers(1, 9),
+)
+def test_shares_are_met_to_the_row(shares: list[float], rows: int, limit: int) -> None:
+    split = shared_split(rows, shares, [limit] * len(shares), in_step=False)
+    assert sum(split.rows) == rows
+    for own, share in zip(split.rows, shares, strict=True):
+        assert abs(own - rows * share / sum(shares)) < 1 + 1e-9
+    assert max(split.micro_batch_sizes) <= limit
+
+
+def test_a_curve_comes_back_from_its_record() -> None:
+    curve = Curve.of({1: 1.0, 4: 0.9, 8: 3.0}, 6)
+    assert curve.seconds == (0.9, 0.9, 1.8), "what noise has added is taken out"
+    assert Curve.read(curve.record()) == curve
+    assert [curve.time(n) for n in (0, 6, 12)] == pytest.approx([0.9, 1.35, 2.7])

@@ -66,16 +66,6 @@ def add_checkpoint(run_dir: RunDir, step: int, **more: object) -> Path:
     return folder
 
 
-def test_a_first_run_gets_number_one_and_keeps_its_run_file(run_file: Path, tmp_path: Path) -> None:
-    assert choose_run(resolved_from(run_file), "auto").run_dir.name == "tiny-1"
-    assert not (tmp_path / "runs").exists(), "choosing makes nothing"
-    begun = begin(run_file)
-    assert (begun.run_dir.name, begun.resumed, begun.note) == ("tiny-1", False, "")
-    assert begun.run_dir.run_file.read_text() == run_file.read_text()
-    resolved = load_resolved(begun.run_dir.resolved.read_text())
-    assert resolved.config == resolved_from(run_file).config
-
-
 def test_a_new_run_has_the_number_after_the_highest(run_file: Path, tmp_path: Path) -> None:
     end_attempt(begin(run_file).run_dir, "stopped")
     assert begin(run_file, resume="no").run_dir.name == "tiny-2"

@@ -86,10 +86,7 @@ def test_gpus_as_the_driver_tells_them(found: Callable[..., list[Finding]]) -> N
     ],
 )
 def test_troubles_of_a_gpu(
-    answers: dict[str, str],
-    finding_id: str,
-    words: str,
-    found: Callable[..., list[Finding]],
+    answers: dict[str, str], finding_id: str, words: str, found: Callable[..., list[Finding]]
 ) -> None:
     (bad,) = [finding for finding in found(_WELL | answers) if finding.level != "ok"]
     assert bad.id == finding_id and "GPU 0 (NVIDIA RTX 5070 Ti)" in bad.text
@@ -140,10 +137,11 @@ def _nvlinks(*rates: list[float | None]) -> str:
     return "\n".join(lines)
 
 
+Linked = Callable[..., list[tuple[str, str, str]]]
+
+
 @pytest.fixture
-def linked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., list[tuple[str, str, str]]]:
+def linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Linked:
     """Level, measured and text of what is found between the GPUs of a stand-in for nvidia-smi."""
 
     def find(
@@ -170,7 +168,7 @@ def linked(
     return find
 
 
-def test_nvlink_is_told_from_pcie(linked: Callable[..., list[tuple[str, str, str]]]) -> None:
+def test_nvlink_is_told_from_pcie(linked: Linked) -> None:
     links = _nvlinks(*[[25.0] * 12] * 4)
     ((level, measured, text),) = linked(_HGX, links, *["4, 16, 16"] * 4, hosts="4, 4")
     assert (level, measured) == ("ok", "NV12")
@@ -191,68 +189,37 @@ def test_nvlink_is_told_from_pcie(linked: Callable[..., list[tuple[str, str, str
     assert linked(_HGX, "", *["[N/A], [N/A], [N/A]"] * 4)[0][1] == "NV12", "nothing of the slots"
 
 
+_FULL = ["4, 16, 16"] * 3
+
+
 @each(
-    ("topo", "nvlink", "slots", "hosts", "use", "measured", "words"),
+    ("given", "measured", "words"),
     [
+        ({"slots": ["4, 16, 8", *_FULL]}, "x8", "GPU 0 runs on 8 of the 16"),
+        ({"slots": ["3, 16, 16", *_FULL], "hosts": "4, 4"}, "gen 3", "GPU 0 is held at"),
         (
-            _BRIDGED,
-            "",
-            ["4, 16, 8", *["4, 16, 16"] * 3],
-            "",
-            None,
-            "x8",
-            "GPU 0 runs on 8 of the 16",
-        ),
-        (
-            _BRIDGED,
-            "",
-            ["3, 16, 16", *["4, 16, 16"] * 3],
-            "4, 4",
-            None,
-            "gen 3",
-            "GPU 0 is held at",
-        ),
-        (
-            _BRIDGED,
-            *("", ["4, 16, 16", "4, 4, 4", *["4, 16, 16"] * 2], "4, 4", None),
+            {"slots": [_FULL[0], "4, 4, 4", *_FULL[1:]], "hosts": "4, 4"},
             *("PCIe gen 4 x4, 7.88 GB/s", "the others wait for it"),
         ),
-        (_BRIDGED, "", ["4, 16, 16"] * 4, "", "0,2", "SYS", "GPUs 2, 3 are nearer to one another"),
+        ({"use": "0,2"}, "SYS", "GPUs 2, 3 are nearer to one another"),
+        ({"use": "0,1"}, "PHB", "without NVLink .*GPUs 2, 3 are nearer"),
         (
-            _BRIDGED,
-            "",
-            ["4, 16, 16"] * 4,
-            "",
-            "0,1",
-            "PHB",
-            "without NVLink .*GPUs 2, 3 are nearer",
-        ),
-        (
-            _HGX,
-            *(_nvlinks(*[[25.0] * 12] * 3, [25.0] * 11 + [None]), ["4, 16, 16"] * 4, "", None),
+            {"topo": _HGX, "nvlink": _nvlinks(*[[25.0] * 12] * 3, [25.0] * 11 + [None])},
             *("11 links", "11 NVLinks of GPU 3 are up, and 12 of another"),
         ),
     ],
 )
 def test_slots_and_links_that_give_less(
-    topo: str,
-    nvlink: str,
-    slots: list[str],
-    hosts: str,
-    use: str | None,
-    measured: str,
-    words: str,
-    linked: Callable[..., list[tuple[str, str, str]]],
+    given: dict[str, Any], measured: str, words: str, linked: Linked
 ) -> None:
-    found = linked(topo, nvlink, *slots, hosts=hosts, use=use)
+    slots, topo = given.pop("slots", ["4, 16, 16"] * 4), given.pop("topo", _BRIDGED)
+    found = linked(topo, given.pop("nvlink", ""), *slots, **given)
     (bad,) = [finding for finding in found if finding[0] != "ok"]
     assert bad[:2] == ("warning", measured) and re.search(words, bad[2])
     assert found[-1][0] == "ok", "and what there is"
 
 
-def test_a_card_that_idles_is_not_taken_for_a_slow_one(
-    linked: Callable[..., list[tuple[str, str, str]]],
-) -> None:
+def test_a_card_that_idles_is_not_taken_for_a_slow_one(linked: Linked) -> None:
     """It lowers its generation, which is not asked for; an old machine has no higher one."""
     for hosts in ("", "4, 3"):
         ((level, measured, _),) = linked("", "", "3, 16, 16", hosts=hosts)

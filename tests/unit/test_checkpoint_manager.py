@@ -1,7 +1,8 @@
-"""Waiting for a save that is under way: its own error, and how long it may take."""
+"""Saves: what is on the disk before its name (law 3), and how long one may take."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from isles.checkpoint.save import CheckpointManager
+from isles.checkpoint.save import CheckpointManager, seal
 from isles.config.sections.output import CheckpointConfig
 from isles.dist.files import Disks
 from isles.dist.world import Place, World
@@ -81,3 +82,46 @@ def test_what_was_asked_for_is_loaded_until_this_start_has_saved(tmp_path: Path)
     save(6, 2, 6_400.0)
     assert checkpoint_to_load(run_dir, second, asked, 1) is None, "an hour behind"
     assert checkpoint_to_load(run_dir, second, None, 1) is None
+
+
+_fsync, _replace = os.fsync, Path.replace
+
+
+class Disk:
+    """Remembers which files were forced to the disk, and what was when a file got its name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.safe: set[int] = set()
+        self.unsafe: list[str] = []
+        monkeypatch.setattr(os, "fsync", self._fsync)
+
+        def replace(path: Path, target: Path) -> Path:
+            files = [path, *path.rglob("*")]
+            self.unsafe += [file.name for file in files if file.stat().st_ino not in self.safe]
+            return _replace(path, target)
+
+        monkeypatch.setattr(Path, "replace", replace)
+
+    def _fsync(self, handle: int) -> None:
+        self.safe.add(os.fstat(handle).st_ino)
+        _fsync(handle)
+
+
+def test_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch)
+    write_record(tmp_path / "a.json", {"step": 1})
+    assert disk.unsafe == []
+    write_record(tmp_path / "b.json", {"step": 1}, durable=False)
+    assert len(disk.unsafe) == 1
+
+
+def test_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partial, final = tmp_path / ".partial-step-00000001", tmp_path / "step-00000001"
+    partial.mkdir()
+    for name in ("__0_0.distcp", ".metadata"):
+        (partial / name).write_bytes(b"weights")
+    disk = Disk(monkeypatch)
+    seal(partial, final, {"version": 1, "step": 1})
+    assert disk.unsafe == []
+    assert tmp_path.stat().st_ino in disk.safe  # the entry of the name itself
+    assert (final / "manifest.json").exists()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from isles.config import keys
-from isles.config.issues import alias_keys, alias_words, aliases, unknown_key
-from isles.config.load import Loaded, load_run_file
-from isles.errors import ConfigError, ConfigErrors
+from isles.config.issues import alias_keys, alias_words, aliases
+from isles.config.load import load_run_file
+from isles.errors import ConfigError
 from tests.each import each
+from tests.run_files import faults, load
 
 GOOD = """\
 model:
@@ -29,35 +29,15 @@ training:
 END = GOOD.count("\n") + 1
 
 
-def load(tmp_path: Path, text: str, *overrides: str) -> Loaded:
-    file = tmp_path / "run.yaml"
-    file.write_text(text, encoding="utf-8")
-    return load_run_file(file, overrides)
-
-
 def issues(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     """Every fault as `run.yaml:3 key | what | fix`."""
-    with pytest.raises((ConfigError, ConfigErrors)) as raised:
-        load(tmp_path, text, *overrides)
-    error = raised.value
-    found: Sequence[ConfigError] = error.issues if isinstance(error, ConfigErrors) else [error]  # type: ignore[list-item]
-    assert "Input should" not in str(error)
+    found = faults(tmp_path, text, *overrides)
+    assert "Input should" not in str(found)
     return [f"{f.where} | {f.what} | {f.fix}".replace(f"{tmp_path}/", "") for f in found]
 
 
 def places(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     return [line.partition(" | ")[0] for line in issues(tmp_path, text, *overrides)]
-
-
-def test_a_good_file_loads_with_its_origins(tmp_path: Path) -> None:
-    loaded = load(tmp_path, GOOD, "training.max_steps=5")
-    training = loaded.config.training
-    assert (training.learning_rate, training.max_time, training.max_steps) == (4e-4, 84_600.0, 5)
-    assert loaded.text == GOOD
-    assert loaded.origins["training.learning_rate"] == f"{tmp_path}/run.yaml:10"
-    assert loaded.origins["data.sources.0.path"] == f"{tmp_path}/run.yaml:6"
-    assert loaded.origins["training.max_steps"] == "command line"
-    assert "seed" not in loaded.origins
 
 
 @each(
@@ -68,21 +48,16 @@ def test_a_good_file_loads_with_its_origins(tmp_path: Path) -> None:
         (9, "  max_steps: 1e6", "training.max_steps", "1000000.0", "max_steps: 1000000"),
         (9, "  max_steps: 1_000", "training.max_steps", '"1_000"', "max_steps: 1000"),
         (9, "  max_steps: 0", "training.max_steps", "0: too small", "at least 1"),
-        (9, "  max_steps: true", "training.max_steps", "true, not a whole", "whole number"),
         (9, "  max_step: 100", "training.max_step", "unknown key max_step", "max_steps?"),
         (9, "  max-steps: 100", "training.max-steps", "unknown key", "write it as max_steps"),
         (11, "  max_time: 30", "training.max_time", "30, without a unit", "30s, 30m or 30h"),
         (11, "  max_time: soon", "training.max_time", '"soon", not a time', "23h30m"),
-        (11, "  max_time: 0s", "training.max_time", '"0s": too small', "a time"),
         (3, "  init: Scratch", "model.init", '"Scratch"', "did you mean scratch"),
         (7, "  cache_dir: 5", "data.cache_dir", "5, not text", '"5"'),
-        (7, "  seq_length: 99999999", "data.seq_length", "too large", "16777216"),
         (6, "  sources: []", "data.sources", "an empty list", "a list"),
         (6, "  sources: [docs]", "data.sources.0", '"docs"', "{path: docs}"),
-        (6, "  sources: docs", "data.sources", "not a list", "[{path: docs}]"),
         # Below the last one, in `training`.
         (END, "  seed: 1", "training.seed", "unknown key", "at the top"),
-        (END, "  zzzz: 1", "training.zzzz", "unknown key zzzz (value 1)", "max_time"),
         (END, "  bf16: true", "training.bf16", "from HF Trainer", "precision"),
         (END, "  precision: bf16", "training.precision", '"bf16"', "bf16-mixed?"),
         (END, "  eval_steps: inf", "training.eval_steps", '"inf"', "null"),
@@ -98,7 +73,6 @@ def test_a_good_file_loads_with_its_origins(tmp_path: Path) -> None:
         (0, "lerning_rate: 1", "lerning_rate", "unknown", "training.learning_rate"),
         (0, "training.seed: 1", "training.seed", "unknown", "at the top"),
         (0, "base-model: x", "base-model", "from axolotl", "model.name_or_path"),
-        (0, "adapter: lora", "adapter", "not a section", "{type: lora}"),
     ],
 )
 def test_each_fault_names_its_place_value_and_fix(
@@ -113,20 +87,9 @@ def test_each_fault_names_its_place_value_and_fix(
     assert fix in how
 
 
-@each(
-    ("gone", "place", "fix"),
-    [
-        ("model:\n  name_or_path: llama-2m\n  init: scratch\n", "1 model", "name_or_path"),
-        ("  name_or_path: llama-2m\n", "1 model.name_or_path", "text"),
-        ("  sources: [{path: python-docs}]\n", "5 data.sources", "a list"),
-    ],
-)
-def test_what_is_missing_is_named(tmp_path: Path, gone: str, place: str, fix: str) -> None:
-    (found,) = issues(tmp_path, GOOD.replace(gone, ""))
-    where, what, how = found.split(" | ")
-    assert where == f"run.yaml:{place}"
-    assert "missing" in what
-    assert fix in how
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    (found,) = issues(tmp_path, GOOD.replace("  name_or_path: llama-2m\n", ""))
+    assert found.startswith("run.yaml:1 model.name_or_path | ") and "missing" in found
 
 
 def test_all_faults_are_reported_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
@@ -152,10 +115,7 @@ def test_one_mistake_is_one_fault(tmp_path: Path) -> None:
     text = text.replace("  max_time: 23h30m\n", "")
     found = places(tmp_path, text)
     assert found == ["run.yaml:2 model.base_model", "run.yaml:9 training.maxsteps"]
-
-
-def test_rules_are_checked_beside_unknown_keys(tmp_path: Path) -> None:
-    """Names of the user's own, such as the hosts of balance, are no unknown keys."""
+    # Rules are checked beside it, and names of the user's own, such as hosts, are no unknown keys.
     found = places(tmp_path, f"{GOOD}  warmup_steps: 200\n  zzz: 1\nbalance: {{a: 1}}\n")
     assert found == ["run.yaml:12 training.warmup_steps", "run.yaml:13 training.zzz"]
 
@@ -170,40 +130,33 @@ def test_sections_of_other_tools_are_taken_apart(tmp_path: Path) -> None:
     assert any("optimizer.eps | " in line and "training.adam_epsilon" in line for line in found)
 
 
-@each(
-    ("override", "key", "value"),
-    [
-        ("training.max_steps=5", "training.max_steps", 5),
-        ("--training.max-steps=5", "training.max_steps", 5),
-        ("training.learning_rate=1e-3", "training.learning_rate", 1e-3),
-        ("name=on", "name", "on"),
-        ("track=[jsonl]", "track", ("jsonl",)),
-        ("clusters.0.gpus-per-node=auto", "clusters.0.gpus_per_node", "auto"),
-        ("data.sources.0.path=a=b", "data.sources.0.path", "a=b"),
-        ("data.sources.1.path=b", "data.sources.1.path", "b"),
-        ("checkpoint={keep: 7}", "checkpoint.keep", 7),
-        ("training.max_time=", "training.max_time", None),
-    ],
-)
-def test_overrides_win_over_the_file(
-    tmp_path: Path, override: str, key: str, value: object
-) -> None:
-    loaded = load(tmp_path, GOOD, override)
-    node: object = loaded.config
-    for part in key.split("."):
-        node = node[int(part)] if part.isdigit() else getattr(node, part)  # type: ignore[index]
-    assert node == value
-    assert loaded.origins[key] == "command line"
+OVERRIDES: list[tuple[str, str, object]] = [
+    ("--training.max-steps=5", "training.max_steps", 5),
+    ("training.learning_rate=1e-3", "training.learning_rate", 1e-3),
+    ("name=on", "name", "on"),
+    ("clusters.0.gpus-per-node=auto", "clusters.0.gpus_per_node", "auto"),
+    ("data.sources.0.path=a=b", "data.sources.0.path", "a=b"),
+    ("data.sources.1.path=b", "data.sources.1.path", "b"),
+    ("checkpoint={keep: 7}", "checkpoint.keep", 7),
+    ("training.max_time=", "training.max_time", None),
+]
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    loaded = load(tmp_path, GOOD, *(override for override, _, _ in OVERRIDES))
+    for _, key, value in OVERRIDES:
+        node: object = loaded.config
+        for part in key.split("."):
+            node = node[int(part)] if part.isdigit() else getattr(node, part)  # type: ignore[index]
+        assert node == value, key
+        assert loaded.origins[key] == "command line"
 
 
 def test_a_section_on_the_command_line_replaces_the_whole_one(tmp_path: Path) -> None:
     loaded = load(tmp_path, GOOD, "training={max_steps: 5}")
     assert loaded.config.training.max_time is None
     assert "training.max_time" not in loaded.origins
-
-
-def test_overrides_are_applied_in_their_order(tmp_path: Path) -> None:
-    """And a host of balance keeps its name, dots and all."""
+    # They are applied in their order; and a host of balance keeps its name, dots and all.
     config = load(tmp_path, GOOD, "seed=1", "balance.a-box.local=3", "seed=2", "balance.0=2").config
     assert (config.seed, config.balance) == (2, {"a-box.local": 3, "0": 2})
 
@@ -212,16 +165,13 @@ def test_overrides_are_applied_in_their_order(tmp_path: Path) -> None:
     ("override", "words"),
     [
         ("seed", "not of the form key=value"),
-        ("a..b=5", "not of the form key=value"),
         ("seed=[", "value is missing"),
         ("seed=!x 1", "tag !x"),
-        ("seed=x", 'seed is "x"'),
         ("training.max_time.x=1", "a single value"),
         ("data.sources.path=x", "is a list"),
         ("data.sources.7.path=x", "no item 6"),
         ("training.0=1", "is a section"),
         ("training.warmup_steps=500", "leaves no step"),
-        ("training={max_steps: x}", 'max_steps is "x"'),
         ("name=\ud800", "U+D800"),
     ],
 )
@@ -246,9 +196,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes, place: str, 
         load_run_file(tmp_path / "run.yaml")
     assert raised.value.where.removeprefix(f"{tmp_path}/").startswith(place)
     assert words in raised.value.what
-
-
-def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    # A byte order mark is no fault.
     (tmp_path / "run.yaml").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
     assert load_run_file(tmp_path / "run.yaml").config.seed == 0
 
@@ -281,11 +229,3 @@ def test_the_names_of_other_tools_lead_to_keys_and_values_that_exist() -> None:
         words = alias_words("values", key)
         assert set(words.values()) <= set(keys.literals(node))
         assert all(word == word.lower() for word in words), "they are compared in lower case"
-
-
-def test_every_name_of_another_tool_is_recognised_in_any_spelling() -> None:
-    for name, alias in alias_keys().items():
-        for spelling in (name, name.upper(), name.replace("_", "-")):
-            (issue,) = unknown_key(tuple(spelling.split(".")), 1)
-            assert f"a name from {alias.tools[0]}" in issue.what
-            assert (alias.target or alias.note) in issue.fix

@@ -1,15 +1,12 @@
-"""Rules between the keys of a run file: each that is broken is one issue, with its fix."""
+"""Rules of a run file: each that is broken is one issue, with its place and its fix."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from isles.config.load import Loaded, load_run_file
 from isles.config.rules import check_rules
-from isles.errors import ConfigErrors
 from tests.each import each
+from tests.run_files import faults, load
 
 GOOD = """\
 model: {name_or_path: gpt2}
@@ -22,65 +19,102 @@ BPE = "tokenizer.train_vocab_size=300"
 FAKE = "data.sources=[{type: fake}]"
 WSD, CONSTANT = "training.lr_scheduler_type=wsd", "training.lr_scheduler_type=constant"
 NO_STEPS, HOUR = "training.max_steps=null", "training.max_time=1h"
+EPOCHS = "training.num_train_epochs=2"
 SSH = "clusters.0.launcher={kind: ssh, hosts: [a]}"
 PYTHON = "clusters.0.environment.python=~/bin/python"
 TOKEN = "clusters.0.environment.variables={HF_TOKEN: x, HF_TOKEN_PATH: y}"
 TWO_FORMS = "data.sources=[{path: a, type: instruct, columns: {input: a, prompt: b}}]"
 WARMUP = "warmup_rounds: 1, warmup_sync_every"
 HIVEMIND = "engine: hivemind, hivemind: {initial_peers: [/ip4/192.0.2.1/tcp/1]}"
+NOTHING = "means nothing to"
+BF16, FP16 = "training.precision=bf16-true", "training.precision=fp16-mixed"
+EAGER = "model.attn_implementation=eager"
+NVME = "{kind: deepspeed, offload_optimizer: nvme"
+MLFLOW, PUSH = "track: [{kind: mlflow, tracking_uri:", "checkpoint: {push_to_hub: a/b"
+LOGIN = f"{MLFLOW} 'http://me:pa55word@tracker:5000/path'}}]"
+TEXT = "data.sources=[{path: a}]"
+PAIRS = "data.sources=[{path: a, type: preference}]"
+STREAM, DPO = "data.streaming=true", "training.method=dpo"
+NOT_PACKED, APART = "data.packing=false", "data.isolate_documents=true"
+PIPELINE = "strategy={kind: ddp, pp_size: 2}"
+RING = "strategy={kind: fsdp, pp_size: 2, cp_size: 2}"
+GPT2, WARMUP_9 = "tokenizer.name_or_path=gpt2", "training.warmup_steps=9"
+FLASH = "model.attn_implementation=flash_attention_2"
 
 
-def load(tmp_path: Path, *overrides: str, source: str = "text") -> Loaded:
-    file = tmp_path / "run.yaml"
-    file.write_text(GOOD.replace("TYPE", source), encoding="utf-8")
-    return load_run_file(file, overrides)
+def check_refused(tmp_path: Path, source: str, what: str, fix: str, *given: str) -> None:
+    """There is one issue: its key and these words, at the place of what was given.
 
-
-def check_refused(tmp_path: Path, what: str, fix: str, *overrides: str, source: str) -> None:
-    """One issue has these words, and the place of a key that was given."""
-    with pytest.raises(ConfigErrors) as raised:
-        load(tmp_path, *overrides, source=source)
-    found = [issue for issue in raised.value.issues if what in issue.what]
-    assert len(found) == 1, str(raised.value)
-    assert fix in found[0].fix, str(found[0])
-    assert found[0].where.startswith(("command line ", f"{tmp_path}/run.yaml:"))
+    Of what is given, lines of the file have no equals sign, and overrides have one.
+    """
+    lines = [line for line in given if "=" not in line]
+    text = "\n".join([GOOD.replace("TYPE", source).strip(), *lines])
+    (issue,) = faults(tmp_path, text, *(word for word in given if "=" in word))
+    assert what in f"{issue.where.rpartition(' ')[2]} {issue.what}", str(issue)
+    assert fix in issue.fix and "pa55word" not in str(issue), str(issue)
+    place = f"{tmp_path}/run.yaml:5 " if lines else ("command line ", f"{tmp_path}/run.yaml:")
+    assert issue.where.startswith(place), str(issue)
 
 
 @each(
     "row",
     [
-        ("and num_train_epochs 2 both say", "keep one", "training.num_train_epochs=2"),
+        ("and num_train_epochs 2 both say", "keep one", EPOCHS),
         ("the run has no length", "max_time", NO_STEPS),
         ("cosine needs to know", "constant", NO_STEPS, HOUR),
         ("leaves no step of max_steps", "below 1000", "training.warmup_steps=1000"),
-        (
-            "is more than max_steps 1000",
-            "at most 991",
-            WSD,
-            "training.decay_steps=995",
-            "training.warmup_steps=9",
-        ),
+        ("is more than max_steps 1000", "at most 991", WSD, "training.decay_steps=995", WARMUP_9),
         ("means nothing to lr_scheduler_type cosine", "wsd", "training.decay_steps=5"),
         ("means nothing to lr_scheduler_type const", "wsd", CONSTANT, "training.min_lr_ratio=0.1"),
         ("64 is not a multiple of micro_batch_size 128", "auto", "training.micro_batch_size=128"),
         ("64 is not a multiple", "use 63 or 70", "training.micro_batch_size=7"),
-        ("no weights", "init: scratch", "model.name_or_path=llama-2m", BPE),
+        ("no weights", "init: scratch", "model.name_or_path=llama-2m", GPT2),
         ("no shape", "./llama-7b", "model={name_or_path: llama-7b, init: scratch}"),
         ("HF_TOKEN looks like a secret", "hf auth login", TOKEN),
         ("~/bin/python is run as it is", "as venv", SSH, PYTHON),
+        # Of `strategy` and `balance`.
+        (f"shard_size 2 {NOTHING}", "HYBRID_SHARD", "strategy={kind: fsdp, shard_size: 2}"),
+        (f"true {NOTHING} tp_", "tp_size", "strategy={kind: ddp, tp_size: 2, static_graph: true}"),
+        (f"fp16 {NOTHING}", "bf16-mixed", "strategy={kind: ddp, gradient_compression: fp16}", BF16),
+        ("3 does not divide seq_length 1024", "1023 or 1026", "strategy={kind: fsdp, cp_size: 3}"),
+        ("eager cannot be had with cp_size 2", "sdpa", "strategy={kind: fsdp, cp_size: 2}", EAGER),
+        ("fp16-mixed scales the loss", "bf16-mixed", "strategy={kind: fsdp, pp_size: 2}", FP16),
+        ("with ZeRO stage 3 only", "_stage: 3", "strategy={kind: deepspeed, offload_param: cpu}"),
+        ("offload_optimizer nvme needs a folder", "nvme_path", f"strategy={NVME}, zero_stage: 3}}"),
+        (f"nvme_path /x {NOTHING}", "nvme", "strategy={kind: deepspeed, nvme_path: /x}"),
+        ("whole matrices", "fsdp", "strategy={kind: deepspeed}", "training.optimizer=muon"),
+        ("no fp32 weights", "bf16-mixed", "strategy={kind: deepspeed}", BF16),
+        ("unknown key zero_stage", "kind: deepspeed", "strategy={kind: ddp, zero_stage: 3}"),
+        ("not a section", "{kind: deepspeed, zero_stage: 3}", "strategy=zero3"),
+        ("not one of its values", "HYBRID_SHARD?", "strategy={kind: fsdp, sharding_strategy: 4}"),
+        ("balance is 3", "{big-box: 3}", "strategy={kind: auto}", "balance=3"),
+        ("balance is empty", "{big-box: 3}", "strategy={kind: auto}", "balance={}"),
+        ("big-box is -1: too small", "at least 0", "balance={big-box: -1}"),
+        # Where clusters have no outer steps.
+        ('outer is "diloco", not a section', "{kind: diloco}", "outer=diloco"),
+        ("not a section", "codec: {kind: topk, density: 0.02}, lr: 1.0", "outer=sparseloco"),
+        ("unknown key lr", "kind: diloco", "outer={kind: none, lr: 1}"),
+        ("2 clusters, and nothing", "{kind: diloco}", "clusters=[{name: a}, {name: b}]"),
+        # The section track, and where an export goes.
+        ('track.0 is "wandbb", not one of its values', "did you mean wandb?", "track: [wandbb]"),
+        ("track.0 does not say its kind", "wandb, mlflow", "track: [{project: p}]"),
+        ("track.0.project unknown", "kind: wandb", "track: [{kind: mlflow, project: p}]"),
+        ("track.1.kind wandb stands twice", "keep one", "track: [wandb, {kind: wandb}]"),
+        ("tracker:5000 has no scheme", "write http://tracker:5000", f"{MLFLOW} tracker:5000}}]"),
+        ("holds a user name or", "http://tracker:5000/path, and set MLFLOW_TRACKING_U", LOGIN),
+        ('"me", not the name', "owner/name", "checkpoint: {push_to_hub: me}"),
+        ("export_on_finish is false", "delete one", f"{PUSH}, export_on_finish: false}}"),
     ],
 )
-def test_a_broken_rule_of_training_or_environment_is_refused(
-    tmp_path: Path, row: tuple[str, ...]
-) -> None:
-    check_refused(tmp_path, *row, source="text")
+def test_a_broken_rule_is_refused(tmp_path: Path, row: tuple[str, ...]) -> None:
+    check_refused(tmp_path, "text", *row)
 
 
 @each(
     "row",
     [
         ("comes without a tokenizer", "train_vocab_size", SCRATCH),
-        ("two tokenizers", "keep one", SCRATCH, BPE, "tokenizer.name_or_path=gpt2"),
+        ("two tokenizers", "keep one", SCRATCH, BPE, GPT2),
         ("the embeddings of gpt2 belong to another tokenizer", "init: scratch", BPE),
         ("no text to train a tokenizer on", "delete", SCRATCH, FAKE, BPE),
         ("one that is trained here", "tokenizer.name", SCRATCH, BPE, "data.sources.0.type=tokens"),
@@ -89,20 +123,28 @@ def test_a_broken_rule_of_training_or_environment_is_refused(
         ("a fake source has no path", "delete", "data.sources.0.type=fake"),
         ("this source has no path", "a glob", "data.sources=[{split: x}]"),
         ("source 2 has no weight", "every", "data.sources=[{path: a, weight: 1}, {path: b}]"),
-        ("columns is [a], not a section", "names with text", "data.sources.0.columns=[a]"),
         ("no xyz", "use one of: messages, role", "data.sources.0.columns={xyz: a}"),
         ("text has no text", "text_column", "data.sources=[{path: a, columns: {text: a}}]"),
         ("input and prompt, which belong to two forms", "or prompt and completion", TWO_FORMS),
         ("to a source of type chat", "columns", "data.sources.0.text_column=body"),
         ("train_on last means nothing to", "delete it", "data.sources=[{path: a, train_on: last}]"),
-        ("sharegpt", "chat", "data.sources.0.type=sharegpt"),
-        ("max_bad_fraction", "less than 1", "data.max_bad_fraction=1.0"),
+        # What goes into a sample, and how.
+        (f"true {NOTHING} packing false", "packing: true", NOT_PACKED, APART),
+        ("too_long drop means nothing to text", "delete it", TEXT, "data.too_long=drop"),
+        ("stages of a pipeline (pp_size 2) are told of documents", "data.packing: false", RING),
+        ("flash_attention_2 must be told where each document ends", ": sdpa", FLASH, PIPELINE),
+        ("method causal_lm does not read a preference source", "method: dpo", PAIRS),
+        ("a chat source has one", "type: preference", DPO),
+        ("num_train_epochs 2 cannot be told in steps", "max_steps", STREAM, NO_STEPS, EPOCHS),
+        ("of 2 sources", "weight: 1 for each", STREAM, "data.sources=[{path: a}, {path: b}]"),
+        ("nothing to stream", "delete", STREAM, FAKE),
+        ("dpo", "delete", STREAM, DPO, PAIRS),
     ],
 )
 def test_a_broken_rule_of_data_or_tokenizer_is_refused(
     tmp_path: Path, row: tuple[str, ...]
 ) -> None:
-    check_refused(tmp_path, *row, source="chat")
+    check_refused(tmp_path, "chat", *row)
 
 
 @each(
@@ -122,76 +164,55 @@ def test_a_broken_rule_of_data_or_tokenizer_is_refused(
         ("in warmup_sync_every 2 steps", "at most 2", f"{WARMUP}: 2, fragments: 3"),
         ("last until step 1000", "use fewer", "warmup_rounds: 2"),
         ("nothing to sync_every auto", "with a number", f"{WARMUP}: 50, lr: 1, sync_every: auto"),
-        ("neither time_boxed nor quorum", "{time_boxed: 60s}", "wait: {grace: 5s}"),
+        ("neither time_boxed nor quorum", "{time_boxed: 60s}", "wait: {}"),
         ("both time_boxed and quorum", "{quorum: 2", "wait: {time_boxed: 5s, quorum: 2}"),
         ("less than min_clusters 3", "lower", "min_clusters: 3, wait: {quorum: 2}"),
         ("which sync_every auto leaves open", "wait: all", "sync_every: auto, wait: {quorum: 2}"),
         ("means nothing to kind int8", "topk", "codec: {density: 0.1}"),
         ("momentum 0.9 goes badly", "momentum: 0.7 and lr: 0.9", "codec: topk"),
         ("means nothing to delay 0", "delay", "alpha: 0.1"),
-        ("means nothing to sync_every 500", "auto", "max_sync_overhead: 0.1"),
         ('"20Mbit"', "20MB", "max_rate: 20Mbit"),
         ("not HOST:PORT", "hub.example.org:29400", "hub: hub"),
         ("there is one already: h:1", "delete it", "hub: 'h:1', public: 'g:1'"),
         # With other sections.
         ("pp_size 2 does not go", "fsdp", "", "strategy={kind: fsdp, pp_size: 2}"),
-        ("pp_size 2 does not go", "fsdp", "", "clusters.0.strategy={kind: ddp, pp_size: 2}"),
         ("forwards only", "streaming: false", "", "data.streaming=true"),
-        (
-            "the clusters share the samples",
-            "max_steps",
-            "",
-            NO_STEPS,
-            "training.num_train_epochs=2",
-        ),
+        ("the clusters share the samples", "max_steps", "", NO_STEPS, EPOCHS),
         ("clusters.0 is called local, too", "a name of its own", "", "clusters=[{}, {}]"),
     ],
 )
 def test_a_broken_rule_of_outer_steps_is_refused(tmp_path: Path, row: tuple[str, ...]) -> None:
     what, fix, outer, *others = row
-    outer = f"outer={{kind: diloco, {outer}}}"
-    check_refused(tmp_path, what, fix, outer, *others, source="text")
+    check_refused(tmp_path, "text", what, fix, f"outer={{kind: diloco, {outer}}}", *others)
 
 
 @each(
-    "row",
+    ("source", "overrides"),
     [
-        ('outer is "diloco", not a section', "{kind: diloco}", "outer=diloco"),
-        ("not a section", "codec: {kind: topk, density: 0.02}, lr: 1.0", "outer=sparseloco"),
-        ("unknown key lr", "kind: diloco", "outer={kind: none, lr: 1}"),
-        ("2 clusters, and nothing", "{kind: diloco}", "clusters=[{name: a}, {name: b}]"),
+        ("text", [HOUR]),
+        ("text", [NO_STEPS, "training.num_train_epochs=0.5"]),
+        ("text", [NO_STEPS, HOUR, CONSTANT]),
+        ("text", [WSD, "training.decay_steps=500", "training.warmup_steps=500"]),
+        ("text", [SCRATCH, BPE]),
+        ("text", [SCRATCH, FAKE]),
+        ("text", [SCRATCH, FAKE, GPT2]),
+        ("text", ["model.init=scratch", BPE]),
+        ("text", ["model.name_or_path=./llama-7b", "model.init=scratch"]),
+        ("text", ["data.sources=[{path: a, weight: 1}, {path: b, weight: 0.5}]"]),
+        ("text", ["training.micro_batch_size=64"]),
+        ("text", ["strategy={kind: fsdp, sharding_strategy: HYBRID_SHARD_ZERO2, shard_size: 2}"]),
+        ("text", ["strategy={kind: fsdp, cp_method: allgather, pp_schedule: 1f1b}"]),
+        ("text", ["strategy={kind: ddp, tp_size: 2, gradient_compression: none}"]),
+        ("text", ["strategy={kind: deepspeed, offload_param: nvme, config_file: where.json}"]),
+        ("chat", []),
+        ("chat", [TEXT, APART]),
+        ("chat", ["data.isolate_documents=false", RING]),
+        ("chat", [NOT_PACKED, RING]),
+        ("chat", [PAIRS, DPO, "data.too_long=drop"]),
+        ("chat", [FAKE, DPO]),
+        ("chat", [STREAM]),
+        ("chat", [STREAM, "data.sources=[{path: a, weight: 1}, {path: b, weight: 2}]"]),
     ],
 )
-def test_several_clusters_without_outer_steps_are_refused(
-    tmp_path: Path, row: tuple[str, ...]
-) -> None:
-    check_refused(tmp_path, *row, source="text")
-
-
-@each(
-    "overrides",
-    [
-        [HOUR],
-        [NO_STEPS, "training.num_train_epochs=0.5"],
-        [NO_STEPS, HOUR, CONSTANT],
-        [WSD, "training.decay_steps=500", "training.warmup_steps=500"],
-        [SCRATCH, BPE],
-        [SCRATCH, FAKE],
-        [SCRATCH, FAKE, "tokenizer.name_or_path=gpt2"],
-        ["model.init=scratch", BPE],
-        ["model.name_or_path=./llama-7b", "model.init=scratch"],
-        ["data.sources=[{path: a, weight: 1}, {path: b, weight: 0.5}]"],
-        ["training.micro_batch_size=64"],
-    ],
-)
-def test_what_makes_sense_is_accepted(tmp_path: Path, overrides: list[str]) -> None:
-    assert check_rules(load(tmp_path, *overrides).config) == []
-
-
-def test_a_rule_names_the_line_of_a_key_that_was_given(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(f"{GOOD.replace('TYPE', 'text')}  micro_batch_size: 7\n", encoding="utf-8")
-    with pytest.raises(ConfigErrors) as raised:
-        load_run_file(file)
-    (issue,) = raised.value.issues
-    assert issue.where == f"{file}:5 training.micro_batch_size"
+def test_what_makes_sense_is_accepted(tmp_path: Path, source: str, overrides: list[str]) -> None:
+    assert check_rules(load(tmp_path, GOOD.replace("TYPE", source), *overrides).config) == []

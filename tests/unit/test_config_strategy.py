@@ -1,35 +1,41 @@
-"""Rules about strategy, balance and the model's shape; and how they are told before a start."""
+"""What a strategy, a model's shape and the files of this machine ask; which one auto chooses."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import torch
 
-from isles.config.load import Loaded, load_run_file
+from isles.config.auto import Machine, choose_strategy, describe
+from isles.config.files import data_issues, shape_issues
+from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.config.rules.shape import check_shape
-from isles.errors import ConfigError, ConfigErrors
+from isles.config.sections.run import RunConfig
+from isles.errors import ConfigError, ConfigErrors, UserError
+from isles.facts.memory.architecture import Architecture
 from isles.facts.models import (
     CONTEXT_PARALLEL,
     ISOLATED,
     PIPELINE,
     REASONS,
     TENSOR_PARALLEL,
+    load_shape,
 )
+from isles.launch.base import resolve_here
+from isles.models.attention import check_attention
+from isles.run.env import hub_cache
 from tests.each import each
+from tests.run_files import load
 
 GOOD = """\
 model: {name_or_path: gpt2}
 data: {sources: [{path: a/b}]}
 training: {max_steps: 100}
 """
-NOTHING = "means nothing to"
-BF16, FP16 = "training.precision=bf16-true", "training.precision=fp16-mixed"
-EAGER = "model.attn_implementation=eager"
-NVME = "{kind: deepspeed, offload_optimizer: nvme"
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "num_attention_heads": 8,
@@ -41,63 +47,6 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def load(tmp_path: Path, *overrides: str) -> Loaded:
-    file = tmp_path / "run.yaml"
-    file.write_text(GOOD, encoding="utf-8")
-    return load_run_file(file, overrides)
-
-
-@each(
-    "row",
-    [
-        (f"shard_size 2 {NOTHING}", "HYBRID_SHARD", "{kind: fsdp, shard_size: 2}"),
-        (f"true {NOTHING} tp_size", "tp_size", "{kind: ddp, tp_size: 2, static_graph: true}"),
-        (f"fp16 {NOTHING}", "bf16-mixed", "{kind: ddp, gradient_compression: fp16}", BF16),
-        ("3 does not divide seq_length 1024", "1023 or 1026", "{kind: fsdp, cp_size: 3}"),
-        ("eager cannot be had with cp_size 2", "sdpa", "{kind: fsdp, cp_size: 2}", EAGER),
-        ("fp16-mixed scales the loss", "bf16-mixed", "{kind: fsdp, pp_size: 2}", FP16),
-        ("with ZeRO stage 3 only", "zero_stage: 3", "{kind: deepspeed, offload_param: cpu}"),
-        ("with ZeRO stage 3 only", "offload_optimizer: cpu", f"{NVME}, nvme_path: /x}}"),
-        ("offload_optimizer nvme needs a folder", "nvme_path", f"{NVME}, zero_stage: 3}}"),
-        (f"nvme_path /x {NOTHING}", "nvme", "{kind: deepspeed, nvme_path: /x}"),
-        ("whole matrices", "fsdp", "{kind: deepspeed}", "training.optimizer=muon"),
-        ("no fp32 weights", "bf16-mixed", "{kind: deepspeed}", BF16),
-        ("unknown key zero_stage", "kind: deepspeed", "{kind: ddp, zero_stage: 3}"),
-        ("not a section", "{kind: deepspeed, zero_stage: 3}", "zero3"),
-        ("not one of its values", "HYBRID_SHARD?", "{kind: fsdp, sharding_strategy: 4}"),
-        ("balance is 3", "{big-box: 3}", "{kind: auto}", "balance=3"),
-        ("balance is empty", "{big-box: 3}", "{kind: auto}", "balance={}"),
-        ("big-box is -1: too small", "at least 0", "{kind: auto}", "balance={big-box: -1}"),
-    ],
-)
-def test_a_broken_rule_is_one_fault(tmp_path: Path, row: tuple[str, ...]) -> None:
-    what, fix, strategy, *others = row
-    with pytest.raises(ConfigErrors) as raised:
-        load(tmp_path, f"strategy={strategy}", *others)
-    (issue,) = raised.value.issues
-    assert what in issue.what
-    assert fix in issue.fix
-    assert issue.where.startswith("command line ")
-
-
-@each(
-    "strategy",
-    [
-        "{kind: fsdp, shard_size: null, cp_method: allgather, pp_schedule: 1f1b}",
-        "{kind: fsdp, sharding_strategy: HYBRID_SHARD_ZERO2, shard_size: 2}",
-        "{kind: ddp, tp_size: 2, bucket_cap_mb: 25.0, gradient_compression: none}",
-        "{kind: fsdp, tp_size: 2, cp_size: 2, cp_method: ulysses, pp_size: 2, pp_schedule: zbv}",
-        "{kind: deepspeed, zero_stage: 3, offload_param: nvme, nvme_path: /x}",
-        "{kind: deepspeed, offload_optimizer: cpu}",
-        "{kind: deepspeed, offload_param: nvme, config_file: says-stage-3-and-where.json}",
-    ],
-)
-def test_a_default_that_is_written_out_is_no_fault(tmp_path: Path, strategy: str) -> None:
-    loaded = load(tmp_path, f"strategy={strategy}").config.strategy.model_dump()
-    for key, value in yaml.safe_load(strategy).items():
-        assert loaded[key] == value
-
-
 @each(
     ("balance", "what"),
     [("{'7': 1}", "balance names rank 7, and there are 2"), ("{'0': 0, '1': 0}", "a share of 0")],
@@ -105,7 +54,7 @@ def test_a_default_that_is_written_out_is_no_fault(tmp_path: Path, strategy: str
 def test_shares_of_ranks_are_compared_with_the_ranks(
     tmp_path: Path, balance: str, what: str
 ) -> None:
-    loaded = load(tmp_path, f"balance={balance}", "clusters.0.gpus_per_node=2")
+    loaded = load(tmp_path, GOOD, f"balance={balance}", "clusters.0.gpus_per_node=2")
     with pytest.raises(ConfigError, match=what) as raised:
         resolve(loaded, num_gpus=0)
     assert raised.value.where.startswith("command line balance")
@@ -113,7 +62,7 @@ def test_shares_of_ranks_are_compared_with_the_ranks(
 
 def shape_with(tmp_path: Path, strategy: str, **changes: Any) -> list[tuple[str, str]]:
     """What is said about a strategy with the Llama, some of whose values are changed."""
-    loaded = load(tmp_path, f"strategy={strategy}")
+    loaded = load(tmp_path, GOOD, f"strategy={strategy}")
     return [(v.what, v.fix) for v in check_shape(loaded.config, {**LLAMA, **changes})]
 
 
@@ -161,3 +110,161 @@ def test_what_is_known_to_be_exact_has_no_reason_against_it() -> None:
     known["isolate_documents"] = ISOLATED
     for key, reasons in REASONS.items():
         assert not known[key] & set(reasons)
+
+
+CHAT, TEXT = GOOD.replace("a/b", "a/b, type: chat"), "data.sources=[{path: a}]"
+
+
+@each(
+    ("kind", "overrides", "what"),
+    [
+        ("mamba", [], "by model_type mamba: its layers carry a state from token to token"),
+        ("bloom", [], "by model_type bloom: it takes no positions"),
+        ("their_own", [TEXT, "data.isolate_documents=true"], "kept apart by model_type their_own"),
+        ("opt", ["model.attn_implementation=flex_attention"], "flex_attention does not keep"),
+        ("gptj", ["model.attn_implementation=flash_attention_2"], "flash_attention_2 does"),
+        ("mamba", ["data.packing=false"], None),
+        ("mamba", ["data.isolate_documents=false"], None),
+        ("mamba", [TEXT], None),
+        ("opt", [], None),
+    ],
+)
+def test_models_that_do_not_heed_borders_are_refused(
+    tmp_path: Path, kind: str, overrides: list[str], what: str | None
+) -> None:
+    found = check_shape(load(tmp_path, CHAT, *overrides).config, {"model_type": kind})
+    if what is None:
+        assert not found
+    else:
+        (issue,) = found
+        assert what in issue.what and "data.packing: false" in issue.fix
+
+
+def test_attention_for_gpus_is_refused_without_one() -> None:
+    for name in ("flash_attention_2", "flex_attention"):
+        with pytest.raises(UserError, match=f"{name} trains on a GPU only") as caught:
+            check_attention(name, torch.device("cpu"))
+        assert "attn_implementation: sdpa" in caught.value.fix
+    check_attention("sdpa", torch.device("cpu"))
+    check_attention("eager", torch.device("cpu"))
+
+
+LLAMA_8B = load_shape("llama-8b")
+SHAPES = {
+    "1b": load_shape("llama-1b"),
+    "8b": LLAMA_8B,
+    "70b": LLAMA_8B
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+}
+GIB = 2**30
+
+
+def run_of(**training: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"name_or_path": "llama-8b"},
+            "data": {"sources": [{"type": "fake"}], "seq_length": 2048},
+            "training": {"max_steps": 1, "gradient_checkpointing": "full", **training},
+        }
+    )
+
+
+@each(
+    "row",
+    [
+        ("1b", 8, 8, 80, None, "ddp", "the whole model fits"),
+        ("8b", 1, 1, 80, None, "ddp", "one rank"),
+        ("8b", 8, 8, 80, 200e9, "FULL_SHARD", "cut over 8 ranks it needs"),
+        ("8b", 8, 8, 80, 1e9, "SHARD_GRAD_OP", "links carry"),
+        ("8b", 16, 8, 80, 1e9, "HYBRID_SHARD", "8 ranks of a node"),
+        ("8b", 16, 8, 24, 1e9, "FULL_SHARD", "cut over 16 ranks it needs"),
+        ("70b", 8, 8, 80, 200e9, "FULL_SHARD", "even that may not fit"),
+        ("70b", 64, 8, 80, 100e9, "FULL_SHARD", "cut over 64 ranks it needs"),
+    ],
+)
+def test_the_choice_and_its_reason(row: tuple[Any, ...]) -> None:
+    size, ranks, per_node, memory_gib, link, chosen, why = row
+    machine = Machine(ranks, per_node, memory_gib * GIB, link)
+    strategy, reason = choose_strategy(Architecture.of(SHAPES[size]), run_of(), machine)
+    assert describe(strategy).split()[-1] == chosen
+    assert why in reason
+    assert "\n" not in reason
+
+
+SHORT = json.dumps({**LLAMA, "max_position_embeddings": 8})
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a file, a folder and a model in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
+    for name in ("folder", "base"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "base" / "config.json").write_text(SHORT)
+    return tmp_path
+
+
+@each(
+    ("key", "value", "what", "fix"),
+    [
+        ("data.sources.0.path", "note.txt", "there is no such file", "did you mean notes.txt?"),
+        ("data.sources.0.path", "/nowhere/x", "there is no such file", "the path ends at /"),
+        ("data.sources.0.path", "*.jsonl", "matches no file", "try it with ls"),
+        ("model.name_or_path", "./bse", "there is no such folder", "did you mean base?"),
+        ("tokenizer.chat_template", "chatlm", "there is no chat template", "use chatml"),
+    ],
+)
+def test_what_is_not_there_is_named(
+    here: Path, key: str, value: str, *, what: str, fix: str
+) -> None:
+    chat = "data.sources.0.type=chat"
+    (issue,) = data_issues(load(here, GOOD, chat, f"{key}='{value}'"))
+    assert what in issue.what
+    assert fix in issue.fix
+    assert issue.where == f"command line {key}"
+
+
+def test_what_is_there_or_may_be_on_the_hub_is_no_fault(here: Path) -> None:
+    paths = ("notes.txt", "folder", "*.txt", "python-docs", "me/data", "wikitext")
+    sources = ", ".join(f"{{path: '{path}'}}" for path in paths)
+    for model in (f"{here}/base", "me/model", "gpt2"):
+        found = load(here, GOOD, f"data.sources=[{sources}]", f"model.name_or_path={model}")
+        assert data_issues(found) == []
+
+
+def test_the_shape_is_found_wherever_it_lies(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = here / "hub" / "models--me--mine" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(SHORT)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc\n")
+    monkeypatch.setenv("HF_HOME", str(here))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    for name in (here / "base", here / "base" / "config.json", "me/mine"):
+        loaded = load(here, GOOD, f"model.name_or_path={name}", "tokenizer.name_or_path=x")
+        (issue,) = shape_issues(loaded, hub_cache())
+        assert "longer than the model's max_position_embeddings, 8" in issue.what
+        assert issue.where == "command line model.name_or_path"
+    # What is not here, or cannot be read, the ranks look for again.
+    (here / "base" / "config.json").write_text("[")
+    for name in ("me/other", "nothing", str(here), f"{here}/base"):
+        assert shape_issues(load(here, GOOD, f"model.name_or_path={name}"), hub_cache()) == []
+
+
+def test_all_that_is_known_before_the_start_is_told_at_once(here: Path) -> None:
+    (here / "run.yaml").write_text(
+        f"{GOOD.replace('gpt2', './base').replace('a/b', './nowhere.txt')}"
+        "strategy: {kind: fsdp, tp_size: 3}\nclusters: [{gpus_per_node: 2}]\n"
+    )
+    with pytest.raises(ConfigErrors) as raised:
+        resolve_here(load_run_file(here / "run.yaml"), lambda _: None, needs_data=True)
+    words = ("max_position", "tp_size 3 does not divide", "no such file", "a multiple of 3 ranks")
+    for word, issue in zip(words, raised.value.issues, strict=True):
+        assert word in issue.what
+        assert issue.where.startswith(f"{here / 'run.yaml'}:")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from isles.check.checks.versions import compare_versions
 from isles.config.load import load_run_file
 from isles.errors import ConfigErrors, PreflightError
 from isles.launch.container.enter import (
@@ -68,28 +67,22 @@ LOCAL = "clusters.0={gpus_per_node: 4, environment: {container: IMAGE}}"
 
 
 @each(
-    ("image", "launcher", "programs", "expected"),
+    "row",
     [
         ("a.sif", "slurm", "apptainer srun", "apptainer"),
         ("a.sif", "local", "podman singularity", "singularity"),
         (OCI, "slurm", "apptainer pyxis", "srun"),
-        (OCI, "slurm", "apptainer srun", "apptainer"),
         (OCI, "pbs", "apptainer podman", "apptainer"),
         (OCI, "local", "apptainer podman", "podman"),
-        (OCI, "local", "apptainer", "apptainer"),
         ("/images/folder", "local", "podman", "podman"),
         (OCI, "local", "", "there is no podman or apptainer or singularity"),
         ("a.sif", "pbs", "podman", "there is no apptainer or singularity"),
     ],
 )
 def test_the_runtime_of_a_node(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    image: str,
-    launcher: str,
-    programs: str,
-    expected: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: tuple[str, ...]
 ) -> None:
+    image, launcher, programs, expected = row
     for name in programs.split():
         write_program(
             tmp_path / ("srun" if name == "pyxis" else name), HAS_PYXIS * (name == "pyxis")
@@ -222,18 +215,3 @@ def test_rules_between_a_container_and_its_launcher(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigErrors, match=words):
             run_file(tmp_path, container, override)
-
-
-def test_a_driver_that_is_older_than_the_cuda_of_torch() -> None:
-    facts = {
-        name: {"isles": "1", "python": "3.11.2", "missing": [], "packages": {"torch": "2.8.0"}}
-        for name in ("a", "b")
-    }
-    imported = {name: {"torch": "2.8.0", "cuda": "12.8", "nccl": "2.27"} for name in facts}
-    drivers = {"a": "470.256.02", "b": "550.54.15"}
-    found = [
-        f
-        for f in compare_versions(facts, imported, drivers, "1")
-        if f.id == "version.driver" and f.level == "error"
-    ]
-    assert [f.where for f in found] == ["a"] and "needs the driver 525" in found[0].text

@@ -1,9 +1,11 @@
-"""The rows of each rank, one step ahead."""
+"""A run's data: the global order of samples, and the rows of each rank, one step ahead."""
 
 from __future__ import annotations
 
 import threading
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.builders import Ranges, packed, pairs, whole
 from isles.data.loader import Loader, StepData, evaluation_batches
-from isles.data.mix import Dataset
-from isles.data.order import SampleOrder
-from isles.data.samples import FakeSamples, Samples
+from isles.data.mix import Dataset, build_datasets, documents_for_tokenizer
+from isles.data.order import PERIOD, SampleOrder, key_from, permute, shares
+from isles.data.samples import FAKE_SAMPLES, FakeSamples, Samples
+from isles.data.tokens.tokenizer import train_tokenizer
 from isles.dist.batch import IGNORE_INDEX
 from isles.dist.split import even_split
-from tests.data import END, numbered
+from isles.errors import DataError
+from tests.data import END, numbered, quiet, write_rows
 from tests.deadline import DEADLINE_S
+from tests.each import each
 
 CPU = torch.device("cpu")
 
@@ -126,14 +132,6 @@ def test_text_beside_isolated_chats_gets_positions_too():
     assert set(restarts.tolist()) == {1, 4}, "text is one document a row; 3 chats and padding"
 
 
-def test_any_step_can_be_asked_for():
-    with closing(loader_of(fake(), 4, 4)) as loader:
-        for seen in (0, 4, 40, 2045, 8, 8, 12):
-            (batch,) = loader.step(seen).micro_batches
-            assert batch.sample_ids == tuple(range(seen, seen + 4))
-            assert batch.input_ids_BT.dtype == batch.targets_BT.dtype == torch.int64
-
-
 def test_the_next_step_is_read_in_the_background_and_so_are_its_errors():
     asked = threading.Event()
 
@@ -182,3 +180,170 @@ def test_batches_on_a_gpu_are_those_on_the_cpu():
                 assert gpu.input_ids_BT.device == device and gpu.sample_ids == cpu.sample_ids
                 assert torch.equal(gpu.input_ids_BT.cpu(), cpu.input_ids_BT)
                 assert torch.equal(gpu.targets_BT.cpu(), cpu.targets_BT)
+
+
+sizes = st.lists(st.integers(1, 60), min_size=1, max_size=4)
+seeds = st.integers(0, 2**63 - 1)
+
+
+@given(st.integers(2**40, 2**62), seeds)
+@settings(max_examples=20, deadline=None)
+def test_permute_stays_inside_huge_ranges(n: int, seed: int):
+    index = np.array([0, 1, 2, n // 2, n - 2, n - 1])
+    placed = permute(index, n, key_from(seed))
+    assert len(set(placed.tolist())) == 6 and placed.min() >= 0 and placed.max() < n
+
+
+def test_permute_looks_shuffled():
+    n = 20_000
+    placed = permute(np.arange(n), n, key_from(0))
+    other = permute(np.arange(n), n, key_from(1))
+    assert abs(np.corrcoef(np.arange(n), placed)[0, 1]) < 0.03
+    assert abs(np.corrcoef(placed[:-1], placed[1:])[0, 1]) < 0.03
+    assert abs(np.corrcoef(placed, other)[0, 1]) < 0.03
+    # The mean distance of two random places is n/3, and one fixed point is expected.
+    assert abs(np.abs(placed - np.arange(n)).mean() - n / 3) < n / 50
+    assert (placed == np.arange(n)).sum() < 8
+
+
+@given(sizes, seeds, st.integers(0, 5))
+@settings(max_examples=40, deadline=None)
+def test_an_epoch_holds_every_sample_once(sizes: list[int], seed: int, epoch: int):
+    order = SampleOrder(sizes, None, seed)
+    total = order.samples_per_epoch
+    source, sample = order.locate(np.arange(epoch * total, (epoch + 1) * total))
+    seen = sorted(zip(source.tolist(), sample.tolist(), strict=True))
+    assert seen == [(k, i) for k, size in enumerate(sizes) for i in range(size)]
+
+
+@given(sizes, st.booleans(), seeds, st.data())
+@settings(max_examples=15, deadline=None)
+def test_a_sample_depends_on_its_index_alone(
+    sizes: list[int], weighted: bool, seed: int, data: st.DataObject
+):
+    weights = [float(i + 1) for i in range(len(sizes))] if weighted else None
+    ids = np.array(data.draw(st.lists(st.integers(0, 3 * PERIOD), min_size=1, max_size=9)))
+    together = SampleOrder(sizes, weights, seed).locate(ids)
+    for place, sample_id in enumerate(ids):
+        alone = SampleOrder(sizes, weights, seed).locate(np.array([sample_id]))
+        assert (alone[0][0], alone[1][0]) == (together[0][place], together[1][place])
+
+
+@each("weights", [None, [1.0]])
+def test_every_epoch_has_an_order_of_its_own(weights: list[float] | None):
+    _, sample = SampleOrder([500], weights, seed=2).locate(np.arange(1000))
+    assert not np.array_equal(sample[:500], sample[500:])
+
+
+def test_a_period_holds_the_sources_in_proportion():
+    order = SampleOrder([1000, 10, 50], [3.0, 1.0, 1e-9], seed=5)
+    for period in (0, 4):
+        source, _ = order.locate(np.arange(PERIOD) + period * PERIOD)
+        assert np.bincount(source).tolist() == shares([3.0, 1.0, 1e-9], PERIOD)
+    assert np.bincount(source)[2] == 1
+    # And evenly within it, not one source after another.
+    assert abs((source[:1000] == 0).mean() - 0.75) < 0.05
+
+
+def test_a_weighted_source_is_read_in_epochs_of_its_own():
+    sizes = [700, 33_000]
+    order = SampleOrder(sizes, [1.0, 1.0], seed=9)
+    source, sample = order.locate(np.arange(3 * PERIOD))
+    for k, size in enumerate(sizes):
+        drawn = sample[source == k]
+        for start in range(0, len(drawn) - size + 1, size):
+            assert np.array_equal(np.sort(drawn[start : start + size]), np.arange(size))
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=30), st.integers(30, 5000))
+@settings(max_examples=100, deadline=None)
+def test_shares_add_up(weights: list[float], slots: int):
+    dealt = shares(weights, slots)
+    assert sum(dealt) == slots and min(dealt) >= 1
+    for share, weight in zip(dealt, weights, strict=True):
+        assert share < weight / sum(weights) * slots + 1 + 1e-6 or share == 1
+
+
+def test_streams_are_mixed_exactly_and_nothing_is_skipped():
+    order = SampleOrder(None, [3, 1], 7)
+    source, number = order.locate(np.arange(3 * PERIOD))
+    for k, share in enumerate((3 / 4, 1 / 4)):
+        assert (number[source == k] == np.arange((source == k).sum())).all(), "in order, each once"
+        assert (source[:PERIOD] == k).sum() == share * PERIOD
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(["some words, and some more words"], 260)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    rows = [{"text": f"document {i}: " + "words " * (i % 7 + 1)} for i in range(100)]
+    return write_rows(tmp_path / "corpus.jsonl", rows)
+
+
+def build(data: DataConfig, tokenizer: Any, cache: Path, *, seed: int = 0, **keys: Any):
+    return build_datasets(data, tokenizer, cache, seed=seed, progress=quiet, **keys)
+
+
+def section(*paths: Path, weights: tuple[float, ...] | None = None, **keys: Any):
+    sources = tuple(
+        SourceConfig(path=str(path), weight=weights[i] if weights else None)
+        for i, path in enumerate(paths)
+    )
+    return DataConfig(sources=sources, **keys)
+
+
+def test_every_start_sees_the_same_and_no_document_leaks(tokenizer, corpus: Path, tmp_path: Path):
+    data = section(corpus, seq_length=256, packing=False, validation_fraction=0.3)
+    parts = build(data, tokenizer, tmp_path / "cache")
+    other = build(data, tokenizer, tmp_path / "cache", seed=1)
+    assert 0 < parts[0].vocab_size_needed <= 260
+    texts = []
+    for part in (*parts, *other):
+        inputs, targets, _ = part.rows(np.arange(part.num_samples))
+        is_target = targets != IGNORE_INDEX
+        assert part.num_targets(np.arange(part.num_samples)) == is_target.sum()
+        rows = [row[: some.sum()] for row, some in zip(inputs, is_target, strict=True)]
+        texts.append({tokenizer.decode(row.tolist()).split(":")[0] for row in rows})
+    assert len(texts[0]) == 70 and len(texts[1]) == 30 and not texts[0] & texts[1]
+    assert texts[3] != texts[1], "another seed holds out others"
+    first = parts[0].rows(np.arange(9))[0]
+    again, _ = build(data, tokenizer, tmp_path / "cache")
+    assert np.array_equal(again.rows(np.arange(9))[0], first)
+    assert not np.array_equal(other[0].rows(np.arange(9))[0], first)
+    whole = section(corpus, seq_length=16, validation_fraction=0.0)
+    assert build(whole, tokenizer, tmp_path / "cache")[1] is None
+
+
+def test_sources_are_mixed_by_weight(tokenizer, corpus: Path, tmp_path: Path):
+    other = tmp_path / "other.txt"
+    other.write_text("ZZZZZZZZ\n" * 2000)
+    data = section(corpus, other, weights=(3.0, 1.0), seq_length=16)
+    z = tokenizer("Z")["input_ids"][0]
+    for dataset in build(data, tokenizer, tmp_path / "cache"):
+        inputs, _, _ = dataset.rows(np.arange(4000))
+        assert abs((inputs == z).any(axis=1).mean() - 0.25) < 0.04
+
+
+def test_too_little_text(tokenizer, tmp_path: Path):
+    file = tmp_path / "a.txt"
+    file.write_text("0123456789")
+    with pytest.raises(DataError, match="9 training tokens of 1 documents") as caught:
+        build(section(file, seq_length=32), tokenizer, tmp_path / "cache")
+    assert "data.seq_length to 8 or less" in caught.value.fix
+    training, validation = build(section(file, seq_length=8), tokenizer, tmp_path / "cache")
+    assert training.num_samples == 1 and validation is not None
+    assert validation.num_targets(np.arange(1)) == 1
+
+
+def test_fake_data_needs_no_tokenizer(tmp_path: Path):
+    data = DataConfig(sources=(SourceConfig(type="fake"),), seq_length=8)
+    training, validation = build(data, None, tmp_path / "cache", vocab_size=77)
+    assert training.num_samples == training.samples_per_epoch == FAKE_SAMPLES
+    assert validation is not None and validation.num_samples == round(0.02 * FAKE_SAMPLES)
+    assert training.vocab_size_needed == 77
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(DataError, match="every source is fake"):
+        next(documents_for_tokenizer(data))

@@ -95,12 +95,6 @@ def test_each_token_is_trained_on_or_held_out(
             assert (held_out[0::2] % 2 == 0).all() and (held_out[1::2] == held_out[0::2] + 1).all()
 
 
-def test_the_tail_of_a_single_text_is_held_out() -> None:
-    training, validation = split_store(numbered([100]), 0.1, seed=0)
-    assert tokens_of(training) == list(range(90))
-    assert tokens_of(validation) == list(range(90, 100))
-
-
 # Text
 
 
@@ -236,21 +230,6 @@ def test_pairs_stay_together(
 # Which documents share a sample
 
 
-@given(st.lists(st.integers(1, 50), max_size=200), st.integers(0, 30))
-@settings(max_examples=100, deadline=None)
-def test_every_document_is_in_one_sample_that_holds_it(lengths: list[int], more: int) -> None:
-    sizes = np.array(lengths, dtype=np.int64)
-    capacity = max(lengths, default=1) + more
-    order, ends = best_fit(sizes, capacity)
-    assert sorted(order.tolist()) == list(range(len(lengths)))
-    pieces = np.split(order, ends[:-1]) if len(ends) else []
-    for piece in pieces:
-        assert len(piece) and sizes[piece].sum() <= capacity
-        assert (np.diff(piece) > 0).all()
-    # First fit or better leaves at most one half empty: two such would have been one.
-    assert sum(2 * sizes[piece].sum() <= capacity for piece in pieces) <= 1
-
-
 def test_packing_is_close_to_perfect_quick_and_always_the_same() -> None:
     """On lengths as chats have them: a million documents, hardly any padding."""
     lengths = np.random.default_rng(0).lognormal(np.log(300), 0.9, 10**6)
@@ -261,19 +240,6 @@ def test_packing_is_close_to_perfect_quick_and_always_the_same() -> None:
     assert 0 <= 1 - sizes.sum() / (2048 * len(ends)) < 0.001
     first, second = best_fit(sizes[:5000], 2048), best_fit(sizes[:5000].copy(), 2048)
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_what_changes_the_samples_changes_the_content() -> None:
-    chat, text = numbered([5, 9, 3, 7, 30], "chat"), numbered([5, 9, 3, 7, 30])
-    ranges = Ranges.of(chat)
-    parts = [
-        whole(chat, ranges, length, packs=packs, isolates=apart, too_long=too_long)
-        for length in (40, 41)
-        for packs, apart in ((True, True), (True, False), (False, False))
-        for too_long in ("truncate", "drop")
-    ]
-    parts += [packed(text, ranges, n, isolates=apart) for n in (8, 9) for apart in (True, False)]
-    assert len({part.content for part in parts}) == len(parts)
 
 
 # Made up

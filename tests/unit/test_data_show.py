@@ -7,13 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
-from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.chat.template import use_template
-from isles.data.show import SHOWN_TOKENS, figures_of, shown_documents
+from isles.data.show import SHOWN_TOKENS, shown_documents
 from isles.data.tokens.store import TokenStore
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.facts.units import printable
@@ -98,14 +96,3 @@ def test_pairs_are_shown_together(tokenizer: Any, tmp_path: Path):
     assert titles == [f"{n} of 9, {which}" for n in (1, 9) for which in ("chosen", "rejected")]
     said = [one.stretches[1].text for one in shown]
     assert said == ["yes<|im_end|>", "no<|im_end|>"] * 2
-
-
-def test_counts_of_what_is_cut_and_left_out(tokenizer: Any, tmp_path: Path):
-    rows = [talk("hello", "yes"), talk("hello", "yes " * 40), talk("hello " * 40, "no")]
-    store = store_of(tokenizer, tmp_path, rows, type="chat")
-    data = DataConfig(sources=(SourceConfig(path="a", type="chat"),), seq_length=32)
-    figures = figures_of(data, data.sources[0], store)
-    assert (figures.rows, figures.documents, figures.over_length) == (3, 3, 2)
-    assert (figures.counts.truncated, figures.counts.untrained) == (1, 1)
-    assert figures.trained == int(store.trained.sum())
-    assert figures.longest == np.diff(store.document_ends, prepend=0).max()

@@ -1,14 +1,29 @@
-"""Loading, training and naming tokenizers."""
+"""Tokenizers, and tokens prepared once: whole or absent, whatever happens to who prepares them."""
 
 from __future__ import annotations
 
+import io
+import os
+import resource
+import signal
+import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.mix import documents_for_tokenizer
+from isles.data.sources.find import BuiltIn, open_source
+from isles.data.sources.rows import PLAIN, Parser, Row, Rows
+from isles.data.tokens.encode import Encoder
+from isles.data.tokens.prepare import prepare
+from isles.data.tokens.store import TokenStore
 from isles.data.tokens.tokenizer import (
     END_OF_TEXT,
     PIECE_CHARS,
@@ -20,8 +35,11 @@ from isles.data.tokens.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from isles.errors import DataError
-from tests.deadline import run_program
+from isles.errors import CommunicationError, DataError
+from isles.run.checkpoints import hash_file
+from tests.data import quiet, write_rows
+from tests.deadline import DEADLINE_S, run_program
+from tests.disks import small_disk
 from tests.each import each
 
 DOCS = DataConfig(sources=(SourceConfig(path="python-docs"),))
@@ -115,12 +133,252 @@ def test_a_tokenizer_that_is_larger_than_the_model(trained, tmp_path: Path):
     assert "lacks '<image>' (token 600); no text" in check_vocabulary(tokenizer, 600)
 
 
-def test_a_slow_tokenizer_works_as_well():
-    from transformers import ByT5Tokenizer
+ROOT = Path(__file__).parents[2]
 
-    slow = ByT5Tokenizer()
-    assert not slow.is_fast and end_of_text_id(slow) == 1
-    assert encode(slow, ["ab", "", "c"]) == [[100, 101], [], [102]]
-    assert vocabulary_size(slow) >= 259
-    assert tokenizer_digest(slow) == tokenizer_digest(ByT5Tokenizer())
-    assert tokenizer_digest(slow) != tokenizer_digest(ByT5Tokenizer(extra_ids=7))
+
+class Letters:
+    """A slow tokenizer, as far as data/ needs one: a character is an id."""
+
+    is_fast = False
+    eos_token_id = 1
+    name_or_path = "letters"
+
+    def __init__(self, size: int = 300) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(number): number for number in range(self.size)}
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(character) for character in text] for text in texts]}
+
+
+def letters(tokenizer: Any = None) -> Encoder:
+    """Text to ids by Letters, or by another tokenizer."""
+    return Encoder(SourceConfig(path="any"), tokenizer or Letters())
+
+
+class Told:
+    """A source that follows lines on standard input: each is a document, the end the end."""
+
+    name = "told"
+
+    def identity(self) -> dict[str, Any]:
+        return {"told": 1}
+
+    def rows(self, parser: Parser) -> Rows:
+        yield Row("told", {PLAIN: "first"})
+        for line in sys.stdin:
+            # Larger than a batch: what came before is written.
+            yield Row("told", {PLAIN: line * 2**18 + "b"})
+            sys.stdout.write("written\n")
+            sys.stdout.flush()
+
+
+def prepare_told(cache: Path, lines: list[str], **options: Any) -> int:
+    """Prepare what is told; the number of documents."""
+    folder = prepare(Told(), letters(), cache, progress=lines.append, **options)
+    # One that is killed lets go of its lock before it is dead: what it leaves may go with the next.
+    assert folder.name in leftovers(cache)
+    return TokenStore.open(folder).document_ends.size
+
+
+@contextmanager
+def preparing(cache: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that prepares `Told` and has begun."""
+    script = (
+        "import sys, pathlib\n"
+        "from tests.unit.test_data_tokenizer import Told, letters, prepare, quiet\n"
+        "prepare(Told(), letters(), pathlib.Path(sys.argv[1]), progress=quiet)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(cache)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write("more\nmore\n")
+        process.stdin.flush()
+        # When the second is asked for, the first batch lies on the disk.
+        assert process.stdout.readline() == "written\n", process.communicate()[1]
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=DEADLINE_S)
+
+
+def leftovers(cache: Path) -> list[str]:
+    """The folders in a cache."""
+    return [entry.name for entry in cache.iterdir() if entry.is_dir()]
+
+
+@pytest.fixture
+def source(tmp_path: Path):
+    rows = ["alpha", "", "be\n", "gamma delta"]
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": row} for row in rows])
+    return open_source(SourceConfig(path=str(file)))
+
+
+def test_tokens_of_the_documents_in_order(source, tmp_path: Path):
+    lines: list[str] = []
+    folder = prepare(source, letters(), tmp_path / "cache", progress=lines.append)
+    store = TokenStore.open(folder)
+    files = store.manifest["files"]
+    assert all(hash_file(folder / name) == facts["sha256"] for name, facts in files.items())
+    text = "".join(chr(token) for token in store.tokens)
+    assert text == "alpha\x01be\n\x01gamma delta\x01"
+    assert store.document_ends.tolist() == [6, 10, 22]
+    assert (store.end_of_text_id, store.max_token_id) == (1, ord("t"))
+    assert store.tokens.dtype == np.uint16
+    assert lines == [f"{source.name}: 3 documents, 22 tokens"]
+    assert leftovers(tmp_path / "cache") == [folder.name]
+
+
+def test_prepared_once_and_the_same_bytes_again(source, tmp_path: Path):
+    first = prepare(source, letters(), tmp_path / "a", progress=quiet)
+    stamp = (first / "tokens.bin").stat().st_mtime_ns
+    assert prepare(source, letters(), tmp_path / "a", progress=quiet) == first
+    assert (first / "tokens.bin").stat().st_mtime_ns == stamp
+    second = prepare(source, letters(), tmp_path / "b", progress=quiet)
+    assert first.name == second.name
+    for file in first.iterdir():
+        assert file.read_bytes() == (second / file.name).read_bytes()
+    os.utime(source.files[0], ns=(0, 0))
+    assert prepare(source, letters(), tmp_path / "a", progress=quiet) != first
+
+
+def test_large_vocabularies_take_four_bytes(source, tmp_path: Path):
+    folder = prepare(source, letters(Letters(70_000)), tmp_path, progress=quiet)
+    assert TokenStore.open(folder).tokens.dtype == np.uint32
+    assert (folder / "tokens.bin").stat().st_size == 22 * 4
+
+
+@each(
+    ("file", "size"),
+    [("tokens.bin", 42), ("tokens.bin", None), ("manifest.json", 50), ("manifest.json", None)],
+)
+def test_a_damaged_folder_is_noticed_and_prepared_anew(
+    source, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, size: int | None
+):
+    folder = prepare(source, letters(), tmp_path, progress=quiet)
+    whole = (folder / "tokens.bin").read_bytes()
+    if size is None:
+        (folder / file).unlink()
+    else:
+        os.truncate(folder / file, size)
+    with pytest.raises(DataError, match="not whole"):
+        TokenStore.open(folder)
+    assert prepare(source, letters(), tmp_path, progress=quiet) == folder
+    assert "damaged" in caplog.text
+    assert (folder / "tokens.bin").read_bytes() == whole
+    assert leftovers(tmp_path) == [folder.name]
+
+
+def test_a_source_that_changes_meanwhile(tmp_path: Path):
+    file = tmp_path / "a.txt"
+    file.write_text("text")
+
+    class Growing(Letters):
+        def __call__(self, texts: list[str], **keys: Any) -> dict[str, list[list[int]]]:
+            file.write_text("other text")
+            return super().__call__(texts, **keys)
+
+    opened = open_source(SourceConfig(path=str(file)))
+    with pytest.raises(DataError, match="changed while it was read"):
+        prepare(opened, letters(Growing()), tmp_path / "c", progress=quiet)
+    assert leftovers(tmp_path / "c") == []
+
+
+def test_a_cache_that_cannot_be_a_folder(source, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written") as caught:
+        prepare(source, letters(), tmp_path / "file" / "cache", progress=quiet)
+    assert "data.cache_dir" in caught.value.fix
+
+
+def test_kill_9_leaves_nothing_that_is_taken_for_whole(tmp_path: Path):
+    with preparing(tmp_path) as process:
+        (half,) = [name for name in leftovers(tmp_path) if name.startswith(".tmp-")]
+        assert (tmp_path / half / "tokens.bin").stat().st_size > 2**20
+        process.send_signal(signal.SIGKILL)
+        process.wait(DEADLINE_S)
+        assert leftovers(tmp_path) == [half]
+    docs = BuiltIn("python-docs")
+    other = prepare(docs, letters(Letters(10_000)), tmp_path, progress=quiet)
+    assert leftovers(tmp_path) == [other.name]  # what the dead one left is gone
+    with preparing(tmp_path) as process:
+        prepare(docs, letters(Letters(10_001)), tmp_path, progress=quiet)
+        process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0  # what a living one writes is not
+    folder = prepare(Told(), letters(), tmp_path, progress=quiet)
+    assert len(leftovers(tmp_path)) == 3
+    assert TokenStore.open(folder).document_ends.size == 3
+
+
+@each("dies", [False, True])
+def test_who_waits_takes_what_the_other_made_or_goes_on_when_it_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("more\n"))
+    waits = threading.Event()
+    counts: list[int] = []
+
+    class Lines(list[str]):
+        def append(self, line: str) -> None:
+            super().append(line)
+            waits.set()
+
+    lines = Lines()
+    with preparing(tmp_path) as first:
+        thread = threading.Thread(target=lambda: counts.append(prepare_told(tmp_path, lines)))
+        thread.start()
+        assert waits.wait(DEADLINE_S) and "another process prepares it" in lines[0]
+        if dies:
+            first.kill()
+        first.communicate(timeout=DEADLINE_S)
+        thread.join(DEADLINE_S)
+    assert counts == [2 if dies else 3], "its own has one less"
+
+
+def test_who_waits_does_not_wait_for_ever(tmp_path: Path):
+    with preparing(tmp_path) as process:
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(CommunicationError, match="has written nothing for 0 s"):
+            prepare_told(tmp_path, [], no_progress_s=0.3)
+        process.send_signal(signal.SIGCONT)
+
+
+def test_a_full_disk(tmp_path: Path):
+    disk, text = tmp_path / "disk", tmp_path / "a.txt"
+    source = SourceConfig(path=str(text))
+    with small_disk(disk, "1m"):
+        text.write_text("some text\n" * 100_000)
+        with pytest.raises(DataError, match="disk full") as caught:
+            prepare(open_source(source), letters(), disk / "cache", progress=quiet)
+        assert caught.value.where == str(disk / "cache")
+        assert " bytes are free" in caught.value.what
+        assert "data.cache_dir" in caught.value.fix
+        assert leftovers(disk / "cache") == []
+        text.write_text("some text\n" * 1000)
+        prepare(open_source(source), letters(), disk / "cache", progress=quiet)
+
+
+def test_a_file_that_may_not_grow(tmp_path: Path):
+    encoder, docs = letters(Letters(70_000)), BuiltIn("python-docs")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(DataError, match="a file may not grow further") as caught:
+            prepare(docs, encoder, tmp_path / "cache", progress=quiet)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(tmp_path) in caught.value.where
+    assert leftovers(tmp_path / "cache") == []

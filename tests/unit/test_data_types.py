@@ -431,20 +431,12 @@ def test_the_key_follows_all_that_the_ids_depend_on(tmp_path: Path):
         return prepare_file(tokenizer, file, tmp_path / "c", **{"type": "chat", **source}).name
 
     llama, gemma = with_template("LLAMA_3"), with_template("GEMMA")
-    keys = [
-        key(llama),
-        key(llama, train_on="last"),
-        key(llama, train_on="all"),
-        key(llama, columns={"messages": "conversations"}),
-        key(llama, type="text"),
-        key(llama, type="instruct"),
-        key(llama, type="preference"),
-        key(llama, type="tokens"),
-        key(gemma),
-        key(with_template("GEMMA", bos="</s>")),
-        key(with_template("GEMMA", eos="<s>")),
-    ]
+    types = ("chat", "text", "instruct", "preference", "tokens")
+    keys = [key(llama, type=kind) for kind in types]
+    keys += [key(llama, train_on=which) for which in ("last", "all")]
+    keys += [key(llama, columns={"messages": "conversations"}), key(gemma)]
+    keys += [key(with_template("GEMMA", **end)) for end in ({"bos": "</s>"}, {"eos": "<s>"})]
     assert len(set(keys)) == len(keys)
     # And nothing else: what decides on later steps only is not part of it.
     assert key(llama, weight=2.0, split="train") == keys[0]
-    assert key(gemma, type="tokens") == keys[7]
+    assert key(gemma, type="tokens") == keys[4]

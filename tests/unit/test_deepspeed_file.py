@@ -131,13 +131,11 @@ MICRO = "train_micro_batch_size_per_gpu"
     ("content", "training", "words"),
     [
         ({"train_batch_size": 64}, {"global_batch_size": 32}, "train_batch_size is 64.* is 32"),
-        ({MICRO: 4}, {"micro_batch_size": 2}, f"{MICRO} is 4.*training.micro_batch_size is 2"),
         ({"gradient_accumulation_steps": 5}, {}, "accumulation_steps is 5.*no number"),
         ({"gradient_clipping": 0.3}, {}, "gradient_clipping is 0.3.*max_grad_norm is 1"),
         ({"bf16": {"enabled": True}}, {"precision": "32-true"}, "bf16.enabled is true.*32-true"),
         (FP16, {"precision": "fp16-mixed"}, "fp16.loss_scale is 128.*adapts it"),
         ({"optimizer": ADAM | {"params": {"lr": 1e-5}}}, {}, "params.lr is 1e-05.* is 0.0004"),
-        ({"optimizer": ADAM | {"params": {"betas": [0.9, 0.999]}}}, {}, "betas is .*0.999.*0.95"),
         ({"optimizer": {"type": "Lamb"}}, {}, "optimizer.type is Lamb.*adamw"),
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, {}, "type is WarmupLR.*cosine"),
         ({"scheduler": DECAY}, {"lr_scheduler_type": "linear"}, "type is log.*straight line"),
@@ -147,7 +145,6 @@ MICRO = "train_micro_batch_size_per_gpu"
         ({"zero_optimization": {"cpu_offload": True}}, {}, "cpu_offload is not DeepSpeed's to say"),
         ({"zero_optimization": {"stag": 2}}, {}, "stag is no key of DeepSpeed"),
         ({"zero_optimization": True}, {}, "zero_optimization is true, not an object"),
-        ({"tensorboard": {"enabled": True}}, {}, "tensorboard is not DeepSpeed's to say"),
         ({"zero_force_ds_cpu_optimizer": True}, {}, "zero_force_ds_cpu_optimizer is true"),
     ],
 )
@@ -181,13 +178,6 @@ def test_every_contradiction_is_named_at_once_with_its_line(tmp_path: Path) -> N
         "gradient_accumulation_steps",
         "bf16.enabled",
     ]
-
-
-def test_offloading_of_the_run_file_needs_the_stage_of_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path, {"zero_optimization": {"stage": 2}})
-    (issue,) = deepspeed_file_issues(path, run_config(path, {"offload_param": "cpu"}))
-    assert "works with ZeRO stage 3 only" in issue.what and "zero_stage is 2" in issue.what
-    assert issue.keys[0] == "strategy.offload_param"
 
 
 def test_accumulation_is_checked_against_the_ranks(tmp_path: Path) -> None:

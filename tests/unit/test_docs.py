@@ -40,7 +40,6 @@ from tests.documents import (
     named_in_text,
     simple_commands,
 )
-from tests.each import each
 from tests.unit.test_requirements import functions_of
 
 # What a section of a run file is put upon, to be one.
@@ -185,28 +184,6 @@ def test_every_mark_is_true() -> None:
     assert not found, "\n".join(found)
     needs = faults(lambda _, block: block.is_shell and block.kind == "needs")
     assert len(needs) <= MOST_NEEDS, needs
-
-
-@each(
-    ("line", "word"),
-    [
-        ("isles trian run.yaml", "trian"),
-        ("isles train run.yaml --dry", "--dry"),
-        ("isles train run.yaml training.max_stepps=5", "max_stepps"),
-        ("isles status && isles lgos", "lgos"),
-        ("torchrun --nproc_per_node=2 exmaples/ddp.py", "exmaples/ddp.py"),
-        ("make tset", "tset"),
-    ],
-)
-def test_a_wrong_command_is_found(line: str, word: str) -> None:
-    assert word in fault_of(line, Block(1, "sh", line))
-
-
-def test_a_wrong_section_and_a_command_that_no_test_runs_are_found() -> None:
-    assert "trianing" in run_file_fault("trianing: {max_steps: 5}", PAGES[0])
-    test = "tests/e2e/test_train.py::test_a_whole_run_and_what_it_leaves"
-    for line in ("isles train --frobnicate", "isles checkpoint frobnicate"):
-        assert "frobnicate" in mark_fault(Block(1, "sh", f"{line}\n", "seen", test)), line
 
 
 # Commands.

@@ -1,19 +1,46 @@
-"""What errors of libraries mean to the user."""
+"""What errors of libraries mean to the user; ids of errors, each with one paragraph of its page."""
 
 from __future__ import annotations
 
+import ast
+import io
 import json
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from isles import errors
 from isles.agent.failure import failure_report
-from isles.agent.workers import let_cause_end_first
-from isles.errors import ExitCode
+from isles.agent.protocol import refusal
+from isles.check.finding import IDS
+from isles.cli import main
+from isles.errors import (
+    CommunicationError,
+    ConfigError,
+    ConfigErrors,
+    DataError,
+    ExitCode,
+    PreflightError,
+    UserError,
+    cut_more,
+    more_lines,
+)
+from isles.facts import troubleshooting as page
+from isles.launch.remote.setup import wheel_bytes
+from isles.launch.ssh.hosts import refuse
+from isles.monitor.outcome import failure_lines
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt
+from isles.run.records import write_record
 from isles.train.worker import record_error
+from tests.documents import ROOT, is_key
+from tests.each import each
 
 
 def test_out_of_memory_has_its_code_and_its_levers(tmp_path: Path) -> None:
@@ -30,7 +57,7 @@ def test_out_of_memory_has_its_code_and_its_levers(tmp_path: Path) -> None:
 
 
 def test_who_has_lost_another_is_no_culprit_even_where_its_disk_holds_no_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Its exit code says so, to the agents of several nodes and to itself."""
     attempt = Attempt(tmp_path, 1)
@@ -47,10 +74,141 @@ def test_who_has_lost_another_is_no_culprit_even_where_its_disk_holds_no_word(
     found = failure_report(attempt, 0, [0, 1], 3, {0: code, 1: -9})["root_cause"]
     assert found["what"] == "rank 1 was killed by SIGKILL"
 
-    waited: list[float] = []
-    monkeypatch.setattr("isles.agent.workers._CAUSE_FIRST_S", 0.1)
-    monkeypatch.setattr("isles.agent.workers.time.sleep", waited.append)
-    let_cause_end_first(attempt, env, ExitCode.TRAINING)
-    assert not waited
-    let_cause_end_first(attempt, env, code)
-    assert waited
+
+Capture = pytest.CaptureFixture[str]
+
+
+def ids_of_code(text: str) -> set[str]:
+    """Every id that a file gives to an error: where one is made, as a default, in a record."""
+    texts = (
+        child.value
+        for node in ast.walk(ast.parse(text))
+        for given in _given(node)
+        for child in ast.walk(given)
+        if isinstance(child, ast.Constant) and isinstance(child.value, str)
+    )
+    return {text for text in texts if re.fullmatch(r"[a-z]+(\.[a-z]+)*", text)} - {"id"}
+
+
+def _given(node: ast.AST) -> Iterator[ast.expr]:
+    match node:
+        case ast.keyword(arg="id", value=value):
+            yield value
+        case ast.Assign(targets=[ast.Name(id="id")], value=ast.Constant() | ast.IfExp() as value):
+            yield value
+        case ast.Dict(keys=keys, values=values):
+            pairs = zip(keys, values, strict=True)
+            yield from (v for k, v in pairs if isinstance(k, ast.Constant) and k.value == "id")
+        case ast.arguments(kwonlyargs=names, kw_defaults=defaults):
+            pairs = zip(names, defaults, strict=True)
+            yield from (value for name, value in pairs if name.arg == "id" and value is not None)
+
+
+def test_every_id_has_one_paragraph_and_every_paragraph_an_id_that_is_used() -> None:
+    assert ids_of_code('DataError("x", id="a.b" if many else "c")') == {"a.b", "c"}
+    used = set(IDS)
+    for path in (ROOT / "src" / "isles").rglob("*.py"):
+        used |= ids_of_code(path.read_text(encoding="utf-8"))
+    on_page = Counter(id for paragraph in page.paragraphs() for id in paragraph.ids)
+    assert used - set(on_page) == set(), "without a paragraph"
+    assert set(on_page) - used == set(), "on the page, and nowhere in the code"
+    assert [id for id, count in on_page.items() if count > 1] == [], "in two paragraphs"
+    kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, UserError)]
+    assert {kind.id for kind in kinds} <= set(on_page), "kinds of errors"
+    assert [id for id in on_page if "." in id and is_key(id)] == [], "keys of the run file"
+
+
+def test_the_wheel_for_hosts_has_the_page() -> None:
+    with zipfile.ZipFile(io.BytesIO(wheel_bytes())) as wheel:
+        content = wheel.read("isles/facts/troubleshooting.md")
+    assert content == (ROOT / "docs" / "troubleshooting.md").read_bytes()
+
+
+@each("id", sorted(page.by_id()))
+def test_explain_prints_the_paragraph(id: str, capsys: Capture) -> None:
+    assert main(["explain", id]) == ExitCode.OK
+    out = capsys.readouterr().out
+    head, _, body = out.partition("\n\n")
+    assert f"`{id}`" in head
+    assert body.strip()
+    assert "](" not in out
+    assert "**" not in out
+
+
+def test_explain_lists_every_id_once_and_knows_exit_codes(capsys: Capture) -> None:
+    assert main(["explain"]) == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    firsts = [line.split()[0] for line in lines if line]
+    assert all(firsts.count(id) == 1 for id in page.by_id())
+    assert max(map(len, lines)) <= 100
+    (line,) = (line for line in lines if line.startswith("data.rows "))
+    assert "rows cannot be trained on" in line
+    for code in set(ExitCode) - {ExitCode.OK}:
+        assert main(["explain", str(int(code))]) == ExitCode.OK
+        assert f"exit code {int(code)}: " in capsys.readouterr().out
+
+
+def test_a_wrong_id_names_the_nearest(capsys: Capture) -> None:
+    for given, meant in (("data.rwos", "data.rows"), ("ssh", "ssh.connect"), ("0", "lists them")):
+        assert main(["explain", given]) == ExitCode.USER
+        error = capsys.readouterr().err
+        assert f"there is no id '{given}'" in error
+        assert meant in error
+
+
+def test_a_printed_error_ends_with_its_id(tmp_path: Path, capsys: Capture) -> None:
+    wrong = tmp_path / "run.yaml"
+    wrong.write_text("modle: {}\ndata: {seq_lenght: 4}\n")
+    for command, id in (
+        (["config", "show", str(tmp_path / "none.yaml")], "config.file"),
+        (["status", f"--output-dir={tmp_path}", "x"], "run.unknown"),
+        (["status", "--frobnicate"], "usage"),
+        (["config", "show", str(wrong)], "config"),  # several errors, one id
+    ):
+        assert main(command) == ExitCode.USER
+        error = capsys.readouterr().err
+        assert error.splitlines()[-1] == f"  more: isles explain {id}"
+        assert error.count("more: ") == 1
+
+
+def test_several_errors_keep_their_ids_each_once() -> None:
+    two = ConfigErrors([ConfigError("a"), ConfigError("b", id="files.data"), ConfigError("c")])
+    assert two.ids == ("config", "files.data")
+    issues = [PreflightError("a", id="ssh.connect"), PreflightError("b", id="gpu.count")]
+    with pytest.raises(PreflightError) as caught:
+        refuse([*issues, issues[0]], 3)
+    assert caught.value.ids == ("ssh.connect", "gpu.count")
+
+
+def test_an_error_that_is_quoted_is_not_followed_by_a_second_line() -> None:
+    said = "a1: no run\n  fix: start one\n  more: isles explain run.unknown"
+    assert more_lines(["usage"], said) == []
+    assert cut_more(said) == ("a1: no run\n  fix: start one", "run.unknown")
+    assert cut_more("a1: no run") == ("a1: no run", "")
+    # What is no id has no line.
+    assert more_lines(["", None, 5, "; rm -rf ~", "a b", "A.B", "data.rows\nx"]) == []
+
+
+def test_a_refusal_keeps_its_id_on_its_way() -> None:
+    told: dict[str, Any] = {"what": "full", "where": "a1", "fix": "go", "exit_code": 2}
+    assert refusal({**told, "id": "start.refused"}).ids == ("start.refused",)
+    assert refusal(told).ids == ("",)
+
+
+def test_the_error_of_a_rank_shows_its_id(tmp_path: Path) -> None:
+    def failed_rank(name: str, error: Exception) -> list[str]:
+        attempt = Attempt(tmp_path / name, 1)
+        attempt.path.mkdir(parents=True)
+        record_error(attempt, RankEnv(1, 1, 2, 2, 1, None), error)
+        return failure_lines(attempt, ["  nothing was saved"])
+
+    lines = failed_rank("rows", DataError("12 rows", id="data.rows"))
+    assert lines[-2:] == ["  nothing was saved", "  more: isles explain data.rows"]
+    lines = failed_rank("lost", CommunicationError("silence"))
+    assert lines[-1] == "  more: isles explain communication"
+    assert "more: " not in "\n".join(failed_rank("unforeseen", ZeroDivisionError("x")))
+    attempt = Attempt(tmp_path / "queue", 1)  # a record without an id
+    attempt.path.mkdir(parents=True)
+    error = {"rank": None, "what": "the queue is gone", "fix": "wait", "exit_code": 5}
+    write_record(attempt.outcome, {"state": "failed", "exit_code": 5, "error": error})
+    assert failure_lines(attempt) == ["error: the queue is gone", "  fix: wait"]

@@ -15,21 +15,19 @@ import pytest
 from tests.deadline import run_program
 from tests.documents import ROOT
 from tests.each import each
-from tests.ports import free_port
+from tests.programs import write_program
 
 EXAMPLE = ROOT / "examples" / "cluster_train"
 DOCUMENT = (ROOT / "tests" / "seeds" / "S2.md").read_text(encoding="utf-8")
 
 # Says which words and which variables reach the Python part.
 PYTHON = """\
-#!/bin/bash
 [ "$1" != -c ] || exit 0
 printf '%s|' "${@:2:5}" "${NPROC_PER_NODE-}" "$BACKEND" "$LOG_LEVEL" "${CONDA_DEFAULT_ENV-}"
 """
 
 # A conda that knows the environments of the document; as the real one it defines a function.
 CONDA = """\
-#!/bin/bash
 cat <<'END'
 conda() {
   case $2 in
@@ -46,11 +44,8 @@ def place(tmp_path: Path) -> Path:
     """A folder with the example, and with a python and a conda that only tell."""
     folder = tmp_path / "example"
     shutil.copytree(EXAMPLE, folder)
-    (tmp_path / "bin").mkdir()
-    for name, text in (("python", PYTHON), ("conda", CONDA)):
-        program = tmp_path / "bin" / name
-        program.write_text(text)
-        program.chmod(0o755)
+    write_program(tmp_path / "bin" / "python", PYTHON)
+    write_program(tmp_path / "bin" / "conda", CONDA)
     return folder
 
 
@@ -254,19 +249,6 @@ def test_its_end_is_told(place: Path, script: str, code: int, words: tuple[str, 
     assert done.returncode == code, done.stdout + done.stderr
     for text in words:
         assert text in done.stdout
-
-
-@pytest.mark.long
-def test_a_rank_that_nccl_fails_for(place: Path) -> None:
-    """On a torch without CUDA, with what a GPU's rank would do: the text, its hints, and where."""
-    environ = {"BACKEND": "nccl", "CHECK_TIMEOUT": "20", "CHECK_CONFIG": "config/isles.yaml"}
-    environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
-    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    words = ["rank_check.py", "train_phase2.py"]
-    done = run_program([sys.executable, *words], place, os.environ | environ)
-    assert done.returncode == 1
-    for text in ("NCCL initialization failed: rank 0 of 1 on ", "Verify CUDA installation"):
-        assert text in done.stderr, done.stderr
 
 
 def test_the_documents_own_validation(place: Path) -> None:

@@ -17,6 +17,7 @@ from isles.config.resolve import resolve
 from isles.errors import ExitCode
 from tests.deadline import run_program
 from tests.documents import ROOT
+from tests.programs import write_program
 
 EXAMPLE = ROOT / "examples" / "home_lab"
 GUIDE = (ROOT / "tests" / "seeds" / "S4.md").read_text(encoding="utf-8")
@@ -118,11 +119,8 @@ def test_gemma_on_three_unequal_cards() -> None:
 
 def launch(tmp_path: Path, *args: str, check: int = 0) -> tuple[int, list[str], str]:
     """Run launch_cluster.sh with a Python that only writes down what it was asked to run."""
-    python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/bash\necho "$@" >> {tmp_path}/calls\n[ "$2" != --check ] || exit {check}\n'
-    )
-    python.chmod(0o755)
+    lines = f'echo "$@" >> {tmp_path}/calls\n[ "$2" != --check ] || exit {check}'
+    write_program(tmp_path / "python", lines)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = run_program([EXAMPLE / "launch_cluster.sh", *args], env=environ)
     calls = (tmp_path / "calls").read_text().replace(f"{EXAMPLE}/train_distributed.py ", "")

@@ -201,11 +201,9 @@ def test_what_a_worker_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
         "--num-workers 2",
         "--log-activations-steps 5",
         "--hv.skip-load-from-peers",
-        "--hv.fail-rank-drop",
         "--hv.matchmaking-time 9",
         "--project p --metric-logger-type dummy",
         "--dataset-name-or-path a/b --fake-data",
-        "--c4-tiny --fake-data",
         "--dataset-name-or-path a/b --c4-tiny",
         "--total-steps 500 --max-steps 40",
     ],
@@ -239,12 +237,3 @@ def test_faults_name_the_flag(line: str, text: str) -> None:
     with pytest.raises(UserError, match=re.escape(text)):
         loaded = example.load(flags.read_flags([*line.split(), "--fake-data"]))
         resolve(loaded, num_gpus=0, world_size=2)
-
-
-def test_every_value_names_its_flag(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    words = ("--path-model", str(tmp_path / "model"), "--lr", "0.5", "--set", "seed=4")
-    loaded = example.load(flags.read_flags([*words, "--fake-data"]))
-    assert loaded.origins["training.learning_rate"] == "--lr"
-    assert loaded.origins["training.max_steps"] in ("--max-steps", "--total-steps")
-    assert loaded.origins["seed"] == "command line" and loaded.config.seed == 4

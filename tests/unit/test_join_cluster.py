@@ -7,9 +7,7 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +30,10 @@ from isles.launch.start import start
 from isles.run.join_line import JoinLine, ask_hub
 from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import RunDir
-from tests.deadline import DEADLINE_S, run_program
+from tests.deadline import run_program
 from tests.each import each
+from tests.ports import listening
+from tests.programs import write_program
 
 RUN = """\
 name: tiny
@@ -202,27 +202,6 @@ def test_a_hub_may_say_what_it_likes(line: JoinLine, state: Path) -> None:
     assert found.config.output_dir == "runs" and "evil" not in found.text
 
 
-@contextmanager
-def listening(talk: Callable[[socket.socket], None]) -> Iterator[int]:
-    """Something that is no hub, and does this with whoever comes; its port."""
-    held: list[socket.socket] = []
-
-    def serve() -> None:
-        with suppress(OSError):
-            while True:
-                held.append(server.accept()[0])
-                talk(held[-1])
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield server.getsockname()[1]
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join(DEADLINE_S)
-    for connection in held:
-        connection.close()
-
-
 def test_who_does_not_answer_is_named(line: JoinLine, state: Path) -> None:
     assert ask_hub(line, "/v1/status", 20)["run"] == "tiny"
     assert local_line(state) == line
@@ -320,20 +299,18 @@ def assert_only_in_its_file(run_dir: RunDir) -> None:
     assert holders == [run_dir.join_line]
 
 
+PBS_STATE = "[ $1 = --version ] && echo pbs_version = 23 || echo '    job_state = Q'"
+
+
 @each(("kind", "program"), [("pbs", "qsub"), ("slurm", "sbatch")])
 def test_a_queue_is_given_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, program: str
 ) -> None:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    said = tmp_path / "said"
-    for name, text in {
-        program: f'{{ env; echo "$@"; for f; do :; done; cat "$f"; }} > {said}; echo 7',
-        "qstat": "[ $1 = --version ] && echo pbs_version = 23 || echo '    job_state = Q'",
-        "squeue": "echo 7",
-    }.items():
-        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-        (folder / name).chmod(0o755)
+    folder, said = tmp_path / "bin", tmp_path / "said"
+    told = f'{{ env; echo "$@"; for f; do :; done; cat "$f"; }} > {said}; echo 7'
+    write_program(folder / program, told)
+    write_program(folder / "qstat", PBS_STATE)
+    write_program(folder / "squeue", "echo 7")
     monkeypatch.chdir(tmp_path)
     launcher = f"clusters.0.launcher={{kind: {kind}, time: 1h, bin_path: {folder}}}"
     asked = options(tmp_path, launcher)
@@ -406,9 +383,8 @@ def test_over_ssh_it_travels_by_stdin_to_the_first_host(run_file: Path) -> None:
 def test_over_a_login_node_it_is_the_first_line_of_stdin(tmp_path: Path) -> None:
     """By bash there, which starts isles; here a small program stands for it."""
     there = place_there(load_run_file(options(tmp_path).path))
-    program = tmp_path / "python"
-    program.write_text('#!/bin/sh\necho "$@"\nshift 2\ncat "$1" "$2"; stat -c %a $(dirname "$1")\n')
-    program.chmod(0o755)
+    lines = 'echo "$@"\nshift 2\ncat "$1" "$2"; stat -c %a $(dirname "$1")'
+    program = write_program(tmp_path / "python", lines)
     secret = f"{there.rpartition('/')[0]}/join-line"
     script = copied_file_script(there, [], str(program), [there, secret], secret=secret)
     assert TOKEN not in script

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +27,7 @@ from isles.run.remote import RemoteRun, forget_remote, list_remotes, write_remot
 from isles.run.stop import request_stop
 from isles.train.record import Recorder
 from isles.train.stop import NOW, StopBeforeTraining, StopSignals
-from tests.deadline import DEADLINE_S
+from tests.deadline import DEADLINE_S, until
 from tests.each import each
 from tests.run_records import FAR, recorded_run, two_hosts
 from tests.runs import bare_run
@@ -39,13 +37,6 @@ def remote(name: str, host: str, started_at: float = 1.0, path: str = "") -> Rem
     """A run of another machine."""
     where = path or f"/far/runs/{name}"
     return RemoteRun(name, f"me@{host}", where, (), "python3", "ssh", (f"me@{host}",), started_at)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        os.sched_yield()
-        assert time.monotonic() < deadline
 
 
 def test_runs_of_other_machines_are_found_by_name(tmp_path: Path) -> None:

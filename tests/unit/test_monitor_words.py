@@ -20,18 +20,10 @@ from isles.cli import main
 from isles.run.records import write_record
 from isles.run.remote import ClusterRun, MultiClusterRun, RemoteRun, write_remote
 from tests.golden import check_golden
+from tests.programs import write_ssh
 from tests.run_records import FAR, GONE, rank_error, recorded_run, two_hosts
 from tests.runs import bare_run
 from tests.unit.test_begin import add_checkpoint
-
-SSH = """#!/bin/bash
-for word; do
-  [ "$word" = -G ] && exit 0
-  [ "$word" = me@down ] && is_down=yes
-done
-[ "$is_down" ] && { echo "ssh: connect to host down port 22: No route to host" >&2; exit 255; }
-exec bash -c "${@: -1}"
-"""
 
 
 def finished(path: Path) -> None:
@@ -130,9 +122,7 @@ def remembered(folder: Path, name: str, host: str, path: Path) -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs of every kind, and the only ssh there is."""
     programs, folder = tmp_path / "bin", tmp_path / "runs"
-    programs.mkdir()
-    (programs / "ssh").write_text(SSH)
-    (programs / "ssh").chmod(0o755)
+    write_ssh(programs)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
     finished(folder / "plain-1")

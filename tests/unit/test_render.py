@@ -40,9 +40,7 @@ def rendered(tmp_path: Path, to: Kind, *overrides: str, more: str = "") -> Rende
 
 
 def test_torchrun_on_hosts_of_different_sizes(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(RUN + HOME)
-    text = render(load_run_file(path), "torchrun", overrides=("training.max_steps=9",)).text
+    text = rendered(tmp_path, "torchrun", "training.max_steps=9", more=HOME).text
     check_golden("torchrun-hosts.sh", text.replace(str(tmp_path), "."))
 
 
@@ -60,18 +58,6 @@ def test_torchrun_of_unknown_nodes_asks_for_the_address(tmp_path: Path) -> None:
     done = run_program(["bash", tmp_path / "script.sh", "0"], env={"PATH": "/usr/bin:/bin"})
     assert done.returncode != 0
     assert "MASTER_ADDR: set it to the address" in done.stderr
-
-
-def test_a_script_of_the_users_own(tmp_path: Path) -> None:
-    (tmp_path / "my train.py").write_text("")
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "name: own\ntraining: {script: my train.py, script_args: [--epochs, '3']}\n"
-        "clusters:\n  - {gpus_per_node: 2, device: cpu}\n"
-    )
-    text = render(load_run_file(path), "torchrun").text
-    assert text.endswith("  'my train.py' --epochs 3\n")
-    assert "isles.train" not in text
 
 
 def test_job_scripts_of_a_run_file_without_a_queue(tmp_path: Path) -> None:

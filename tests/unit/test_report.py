@@ -26,19 +26,13 @@ from isles.run.records import read_record, write_record, write_secret
 from isles.run.remote import ClusterRun, MultiClusterRun, RemoteRun, write_remote
 from tests.deadline import until
 from tests.live_records import metrics_row, node_record, rank_record, write_live, write_metrics
-from tests.programs import write_program
+from tests.programs import write_program, write_ssh
 from tests.run_records import FAR, GONE, recorded_run, two_hosts
 
 Capture = pytest.CaptureFixture[str]
 
 TOKEN = encode(bytes(range(32)))
 JOIN = f"isles://10.0.0.1:29400/run#{TOKEN}.{encode(bytes(32))}"
-SSH = """for word; do
-  [ "$word" = -G ] && exit 0
-  [ "$word" = me@down ] && { echo "No route to host" >&2; exit 255; }
-done
-exec bash -c "${@: -1}" """
-
 SECRETS = {
     "hf": "hf_QwErTyUiOpAsDfGh",
     "wandb": "0123456789abcdef0123456789abcdef01234567",
@@ -58,7 +52,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", SECRETS["hf"])
     monkeypatch.setenv("MY_SERVICE_KEY", SECRETS["environ"])
-    write_program(tmp_path / "bin" / "ssh", SSH)
+    write_ssh(tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     return tmp_path
 

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from isles.config.files import data_issues
-from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import dump_resolved, load_resolved, resolve
 from isles.config.resume import changed_mathematics
 from isles.config.show import show
-from isles.errors import ConfigErrors
 from isles.launch.render import script_command
+from tests.run_files import faults, load
 
 SMALL = """\
 name: own
@@ -24,20 +23,13 @@ clusters:
 """
 
 
-def load(tmp_path: Path, text: str = SMALL, *overrides: str) -> Loaded:
-    file = tmp_path / "run.yaml"
-    file.write_text(text)
-    return load_run_file(file, overrides)
-
-
 def issues(tmp_path: Path, text: str, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigErrors) as raised:
-        load(tmp_path, text, *overrides)
-    return [f"{f.where} | {f.what}".replace(f"{tmp_path}/", "") for f in raised.value.issues]
+    found = faults(tmp_path, text, *overrides)
+    return [f"{f.where} | {f.what}".replace(f"{tmp_path}/", "") for f in found]
 
 
 def test_a_script_needs_neither_model_nor_data(tmp_path: Path) -> None:
-    resolved = resolve(load(tmp_path), num_gpus=0)
+    resolved = resolve(load(tmp_path, SMALL), num_gpus=0)
     assert resolved.world_size == 2
     assert resolved.derived == {"device": "cpu", "world_size": 2}
     text = dump_resolved(resolved)
@@ -72,12 +64,10 @@ def test_what_the_script_never_sees_is_refused(tmp_path: Path) -> None:
 def test_what_torchrun_is_given(tmp_path: Path) -> None:
     """All arguments as they were written: a truth value is to be quoted."""
     command = ["train_phase2.py", "--epochs", "20", "--lr", "0.0001", "--name", "007"]
-    assert script_command(load(tmp_path).config) == command
+    assert script_command(load(tmp_path, SMALL).config) == command
     quoted = SMALL.replace('"007"', '"true"')
     assert script_command(load(tmp_path, quoted).config)[-1] == "true"
-    with pytest.raises(ConfigErrors) as raised:
-        load(tmp_path, SMALL.replace('"007"', "true"))
-    (issue,) = raised.value.issues
+    (issue,) = faults(tmp_path, SMALL.replace('"007"', "true"))
     assert issue.where == f"{tmp_path}/run.yaml:4 training.script_args.5"
     assert issue.what == "script_args.5 is true, not text"
     assert issue.fix == 'put it in quotes: "true"'
@@ -104,7 +94,7 @@ def test_its_time_to_save_survives(tmp_path: Path) -> None:
 
 
 def test_other_arguments_are_another_run(tmp_path: Path) -> None:
-    old = load(tmp_path).config
+    old = load(tmp_path, SMALL).config
     new = ("training.script_args=[--epochs, 3]", "clusters.0.max_restarts=0")
     found = changed_mathematics(old, load(tmp_path, SMALL, *new).config)
     assert [change.key for change in found] == ["training.script_args"]
@@ -113,7 +103,7 @@ def test_other_arguments_are_another_run(tmp_path: Path) -> None:
 def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train_phase1.py").touch()
-    loaded = load(tmp_path)
+    loaded = load(tmp_path, SMALL)
     (issue,) = data_issues(loaded)
     assert issue.what == f"there is no such script: {tmp_path}/train_phase2.py"
     assert "run.yaml:3 training.script" in issue.where

@@ -22,7 +22,7 @@ from isles.run.records import read_record
 from tests.each import each
 from tests.golden import check_golden
 from tests.slurm_job import COMMAND, OWN, RUN, Job
-from tests.unit.test_agent_requeue import queued
+from tests.unit.test_agent_failure import queued
 
 RUN_DIR = "/home/me/train/runs/llama-1b-1"
 RUNNING = "echo JobId=7 JobState=RUNNING Reason=None NodeList=a1 TimeLimit=1:0"

@@ -6,7 +6,7 @@ from isles.monitor.live import cells
 from isles.monitor.live.cells import Column
 from isles.monitor.live.drawing import LARGE, NAMES, SMALLEST, View, draw, note_lines
 from isles.monitor.live.model import Head, Point, RankRow, Snapshot
-from tests.watch_stand_in import made_up
+from tests.made_watch import made
 
 SIZES = [
     (width, height) for width in (*range(SMALLEST[0], 220, 7), 80, 200) for height in (16, 24, 60)
@@ -15,7 +15,7 @@ SIZES = [
 
 def figures() -> set[str]:
     """Every word of every cell and head of the tables."""
-    shown = made_up(0, 24)
+    shown = made(nodes=2, gpus=6)
     tables = (
         (cells.RANK_COLUMNS, shown.ranks),
         (cells.HOST_COLUMNS, shown.hosts),
@@ -33,7 +33,7 @@ def figures() -> set[str]:
 
 
 def test_no_figure_is_cut_and_nothing_is_outside_the_window() -> None:
-    whole, shown, seen = figures(), made_up(0, 24), set[str]()
+    whole, shown, seen = figures(), made(nodes=2, gpus=6), set[str]()
     for width, height in SIZES:
         for table in range(len(NAMES)):
             view = View(table=table)
@@ -50,11 +50,11 @@ def test_no_figure_is_cut_and_nothing_is_outside_the_window() -> None:
                 if not drawn.has_more_columns:
                     break
                 view.tables[table].shift += 1
-    assert {"61.2/70.1/79.6", "412", "8×2", "5.0", "66%", "820.0", "4100"} <= seen
+    assert {"91", "1120", "32×8", "50%", "944.0", "4000"} <= seen
 
 
 def test_a_large_window_has_all_tables_and_a_small_one_the_chosen() -> None:
-    shown = made_up(0, 6)
+    shown = made()
     for size in ((80, 24), LARGE):
         for table in range(len(NAMES)):
             drawn = draw(shown, View(table=table), size, age_s=0.0, error="")
@@ -63,23 +63,24 @@ def test_a_large_window_has_all_tables_and_a_small_one_the_chosen() -> None:
 
 
 def test_rows_are_sorted_filtered_and_chosen_by_what_they_are() -> None:
-    shown, view = made_up(0, 6), View()
+    shown, view = made(clusters=1, nodes=2), View()
     table = view.tables[0]
 
     def ranks(snapshot: Snapshot = shown) -> list[int]:
         drawn = draw(snapshot, view, (200, 60), age_s=0.0, error="")
         lines = [drawn.lines[y].plain for y, (index, _) in drawn.rows.items() if index == 0]
-        return [int(line[1:].split()[1]) for line in lines]
+        return [int(line[1:].split()[0]) for line in lines]
 
+    working = sorted((0, 1, 3, 4), key=lambda rank: shown.ranks[rank].use or 0)
     table.sort = "use"
-    assert ranks() == [0, 4, 1, 2, 3, 5], "the largest first"
+    assert ranks()[:4] == working[::-1], "the largest first"
     table.is_reversed = True
-    assert ranks() == [5, 3, 2, 1, 0, 4]
+    assert ranks()[2:] == working
     table.sort, table.is_reversed = "mark", False
-    assert ranks() == [5, 1, 4, 0, 2, 3], "what has none is last"
+    assert ranks() == [2, 5, 3, 4, 0, 1], "what has none is last"
     table.is_reversed = True
-    assert ranks()[-3:] == [0, 2, 3]
-    view.filter, table.sort, table.is_reversed = "OSLO thrott", "", False
+    assert ranks()[-2:] == [0, 1]
+    view.filter, table.sort, table.is_reversed = "NODE-02 thrott", "", False
     assert ranks() == [4]
     view.filter, table.index, table.chosen = "", 2, None
     ranks()

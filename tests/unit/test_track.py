@@ -12,77 +12,23 @@ from typing import Any
 
 import pytest
 
-from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import dump_resolved, load_resolved, resolve
 from isles.config.sections.output import MLflowConfig
 from isles.config.show import show
-from isles.errors import ConfigError, ConfigErrors, MissingDependencyError
+from isles.errors import ConfigError, MissingDependencyError
 from isles.run.packages import require_packages
 from isles.track.base import Background, RunFacts, Trackers, redacted
 from isles.track.local import JsonlTracker, TensorBoardTracker
 from isles.track.mlflow import MLflowTracker, load_mlflow
 from tests.deadline import DEADLINE_S
 from tests.each import each
+from tests.run_files import load
 
 RUN = """model: {name_or_path: llama-2m, init: scratch}
 tokenizer: {train_vocab_size: 300}
 data: {sources: [{path: python-docs}]}
 training: {max_steps: 5}
 """
-URI = "http://me:pa55word@tracker:5000/path"
-
-
-def load(tmp_path: Path, line: str) -> Loaded:
-    path = tmp_path / "run.yaml"
-    path.write_text(f"{RUN}{line}\n")
-    return load_run_file(path)
-
-
-@each(
-    ("line", "key", "what", "fix"),
-    [
-        ("track: [wandbb]", "track.0", '"wandbb", not one of its values', "did you mean wandb?"),
-        ("track: [3]", "track.0", "3, not one of its values", "jsonl, tensorboard, wandb, mlflow"),
-        ("track: [null]", "track.0", "empty", "delete the line"),
-        ("track: [{project: p}]", "track.0", "does not say its kind", "wandb, mlflow"),
-        ("track: [{kind: wandb, mode: off}]", "track.0.mode", '"off"', "online, offline"),
-        ("track: [{kind: mlflow, project: p}]", "track.0.project", "unknown", "kind: wandb"),
-        ("track: [wandb, {kind: wandb}]", "track.1.kind", "wandb stands twice", "keep one"),
-        (
-            "track: [{kind: mlflow, tracking_uri: tracker:5000}]",
-            "track.0.tracking_uri",
-            "tracker:5000 has no scheme",
-            "write http://tracker:5000",
-        ),
-        (
-            f"track: [{{kind: mlflow, tracking_uri: '{URI}'}}]",
-            "track.0.tracking_uri",
-            "holds a user name or a password",
-            "write http://tracker:5000/path, and set MLFLOW_TRACKING_USERNAME",
-        ),
-        (
-            "checkpoint: {push_to_hub: me}",
-            "checkpoint.push_to_hub",
-            '"me", not the name',
-            "owner/name",
-        ),
-        (
-            "checkpoint: {push_to_hub: a/b, export_on_finish: false}",
-            "checkpoint.push_to_hub",
-            "export_on_finish is false",
-            "delete one",
-        ),
-    ],
-)
-def test_a_fault_names_its_line_its_value_and_a_fix(
-    tmp_path: Path, line: str, key: str, what: str, fix: str
-) -> None:
-    with pytest.raises(ConfigErrors) as raised:
-        load(tmp_path, line)
-    (issue,) = raised.value.issues
-    assert issue.where == f"{tmp_path}/run.yaml:5 {key}"
-    assert what in issue.what and fix in issue.fix
-    assert "pa55word" not in str(issue)
 
 
 @each(
@@ -94,19 +40,17 @@ def test_a_fault_names_its_line_its_value_and_a_fix(
     ],
 )
 def test_what_is_right_reads_back_the_same(tmp_path: Path, line: str) -> None:
-    loaded = load(tmp_path, line)
+    loaded = load(tmp_path, RUN + line)
     resolved = resolve(loaded, num_gpus=0)
     assert load_resolved(dump_resolved(resolved)) == resolved
-    again = tmp_path / "again.yaml"
-    again.write_text(show(resolved))
-    assert load_run_file(again).config == loaded.config
+    assert load(tmp_path, show(resolved)).config == loaded.config
 
 
 @each("name", ["wandb", "mlflow", "tensorboard"])
 def test_a_package_that_is_missing_is_named_before_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    config = load(tmp_path, f"track: [{name}]").config
+    config = load(tmp_path, RUN + f"track: [{name}]").config
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker:5000")
     require_packages(config)
     monkeypatch.setitem(sys.modules, name, None)  # as find_spec sees what is not installed
@@ -118,8 +62,10 @@ def test_a_package_that_is_missing_is_named_before_the_start(
 def test_mlflow_needs_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI is not set"):
-        require_packages(load(tmp_path, "track: [mlflow]").config)
-    require_packages(load(tmp_path, "track: [{kind: mlflow, tracking_uri: 'http://a'}]").config)
+        require_packages(load(tmp_path, RUN + "track: [mlflow]").config)
+    require_packages(
+        load(tmp_path, RUN + "track: [{kind: mlflow, tracking_uri: 'http://a'}]").config
+    )
 
 
 def row(step: int) -> dict[str, Any]:
