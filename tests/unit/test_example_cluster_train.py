@@ -15,6 +15,7 @@ import pytest
 from tests.deadline import run_program
 from tests.documents import ROOT
 from tests.each import each
+from tests.ports import free_port
 from tests.programs import write_program
 
 EXAMPLE = ROOT / "examples" / "cluster_train"
@@ -249,6 +250,19 @@ def test_its_end_is_told(place: Path, script: str, code: int, words: tuple[str, 
     assert done.returncode == code, done.stdout + done.stderr
     for text in words:
         assert text in done.stdout
+
+
+@pytest.mark.long
+def test_a_rank_that_nccl_fails_for(place: Path) -> None:
+    """On a torch without CUDA, with what a GPU's rank would do: the text, its hints, and where."""
+    environ = {"BACKEND": "nccl", "CHECK_TIMEOUT": "20", "CHECK_CONFIG": "config/isles.yaml"}
+    environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = ["rank_check.py", "train_phase2.py"]
+    done = run_program([sys.executable, *words], place, os.environ | environ)
+    assert done.returncode == 1
+    for text in ("NCCL initialization failed: rank 0 of 1 on ", "Verify CUDA installation"):
+        assert text in done.stderr, done.stderr
 
 
 def test_the_documents_own_validation(place: Path) -> None:
