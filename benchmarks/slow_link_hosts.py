@@ -180,13 +180,7 @@ class Bench:
         address, state = self.lab.address(self.meeting), self.lab.shared / "hub"
         rules = {"min_clusters": len(self.clusters), "dead_after_s": 60.0}
         (self.lab.shared / "rules.json").write_text(json.dumps(rules))
-        # A hub has a machine of its own: here it takes what the ranks leave.
-        command = [
-            "nice",
-            "-n",
-            "19",
-            *python("-m", "isles.outer.hub", "/shared/hub", "--run", "slow"),
-        ]
+        command = python("-m", "isles.outer.hub", "/shared/hub", "--run", "slow")
         command += ["--listen", f"{address}:{PORT}", "--settings", "/shared/rules.json"]
         with self._processes([(self.meeting, command, "hub")]) as (server,):
             end = time.monotonic() + 60.0
