@@ -24,7 +24,7 @@ from isles.run.paths import RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record, read_rows
 from isles.run.restarts import current_restart, read_last_step
-from tests.e2e.typed import ISLES, Command, isles, the_run
+from tests.e2e.typed import Command, isles, the_run
 from tests.runs import assert_ended, losses_of, nothing_left, rows_of
 
 TWO = ("clusters.0.gpus_per_node=2", "clusters.0.max_restarts=0")
@@ -56,10 +56,7 @@ def training(run_file: Path) -> Iterator[tuple[Command, RunDir]]:
     """A long run of two ranks that has made its first checkpoint."""
     run_dir = the_run(run_file)
     with nothing_left(run_file.parent):
-        # As below a terminal, also where the tests run below nohup.
-        program = ("env", "--default-signal=HUP", *ISLES)
-        words = ("train", str(run_file), *TWO, *LONG)
-        command = Command(*words, cwd=run_file.parent, program=program)
+        command = Command("train", str(run_file), *TWO, *LONG, cwd=run_file.parent)
         command.until(lambda: list_checkpoints(run_dir) and has_done(run_dir, 21))
         yield command, run_dir
 
@@ -203,22 +200,6 @@ def test_stop_from_another_terminal_and_going_on(training: tuple[Command, RunDir
     assert len(train) == len(set(train))
     assert len(run_dir.attempts()) == 2
     assert_ended(cwd)
-
-
-def test_a_closed_terminal_leaves_the_run_going_and_ctrl_c_saves_and_stops(
-    training: tuple[Command, RunDir],
-) -> None:
-    command, run_dir = training
-    command.process.send_signal(signal.SIGHUP)
-    assert command.end() == ExitCode.OK
-    step = read_last_step(run_dir.attempt(1), 0) or 0
-    follow = Command("follow", "tiny", cwd=run_dir.path.parents[1])
-    follow.until(lambda: has_done(run_dir, step + 20) and "step " in follow.out)
-    follow.process.send_signal(signal.SIGINT)
-    assert follow.end() == ExitCode.INTERRUPTED
-    assert "Ctrl+C again stops now" in follow.text
-    saved = list_checkpoints(run_dir)[-1].step
-    assert f"tiny-1 stopped at step {saved} (SIGINT)" in follow.text
 
 
 @pytest.mark.long
