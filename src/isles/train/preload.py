@@ -25,8 +25,8 @@ def preload() -> None:
     # transformers imports torchao where it is installed, which asks the GPU what it can do as it is
     # imported. A process that has done so cannot fork ranks that compute on the GPU.
     assert "torchao" not in sys.modules
-    # The other two take half a second, for the loss of object detection and for SageMaker.
-    with contextlib.suppress(Exception), hidden("torchao", "scipy", "boto3"):
+    # The others take half a second: the loss of object detection, what needs scipy, SageMaker.
+    with contextlib.suppress(Exception), hidden("torchao", "scipy", "sklearn", "boto3"):
         from isles.config.resolve import load_resolved
         from isles.run.env import RUN_DIR
         from isles.run.paths import RunDir

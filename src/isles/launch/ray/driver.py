@@ -87,9 +87,10 @@ class Driver:
         # Forked before Ray has threads. It imports what it needs while Ray works.
         fork = multiprocessing.get_context("fork")
         waits, go = fork.Pipe(duplex=False)
-        arguments = (waits, self._run_dir.path, self._attempt.number)
+        arguments = (waits, go, self._run_dir.path, self._attempt.number)
         self._coordinator = fork.Process(target=_coordinator, args=arguments, daemon=True)
         self._coordinator.start()
+        waits.close()
         import ray
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -143,7 +144,8 @@ class Driver:
         while (code := self._coordinator.exitcode) is None:
             if self._signal != forwarded:
                 forwarded = self._signal
-                os.kill(self._coordinator.pid or 0, forwarded)
+                assert self._coordinator.pid is not None, "it was started"
+                os.kill(self._coordinator.pid, forwarded)
             time.sleep(_LOOK_S)
         self._over.set()
         if code < 0:
@@ -255,11 +257,15 @@ class Driver:
         end_failed(self._attempt, error)
 
 
-def _coordinator(waits: Connection, run_dir: Path, attempt: int) -> None:
-    # A process of its own; it ends with the driver.
+def _coordinator(waits: Connection, go: Connection, run_dir: Path, attempt: int) -> None:
+    # A process of its own; it ends with the driver, also where that has ended already.
     die_with_parent()
+    go.close()
     agent = importlib.import_module("isles.agent.__main__")  # which others start by its name, too
-    waits.recv()
+    try:
+        waits.recv()
+    except EOFError:
+        return
     sys.argv = ["isles.agent", str(run_dir), "--attempt", str(attempt)]
     sys.exit(agent.main())
 
