@@ -1,12 +1,13 @@
-"""Time from the command to the first step on three nodes of a Ray cluster, against ssh.
+"""Time from the command to the first step on the nodes of a Ray cluster, against ssh.
 
-    python benchmarks/start_ray.py [--quick] [--niceness N]
+    python benchmarks/start_ray.py [--quick] [--hosts N] [--niceness N]
 
 Needs root and `pip install 'isles[ray]'`: the hosts are network namespaces of this machine (see
 tests/lab), each a node of one Ray cluster and with its own sshd. Both ways train the run of
 start_ssh.py with the same agents, by `isles train` on the machine that has the key, and take turns:
-ray ssh ssh ray … Each pair's difference is one figure. `--niceness`: of Ray's workers, and so of
-the ranks; 0, as over ssh, unless given; Ray's own default is 15.
+ray ssh ssh ray … Each pair's difference is one figure. `--hosts`: three unless given; all of them
+share the cores of this machine, so that with two cores each host has less than one. `--niceness`:
+of Ray's workers, and so of the ranks; 0, as over ssh, unless given; Ray's own default is 15.
 
 The last line is JSON, medians in seconds; overhead_s is that of the differences ray - ssh, and
 submit_s the time from the command to the driver's placement of the agents.
@@ -47,19 +48,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_PAIRS} pairs, not {PAIRS}")
     parser.add_argument("--niceness", type=int, default=0)
+    parser.add_argument("--hosts", type=int, choices=(1, 2, 3), default=3)
     options = parser.parse_args()
+    among = HOSTS[: options.hosts]
     found: dict[str, list[float]] = {"ray": [], "isles": []}
     placed: list[float] = []
     with (
         tempfile.TemporaryDirectory(prefix="isles-bench-") as folder,
-        hosts(Path(folder), len(HOSTS)) as lab,
+        hosts(Path(folder), len(among)) as lab,
         ray_cluster(
-            lab, dict.fromkeys(HOSTS, ("--num-cpus=1",)), *HOSTS, niceness=options.niceness
+            lab, dict.fromkeys(among, ("--num-cpus=1",)), *among, niceness=options.niceness
         ),
     ):
-        prepare(lab)
+        prepare(lab, among)
         ray = f"ray, address: '{ADDRESS}'"
-        shape = "    nodes: 3\n    gpus_per_node: 1\n    device: cpu\n"
+        shape = f"    nodes: {len(among)}\n    gpus_per_node: 1\n    device: cpu\n"
         text = RUN_FILE.format(name="ray", launcher=ray) + shape
         (lab.shared / "ray.yaml").write_text(text)
         for name in found:  # the tokenizer and the data, and files into memory

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -72,7 +73,7 @@ clusters:
 """
 
 
-def prepare(lab: Lab) -> None:
+def prepare(lab: Lab, among: Sequence[str] = HOSTS) -> None:
     """What both train on, in the folder that all hosts see."""
     model, rng = lab.shared / "model", random.Random(0)
     model.mkdir()
@@ -80,7 +81,7 @@ def prepare(lab: Lab) -> None:
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(200)]
     rows = [{"text": " ".join(rng.choices(words, k=rng.randint(1, 60)))} for _ in range(300)]
     (lab.shared / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ssh = f"ssh, hosts: [{', '.join(HOSTS)}]"
+    ssh = f"ssh, hosts: [{', '.join(among)}]"
     for name, launcher in (("isles", ssh), ("torchrun", "local")):
         text = RUN_FILE.format(name=name, launcher=launcher)
         (lab.shared / f"{name}.yaml").write_text(text)

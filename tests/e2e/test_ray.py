@@ -127,7 +127,7 @@ def test_an_actor_that_is_killed_is_placed_anew_and_the_run_goes_on(
     isles(lab, "train", "actor.yaml", "--detach", host="a1")
     attempt = run_dir.attempt(1)
     until(lambda: has_done(attempt, 8), "eight steps")
-    agent = sh(lab, "a2", "pgrep -f 'isles.agent .*--nod[e]'").split()[0]
+    agent = sh(lab, "a2", "pgrep -f 'isles.agent [-]$'").split()[0]
     sh(lab, "a2", "kill -KILL $(pgrep -f ray::Plac[e])")
     until(lambda: not Path(f"{lab.root('a2')}/proc/{agent}").exists(), "its agent ends with it")
     until(lambda: has_done(attempt, 12, restart=1), attempt.agent_log.read_text)

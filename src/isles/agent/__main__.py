@@ -3,6 +3,7 @@
     python -m isles.agent RUN_DIR              the coordinator: the first node, or a job's script
     python -m isles.agent RUN_DIR --node K     the agent of a node that has the run's files
     python -m isles.agent HOST:PORT --node K   one that gets them from the coordinator
+    python -m isles.agent -                    arguments, and then a token, on standard input
 
 Launchers start it. Where the run has a container it enters that first, and stays the same process
 to whoever has started it. The first node's process is the coordinator as well; in a job of a queue,
@@ -16,6 +17,7 @@ import argparse
 import hashlib
 import multiprocessing
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -27,13 +29,12 @@ from typing import Any
 
 from isles.agent.agent import Agent, NodeLog, Signals
 from isles.agent.connection import Connection, ask_token, fetch_run, versions
-from isles.agent.lead import Lead
 from isles.agent.server import LocalLink
 from isles.agent.telemetry import Telemetry
 from isles.agent.workers import RankStore, WorkerGroup, redirect_output
 from isles.errors import UserError
 from isles.launch.container.enter import Container, end_with_host, enter
-from isles.launch.manual import interface_of
+from isles.launch.ssh.facts import interface_of
 from isles.run.env import ATTEMPT, RUN_DIR, is_in_container, is_sampled, job_node, rank_defaults
 from isles.run.nodes import Fleet, FleetNode, read_fleet, require_nodes
 from isles.run.outcome import agent_error, end_failed
@@ -59,7 +60,9 @@ def main() -> int:
     parser.add_argument("--log", help="takes what this prints; %%n: the number of the node")
     parser.add_argument("--check", metavar="HOST:PORT", help="only check this node of a job")
     parser.add_argument("--output-dir", type=Path, help="where a run that comes from there is put")
-    options = parser.parse_args()
+    # A launcher that starts it before it knows them writes them to standard input.
+    is_told = sys.argv[1:] == ["-"]
+    options = parser.parse_args(shlex.split(sys.stdin.readline()) if is_told else None)
     try:
         log = options.log
         is_fetched = ":" in options.target and not Path(options.target).exists()
@@ -113,6 +116,8 @@ def _enter_container(run_dir: RunDir, attempt: Attempt, options: argparse.Namesp
 
 def _lead(run_dir: RunDir, attempt: Attempt) -> int:
     # The coordinator, with the agent of the first node in this process where it has one.
+    from isles.agent.lead import Lead  # slow: it knows run files
+
     signals = Signals(attempt)
     signals.install()
     lead = Lead(run_dir, attempt, signals)

@@ -26,10 +26,8 @@ from isles.agent.protocol import (
     authenticate,
     log_line,
 )
-from isles.config.resolve import load_resolved
 from isles.errors import CommunicationError, PreflightError, UserError
 from isles.facts.units import printable
-from isles.launch.manual import node_environ
 from isles.launch.ssh.node import make_place
 from isles.run.nodes import Fleet
 from isles.run.paths import Attempt, RunDir
@@ -256,6 +254,10 @@ def fetch_run(
     `output_dir`: where that folder is made; None: as the run file says. UserError: the coordinator
     does not answer in time, or this host cannot take part.
     """
+    # A node that has the files needs no run file, whose classes take long to import.
+    from isles.config.resolve import load_resolved
+    from isles.launch.manual import node_environ
+
     files = _fetch(target, token, timeout_s)
     if files.get("isles") != __version__:
         raise PreflightError(

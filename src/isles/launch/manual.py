@@ -12,8 +12,6 @@ import socket
 import sys
 from typing import Literal
 
-import psutil
-
 from isles.config.load import Loaded
 from isles.config.resolve import load_resolved
 from isles.config.sections.cluster import ClusterConfig, ManualLauncherConfig
@@ -31,7 +29,7 @@ from isles.launch.container.enter import container_record
 from isles.launch.container.image import require_image
 from isles.launch.hub import own_addresses
 from isles.launch.ssh.environment import network_variables, quoted, setting_lines
-from isles.launch.ssh.facts import free_port, port_taken
+from isles.launch.ssh.facts import free_port, interface_of, port_taken
 from isles.run.begin import begin_run, choose_run, new_attempt
 from isles.run.env import inherited, rank_defaults
 from isles.run.nodes import Fleet, FleetNode
@@ -90,14 +88,6 @@ def node_environ(run_dir: RunDir, fleet: Fleet, node: int) -> dict[str, str]:
     added = rank_defaults(device=fleet.device, nproc=place.nproc, interface=None)
     added |= network_variables(cluster.network, interface, fleet.device)
     return {**added, **cluster.environment.variables, **inherited()}
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has an address; None: there is none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return name
-    return None
 
 
 def _address(loaded: Loaded, launcher: ManualLauncherConfig, index: int) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from isles.config.resolve import load_resolved
 from isles.errors import UserError
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -204,6 +203,8 @@ def script_of(run_dir: RunDir) -> str | None:
     """The user's own training script; None where the built-in trainer runs."""
     status = read_record(run_dir.status)
     if status is None:  # its ranks have not begun
+        from isles.config.resolve import load_resolved  # slow: agents do without
+
         with suppress(OSError, UserError, ValueError):
             text = run_dir.resolved.read_text(encoding="utf-8")
             return load_resolved(text).config.training.script

@@ -13,12 +13,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any, Literal, Never, assert_never
+from typing import TYPE_CHECKING, Any, Literal, Never, assert_never
 
 from pydantic import TypeAdapter
 
-from isles.config.sections.cluster import ClusterConfig, Runtime
-from isles.config.sections.run import RunConfig
 from isles.errors import PreflightError
 from isles.launch.container.failure import MARK
 from isles.run.env import (
@@ -31,6 +29,10 @@ from isles.run.env import (
     scratch_folder,
 )
 from isles.run.process import ProcessId
+
+if TYPE_CHECKING:  # an agent uses this file without run files, whose classes take long to import
+    from isles.config.sections.cluster import ClusterConfig, Runtime
+    from isles.config.sections.run import RunConfig
 
 _PROGRAMS = {"apptainer": ("apptainer", "singularity"), "podman": ("podman",), "pyxis": ("srun",)}
 _INSTALL = {

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from isles.config.sections.cluster import ClusterConfig, RayBundleConfig, RayLauncherConfig
+from isles.launch.ssh.environment import network_variables, python_of, setting_lines
+
+if TYPE_CHECKING:  # the driver uses this file without run files, whose classes take long to import
+    from isles.config.sections.cluster import ClusterConfig, RayBundleConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +20,47 @@ class RayNode:
     name: str
     resources: Mapping[str, float]
     labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the driver asks Ray for, and has each node run; `launch.json` has it.
+
+    Args:
+        bundles: the resources of each node, as Ray's placement groups take them.
+        labels: that each node must have.
+        ranks: of each node.
+        port: the first that the coordinator tries.
+        script: lines of bash that run an agent, which reads its arguments from standard input.
+        environ: what the agent has in its environment besides.
+    """
+
+    bundles: Sequence[Mapping[str, float]]
+    labels: Sequence[Mapping[str, str]]
+    ranks: Sequence[int]
+    min_nodes: int
+    start_timeout_s: float
+    port: int
+    device: str
+    script: str
+    environ: Mapping[str, str]
+
+    @classmethod
+    def of(cls, cluster: ClusterConfig, workdir: str) -> Order:
+        """The order of a run file; `workdir`: the folder on the nodes in which the ranks run."""
+        device = "cpu" if cluster.device == "cpu" else "cuda"
+        agent = shlex.join([python_of(cluster.environment), "-m", "isles.agent", "-"])
+        return cls(
+            bundles=bundles(cluster),
+            labels=label_selectors(cluster),
+            ranks=ranks_of(cluster),
+            min_nodes=cluster.min_nodes,
+            start_timeout_s=cluster.start_timeout,
+            port=cluster.network.port,
+            device=device,
+            script="\n".join([*setting_lines(cluster, workdir), f"exec {agent}"]),
+            environ=network_variables(cluster.network, None, device),
+        )
 
 
 def ranks_of(cluster: ClusterConfig) -> tuple[int, ...]:
@@ -38,6 +84,8 @@ def label_selectors(cluster: ClusterConfig) -> list[dict[str, str]]:
 
 
 def _sections(cluster: ClusterConfig) -> tuple[RayBundleConfig, ...]:
+    from isles.config.sections.cluster import RayBundleConfig, RayLauncherConfig
+
     assert isinstance(cluster.launcher, RayLauncherConfig)
     given = cluster.launcher.bundles or (RayBundleConfig(),)
     return given if len(given) > 1 else given * cluster.max_nodes

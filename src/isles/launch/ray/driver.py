@@ -1,9 +1,10 @@
 """The driver of a Ray job: places the agents of one attempt, and places those anew that are lost.
 
-    python -m isles.launch.ray.driver RUN_DIR --attempt N --begun-at T --workdir FOLDER
+    python -m isles.launch.ray.driver RUN_DIR --attempt N --begun-at T
 
 The job's entrypoint starts it, on the head of the cluster. Ranks, restarts and stops are the
-coordinator's, a process beside this one; it outlives every node but the head.
+coordinator's, a process beside this one; it outlives every node but the head. What Ray is asked
+for stands in `launch.json`: nothing here reads the run file, whose classes take long to import.
 """
 
 from __future__ import annotations
@@ -20,17 +21,16 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from isles.config.resolve import load_resolved
 from isles.errors import ExitCode, PreflightError, UserError, not_installed
-from isles.launch.ray.bundles import ranks_of
+from isles.launch.ray.bundles import Order
 from isles.launch.ray.placement import Placed, Placement
-from isles.launch.ssh.environment import network_variables, python_of, setting_lines
 from isles.launch.ssh.facts import free_port, port_taken
 from isles.run.nodes import Fleet, FleetNode
 from isles.run.outcome import agent_error, end_failed, end_stopped
@@ -51,23 +51,17 @@ class Driver:
     """Places the agents of one attempt.
 
     Args:
-        workdir: folder on the nodes in which the ranks run.
-        resume_from: the checkpoint that was asked for by name.
+        launch: the record of its start.
     """
 
     placement: Placement
     fleet: Fleet
 
-    def __init__(
-        self, run_dir: RunDir, attempt: Attempt, workdir: str, resume_from: str | None
-    ) -> None:
+    def __init__(self, run_dir: RunDir, attempt: Attempt, launch: Mapping[str, Any]) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
-        self._resume_from = resume_from
-        text = run_dir.resolved.read_text(encoding="utf-8")
-        self._cluster = load_resolved(text).config.clusters[0]
-        self._device = "cpu" if self._cluster.device == "cpu" else "cuda"
-        self._lines = setting_lines(self._cluster, workdir)
+        self._launch = launch
+        self._order = Order(**launch["order"])
         self._token = attempt.token.read_text(encoding="utf-8").strip()
         self._given_up: dict[int, str] = {}
         self._has_begun = False
@@ -97,7 +91,9 @@ class Driver:
             signal.signal(number, self._take_signal)
         ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
         name = f"{self._run_dir.name}-{self._attempt.number}"
-        self.placement = Placement(name, self._attempt, self._cluster, self._is_over)
+        self.placement = Placement(
+            name, self._attempt, self._launch["begun_at"], self._order, self._is_over
+        )
         try:
             if not self.placement.reserve(self._say):
                 return self._stop()
@@ -161,11 +157,11 @@ class Driver:
         import ray
 
         self._put_first()
-        cluster, every = self._cluster, self.placement.placed
-        if (port := free_port(cluster.network.port)) is None:
-            raise port_taken(cluster.network.port, socket.gethostname())
+        order, every = self._order, self.placement.placed
+        if (port := free_port(order.port)) is None:
+            raise port_taken(order.port, socket.gethostname())
         nodes = []
-        for number, ranks in enumerate(ranks_of(cluster)):
+        for number, ranks in enumerate(order.ranks):
             placed = every.get(number)
             name, address = (placed.host, placed.address) if placed else ("no host yet", "")
             nodes.append(FleetNode(number, name, None, address, ranks))
@@ -174,24 +170,24 @@ class Driver:
             launcher="ray",
             nodes=tuple(nodes),
             port=port,
-            min_nodes=cluster.min_nodes,
-            device=self._device,
-            start_timeout_s=cluster.start_timeout,
+            min_nodes=order.min_nodes,
+            device=order.device,
+            start_timeout_s=order.start_timeout_s,
             digest="",
-            resume_from=self._resume_from,
+            resume_from=self._launch["resumed_from"],
             coordinator=ray.util.get_node_ip_address(),
             sees_run_dir=all(placed.sees for placed in every.values()),
         )
 
     def _put_first(self) -> None:
         # Where not all nodes see the run directory, the first of the ranks must: it keeps the run.
-        placement, placed = self.placement, self.placement.placed
+        bundles, placed = self._order.bundles, self.placement.placed
         first = placed.get(0)
         if all(each.sees for each in placed.values()) or (first is not None and first.sees):
             return
         for number, each in placed.items():
-            if each.sees and placement.bundles[number] == placement.bundles[0]:
-                placement.swap(0, number)
+            if each.sees and bundles[number] == bundles[0]:
+                self.placement.swap(0, number)
                 return
         raise PreflightError(
             f"no node that may be the first sees the run directory {self._run_dir.path} (asked: "
@@ -232,19 +228,16 @@ class Driver:
                 return
 
     def _start(self, number: int, placed: Placed) -> Any:
-        attempt, python = self._attempt, python_of(self._cluster.environment)
-        meets = f"{self.fleet.meets_at}:{self.fleet.port}"
-        words = [python, "-m", "isles.agent", str(self._run_dir.path) if placed.sees else meets]
+        attempt, meets = self._attempt, f"{self.fleet.meets_at}:{self.fleet.port}"
+        words = [str(self._run_dir.path) if placed.sees else meets]
         words += ["--attempt", str(attempt.number), "--node", str(number)]
-        words += ["--address", placed.address]
         log = str(attempt.node_log(number))
+        words += ["--address", placed.address, "--log", log]
         if not placed.sees:
-            words += ["--output-dir", str(self._run_dir.path.parent), "--log", log]
-        lines = [*self._lines, f"exec {shlex.join(words)}"]
-        environ = network_variables(self._cluster.network, None, self._device)
+            words += ["--output-dir", str(self._run_dir.path.parent)]
         token = "" if placed.sees else self._token
         _log(f"node {number}: starting its agent on {placed.host} ({placed.address})")
-        return placed.actor.run.remote("\n".join(lines), environ, token, log if placed.sees else "")
+        return placed.actor.run.remote(shlex.join(words), token, log)
 
     def _give_up(self, number: int, why: str) -> None:
         self._given_up[number] = why
@@ -281,13 +274,12 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--begun-at", type=float, required=True, help="names the attempt")
-    parser.add_argument("--workdir", required=True)
-    parser.add_argument("--resume-from")
     options = parser.parse_args()
     run_dir = RunDir(options.run_dir)
     attempt = run_dir.attempt(options.attempt)
     # This host may have a run of its own by this name.
-    if (read_record(attempt.launch) or {}).get("begun_at") != options.begun_at:
+    launch = read_record(attempt.launch) or {}
+    if launch.get("begun_at") != options.begun_at:
         error = PreflightError(
             f"{os.uname().nodename}, where Ray runs the job, does not see the run directory "
             f"{run_dir.path}",
@@ -303,7 +295,7 @@ def main() -> int:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     try:
-        return Driver(run_dir, attempt, options.workdir, options.resume_from).run()
+        return Driver(run_dir, attempt, launch).run()
     except UserError as error:
         _log(error.what)
         found = agent_error(error.what, error.fix, error.exit_code, id=error.id, where=error.where)

@@ -16,20 +16,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from isles.config.sections.cluster import ClusterConfig
 from isles.errors import CommunicationError, UserError
 from isles.facts.units import format_duration
 from isles.launch.ray.bundles import (
+    Order,
     RayNode,
     amounts_text,
-    bundles,
-    label_selectors,
     lacking,
     match_nodes,
     nodes_text,
 )
 from isles.run.paths import Attempt
-from isles.run.records import read_record
 
 _LOOK_S = 0.1
 _SAY_EVERY_S = 5.0
@@ -41,7 +38,33 @@ _END_S = 10.0
 
 class Place:
     """The actor of one node. It travels to the node by value, and knows the standard library only:
-    the node's Python may have no isles, which the agent's own `environment` names."""
+    the node's Python may have no isles, which the agent's own `environment` names.
+
+    Args:
+        script: lines of bash that run the agent. It starts at once, and imports while other nodes
+            are waited for; `run` gives it its arguments.
+    """
+
+    def __init__(self, script: str, environ: dict[str, str]) -> None:
+        prctl = ctypes.CDLL(None).prctl
+
+        def prepare() -> None:
+            # The agent ends with the actor, of which it is a child; Ray blocks signals in both.
+            prctl(1, signal.SIGKILL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+        # Ray sets it for all ranks of the actor together; the agent divides the cores itself.
+        own = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115
+        self._agent = subprocess.Popen(
+            ["bash", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=self._out,
+            stderr=subprocess.STDOUT,
+            env={**own, **environ},
+            preexec_fn=prepare,  # noqa: PLW1509  # it takes no lock
+        )
 
     def facts(self, launch: str, begun_at: float) -> dict[str, Any]:
         """Where the actor is, and whether it sees the run directory, by the record of a start."""
@@ -61,37 +84,25 @@ class Place:
             "sees": sees,
         }
 
-    def run(self, script: str, environ: dict[str, str], token: str, log: str) -> tuple[int, str]:
-        """Run the agent, by a script of bash, to its end: its exit code and last words.
+    def run(self, arguments: str, token: str, log: str) -> tuple[int, str]:
+        """Let the agent go on, to its end: its exit code and last words.
 
         Args:
-            token: what the agent reads from standard input; it stands nowhere else.
-            log: takes what the agent prints; empty: only its last words are kept.
+            token: what the agent reads after its arguments; it stands nowhere else.
+            log: what the agent prints to, once it has read them.
         """
-        prctl = ctypes.CDLL(None).prctl
+        with suppress(BrokenPipeError):  # it has ended already
+            self._agent.communicate(f"{arguments}\n{token}\n".encode())
+        code, words = self._agent.wait(), _end_of(self._out)
+        if not words:
+            with suppress(OSError), open(log, "rb") as file:  # noqa: PTH123
+                words = _end_of(file)
+        return code, words
 
-        def prepare() -> None:
-            # The agent ends with the actor, of which it is a child; Ray blocks signals in both.
-            prctl(1, signal.SIGKILL)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-        # Ray sets it for all ranks of the actor together; the agent divides the cores itself.
-        own = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-        with open(log, "a+b") if log else tempfile.TemporaryFile() as out:  # noqa: PTH123
-            process = subprocess.Popen(
-                ["bash", "-c", script],
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**own, **environ},
-                preexec_fn=prepare,  # noqa: PLW1509  # it takes no lock
-            )
-            with suppress(BrokenPipeError):
-                process.communicate(f"{token}\n".encode())
-            code = process.wait()
-            out.seek(max(0, out.seek(0, os.SEEK_END) - 4096))
-            return code, out.read().decode(errors="replace")
+def _end_of(file: Any) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+    return str(file.read().decode(errors="replace"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +121,7 @@ class Placement:
 
     Args:
         name: of its placement groups, for the dashboard.
+        begun_at: names the attempt, to a node that sees its directory.
         is_over: whether nobody waits for an actor any more.
 
     Attributes:
@@ -117,19 +129,22 @@ class Placement:
     """
 
     def __init__(
-        self, name: str, attempt: Attempt, cluster: ClusterConfig, is_over: Callable[[], bool]
+        self,
+        name: str,
+        attempt: Attempt,
+        begun_at: float,
+        order: Order,
+        is_over: Callable[[], bool],
     ) -> None:
         import ray
 
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         self.placed: dict[int, Placed] = {}
-        self.bundles = bundles(cluster)
-        self._labels = label_selectors(cluster)
-        self._cluster = cluster
+        self._order = order
         self._name = name
         self._is_over = is_over
         self._launch = str(attempt.launch)
-        self._begun_at = float((read_record(attempt.launch) or {})["begun_at"])
+        self._begun_at = begun_at
         self._slots: dict[int, tuple[Any, int]] = {}
 
     def reserve(self, say: Callable[[str], object]) -> bool:
@@ -147,8 +162,8 @@ class Placement:
         import ray
 
         began = said = time.monotonic()
-        every = numbers = list(range(len(self.bundles)))
-        least, wait_s = self._cluster.min_nodes, self._cluster.start_timeout
+        every = numbers = list(range(len(self._order.bundles)))
+        least, wait_s = self._order.min_nodes, self._order.start_timeout_s
         group = self._group(numbers)
         while not group.wait(_LOOK_S):
             waited_s = time.monotonic() - began
@@ -157,7 +172,7 @@ class Placement:
             if waited_s > wait_s:
                 raise self._late(f"the nodes were not there within {{}}: {self._lacking()}")
             if waited_s > _SOON_S and least < len(every):
-                there = sorted(match_nodes(self.bundles, self._labels, self._nodes()))
+                there = sorted(match_nodes(self._order.bundles, self._order.labels, self._nodes()))
                 if len(there) >= least and there != numbers:
                     ray.util.remove_placement_group(group)
                     numbers, group = there, self._group(there)
@@ -219,11 +234,11 @@ class Placement:
         # The bundles of some nodes, on different nodes; never on one where an agent is already.
         import ray
 
-        labels = [self._labels[number] for number in numbers]
+        labels = [dict(self._order.labels[number]) for number in numbers]
         if used := sorted({placed.ray_node for placed in self.placed.values()}):
             labels = [{**label, "ray.io/node-id": f"!in({','.join(used)})"} for label in labels]
         return ray.util.placement_group(
-            [self.bundles[number] for number in numbers],
+            [dict(self._order.bundles[number]) for number in numbers],
             strategy="STRICT_SPREAD",
             name=self._name,
             bundle_label_selector=labels,
@@ -234,7 +249,7 @@ class Placement:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         group, index = self._slots[number]
-        wanted = dict(self.bundles[number])
+        wanted = dict(self._order.bundles[number])
         kind = ray.remote(Place).options(
             num_gpus=wanted.pop("GPU", 0),
             num_cpus=wanted.pop("CPU", 0),
@@ -242,7 +257,7 @@ class Placement:
             resources=wanted,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
         )
-        return kind.remote()
+        return kind.remote(self._order.script, dict(self._order.environ))
 
     def _meet(self, actor: Any, until_s: float | None = None) -> Placed | None:
         facts = actor.facts.remote(self._launch, self._begun_at)
@@ -262,16 +277,16 @@ class Placement:
         # Whom the run waits for, and why.
         import ray
 
-        nodes = self._nodes()
-        fitting = match_nodes(self.bundles, self._labels, nodes)
-        if len(fitting) < len(self.bundles):
-            return f"{lacking(self.bundles, self._labels, fitting)} ({nodes_text(nodes)})"
+        nodes, bundles, labels = self._nodes(), self._order.bundles, self._order.labels
+        fitting = match_nodes(bundles, labels, nodes)
+        if len(fitting) < len(bundles):
+            return f"{lacking(bundles, labels, fitting)} ({nodes_text(nodes)})"
         free = amounts_text(ray.available_resources())
         return f"other work has Ray's nodes; free in all: {free} ({nodes_text(nodes)})"
 
     def _late(self, what: str) -> UserError:
         return CommunicationError(
-            what.replace("{}", format_duration(self._cluster.start_timeout)),
+            what.replace("{}", format_duration(self._order.start_timeout_s)),
             where="clusters.0.launcher",
             fix="`ray status` on the cluster shows who has its nodes; ask for less (nodes, "
             "gpus_per_node, launcher.bundles); clusters[0].start_timeout waits longer",

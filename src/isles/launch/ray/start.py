@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +27,7 @@ from isles.launch.base import (
     resolve_checked,
 )
 from isles.launch.queue.submit import LostSubmission, in_workdir, refresh_last, submission
-from isles.launch.ray.bundles import amounts_text, bundles, ranks_of
+from isles.launch.ray.bundles import Order, amounts_text, bundles, ranks_of
 from isles.launch.ray.jobs import SUBMIT_S, RayJobs
 from isles.launch.remote.login import start_on_login
 from isles.launch.ssh.environment import python_of, setting_lines
@@ -50,7 +51,7 @@ def start_ray(loaded: Loaded, launcher: RayLauncherConfig, options: StartOptions
         if options.dry_run:
             begun = choose_run(resolved, options.resume)
             run_dir = RunDir(begun.run_dir.path.absolute())
-            command = _entrypoint(cluster, workdir, run_dir, next_attempt(run_dir), None)
+            command = _entrypoint(cluster, workdir, run_dir, next_attempt(run_dir))
             note = begun.note or f"this would be a new run: {run_dir.name}"
             wanted = "\n".join(
                 f"    node {n}: {amounts_text(bundle)}" for n, bundle in enumerate(bundles(cluster))
@@ -67,7 +68,7 @@ def start_ray(loaded: Loaded, launcher: RayLauncherConfig, options: StartOptions
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         run_dir = RunDir(begun.run_dir.path.absolute())
         attempt = new_attempt(run_dir, loaded.text, typed=options.typed)
-        command = _entrypoint(cluster, workdir, run_dir, attempt, begun.resume_from)
+        command = _entrypoint(cluster, workdir, run_dir, attempt)
         job_id = f"{run_dir.name}-{attempt.number}-{secrets.token_hex(3)}"
         with submission(begun, attempt):
             # Before the job, which may begin at once; its id is ours to choose.
@@ -80,7 +81,8 @@ def start_ray(loaded: Loaded, launcher: RayLauncherConfig, options: StartOptions
                 world_size=resolved.world_size,
                 device=resolved.device,
                 command=(command,),
-                resumed_from=begun.resume_from,
+                resumed_from=begun.resume_from and begun.resume_from.absolute(),
+                order=asdict(Order.of(cluster, str(workdir))),
             )
             try:
                 jobs.submit(job_id, command)
@@ -113,18 +115,10 @@ def resolve_for_ray(loaded: Loaded) -> Resolved:
     return resolve_checked(loaded, nproc=ranks_of(cluster), device=device)
 
 
-def _entrypoint(
-    cluster: ClusterConfig,
-    workdir: Path,
-    run_dir: RunDir,
-    attempt: Attempt,
-    resume_from: Path | None,
-) -> str:
+def _entrypoint(cluster: ClusterConfig, workdir: Path, run_dir: RunDir, attempt: Attempt) -> str:
     # Whoever reaches the dashboard reads it: the token of the attempt stays in the run directory.
     words = [python_of(cluster.environment), "-m", "isles.launch.ray.driver", str(run_dir.path)]
     begun_at = (read_record(attempt.launch) or {}).get("begun_at", 0.0)
     words += ["--attempt", str(attempt.number), "--begun-at", repr(begun_at)]
-    words += ["--workdir", str(workdir)]
-    words += ["--resume-from", str(resume_from.absolute())] if resume_from else []
     lines = [*setting_lines(cluster, str(workdir)), f"exec {shlex.join(words)}"]
     return f"exec bash -c {shlex.quote(chr(10).join(lines))}"

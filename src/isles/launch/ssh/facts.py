@@ -83,6 +83,14 @@ def port_taken(first: int, host: str) -> PreflightError:
     )
 
 
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has an address; None: there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            return name
+    return None
+
+
 def _networks() -> list[dict[str, Any]]:
     up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
     return [
