@@ -6,21 +6,23 @@ Needs root: clusters and hub are network namespaces of this machine (see tests/l
 network interface of each cluster is shaped to RATE Mbit/s in either direction (tbf). The kernel's
 netem, which delays, is not everywhere: `--delay MS` puts the second cluster behind a link in user
 space, which takes CPU time from the clusters. A cluster is one rank with one CPU thread that trains
-the shape llama-15m in fp32 on samples that are made up. Three runs, one after the other:
+the shape llama-15m in fp32 on samples that are made up. Four runs, one after the other:
 
 plain: both clusters at once, each for itself: what inner steps take where nothing travels.
 outer: the same with a section `outer` (int8, 4 fragments, a delay), through a hub on a third
     host: isles' trainer; nothing but the join line is put there by hand.
+alone: one of these clusters and the hub, so that on two cores one is left for what is done beside
+    a step, as on any machine where a GPU computes.
 ddp: the same trainer as one cluster of two ranks with strategy ddp, over the same two interfaces.
 
 compute share: the part of the wall time in which a rank was in its inner steps, by its own records
 (data, forward and backward, optimizer; not what it waited for communication), from the end of one
-step to the end of another, whole rounds apart; starts and ends are no part of it. Encoding, TLS
-and the hub take CPU time of the same cores on which the ranks compute, and what rank 0 says
-to the hub takes the interpreter's lock now and then: that
-makes steps longer. `beside` says how much: what the usual step computes while a fragment is on its
-way, over one of the same cluster while none is, in the same minutes; in `speed` is how long a step
-of `plain` is beside one of `outer`, all in all, minutes apart.
+step to the end of another, whole rounds apart; starts and ends are no part of it. Where no core is
+left, encoding, TLS and the hub take time from the steps: in `speed` is how long a step of `plain`
+is beside one of `outer`, all in all, minutes apart.
+beside: of `alone`: what the usual step computes while a fragment is on its way, over one shortly
+before and after, the median over all fragments (`beside_from` and `beside_to`: its quartiles). What
+rank 0 says to the hub takes the interpreter's lock now and then.
 bytes: both directions of a cluster's interface, by its counters, for each inner step.
 
 The last line is JSON: compute_share and ddp_compute_share are those of the slower cluster,
@@ -32,6 +34,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -42,7 +45,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from slow_link_hosts import Bench, Records
+from slow_link_hosts import ALONE_STEPS, Bench, Records
 from tests.lab.hosts import hosts
 
 from isles.config.load import load_run_file
@@ -84,24 +87,30 @@ class Run:
         rows = {step: self._row(cluster, step) for step in range(first + 1, last + 1)}
         return {step: sum(row[name] for name in names) for step, row in rows.items()}
 
-    def beside(self, cluster: int, first: int, last: int) -> float:
-        """Seconds that a step computes while a fragment is on its way, over one while none is."""
-        steps = self._inner_s(cluster, first, last)
+    def beside(self, first: int, last: int) -> list[float]:
+        """Seconds that a step computes while a fragment is on its way, over one while none is.
+
+        A figure for each fragment: the usual step of its way, over the usual one of as long before
+        and after; a machine that others share is not equally fast for longer.
+        """
+        steps = self._inner_s(0, first, last)
         spans = [
             (row["at"] - row["hidden_s"] - row["exposed_s"], row["at"])
-            for row in self.rows[cluster]
+            for row in self.rows[0]
             if row["kind"] == "outer"
         ]
 
-        def travels(step: int) -> bool:
-            return any(begin < self.at(cluster, step) <= end for begin, end in spans)
+        def usual_s(among: Sequence[tuple[float, float]]) -> float:
+            own = [s for step, s in steps.items() if _is_in(self.at(0, step), among)]
+            return float(statistics.median(own)) if own else math.nan
 
-        kinds = (
-            [own for step, own in steps.items() if travels(step) is is_so]
-            for is_so in (True, False)
-        )
-        beside, alone = map(statistics.median, kinds)
-        return beside / alone
+        found = []
+        for begin, end in spans:
+            took_s, others = end - begin, [span for span in spans if span != (begin, end)]
+            near = [(begin - took_s, begin), (end, end + took_s)]
+            if not any(low < end + took_s and begin - took_s < high for low, high in others):
+                found.append(usual_s([(begin, end)]) / usual_s(near))
+        return [ratio for ratio in found if math.isfinite(ratio)]
 
     def step_s(self, cluster: int, first: int, last: int) -> float:
         """Wall time of a step, whatever was done in it."""
@@ -131,6 +140,10 @@ class Run:
         return [row for row in outer if first < row["step"] <= last]
 
 
+def _is_in(at: float, spans: Sequence[tuple[float, float]]) -> bool:
+    return any(begin < at <= end for begin, end in spans)
+
+
 def train_in_cluster(run_file: Path, join: Path) -> int:
     """Train as one rank, in a new run directory that has the join line."""
     from isles.cli import main as isles
@@ -149,6 +162,8 @@ def report(runs: dict[str, Run], clusters: Sequence[str], spans: dict[str, tuple
     plain = [runs["plain"].step_s(i, *spans["plain"]) for i in range(len(clusters))]
     found: dict[str, list[dict[str, float]]] = {}
     for kind, run in runs.items():
+        if kind == "alone":
+            continue
         found[kind] = []
         for i, host in enumerate(clusters):
             own = min(i, len(run.rows) - 1)  # one run, or one for each cluster
@@ -173,8 +188,12 @@ def report(runs: dict[str, Run], clusters: Sequence[str], spans: dict[str, tuple
         "plain_compute_share": worst["plain"],
         "speed": min(each["speed"] for each in found["outer"]),
         "ddp_speed": min(each["speed"] for each in found["ddp"]),
-        "beside": statistics.fmean(
-            runs["outer"].beside(i, *spans["outer"]) for i in range(len(clusters))
+        **dict(
+            zip(
+                ("beside_from", "beside", "beside_to"),
+                statistics.quantiles(runs["alone"].beside(*spans["alone"])),
+                strict=True,
+            )
         ),
         **outer_figures(runs["outer"], *spans["outer"]),
     }
@@ -244,6 +263,7 @@ def main() -> None:
         for kind, steps, warm in (
             ("plain", others, WARM),
             ("outer", outer_steps, WARM),
+            ("alone", ALONE_STEPS, WARM),
             ("ddp", ddp_steps, 2),
         ):
             spans[kind] = warm, warm + steps

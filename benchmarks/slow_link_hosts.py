@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ from isles.run.paths import RunDir
 from isles.run.records import read_rows
 
 PORT, DDP_PORT = 29655, 29656
+ALONE_STEPS, ALONE = 192, {"sync_every": 48, "fragments": 4, "delay": 4}
+"""Steps of `alone`, and its shape: fragments that follow one another sooner are more figures."""
 DEADLINE_S = 1800.0
 SCRIPT = Path(__file__).absolute().with_name("slow_link.py")
 
@@ -49,7 +51,7 @@ clusters: [{{name: {cluster}, comm_timeout: 120s}}]
 
 OUTER = """\
 outer: {{kind: diloco, sync_every: {sync_every}, codec: {codec}, fragments: {fragments},
-  delay: {delay}, max_rate: {max_rate}, min_clusters: 2, deadline: 300s}}
+  delay: {delay}, max_rate: {max_rate}, min_clusters: {num_clusters}, deadline: 300s}}
 """
 
 
@@ -164,30 +166,40 @@ class Bench:
 
     def outer(self, steps: int) -> Records:
         """Two clusters that average."""
-        options = self.options
-        outer = OUTER.format(**vars(options))
+        return self._outer("outer", self.clusters, steps)
+
+    def alone(self, steps: int) -> Records:
+        """One cluster whose average is its own."""
+        return self._outer("alone", self.clusters[:1], steps, ALONE)
+
+    def _outer(
+        self, kind: str, clusters: Sequence[str], steps: int, shape: Mapping[str, int] | None = None
+    ) -> Records:
+        options = vars(self.options) | dict(shape or {})
+        outer = OUTER.format(**options, num_clusters=len(clusters))
         files = [
-            self.write(f"outer-{cluster}", cluster, steps, more=outer) for cluster in self.clusters
+            self.write(f"{kind}-{cluster}", cluster, steps, more=outer) for cluster in clusters
         ]
-        with self.hub() as (line, server):
+        with self._hub(kind, len(clusters)) as (line, server):
             commands = [python(str(SCRIPT), "--rank", str(file), str(line)) for file in files]
             names = [file.stem for file in files]
             return self._run(names, commands, server)
 
     @contextmanager
-    def hub(self) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    def _hub(self, kind: str, min_clusters: int) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
         """A hub: its join line, as the hosts see it, and its process."""
-        address, state = self.lab.address(self.meeting), self.lab.shared / "hub"
-        rules = {"min_clusters": len(self.clusters), "dead_after_s": 60.0}
+        folder = f"hub-{kind}"
+        address, state = self.lab.address(self.meeting), self.lab.shared / folder
+        rules = {"min_clusters": min_clusters, "dead_after_s": 60.0}
         (self.lab.shared / "rules.json").write_text(json.dumps(rules))
-        command = python("-m", "isles.outer.hub", "/shared/hub", "--run", "slow")
+        command = python("-m", "isles.outer.hub", f"/shared/{folder}", "--run", "slow")
         command += ["--listen", f"{address}:{PORT}", "--settings", "/shared/rules.json"]
         with self._processes([(self.meeting, command, "hub")]) as (server,):
             end = time.monotonic() + 60.0
             while not (state / "join").exists():
                 self._check([server], ["hub"], end, "has not opened")
                 time.sleep(0.05)
-            yield Path("/shared/hub/join"), server
+            yield Path("/shared", folder, "join"), server
 
     def _run(
         self,
@@ -196,8 +208,9 @@ class Bench:
         server: subprocess.Popen[bytes] | None = None,
     ) -> Records:
         """Start a command on each cluster, and wait for their end."""
-        logs = [f"{names[0]}-{cluster}" for cluster in self.clusters]
-        todo = list(zip(self.clusters, commands, logs, strict=True))
+        clusters = self.clusters[: len(commands)]
+        logs = [f"{names[0]}-{cluster}" for cluster in clusters]
+        todo = list(zip(clusters, commands, logs, strict=True))
         with self._processes(todo) as processes:
             kinds: dict[str, list[int]] = {"ranks": [], "hub": []}
             watch = Watch(self.lab, self.clusters, kinds)

@@ -6,18 +6,25 @@ last the chunks in which files are sent.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from isles.run.relay import LONGEST
 
+if TYPE_CHECKING:  # who only reads messages needs no server
+    from aiohttp import StreamReader
+
 CHUNK_BYTES = 2**20
 """Every file travels in chunks of this size (the last one is what is left)."""
+
+_WAKE_BYTES, _TLS_BYTES = 1 << 16, 1 << 15
 
 PROTOCOL = 6
 """Raised when an older cluster could no longer talk with a newer hub."""
@@ -427,3 +434,38 @@ def hash_chunks(path: Path) -> list[str]:
         while data := stream.read(CHUNK_BYTES):
             hashes.append(hashlib.sha256(data).hexdigest())
     return hashes
+
+
+async def read_body(
+    content: StreamReader, transport: asyncio.BaseTransport | None, size: int
+) -> bytes:
+    """Exactly `size` bytes of a body that comes over a slow link.
+
+    A packet at a time would wake this process a thousand times a second, which costs more than all
+    else that is done with the bytes: the socket tells only of 64 KiB and more.
+
+    Args:
+        transport: over which they come; None: they are all here.
+
+    Raises:
+        asyncio.IncompleteReadError: it ends before.
+    """
+    found = bytearray()
+
+    def wake_at(num_bytes: int) -> None:
+        if transport is None or transport.is_closing():
+            return
+        transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes
+        )
+
+    try:
+        while (left := size - len(found)) > 0:
+            # Some of what is left may be here already, as the beginning of a record of TLS.
+            wake_at(max(1, min(_WAKE_BYTES, left - _TLS_BYTES)))
+            if not (part := await content.readany()):
+                raise asyncio.IncompleteReadError(bytes(found), size)
+            found += part
+    finally:
+        wake_at(1)
+    return bytes(found)

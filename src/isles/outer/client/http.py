@@ -26,6 +26,7 @@ from isles.outer.messages import (
     digest_of,
     hash_chunks,
     num_chunks,
+    read_body,
 )
 from isles.run.join_line import JoinLine
 
@@ -243,7 +244,9 @@ class Channel:
         async with self._request("GET", path, headers=headers) as response:
             if response.status != 206 and start:
                 raise _TryAgain("the hub sends a file from its beginning")
-            data = await response.content.readexactly(size)
+            connection = response.connection
+            transport = connection.transport if connection is not None else None
+            data = await read_body(response.content, transport, size)
         self.down.total += size
         return data
 

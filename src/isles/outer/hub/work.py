@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_TICK_S, _RETRY_S, _LOOK_S = 0.1, 2.0, 0.5
+_TICK_S, _RETRY_S, _LOOK_S = 0.25, 2.0, 0.5
 _ALONE_S = 3600.0
 """A cluster that was stopped, or waits in a queue once more, may still come back."""
 _LONGEST_TICK_S = 1.0
@@ -207,8 +208,9 @@ class Work:
     # Tasks.
 
     async def _again(self, step: Callable[[], Awaitable[object]]) -> None:
+        # At each change, and after a while without: time may be over for somebody.
         while True:
-            pause_s = _RETRY_S
+            changed, pause_s = self.changed, _RETRY_S
             try:
                 await step()
                 pause_s = _TICK_S
@@ -216,7 +218,8 @@ class Work:
                 log.error("%s: %s; tried again in %g s", self.folder, error, pause_s)
             except sqlite3.DatabaseError as error:
                 raise damaged(self.folder / JOURNAL, str(error)) from error
-            await asyncio.sleep(pause_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), pause_s)
 
     async def _look_after(self) -> None:
         self._clock.tick()
