@@ -179,6 +179,10 @@ def report(runs: dict[str, Run], clusters: Sequence[str], spans: dict[str, tuple
             found[kind].append(figures)
             numbers = "".join(f"{figures[name]:>16.4f}" for name in columns[:-1])
             print(f"{kind + ' ' + host:<16}{numbers}{figures['bytes_per_step']:>16.0f}")
+    ratios, beside = runs["alone"].beside(*spans["alone"]), dict[str, float]()
+    if len(ratios) > 1:  # else a fragment takes so long that the next begins soon
+        names = "beside_from", "beside", "beside_to"
+        beside = dict(zip(names, statistics.quantiles(ratios), strict=True))
     worst = {kind: min(each["compute_share"] for each in found[kind]) for kind in found}
     result = {
         "compute_share": worst["outer"],
@@ -188,13 +192,7 @@ def report(runs: dict[str, Run], clusters: Sequence[str], spans: dict[str, tuple
         "plain_compute_share": worst["plain"],
         "speed": min(each["speed"] for each in found["outer"]),
         "ddp_speed": min(each["speed"] for each in found["ddp"]),
-        **dict(
-            zip(
-                ("beside_from", "beside", "beside_to"),
-                statistics.quantiles(runs["alone"].beside(*spans["alone"])),
-                strict=True,
-            )
-        ),
+        **beside,
         **outer_figures(runs["outer"], *spans["outer"]),
     }
     return json.dumps({name: round(value, 4) for name, value in result.items()})

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,6 +114,32 @@ async def test_strangers_and_nonsense(tmp_path: Path, caplog: pytest.LogCaptureF
             await contribute(client, folder, 1, good)
             with pytest.raises(HubRefusal, match="bytes; the hub expects"):
                 await contribute(client, folder, 2, b"1234")
+
+            size = len(good)
+            for part, status in {
+                f"{size - 4}-{size + 9}": 206,  # as much as there is
+                "0-": 206,
+                "-4": 206,
+                f"{size}-{size + 9}": 416,
+                f"{2**63}-{2**63 + 1}": 416,
+                "9-2": 416,
+            }.items():
+                asked = {**headers, "Range": f"bytes={part}"}
+                async with http.get("/v1/rounds/1/average", headers=asked) as answer:
+                    assert answer.status == status, part
+                    if status == 206:
+                        assert good.endswith(await answer.read())
+
+            async def trickle() -> AsyncIterator[bytes]:
+                for start in range(0, CHUNK_BYTES, 1 << 15):
+                    await asyncio.sleep(0.02)
+                    yield chunk[start : start + (1 << 15)]
+
+            place = f"/v1/rounds/2/parts/{member_id('a')}"
+            named = {**headers, "X-Sha256": zeros, "Content-Length": str(CHUNK_BYTES)}
+            for _ in range(2):  # over one connection
+                async with http.put(f"{place}/0", data=trickle(), headers=named) as answer:
+                    assert answer.status == 200
         assert not list((folder / "state").glob("**/*token*/*"))
     assert "Traceback" not in caplog.text
 

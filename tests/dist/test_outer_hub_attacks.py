@@ -115,6 +115,7 @@ def test_a_full_disk_is_named_and_gone_on_from(
     with small_disk(tmp_path / "state", "12m"):
         asyncio.run(_full(tmp_path, tmp_path / "state"))
     assert "disk" in caplog.text and "Traceback" not in caplog.text
+    assert caplog.text.count("tried again") < 50, "it does not wait between its tries"
 
 
 async def _full(folder: Path, disk: Path) -> None:

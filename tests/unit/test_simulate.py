@@ -105,7 +105,7 @@ def test_fragments_are_those_of_the_layout(shape: str, num_fragments: int) -> No
 
 def test_schedule_and_constants_are_those_of_the_trainer() -> None:
     from isles.outer.client import http, session
-    from isles.outer.hub import rules, work
+    from isles.outer.hub import rules
     from isles.outer.messages import CHUNK_BYTES
     from isles.outer.trainer import outer, sync
 
@@ -124,7 +124,6 @@ def test_schedule_and_constants_are_those_of_the_trainer() -> None:
         (protocol.ON_THE_WIRE, session._ON_THE_WIRE),
         (protocol.CHUNK_BYTES, CHUNK_BYTES),
         (protocol.CHUNKS_AT_ONCE, http._AT_ONCE),
-        (protocol.TICK_S, work._TICK_S),
         (protocol.LAST_WAIT_S, outer._LAST_WAIT_S),
         ((protocol.LEAST_SYNC, protocol.MOST_SYNC), (sync.LEAST, sync.MOST)),
     ]
@@ -144,7 +143,7 @@ def outer_s(setting: Setting, config: GroupConfig, *, sharing: int = 1) -> float
     return (
         (n / costs.copy + n / costs.encode)
         + (ON_THE_WIRE * size / up + size / costs.hash)
-        + (costs.fsync_s + measures * n / costs.measure + protocol.TICK_S / 2)
+        + (costs.fsync_s + measures * n / costs.measure)
         + (sharing * n / costs.average + n / costs.encode + size / costs.hash + 3 * costs.fsync_s)
         + (ON_THE_WIRE * size / down + size / costs.hash / 4 + costs.fsync_s)
         + (n / costs.apply + 4 * n / costs.hash + n / costs.copy)

@@ -116,10 +116,10 @@ def _enter_container(run_dir: RunDir, attempt: Attempt, options: argparse.Namesp
 
 def _lead(run_dir: RunDir, attempt: Attempt) -> int:
     # The coordinator, with the agent of the first node in this process where it has one.
-    from isles.agent.lead import Lead  # slow: it knows run files
-
     signals = Signals(attempt)
     signals.install()
+    from isles.agent.lead import Lead  # slow: it knows run files
+
     lead = Lead(run_dir, attempt, signals)
     code = lead.open()
     if code is not None:

@@ -273,21 +273,18 @@ def _load_pretrained(
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # named below
             **options,
         )
     except _LOAD_ERRORS as error:
         raise _model_error(config, error) from error
     # transformers makes up what is missing, drops what is left over, and goes on; a run must not.
+    for name, saved, own in sorted(report.get("mismatched_keys") or ()):
+        raise _misfit(config, f"holds {name!r} in the shape {tuple(own)}, its files {tuple(saved)}")
     for keys, what in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
         names = sorted(report.get(keys) or ())
         if names:
-            raise UserError(
-                f"the model of {config.name_or_path} {what} {len(names)} weights, the first "
-                f"{names[0]!r}: config.json and the weights do not belong together",
-                where="model.name_or_path",
-                fix="use a folder that holds one whole model, or init: scratch",
-                id="model.load",
-            )
+            raise _misfit(config, f"{what} {len(names)} weights, the first {names[0]!r}")
     if not options:
         return model.to(device)
     # On a CPU with AVX512-BF16 bitsandbytes packs the weights anew at the first forward pass in
@@ -296,6 +293,16 @@ def _load_pretrained(
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model
+
+
+def _misfit(config: ModelConfig, what: str) -> UserError:
+    return UserError(
+        f"the model of {config.name_or_path} {what}: config.json and the weights do not belong "
+        "together",
+        where="model.name_or_path",
+        fix="use a folder that holds one whole model, or init: scratch",
+        id="model.load",
+    )
 
 
 def _refuse_quantized(config: ModelConfig, hf_config: Any) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import socket
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -24,7 +25,7 @@ if TYPE_CHECKING:  # who only reads messages needs no server
 CHUNK_BYTES = 2**20
 """Every file travels in chunks of this size (the last one is what is left)."""
 
-_WAKE_BYTES, _TLS_BYTES = 1 << 16, 1 << 15
+_WAKE_BYTES, _TLS_BYTES, _PATIENCE_S = 1 << 16, 1 << 15, 1.0
 
 PROTOCOL = 6
 """Raised when an older cluster could no longer talk with a newer hub."""
@@ -442,7 +443,7 @@ async def read_body(
     """Exactly `size` bytes of a body that comes over a slow link.
 
     A packet at a time would wake this process a thousand times a second, which costs more than all
-    else that is done with the bytes: the socket tells only of 64 KiB and more.
+    else that is done with the bytes: the socket tells only of 64 KiB and more, or after a second.
 
     Args:
         transport: over which they come; None: they are all here.
@@ -452,20 +453,27 @@ async def read_body(
     """
     found = bytearray()
 
+    loop = asyncio.get_running_loop()
+
     def wake_at(num_bytes: int) -> None:
         if transport is None or transport.is_closing():
             return
-        transport.get_extra_info("socket").setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes
-        )
+        sock = transport.get_extra_info("socket")
+        with suppress(OSError):  # not every kernel knows it
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     try:
         while (left := size - len(found)) > 0:
             # Some of what is left may be here already, as the beginning of a record of TLS.
             wake_at(max(1, min(_WAKE_BYTES, left - _TLS_BYTES)))
-            if not (part := await content.readany()):
+            impatient = loop.call_later(_PATIENCE_S, wake_at, 1)
+            try:
+                part = await content.readany()
+            finally:
+                impatient.cancel()
+            if not part:
                 raise asyncio.IncompleteReadError(bytes(found), size)
             found += part
     finally:
         wake_at(1)
-    return bytes(found)
+    return bytes(found[:size])

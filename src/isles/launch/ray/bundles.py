@@ -49,7 +49,9 @@ class Order:
     def of(cls, cluster: ClusterConfig, workdir: str) -> Order:
         """The order of a run file; `workdir`: the folder on the nodes in which the ranks run."""
         device = "cpu" if cluster.device == "cpu" else "cuda"
-        agent = shlex.join([python_of(cluster.environment), "-m", "isles.agent", "-"])
+        python = shlex.quote(python_of(cluster.environment))
+        # Nothing but the agent may read what is meant for it.
+        first, agent = "exec 3<&0 </dev/null", f"exec {python} -m isles.agent - <&3 3<&-"
         return cls(
             bundles=bundles(cluster),
             labels=label_selectors(cluster),
@@ -58,7 +60,7 @@ class Order:
             start_timeout_s=cluster.start_timeout,
             port=cluster.network.port,
             device=device,
-            script="\n".join([*setting_lines(cluster, workdir), f"exec {agent}"]),
+            script="\n".join([first, *setting_lines(cluster, workdir), agent]),
             environ=network_variables(cluster.network, None, device),
         )
 

@@ -255,6 +255,7 @@ def _coordinator(waits: Connection, go: Connection, run_dir: Path, attempt: int)
     die_with_parent()
     go.close()
     agent = importlib.import_module("isles.agent.__main__")  # which others start by its name, too
+    importlib.import_module("isles.agent.lead")
     try:
         waits.recv()
     except EOFError:

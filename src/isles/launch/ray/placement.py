@@ -91,18 +91,17 @@ class Place:
             token: what the agent reads after its arguments; it stands nowhere else.
             log: what the agent prints to, once it has read them.
         """
+        had = os.path.getsize(log) if os.path.exists(log) else 0  # noqa: PTH110, PTH202
         with suppress(BrokenPipeError):  # it has ended already
             self._agent.communicate(f"{arguments}\n{token}\n".encode())
-        code, words = self._agent.wait(), _end_of(self._out)
-        if not words:
-            with suppress(OSError), open(log, "rb") as file:  # noqa: PTH123
-                words = _end_of(file)
-        return code, words
-
-
-def _end_of(file: Any) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-    return str(file.read().decode(errors="replace"))
+        code = self._agent.wait()
+        self._out.seek(0)
+        before, words = self._out.read(), b""
+        with suppress(OSError), open(log, "a+b") as file:  # noqa: PTH123
+            file.seek(had)
+            words = file.read()
+            file.write(before)
+        return code, (words or before)[-4096:].decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +159,7 @@ class Placement:
             CommunicationError: they have not come within start_timeout.
         """
         import ray
+        from ray.exceptions import RayError
 
         began = said = time.monotonic()
         every = numbers = list(range(len(self._order.bundles)))
@@ -182,7 +182,10 @@ class Placement:
         self._slots = {number: (group, index) for index, number in enumerate(numbers)}
         actors = {number: self._actor(number) for number in numbers}
         for number, actor in actors.items():
-            found = self._meet(actor, began + wait_s)
+            try:
+                found = self._meet(actor, began + wait_s)
+            except RayError:
+                continue  # it is placed anew, as one that is lost later
             if found is None and self._is_over():
                 return False
             if found is None:

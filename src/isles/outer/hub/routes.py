@@ -7,6 +7,7 @@ import hmac
 import json
 import logging
 import math
+import os
 import re
 import sqlite3
 from collections.abc import Awaitable, Callable
@@ -146,10 +147,14 @@ async def _put(request: web.Request, incoming: Incoming) -> web.Response:
     return _answer({})
 
 
-def _read_part(path: Path, part: slice) -> bytes:
+def _read_part(path: Path, part: slice) -> tuple[bytes, int]:
+    # The part, empty where it begins behind the end; and the size of all.
     with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if part.start >= size:
+            return b"", size
         file.seek(part.start)
-        return file.read(part.stop - part.start)
+        return file.read(part.stop - part.start), size
 
 
 def make_app(work: Work, token: str) -> web.Application:
@@ -179,14 +184,15 @@ def make_app(work: Work, token: str) -> web.Application:
     def download(path: str, find: Callable[[web.Request], Awaitable[Path]]) -> None:
         # A file, and the hashes of its chunks.
         async def content(request: web.Request) -> web.StreamResponse:
-            path, part = await find(request), slice(None)
-            with suppress(ValueError):  # FileResponse refuses it
+            # A chunk, as clusters ask for it; to TLS a FileResponse gives 16 KiB at a time.
+            path, data, size = await find(request), b"", 0
+            with suppress(ValueError, FileNotFoundError):  # which FileResponse answers in words
                 part = request.http_range
-            if part.stop is None or part.stop - part.start > CHUNK_BYTES:
+                if part.stop is not None and part.stop - part.start <= CHUNK_BYTES:
+                    data, size = await asyncio.to_thread(_read_part, path, part)
+            if not data:
                 return web.FileResponse(path)
-            # A chunk, as clusters ask for it: TLS gets a FileResponse 16 KiB at a time.
-            data = await asyncio.to_thread(_read_part, path, part)
-            span = f"bytes {part.start}-{part.start + len(data) - 1}/{path.stat().st_size}"
+            span = f"bytes {part.start}-{part.start + len(data) - 1}/{size}"
             return web.Response(status=206, body=data, headers={"Content-Range": span})
 
         async def hashes(request: web.Request) -> web.Response:

@@ -210,16 +210,19 @@ class Work:
     async def _again(self, step: Callable[[], Awaitable[object]]) -> None:
         # At each change, and after a while without: time may be over for somebody.
         while True:
-            changed, pause_s = self.changed, _RETRY_S
+            changed = self.changed
             try:
                 await step()
-                pause_s = _TICK_S
             except (OSError, sqlite3.OperationalError) as error:  # a full disk, say
-                log.error("%s: %s; tried again in %g s", self.folder, error, pause_s)
+                log.error("%s: %s; tried again in %g s", self.folder, error, _RETRY_S)
+                await asyncio.sleep(_RETRY_S)
+                continue
             except sqlite3.DatabaseError as error:
                 raise damaged(self.folder / JOURNAL, str(error)) from error
+            # Not wait_for, which may swallow a cancellation.
             with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), pause_s)
+                async with asyncio.timeout(_TICK_S):
+                    await changed.wait()
 
     async def _look_after(self) -> None:
         self._clock.tick()

@@ -13,7 +13,7 @@ from functools import partial
 
 from isles.plan.simulate.core import Core
 from isles.plan.simulate.member import Made, Member, Sent
-from isles.plan.simulate.setting import AHEAD, HEARTBEAT_S, LAST_WAIT_S, OPEN_STEPS, TICK_S
+from isles.plan.simulate.setting import AHEAD, HEARTBEAT_S, LAST_WAIT_S, OPEN_STEPS
 
 
 class Exchange:
@@ -213,7 +213,7 @@ class Exchange:
         """Close the next round, if it is time."""
         if self._hub.is_time(self._core.now):
             self._hub.round(self._hub.next).is_closed = True
-            self._core.push(self._core.now + TICK_S / 2, "average")
+            self._core.push(self._core.now, "average")
 
     def _notice(self) -> None:
         # Once it is known when a round closes, whoever is missing hears it by a heartbeat.
@@ -257,7 +257,7 @@ class Exchange:
                 core.incidents.remove(incident)
                 core.push(core.now + incident.after, "befall", incident)
         self._notice()
-        core.push(core.now + TICK_S, "look")
+        core.push(core.now, "look")
 
     # Fetching and applying.
 

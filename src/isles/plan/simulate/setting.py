@@ -29,7 +29,6 @@ ON_THE_WIRE = 1.05  # client/session.py: TLS, HTTP and TCP
 CHUNK_BYTES = 2**20  # messages.py
 CHUNKS_AT_ONCE = 4  # client/http.py
 HEARTBEAT_S = 2.0  # client/client.py; a quarter of `dead_after` at most
-TICK_S = 0.1  # hub/work.py: the hub looks this often whether a round closes
 NUMBER_THREADS = 2  # hub/work.py: threads that measure and average
 LAST_WAIT_S = 600.0  # trainer/outer.py: for the averages at the end
 RECONNECT_S = 2.0  # client/client.py: until a lost hub is tried again, at most
