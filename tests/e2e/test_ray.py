@@ -76,7 +76,9 @@ def hosts_of(attempt: Attempt) -> dict[int, str]:
 def test_unequal_nodes_train_save_and_stop_with_the_terminal_closed(
     lab: Lab, cluster: RayLab
 ) -> None:
-    run_dir = write(lab, "stop", launcher={"bundles": [BIG, {}]}, training=LONG)
+    eats = {"setup": ["echo modules are loaded; cat"]}  # what comes by standard input
+    launcher = {"bundles": [BIG, {}]}
+    run_dir = write(lab, "stop", launcher=launcher, environment=eats, training=LONG)
     text = isles(lab, "train", "stop.yaml", "--dry-run", host="a1")
     assert "node 0: CPU 2, big 1" in text and not run_dir.path.exists(), text
     said = begin(lab, "stop")
@@ -92,6 +94,7 @@ def test_unequal_nodes_train_save_and_stop_with_the_terminal_closed(
     text = isles(lab, "stop", "stop-1", host="a1")
     assert outcome_of(attempt)["exit_code"] == ExitCode.REQUEUE, text
     assert list_checkpoints(run_dir)[-1].step == outcome_of(attempt)["step"]
+    assert all("modules are loaded" in attempt.node_log(node).read_text() for node in (0, 1))
     assert_nothing_left(lab)
 
 
