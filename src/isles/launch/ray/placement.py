@@ -98,10 +98,10 @@ class Place:
         self._out.seek(0)
         before, words = self._out.read(), b""
         with suppress(OSError), open(log, "a+b") as file:  # noqa: PTH123
-            file.seek(had)
+            file.seek(max(had, file.seek(0, os.SEEK_END) - 4096))
             words = file.read()
             file.write(before)
-        return code, (words or before)[-4096:].decode(errors="replace")
+        return code, (words or before[-4096:]).decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
