@@ -21,7 +21,7 @@ from isles.monitor.live.readers import reader_of
 from isles.outer.client.api import HubApi
 from isles.outer.client.http import HubRefusal
 from isles.outer.hub.core import Core, events
-from isles.outer.messages import CHUNK_BYTES, RoundAnswer
+from isles.outer.messages import CHUNK_BYTES, RoundAnswer, read_body
 from isles.run.join_line import ask_hub, encode
 from isles.run.process import ProcessId
 from isles.run.records import write_secret
@@ -306,3 +306,34 @@ async def test_it_ends_by_itself_also_where_a_cluster_never_comes_back(tmp_path:
             await asyncio.wait_for(asyncio.shield(ending), 1.0)  # a may still train
         await a.leave(DEADLINE_S, has_finished=True)
         await asyncio.wait_for(ending, DEADLINE_S)
+
+
+@in_loop
+async def test_the_beginning_of_a_body_is_heard_though_no_more_comes(tmp_path: Path) -> None:
+    """Else a line of a few KB/s would count as silent."""
+    bodies: list[web.Request] = []
+    whole = os.urandom(1 << 18)
+
+    async def take(request: web.Request) -> web.Response:
+        bodies.append(request)
+        found = await read_body(request.content, request.transport, len(whole))
+        return web.Response(status=200 if found == whole else 500)
+
+    app = web.Application()
+    app.add_routes([web.put("/", take)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        await web.SockSite(runner, listening).start()
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        head = f"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: {len(whole)}\r\n\r\n".encode()
+        for _ in range(2):
+            writer.write(head + whole[:1])
+            for there in (1, 9000):
+                await until_it(lambda n=there: bodies and bodies[0].content.total_bytes == n)
+                writer.write(whole[there : 9000 if there == 1 else None])
+            assert b" 200 " in await reader.readline()
+            await reader.readuntil(b"\r\n\r\n")
+            bodies.clear()
+        writer.close()
+        await runner.cleanup()

@@ -280,11 +280,11 @@ def _load_pretrained(
         raise _model_error(config, error) from error
     # transformers makes up what is missing, drops what is left over, and goes on; a run must not.
     for name, saved, own in sorted(report.get("mismatched_keys") or ()):
-        raise _misfit(config, f"holds {name!r} in the shape {tuple(own)}, its files {tuple(saved)}")
+        raise _mixed(config, f"holds {name!r} in the shape {tuple(own)}, its files {tuple(saved)}")
     for keys, what in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
         names = sorted(report.get(keys) or ())
         if names:
-            raise _misfit(config, f"{what} {len(names)} weights, the first {names[0]!r}")
+            raise _mixed(config, f"{what} {len(names)} weights, the first {names[0]!r}")
     if not options:
         return model.to(device)
     # On a CPU with AVX512-BF16 bitsandbytes packs the weights anew at the first forward pass in
@@ -295,7 +295,8 @@ def _load_pretrained(
     return model
 
 
-def _misfit(config: ModelConfig, what: str) -> UserError:
+def _mixed(config: ModelConfig, what: str) -> UserError:
+    # A folder of which one part is of another model.
     return UserError(
         f"the model of {config.name_or_path} {what}: config.json and the weights do not belong "
         "together",

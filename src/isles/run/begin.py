@@ -210,8 +210,8 @@ def write_launch(
         process: the process that ends when the attempt does; None: `more` names a job.
         resumed_from: the checkpoint that was asked for by name.
         more: `launcher`, where it is not local. Of a job: `job_id`, and `bin_path`, the folder of
-            the queue's commands, or None where they are on PATH; of one of Ray `order`, what Ray is
-            asked for. Of a torchrun typed by hand: `agents`, the processes that start ranks again.
+            the queue's commands, or None where they are on PATH; of one of Ray `request`, what Ray
+            is asked for. Of a torchrun typed by hand: `agents`, which start ranks again.
     """
     record = {
         "attempt": attempt.number,

@@ -23,7 +23,7 @@ class RayNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RayRequest:
     """What the driver asks Ray for, and has each node run; `launch.json` has it.
 
     Args:
@@ -46,8 +46,8 @@ class Order:
     environ: Mapping[str, str]
 
     @classmethod
-    def of(cls, cluster: ClusterConfig, workdir: str) -> Order:
-        """The order of a run file; `workdir`: the folder on the nodes in which the ranks run."""
+    def of(cls, cluster: ClusterConfig, workdir: str) -> RayRequest:
+        """That of a run file; `workdir`: the folder on the nodes in which the ranks run."""
         device = "cpu" if cluster.device == "cpu" else "cuda"
         python = shlex.quote(python_of(cluster.environment))
         # Nothing but the agent may read what is meant for it.

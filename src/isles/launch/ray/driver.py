@@ -29,8 +29,8 @@ from types import FrameType
 from typing import Any
 
 from isles.errors import ExitCode, PreflightError, UserError, not_installed
-from isles.launch.ray.bundles import Order
-from isles.launch.ray.placement import Placed, Placement
+from isles.launch.ray.bundles import RayRequest
+from isles.launch.ray.placement import Placed, Placement, why_gone
 from isles.launch.ssh.facts import free_port, port_taken
 from isles.run.nodes import Fleet, FleetNode
 from isles.run.outcome import agent_error, end_failed, end_stopped
@@ -61,7 +61,7 @@ class Driver:
         self._run_dir = run_dir
         self._attempt = attempt
         self._launch = launch
-        self._order = Order(**launch["order"])
+        self._request = RayRequest(**launch["request"])
         self._token = attempt.token.read_text(encoding="utf-8").strip()
         self._given_up: dict[int, str] = {}
         self._has_begun = False
@@ -92,7 +92,7 @@ class Driver:
         ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
         name = f"{self._run_dir.name}-{self._attempt.number}"
         self.placement = Placement(
-            name, self._attempt, self._launch["begun_at"], self._order, self._is_over
+            name, self._attempt, self._launch["begun_at"], self._request, self._is_over
         )
         try:
             if not self.placement.reserve(self._say):
@@ -157,11 +157,11 @@ class Driver:
         import ray
 
         self._put_first()
-        order, every = self._order, self.placement.placed
-        if (port := free_port(order.port)) is None:
-            raise port_taken(order.port, socket.gethostname())
+        request, every = self._request, self.placement.placed
+        if (port := free_port(request.port)) is None:
+            raise port_taken(request.port, socket.gethostname())
         nodes = []
-        for number, ranks in enumerate(order.ranks):
+        for number, ranks in enumerate(request.ranks):
             placed = every.get(number)
             name, address = (placed.host, placed.address) if placed else ("no host yet", "")
             nodes.append(FleetNode(number, name, None, address, ranks))
@@ -170,9 +170,9 @@ class Driver:
             launcher="ray",
             nodes=tuple(nodes),
             port=port,
-            min_nodes=order.min_nodes,
-            device=order.device,
-            start_timeout_s=order.start_timeout_s,
+            min_nodes=request.min_nodes,
+            device=request.device,
+            start_timeout_s=request.start_timeout_s,
             digest="",
             resume_from=self._launch["resumed_from"],
             coordinator=ray.util.get_node_ip_address(),
@@ -181,7 +181,7 @@ class Driver:
 
     def _put_first(self) -> None:
         # Where not all nodes see the run directory, the first of the ranks must: it keeps the run.
-        bundles, placed = self._order.bundles, self.placement.placed
+        bundles, placed = self._request.bundles, self.placement.placed
         first = placed.get(0)
         if all(each.sees for each in placed.values()) or (first is not None and first.sees):
             return
@@ -217,7 +217,7 @@ class Driver:
                 why = f"its agent on {placed.host} ended with {code}: {(last or ['not a word'])[0]}"
             except RayError as error:
                 host = f" on {placed.host}" if placed is not None else ""
-                why = f"its actor{host} is gone: {str(error).strip().partition(chr(10))[0]}"
+                why = f"its actor{host} is gone: {why_gone(error)}"
             placement.placed.pop(number, None)
             if self._over.wait(1.0) or self._attempt.outcome.exists():
                 return

@@ -19,8 +19,8 @@ from typing import Any
 from isles.errors import CommunicationError, UserError
 from isles.facts.units import format_duration
 from isles.launch.ray.bundles import (
-    Order,
     RayNode,
+    RayRequest,
     amounts_text,
     lacking,
     match_nodes,
@@ -104,6 +104,13 @@ class Place:
         return code, (words or before[-4096:]).decode(errors="replace")
 
 
+def why_gone(error: Exception) -> str:
+    """Why Ray has lost an actor, in a line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # Of one that could not begin the first line says where, the last one why.
+    return lines[-1 if "creation task" in lines[0] else 0].strip()
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """An actor that Ray has placed: its handle, and what it says of its node."""
@@ -132,14 +139,14 @@ class Placement:
         name: str,
         attempt: Attempt,
         begun_at: float,
-        order: Order,
+        request: RayRequest,
         is_over: Callable[[], bool],
     ) -> None:
         import ray
 
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         self.placed: dict[int, Placed] = {}
-        self._order = order
+        self._request = request
         self._name = name
         self._is_over = is_over
         self._launch = str(attempt.launch)
@@ -162,8 +169,8 @@ class Placement:
         from ray.exceptions import RayError
 
         began = said = time.monotonic()
-        every = numbers = list(range(len(self._order.bundles)))
-        least, wait_s = self._order.min_nodes, self._order.start_timeout_s
+        every = numbers = list(range(len(self._request.bundles)))
+        least, wait_s = self._request.min_nodes, self._request.start_timeout_s
         group = self._group(numbers)
         while not group.wait(_LOOK_S):
             waited_s = time.monotonic() - began
@@ -172,7 +179,9 @@ class Placement:
             if waited_s > wait_s:
                 raise self._late(f"the nodes were not there within {{}}: {self._lacking()}")
             if waited_s > _SOON_S and least < len(every):
-                there = sorted(match_nodes(self._order.bundles, self._order.labels, self._nodes()))
+                there = sorted(
+                    match_nodes(self._request.bundles, self._request.labels, self._nodes())
+                )
                 if len(there) >= least and there != numbers:
                     ray.util.remove_placement_group(group)
                     numbers, group = there, self._group(there)
@@ -184,8 +193,9 @@ class Placement:
         for number, actor in actors.items():
             try:
                 found = self._meet(actor, began + wait_s)
-            except RayError:
-                continue  # it is placed anew, as one that is lost later
+            except RayError as error:  # it is placed anew, as one that is lost later
+                say(f"node {number}: its actor is gone: {why_gone(error)}")
+                continue
             if found is None and self._is_over():
                 return False
             if found is None:
@@ -237,11 +247,11 @@ class Placement:
         # The bundles of some nodes, on different nodes; never on one where an agent is already.
         import ray
 
-        labels = [dict(self._order.labels[number]) for number in numbers]
+        labels = [dict(self._request.labels[number]) for number in numbers]
         if used := sorted({placed.ray_node for placed in self.placed.values()}):
             labels = [{**label, "ray.io/node-id": f"!in({','.join(used)})"} for label in labels]
         return ray.util.placement_group(
-            [dict(self._order.bundles[number]) for number in numbers],
+            [dict(self._request.bundles[number]) for number in numbers],
             strategy="STRICT_SPREAD",
             name=self._name,
             bundle_label_selector=labels,
@@ -252,7 +262,7 @@ class Placement:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         group, index = self._slots[number]
-        wanted = dict(self._order.bundles[number])
+        wanted = dict(self._request.bundles[number])
         kind = ray.remote(Place).options(
             num_gpus=wanted.pop("GPU", 0),
             num_cpus=wanted.pop("CPU", 0),
@@ -260,7 +270,7 @@ class Placement:
             resources=wanted,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
         )
-        return kind.remote(self._order.script, dict(self._order.environ))
+        return kind.remote(self._request.script, dict(self._request.environ))
 
     def _meet(self, actor: Any, until_s: float | None = None) -> Placed | None:
         facts = actor.facts.remote(self._launch, self._begun_at)
@@ -280,7 +290,7 @@ class Placement:
         # Whom the run waits for, and why.
         import ray
 
-        nodes, bundles, labels = self._nodes(), self._order.bundles, self._order.labels
+        nodes, bundles, labels = self._nodes(), self._request.bundles, self._request.labels
         fitting = match_nodes(bundles, labels, nodes)
         if len(fitting) < len(bundles):
             return f"{lacking(bundles, labels, fitting)} ({nodes_text(nodes)})"
@@ -289,7 +299,7 @@ class Placement:
 
     def _late(self, what: str) -> UserError:
         return CommunicationError(
-            what.replace("{}", format_duration(self._order.start_timeout_s)),
+            what.replace("{}", format_duration(self._request.start_timeout_s)),
             where="clusters.0.launcher",
             fix="`ray status` on the cluster shows who has its nodes; ask for less (nodes, "
             "gpus_per_node, launcher.bundles); clusters[0].start_timeout waits longer",

@@ -27,7 +27,7 @@ from isles.launch.base import (
     resolve_checked,
 )
 from isles.launch.queue.submit import LostSubmission, in_workdir, refresh_last, submission
-from isles.launch.ray.bundles import Order, amounts_text, bundles, ranks_of
+from isles.launch.ray.bundles import RayRequest, amounts_text, bundles, ranks_of
 from isles.launch.ray.jobs import SUBMIT_S, RayJobs
 from isles.launch.remote.login import start_on_login
 from isles.launch.ssh.environment import python_of, setting_lines
@@ -82,7 +82,7 @@ def start_ray(loaded: Loaded, launcher: RayLauncherConfig, options: StartOptions
                 device=resolved.device,
                 command=(command,),
                 resumed_from=begun.resume_from and begun.resume_from.absolute(),
-                order=asdict(Order.of(cluster, str(workdir))),
+                request=asdict(RayRequest.of(cluster, str(workdir))),
             )
             try:
                 jobs.submit(job_id, command)
