@@ -49,17 +49,14 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: pytest.send_signal(signal.SIGINT))
     code = _reap_until(pytest.pid)
-    left = list(_end_processes())
-    left += _remove_namespaces(run)
-    left += _unmount(folder)
+    left = [*_end_processes(), *_remove_namespaces(run), *_unmount(folder)]
     left += _remove_shared_memory(shared_memory)
     if code == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    if not left:
-        return code
-    lines = [f"\n{len(left)} left behind by tests, and ended now:", *left]
-    sys.stderr.write("\n  ".join(lines) + "\n")
-    return code or 1
+    if left:
+        lines = [f"\n{len(left)} left behind by tests, and ended now:", *left]
+        sys.stderr.write("\n  ".join(lines) + "\n")
+    return code or int(bool(left))
 
 
 def _reap_until(pid: int) -> int:
@@ -87,9 +84,6 @@ def _end_processes() -> Iterator[str]:
 
 
 def _alive() -> list[psutil.Process]:
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -99,29 +93,21 @@ def _alive() -> list[psutil.Process]:
 
 
 def _describe(process: psutil.Process) -> str:
-    try:
+    """With its test, from the variable that pytest sets in it or in the nearest above it."""
+    test = words = ""
+    with suppress(psutil.Error):
         words = " ".join(process.cmdline()) or process.name()
-        return f"process {process.pid} of {_test_of(process)}: {words[:200]}"
-    except psutil.Error as error:
-        return f"process {process.pid}: {error}"
-
-
-def _test_of(process: psutil.Process) -> str:
-    """From the variable that pytest sets, in the process or the nearest above it."""
-    for candidate in (process, *process.parents()):
-        with suppress(psutil.Error):
-            if test := candidate.environ().get("PYTEST_CURRENT_TEST"):
-                return test.rsplit(" (", 1)[0]
-    return "a test that is not known"
+        for candidate in (process, *process.parents()):
+            with suppress(psutil.Error):
+                test = test or candidate.environ().get("PYTEST_CURRENT_TEST", "")
+    return f"process {process.pid} of {test.rsplit(' (', 1)[0] or 'some test'}: {words[:200]}"
 
 
 def _remove_namespaces(run: str) -> list[str]:
-    left = []
-    for name in _entries(_NETNS):
-        if name.startswith(f"isles-{run}-"):
-            subprocess.run(["ip", "netns", "del", name], check=False)
-            left.append(f"network namespace {name}")
-    return left
+    names = [name for name in _entries(_NETNS) if name.startswith(f"isles-{run}-")]
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], check=False)
+    return [f"network namespace {name}" for name in names]
 
 
 def _unmount(folder: Path) -> list[str]:

@@ -76,8 +76,8 @@ class Table:
 
     def join_silently(self, node: int) -> Wire:
         """An agent of which nothing is heard but its first message."""
-        wire = Wire(plain(self.fleet.port))
-        assert "welcome" in authenticate(wire, {"hello": self.hello(node)}, TOKEN, DEADLINE_S)
+        wire, answer = ask(self.fleet.port, {"hello": self.hello(node)})
+        assert "welcome" in answer
         return wire
 
     def begin(self, *nodes: int) -> list[Connection]:
@@ -88,19 +88,18 @@ class Table:
 
     def run(self, *connections: Connection) -> None:
         """These agents start their ranks once they are told to."""
-        self.look_until(
-            lambda: all(c.command.get("phase") == "run" for c in connections), "all run"
-        )
+        self._look_until_all("run", connections)
         for connection in connections:
             connection.report({"restart": connection.command["restart"], "state": "running"})
 
     def end(self, *connections: Connection) -> dict[str, Any]:
         """The outcome, once there is one, and these agents know it."""
         self.look_until(lambda: self.coordinator.is_over, "the run has its outcome")
-        self.look_until(
-            lambda: all(c.command.get("phase") == "over" for c in connections), "all end"
-        )
+        self._look_until_all("over", connections)
         return read_record(self.attempt.outcome) or {}
+
+    def _look_until_all(self, phase: str, connections: tuple[Connection, ...]) -> None:
+        self.look_until(lambda: all(c.command.get("phase") == phase for c in connections), phase)
 
 
 def error_of(
@@ -115,6 +114,12 @@ def error_of(
 def plain(port: int) -> socket.socket:
     """A connection that sends nothing by itself."""
     return socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+
+
+def ask(port: int, message: dict[str, Any], token: str = TOKEN) -> tuple[Wire, Any]:
+    """A connection with this first message, and the answer to it."""
+    wire = Wire(plain(port))
+    return wire, authenticate(wire, message, token, DEADLINE_S)
 
 
 def dial(port: int, hello: dict[str, Any], wait_s: float = DEADLINE_S) -> Connection:
@@ -132,18 +137,11 @@ def table(
     attempt = run_dir.attempt(1)
     attempt.path.mkdir(parents=True)
     listener, clock = socket.create_server(("127.0.0.1", 0)), Clock()
-    fleet = Fleet(
-        launcher="manual",
-        nodes=tuple(FleetNode(n, f"h{n}", None, addresses.format(n), n + 1) for n in range(num)),
-        port=listener.getsockname()[1],
-        min_nodes=least or num,
-        device="cpu",
-        start_timeout_s=20.0,
-        digest=hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest(),
-    )
-    server = RendezvousServer(
-        listener, fleet, "x-1", 1, VERSIONS, TOKEN, lambda: {"run": "x-1"}, clock
-    )
+    port, files = listener.getsockname()[1], {"run": "x-1"}
+    nodes = tuple(FleetNode(n, f"h{n}", None, addresses.format(n), n + 1) for n in range(num))
+    digest = hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest()
+    fleet = Fleet("manual", nodes, port, least or num, "cpu", 20.0, digest)
+    server = RendezvousServer(listener, fleet, "x-1", 1, VERSIONS, TOKEN, lambda: files, clock)
     coordinator = Coordinator(run_dir, attempt, fleet, server, max_restarts=3, save_timeout_s=60.0)
     made = Table(run_dir, attempt, fleet, server, coordinator, clock)
     try:

@@ -10,46 +10,32 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 
 from tests.deadline import DEADLINE_S, until
 
-T = TypeVar("T")
-
 # Nothing is asked of anybody else, and nothing outlives it: no crash handler, no zygote.
-FLAGS = (
-    *(
-        "--headless=new",
-        "--remote-debugging-port=0",
-        "--no-first-run",
-        "--no-default-browser-check",
-    ),
-    *("--disable-gpu", "--disable-dev-shm-usage", "--disable-extensions", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-breakpad"),
-    *(
-        "--disable-crash-reporter",
-        "--no-zygote",
-        "--no-sandbox",
-        "--mute-audio",
-        "--no-proxy-server",
-    ),
-    *("--disable-features=MediaRouter,OptimizationHints,Translate", "--password-store=basic"),
-)
-KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36}
-KEYS |= {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Backspace": 8}
+FLAGS = """
+--headless=new --remote-debugging-port=0 --no-first-run --no-default-browser-check --disable-gpu
+--disable-dev-shm-usage --disable-extensions --disable-sync --disable-background-networking
+--disable-component-update --disable-breakpad --disable-crash-reporter --no-zygote --no-sandbox
+--mute-audio --no-proxy-server --disable-features=MediaRouter,OptimizationHints,Translate
+--password-store=basic
+"""
+KEYS = {"Tab": 9, "Enter": 13, " ": 32, "Home": 36, "ArrowRight": 39, "Backspace": 8}
 
 
 class Browser:
@@ -70,10 +56,8 @@ class Browser:
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """A command of the DevTools protocol; its result."""
-        return self._run(self._call(method, parameters))
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run_until_complete(asyncio.wait_for(work, DEADLINE_S))
+        work = asyncio.wait_for(self._call(method, parameters), DEADLINE_S)
+        return self._loop.run_until_complete(work)
 
     async def _call(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
         self._number += 1
@@ -107,9 +91,8 @@ class Browser:
 
     def evaluate(self, script: str) -> Any:
         """The value of an expression in the page."""
-        result = self.call(
-            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
-        )
+        how = {"returnByValue": True, "awaitPromise": True}
+        result = self.call("Runtime.evaluate", expression=script, **how)
         assert "exceptionDetails" not in result, f"{script}: {result['exceptionDetails']}"
         return result["result"].get("value")
 
@@ -127,41 +110,25 @@ class Browser:
             if key not in KEYS:
                 self.call("Input.insertText", text=key)
                 continue
-            about = {"key": key, "code": "Space" if key == " " else key}
-            about |= {"text": {"Enter": "\r", " ": " "}.get(key, "")}
-            number = {"windowsVirtualKeyCode": KEYS[key]}
-            kind = "keyDown" if about["text"] else "rawKeyDown"
-            self.call("Input.dispatchKeyEvent", type=kind, **about, **number)
-            self.call("Input.dispatchKeyEvent", type="keyUp", **about, **number)
+            text = {"Enter": "\r", " ": " "}.get(key, "")
+            about = {"key": key, "code": "Space" if key == " " else key, "text": text}
+            about["windowsVirtualKeyCode"] = KEYS[key]
+            for kind in ("keyDown" if text else "rawKeyDown", "keyUp"):
+                self.call("Input.dispatchKeyEvent", type=kind, **about)
 
     def size(self, width: int, height: int, *, is_phone: bool = False) -> None:
-        """Set the size of the window."""
-        scale = 2 if is_phone else 1
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=scale,
-            mobile=is_phone,
-        )
+        screen = {"deviceScaleFactor": 2 if is_phone else 1, "mobile": is_phone}
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, **screen)
 
     def prefer(self, scheme: str) -> None:
-        """Whoever looks prefers `light` or `dark`."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def offline(self, is_offline: bool) -> None:
-        """Cut the network, or give it back."""
-        self.call(
-            "Network.emulateNetworkConditions",
-            offline=is_offline,
-            latency=0,
-            downloadThroughput=-1,
-            uploadThroughput=-1,
-        )
+        rates = {"downloadThroughput": -1, "uploadThroughput": -1}
+        self.call("Network.emulateNetworkConditions", offline=is_offline, latency=0, **rates)
 
     def screenshot(self, path: Path) -> None:
-        """What the window shows, as a PNG."""
         data = self.call("Page.captureScreenshot", format="png")["data"]
         path.write_bytes(base64.b64decode(data))
 
@@ -181,7 +148,7 @@ def browser() -> Iterator[Browser]:
     environment.pop("XDG_CACHE_HOME", None)
     with (folder / "log").open("wb") as output:
         process = subprocess.Popen(
-            [program, *FLAGS, f"--user-data-dir={folder / 'data'}", "about:blank"],
+            [program, *FLAGS.split(), f"--user-data-dir={folder / 'data'}", "about:blank"],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -252,8 +219,5 @@ def pictures(folder: Path) -> None:
             print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pictures", action="store_true", required=True)
-    parser.parse_args()
+if __name__ == "__main__" and sys.argv[1:] == ["--pictures"]:
     pictures(Path(__file__).parents[1] / "docs" / "pictures")

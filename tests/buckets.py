@@ -7,7 +7,6 @@ there once a request has met the fault.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
@@ -15,11 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from tests.deadline import DEADLINE_S, until
+from isles.run.records import read_record, write_record
+from tests.deadline import until
 
 BUCKET = "isles-test"
 CREDENTIALS = {
@@ -28,43 +29,27 @@ CREDENTIALS = {
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
-_STATUS = {403: "403 Forbidden", 503: "503 Slow Down", 507: "507 Insufficient Storage"}
-
-
-App = Callable[..., Iterable[bytes]]
-"""A WSGI application."""
-
-
-def s3() -> App:
-    """moto's S3; as at a provider, one of several conditional writes succeeds."""
-    from moto.server import DomainDispatcherApplication, create_backend_app
-
-    app, lock = DomainDispatcherApplication(create_backend_app), threading.Lock()
-
-    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        if "HTTP_IF_NONE_MATCH" not in environ:
-            return app(environ, start)  # type: ignore[no-any-return]
-        # moto looks whether the object is there, and writes then: two threads may both see nothing.
-        with lock:
-            return app(environ, start)  # type: ignore[no-any-return]
-
-    return answer
 
 
 class Faults:
-    """An S3 with faults: an application around another."""
+    """An S3 with faults: an application of WSGI around moto's."""
 
-    def __init__(self, app: App, folder: Path) -> None:
-        self._app, self._file = app, folder / "fault"
+    def __init__(self, folder: Path) -> None:
+        from moto.server import DomainDispatcherApplication, create_backend_app
+
+        self._moto, self._file = DomainDispatcherApplication(create_backend_app), folder / "fault"
         self._chance = random.Random(0)
         self._lists: dict[str, tuple[str, Any, bytes]] = {}
         self._lock = threading.Lock()
 
+    def _app(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        # As at a provider, one of several conditional writes succeeds: moto looks whether the
+        # object is there, and writes then.
+        with self._lock if "HTTP_IF_NONE_MATCH" in environ else nullcontext():
+            return self._moto(environ, start)
+
     def _fault(self) -> dict[str, Any]:
-        try:
-            return dict(json.loads(self._file.read_text()))
-        except (OSError, ValueError):
-            return {"kind": ""}
+        return read_record(self._file) or {"kind": ""}
 
     def _is_meant(self, fault: dict[str, Any], environ: dict[str, Any]) -> bool:
         path = environ["PATH_INFO"]
@@ -72,7 +57,7 @@ class Faults:
             return False
         if after := fault.get("after"):
             if path.endswith(after):
-                _write(self._file, json.dumps({**fault, "after": ""}))
+                write_record(self._file, {**fault, "after": ""})
             return False
         return fault.get("path", "") in path
 
@@ -83,12 +68,10 @@ class Faults:
             return self._app(environ, start)
         self._file.with_name("met").touch()
         match fault["kind"]:
-            case "hold":  # longer than any test
-                time.sleep(2 * DEADLINE_S)
             case "slow":
                 time.sleep(fault["seconds"])
-            case "away":  # nobody answers, and at last the line breaks
-                while self._fault()["kind"] == "away":
+            case "away" | "hold" as kind:  # nobody answers, and at last the line breaks
+                while self._fault()["kind"] == kind:
                     time.sleep(0.1)
                 raise ConnectionError("away")
             case "forbidden":
@@ -125,15 +108,8 @@ def _refuse(
 ) -> Iterable[bytes]:
     environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{text}</Message></Error>"
-    start(_STATUS[status], [("Content-Type", "application/xml")])
+    start(f"{status} {code}", [("Content-Type", "application/xml")])
     return [body.encode()] if environ["REQUEST_METHOD"] != "HEAD" else []
-
-
-def _write(path: Path, text: str) -> None:
-    # As a whole, since the other process may read it now.
-    partial = path.with_name(f"{path.name}.new")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def main(folder: Path) -> None:
@@ -143,8 +119,8 @@ def main(folder: Path) -> None:
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = make_server("127.0.0.1", 0, Faults(s3(), folder), threaded=True)
-    _write(folder / "port", str(server.server_port))
+    server = make_server("127.0.0.1", 0, Faults(folder), threaded=True)
+    write_record(folder / "port", {"port": server.server_port})
     server.serve_forever()
 
 
@@ -164,7 +140,7 @@ class Bucket:
                 `after`, once a request has come whose path ends so.
         """
         (self._folder / "met").unlink(missing_ok=True)
-        _write(self._folder / "fault", json.dumps({"kind": kind, **more}))
+        write_record(self._folder / "fault", {"kind": kind, **more})
 
     def has_met(self) -> bool:
         """Whether a request has met the fault."""
@@ -175,9 +151,7 @@ class Bucket:
         """A client that is let in."""
         import boto3
 
-        keys = self.environ["AWS_ACCESS_KEY_ID"], self.environ["AWS_SECRET_ACCESS_KEY"]
-        session = boto3.Session(*keys, region_name="us-east-1")
-        return session.client("s3", endpoint_url=self.environ["AWS_ENDPOINT_URL"])
+        return boto3.Session().client("s3")
 
     def names(self) -> list[str]:
         """The names of all objects."""
@@ -197,27 +171,18 @@ class Bucket:
 def bucket(folder: Path) -> Iterator[Bucket]:
     """A bucket, for as long as the test needs it; its credentials are in the environment."""
     folder.mkdir(parents=True, exist_ok=True)
-    log = (folder / "log").open("wb")
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.buckets", str(folder)], stdout=log, stderr=log
-    )
-    before = dict(os.environ)
-    try:
-        port = folder / "port"
+    port, command = folder / "port", [sys.executable, "-m", "tests.buckets", str(folder)]
+    with ExitStack() as stack:
+        log = stack.enter_context((folder / "log").open("wb"))
+        server = stack.enter_context(subprocess.Popen(command, stdout=log, stderr=log))
+        stack.callback(server.kill)
         until(lambda: port.exists() or server.poll() is not None, "moto's server")
         assert server.poll() is None, (folder / "log").read_text()
-        found = Bucket(folder, int(port.read_text()))
-        os.environ.update(found.environ)
+        found = Bucket(folder, (read_record(port) or {})["port"])
+        stack.enter_context(patch.dict(os.environ, found.environ))
         os.environ.pop("AWS_PROFILE", None)
         found.client.create_bucket(Bucket=BUCKET)
         yield found
-    finally:
-        for name in found.environ if "found" in locals() else ():
-            os.environ.pop(name, None)
-        os.environ.update(before)
-        server.kill()
-        server.wait()
-        log.close()
 
 
 if __name__ == "__main__":

@@ -14,20 +14,13 @@ LLAMA_3 = """\
 """
 
 MISTRAL = """\
-{%- if messages[0].role == 'system' -%}
-{%- set system = messages[0].content + '\\n\\n' -%}{%- set turns = messages[1:] -%}
-{%- else -%}
-{%- set system = '' -%}{%- set turns = messages -%}
-{%- endif -%}
 {{- bos_token -}}
-{%- for m in turns -%}
+{%- for m in messages -%}
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}
-{{- raise_exception('After the optional system message, user and assistant must take turns') -}}
+{{- raise_exception('user and assistant must take turns') -}}
 {%- endif -%}
-{%- if m.role == 'user' -%}
-{{- '[INST] ' + (system if loop.first else '') + m.content + ' [/INST]' -}}
-{%- else -%}
-{{- ' ' + (m.content | trim) + eos_token -}}
+{%- if m.role == 'user' -%}{{- '[INST] ' + m.content + ' [/INST]' -}}
+{%- else -%}{{- ' ' + (m.content | trim) + eos_token -}}
 {%- endif -%}
 {%- endfor -%}
 """

@@ -42,6 +42,14 @@ def write_rows(path: Path, rows: Iterable[Any]) -> Path:
     return path
 
 
+def chat_rows(answers: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Conversations of one question and its answer each."""
+    return [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in answers.items()
+    ]
+
+
 def write_parquet(path: Path, columns: Mapping[str, Any], **options: Any) -> Path:
     """A Parquet file with these columns."""
     import pyarrow as pa
@@ -54,11 +62,12 @@ def write_parquet(path: Path, columns: Mapping[str, Any], **options: Any) -> Pat
 
 def prepare_file(
     tokenizer: Any, path: Path, cache: Path, *, max_bad_fraction: float = 0.0, **source: Any
-) -> Path:
-    """The folder with the tokens of one source, in this cache."""
+) -> TokenStore:
+    """The tokens of one source, prepared in this cache."""
     config = SourceConfig(path=str(path), **source)
     opened, encoder = open_source(config), Encoder(config, tokenizer)
-    return prepare(opened, encoder, cache, progress=quiet, max_bad_fraction=max_bad_fraction)
+    options = {"progress": quiet, "max_bad_fraction": max_bad_fraction}
+    return TokenStore.open(prepare(opened, encoder, cache, **options))
 
 
 def quiet(_: str) -> None:

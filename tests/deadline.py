@@ -17,13 +17,18 @@ DEADLINE_S = 600.0
 promised to people is no deadline: its test passes a clock in."""
 
 
-def until(condition: Callable[[], T], what: str = "") -> T:
+def until(condition: Callable[[], T], what: str | Callable[[], str] = "") -> T:
     """Look again and again until a condition holds, for as long as the deadline; its answer."""
     end = time.monotonic() + DEADLINE_S
-    while not (found := condition()):
-        assert time.monotonic() < end, f"not within {DEADLINE_S:.0f} s: {what}"
-        select.select([], [], [], 0.01)
-    return found
+    while True:
+        began = time.monotonic()
+        if found := condition():
+            return found
+        now = time.monotonic()
+        text = what if isinstance(what, str) or now < end else what()
+        assert now < end, f"not within {DEADLINE_S:.0f} s: {text}"
+        # As long as the look took: it must not take from others the time that they need.
+        select.select([], [], [], min(1.0, max(0.01, now - began)))
 
 
 def at_once(num: int, work: Callable[[], object]) -> None:

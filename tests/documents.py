@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from cyclopts import App
+from markdown_it import MarkdownIt
 
 from isles.cli import app
 from isles.config import keys
@@ -22,9 +24,7 @@ EXAMPLES = tuple(path for path in sorted((ROOT / "examples").iterdir()) if path.
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 ALL_PAGES = (*PAGES, *(page for folder in EXAMPLES for page in sorted(folder.glob("*.md"))))
 SHELLS = ("sh", "bash", "console")
-_FENCE = re.compile(r"^(\s*)(`{3,})(\w*)\s*$")
-_MARK = re.compile(r"^<!-- (needs|seen|not isles): (\S.*?) -->$")
-_HEADING = re.compile(r"^(#{1,6}) (.*)$", re.M)
+_MARK = re.compile(r"<!-- (needs|seen|not isles): (\S.*?) -->")
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^()\s]+)\)")
 
 
@@ -61,34 +61,19 @@ class Block:
 @cache
 def blocks(path: Path) -> tuple[Block, ...]:
     """The fenced blocks of a document, in their order."""
-    return tuple(_blocks(path.read_text(encoding="utf-8").splitlines()))
-
-
-def _blocks(lines: list[str]) -> Iterator[Block]:
-    start, fence, mark, body = 0, None, ("", ""), list[str]()
-    comment = ""
-    for number, line in enumerate(lines, start=1):
-        match = _FENCE.match(line)
-        if fence is None:
-            # A comment may go over several lines.
-            is_comment = comment or line.lstrip().startswith("<!-- ")
-            comment = f"{comment} {line.strip()}".strip() if is_comment else ""
-            if comment and "-->" not in comment:
-                continue
-            if match:
-                start, fence, body = number, match, []
-            elif found := _MARK.search(comment):
-                mark = (found[1], found[2])
-            elif line.strip():
-                mark = ("", "")
-            comment = ""
-        elif match and match[2] == fence[2] and not match[3]:
-            yield Block(start, fence[3], "\n".join(body) + "\n", *mark)
-            fence, mark = None, ("", "")
-        else:
-            indent = len(fence[1])
-            body.append(line[indent:] if line[:indent].isspace() else line)
-    assert fence is None, f"the fence of line {start} is not closed"
+    text = path.read_text(encoding="utf-8")
+    lines, found, mark = text.splitlines(), [], ("", "")
+    for token in MarkdownIt().parse(text):
+        if token.type == "fence":
+            start, end = token.map or (0, 0)
+            assert lines[end - 1].strip() == token.markup, f"{path}:{start + 1} is not closed"
+            found.append(Block(start + 1, token.info, token.content, *mark))
+        if token.type == "html_block":
+            comment = _MARK.fullmatch(" ".join(token.content.split()))
+            mark = (comment[1], comment[2]) if comment else ("", "")
+        elif token.content:
+            mark = ("", "")
+    return tuple(found)
 
 
 def commands(text: str, *, prompts: bool = False) -> list[str]:
@@ -98,20 +83,10 @@ def commands(text: str, *, prompts: bool = False) -> list[str]:
         text: the block.
         prompts: only lines behind `$ ` are typed; the others are output.
     """
-    found: list[str] = []
-    is_open = False
-    for raw in text.splitlines():
-        line = raw.strip()
-        if not is_open:
-            if prompts and not line.startswith("$ "):
-                continue
-            line = line.removeprefix("$ ") if prompts else line
-            if not line or line.startswith("#"):
-                continue
-            found.append("")
-        is_open = line.endswith("\\")
-        found[-1] = f"{found[-1]} {line.removesuffix(chr(92)).strip()}".strip()
-    return found
+    lines = [line.strip() for line in re.sub(r"\s*\\ *\n\s*", " ", text).splitlines()]
+    if prompts:
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def typed_lines(block: Block) -> list[str]:
@@ -166,22 +141,9 @@ def isles_fault(words: list[str]) -> str:
 
 def is_key(dotted: str) -> bool:
     """Whether a run file has this key; numbers of items, and `clusters`, may be left out."""
-    parts = dotted.split(".")
-    return _leads(parts) or _leads(["clusters", *parts])
-
-
-def _leads(parts: list[str]) -> bool:
-    node: keys.Schema | None = keys.tree()
-    for part in parts:
-        assert node is not None
-        if (item := keys.items(node)) is not None:
-            node = item
-            if part.isdigit():
-                continue
-        node = keys.children(node).get(part) or keys.named(node)
-        if node is None:
-            return False
-    return True
+    known = {".".join(part for part in path if part != 0) for path in keys.all_paths()}
+    name = ".".join(part for part in dotted.split(".") if not part.isdigit())
+    return name in known or f"clusters.{name}" in known
 
 
 def named_in_text(text: str) -> Iterator[tuple[str, str]]:
@@ -205,12 +167,14 @@ def named_in_text(text: str) -> Iterator[tuple[str, str]]:
 @cache
 def anchors(path: Path) -> frozenset[str]:
     """The anchors of a document's headings: small letters, digits and dashes."""
-    text = path.read_text(encoding="utf-8")
-    outside = re.sub(r"^ *(`{3,})\w*\n.*?^ *\1 *$", "", text, flags=re.M | re.S)
+    tokens = MarkdownIt().parse(path.read_text(encoding="utf-8"))
+    titles = [
+        title.content for opening, title in pairwise(tokens) if opening.type == "heading_open"
+    ]
     seen: Counter[str] = Counter()
     found = set()
-    for _, title in _HEADING.findall(outside):
-        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "").strip().lower()
+    for title in titles:
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "").lower()
         name = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
         found.add(f"{name}-{seen[name]}" if seen[name] else name)
         seen[name] += 1

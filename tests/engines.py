@@ -6,6 +6,9 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from isles.config.layout import Strategy
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.config.sections.model import AdapterConfig, ModelConfig
@@ -48,3 +51,13 @@ def engine_of(
     optimizers = functools.partial(make_optimizers, config.training, seed=0)
     mesh = resolve_mesh(strategy, world)
     return make_engine(strategy, model, fill, optimizers, mesh, world, config)
+
+
+class ReadsToHost(TorchDispatchMode):
+    """Counts what `.item()`, `bool(tensor)` and `float(tensor)` turn into."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))

@@ -13,20 +13,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from socketserver import BaseServer
+from typing import TYPE_CHECKING, Any, cast
 
 from isles.errors import UserError
-from isles.monitor.live.model import (
-    ClusterRow,
-    Head,
-    HostRow,
-    HubRow,
-    LinkRow,
-    Parts,
-    Point,
-    RankRow,
-    Snapshot,
-)
+from isles.monitor.live import model
+from isles.monitor.live.model import RankRow, Snapshot
 from isles.monitor.live.server import Dashboard
 from isles.monitor.live.top import run_top
 from tests.deadline import DEADLINE_S
@@ -105,16 +97,22 @@ class MovingWatch:
 
 
 @contextmanager
+def running(server: BaseServer) -> Iterator[None]:
+    """A server answers, in a thread."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join(DEADLINE_S)
+
+
+@contextmanager
 def served(*watches: MadeWatch, port: int = 0) -> Iterator[Dashboard]:
-    """The page of made watches, served by a thread."""
-    with Dashboard([cast("Watch", watch) for watch in watches], port) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join(DEADLINE_S)
+    """The page of made watches."""
+    with Dashboard([cast("Watch", watch) for watch in watches], port) as server, running(server):
+        yield server
 
 
 def made(
@@ -125,7 +123,6 @@ def made(
     gpus: int = 3,
     faults: bool = True,
     name: str = "wide-3",
-    device: str = "NVIDIA H100 80GB HBM3",
 ) -> Snapshot:
     """A run on clusters of nodes; every number differs from that of the step before.
 
@@ -134,50 +131,36 @@ def made(
     """
     dice = random.Random(step)
     cities = CITIES[:clusters] if clusters > 1 else ("",)
-    ranks, hosts, links = [], [], []
+    hosts: list[model.HostRow] = []
+    ranks: list[RankRow] = []
+    links: list[model.LinkRow] = []
     for city in cities:
-        for node in range(nodes):
-            host = f"{city or 'node'}-{node + 1:02d}"
-            hosts.append(_host(dice, city, node, host, gpus))
-            other = f"{city or 'node'}-{(node + 1) % nodes + 1:02d}"
+        names = [f"{city or 'node'}-{node + 1:02d}" for node in range(nodes)]
+        for node, host in enumerate(names):
+            place = {"cluster": city, "node": node, "host": host}
+            hosts.append(_host(dice, place, gpus))
             if nodes > 1:
-                links.append(_link(dice, city, host, other, 12.4e9))
-            ranks += [_rank(dice, city, node, host, gpus, i, step, device) for i in range(gpus)]
+                links.append(_link(dice, city, host, names[(node + 1) % nodes], 12.4e9))
+            own = range(node * gpus, (node + 1) * gpus)
+            ranks += [_rank(dice, place, rank, step) for rank in own]
         if city:
             links.append(_link(dice, city, city, "hub", 118e6))
-    notes: list[str] = []
-    if faults:
-        notes = _break(ranks, links)
-    loss = 2.1 + 8 * math.exp(-step / 160)
+    notes = _break(ranks, links) if faults else []
+    waiting = {"round": step // 50, "waits_for": cities[1:2], "due_s": 41}
+    head = {"name": name, "path": f"/data/runs/{name}", "state": "running", "phase": "training"}
+    head |= {"step": step, "total_steps": 4000, "left_s": (4000 - step) * 3.9}
+    head |= {"loss": _loss(dice, step), "tokens": step * 524288, "goodput": 0.9713}
+    head |= {"tokens_per_second": round(131e3 * len(ranks) / 6 * dice.uniform(0.97, 1.03))}
+    head |= {"begun_at": time.time() - step * 4.05, "saved_step": step - step % 200}
+    head |= {"saved_age_s": step % 200 * 3.9 + 2, "restarts": 1}
+    head |= {"last_restart": f"{hosts[0].host} was lost"}
     return Snapshot(
         version="0.1.0",
         at=time.time(),
-        run=Head(
-            name=name,
-            path=f"/data/runs/{name}",
-            state="running",
-            phase="training",
-            step=step,
-            total_steps=4000,
-            left_s=(4000 - step) * 3.9,
-            loss=round(loss + dice.gauss(0, 0.02), 4),
-            tokens=step * 524288,
-            tokens_per_second=round(131e3 * len(ranks) / 6 * dice.uniform(0.97, 1.03)),
-            mfu=round(dice.uniform(0.41, 0.44), 4) if device.startswith("NVIDIA") else None,
-            goodput=0.9713,
-            begun_at=time.time() - step * 4.05,
-            saved_step=step - step % 200,
-            saved_age_s=step % 200 * 3.9 + 2,
-            restarts=1,
-            last_restart="oslo-01 was lost" if clusters > 1 else "node-01 was lost",
-        ),
+        run=model.Head(**head, **_drawn(dice, mfu=(0.41, 0.44, 4))),
         curve=tuple(_curve(step)),
-        clusters=tuple(_cluster(dice, city, step, len(cities)) for city in cities if city),
-        hub=HubRow(
-            address="hub.example.org:7777", round=step // 50, waits_for=cities[1:2], due_s=41
-        )
-        if clusters > 1
-        else None,
+        clusters=tuple(_cluster(dice, city, step, clusters) for city in cities if city),
+        hub=model.HubRow(address="hub.example.org:7777", **waiting) if clusters > 1 else None,
         hosts=tuple(hosts),
         ranks=tuple(ranks),
         links=tuple(links),
@@ -185,139 +168,93 @@ def made(
     )
 
 
-def _rank(
-    dice: random.Random, city: str, node: int, host: str, gpus: int, i: int, step: int, device: str
-) -> RankRow:
-    compute, memory = dice.uniform(2.9, 3.1), dice.uniform(58, 62)
-    return RankRow(
-        cluster=city,
-        rank=node * gpus + i,
-        node=node,
-        host=host,
-        device=device,
-        rows=32,
-        micro_batch=8,
-        step=step,
-        stage="forward and backward",
-        stage_s=round(dice.uniform(0, 3), 2),
-        use=round(dice.uniform(0.93, 1), 3),
-        memory_bytes=int(memory * GIB),
-        peak_bytes=int((memory + dice.uniform(4, 8)) * GIB),
-        limit_bytes=int(79.6 * GIB),
-        temperature_c=round(dice.uniform(58, 67)),
-        power_w=round(dice.uniform(610, 690)),
-        clock_mhz=round(dice.uniform(1830, 1980)),
-        parts=Parts(
-            data_s=round(dice.uniform(0.01, 0.06), 4),
-            compute_s=round(compute, 4),
-            communication_s=round(dice.uniform(0.2, 0.4), 4),
-            waiting_s=round(dice.uniform(0.6, 0.9), 4),
-        ),
-        heard_s=round(dice.uniform(0, 2), 1),
-        pid=4000 + i,
-    )
+def _drawn(dice: random.Random, **ranges: tuple[float, float, int]) -> dict[str, Any]:
+    """A number of each range, with so many digits."""
+    return {name: round(dice.uniform(*ends), digits) for name, (*ends, digits) in ranges.items()}
 
 
-def _host(dice: random.Random, city: str, node: int, host: str, gpus: int) -> HostRow:
-    return HostRow(
-        cluster=city,
-        node=node,
-        host=host,
-        address=f"10.0.{node // 250}.{node % 250 + 1}",
-        ranks=(node * gpus, node * gpus + gpus - 1),
-        state="there",
-        cpu=round(dice.uniform(0.15, 0.3), 3),
-        memory_bytes=int(dice.uniform(180, 240) * GIB),
-        memory_total_bytes=int(1007.6 * GIB),
-        disk_free_bytes=int(dice.uniform(2.1, 2.2) * 1e12),
-        net_in=dice.uniform(6e9, 8e9) if not city else dice.uniform(2e6, 60e6),
-        net_out=dice.uniform(6e9, 8e9) if not city else dice.uniform(2e6, 60e6),
-        skew_s=round(dice.gauss(0, 0.002), 4),
-        heard_s=round(dice.uniform(0, 2), 1),
-    )
+def _usual_loss(step: int, seed: int = 0) -> float:
+    return 2.1 + 0.1 * seed + 8 * math.exp(-step / (160 + 60 * seed))
 
 
-def _link(dice: random.Random, city: str, source: str, target: str, measured: float) -> LinkRow:
-    return LinkRow(
-        cluster=city,
-        source=source,
-        target=target,
-        measured=measured,
-        measured_by="check",
-        rtt_s=round(
-            dice.uniform(0.00004, 0.00006) if measured > 1e9 else dice.uniform(0.021, 0.024), 6
-        ),
-        used=round(measured * dice.uniform(0.3, 0.7)),
-        state="ok",
-    )
+def _loss(dice: random.Random, step: int) -> float:
+    return round(_usual_loss(step) + dice.gauss(0, 0.02), 4)
 
 
-def _cluster(dice: random.Random, city: str, step: int, clusters: int) -> ClusterRow:
-    return ClusterRow(
-        name=city,
-        launcher="slurm" if city == "lyon" else "ssh",
-        state="running",
-        step=step,
-        total_steps=4000,
-        loss=round(2.1 + 8 * math.exp(-step / 160) + dice.gauss(0, 0.02), 4),
-        tokens_per_second=round(65e3 * dice.uniform(0.97, 1.03)),
-        outer_step=step // 50,
-        inner_steps=step % 50,
-        weight=1 / clusters,
-        up_bytes=int(step * 1.31e7),
-        down_bytes=int(step * 1.29e7),
-        sync_s=round(dice.uniform(8, 12), 2),
-        hidden_share=round(dice.uniform(0.95, 1), 3),
-        lag=0,
-        heard_s=round(dice.uniform(0, 2), 1),
-    )
+def _rank(dice: random.Random, place: dict[str, Any], rank: int, step: int) -> RankRow:
+    memory, peak = dice.uniform(58, 62), dice.uniform(66, 70)
+    parts = _drawn(dice, data_s=(0.01, 0.06, 4), compute_s=(2.9, 3.1, 4))
+    parts |= _drawn(dice, communication_s=(0.2, 0.4, 4), waiting_s=(0.6, 0.9, 4))
+    about = {"device": "NVIDIA H100 80GB HBM3", "rank": rank, "pid": 4000 + rank, "step": step}
+    about |= {"stage": "forward and backward", "rows": 32, "micro_batch": 8}
+    about |= {"memory_bytes": int(memory * GIB), "peak_bytes": int(peak * GIB)}
+    figures = _drawn(dice, stage_s=(0, 3, 2), use=(0.93, 1, 3), heard_s=(0, 2, 1))
+    figures |= _drawn(dice, temperature_c=(58, 67, 0), power_w=(610, 690, 0))
+    figures |= _drawn(dice, clock_mhz=(1830, 1980, 0))
+    more = {"limit_bytes": int(79.6 * GIB), "parts": model.Parts(**parts)}
+    return RankRow(**place, **about, **figures, **more)
 
 
-def _curve(step: int, seed: int = 0) -> list[Point]:
+def _host(dice: random.Random, place: dict[str, Any], gpus: int) -> model.HostRow:
+    node, rate = place["node"], (2e6, 60e6, 0) if place["cluster"] else (6e9, 8e9, 0)
+    about = {"address": f"10.0.{node // 250}.{node % 250 + 1}", "state": "there"}
+    about |= {"ranks": (node * gpus, node * gpus + gpus - 1), "skew_s": dice.gauss(0, 0.002)}
+    about |= {"memory_bytes": int(dice.uniform(180, 240) * GIB)}
+    about |= {"memory_total_bytes": int(1007.6 * GIB)}
+    about |= {"disk_free_bytes": int(dice.uniform(2.1, 2.2) * 1e12)}
+    figures = _drawn(dice, cpu=(0.15, 0.3, 3), heard_s=(0, 2, 1), net_in=rate, net_out=rate)
+    return model.HostRow(**place, **about, **figures)
+
+
+def _link(
+    dice: random.Random, city: str, source: str, target: str, measured: float
+) -> model.LinkRow:
+    ends = {"cluster": city, "source": source, "target": target, "state": "ok"}
+    used = {"used": round(measured * dice.uniform(0.3, 0.7)), "measured_by": "check"}
+    figures = _drawn(dice, rtt_s=(0.00004, 0.00006, 6) if measured > 1e9 else (0.021, 0.024, 6))
+    return model.LinkRow(**ends, **used, **figures, measured=measured)
+
+
+def _cluster(dice: random.Random, city: str, step: int, clusters: int) -> model.ClusterRow:
+    about = {"name": city, "launcher": "slurm" if city == "lyon" else "ssh", "state": "running"}
+    about |= {"step": step, "total_steps": 4000, "loss": _loss(dice, step), "lag": 0}
+    about |= {"outer_step": step // 50, "inner_steps": step % 50, "weight": 1 / clusters}
+    about |= {"up_bytes": int(step * 1.31e7), "down_bytes": int(step * 1.29e7)}
+    figures = _drawn(dice, sync_s=(8, 12, 2), hidden_share=(0.95, 1, 3), heard_s=(0, 2, 1))
+    speed = _drawn(dice, tokens_per_second=(63e3, 67e3, 0))
+    return model.ClusterRow(**about, **figures, **speed)
+
+
+def _curve(step: int, seed: int = 0) -> list[model.Point]:
     every = max(1, step // 200)
     points = []
     for at in range(1, step + 1, every):
-        noise = random.Random(at * 7 + seed).gauss(0, 0.03)
-        loss = 2.1 + 0.1 * seed + 8 * math.exp(-at / (160 + 60 * seed)) + noise
-        has_eval = at // every % 20 == 19
-        points.append(
-            Point(
-                step=at,
-                loss=round(loss, 4),
-                tokens=at * 524288,
-                elapsed_s=round(at * (3.9 + seed), 1),
-                eval_loss=round(loss + 0.06, 4) if has_eval else None,
-            )
-        )
+        loss = _usual_loss(at, seed) + random.Random(at * 7 + seed).gauss(0, 0.03)
+        eval_loss = round(loss + 0.06, 4) if at // every % 20 == 19 else None
+        about = {"tokens": at * 524288, "elapsed_s": round(at * (3.9 + seed), 1)}
+        points.append(model.Point(step=at, loss=round(loss, 4), eval_loss=eval_loss, **about))
     return points
 
 
-def _break(ranks: list[RankRow], links: list[LinkRow]) -> list[str]:
+def _break(ranks: list[RankRow], links: list[model.LinkRow]) -> list[str]:
     """Mark some ranks; the notes that say so, the worst first."""
+    gone = {"heard_s": 24.0, "use": 0.0}
+    slow = {"parts": model.Parts(data_s=0.05, compute_s=3.5, communication_s=0.4, waiting_s=0)}
+    hot = {"throttle": "heat", "temperature_c": 91, "clock_mhz": 1120}
     notes = []
-    marks = {
-        0.35: ("dead", "it was killed by SIGKILL"),
-        0.55: ("straggler", "the others wait for it: 0.9 s of each 4.0 s step"),
-        0.75: ("throttled", "its card is slowed down by heat"),
-        0.9: ("silent", "nothing is heard of it for 24 s"),
-    }
-    for place, (mark, note) in marks.items():
-        index = int(place * len(ranks))
-        old = ranks[index]
-        if old.mark:
-            continue
-        changed: dict[str, object] = {"mark": mark, "note": note}
-        if mark == "straggler":
-            changed["parts"] = Parts(data_s=0.05, compute_s=3.5, communication_s=0.4, waiting_s=0)
-        if mark == "throttled":
-            changed |= {"throttle": "heat", "temperature_c": 91, "clock_mhz": 1120}
-        if mark in ("dead", "silent"):
-            changed |= {"heard_s": 24.0, "use": 0.0}
-        ranks[index] = old.model_copy(update=changed)
-        notes.append(f"rank {old.rank} on {old.host}: {note}")
+    for place, mark, note, changes in (
+        (0.35, "dead", "it was killed by SIGKILL", gone),
+        (0.55, "straggler", "the others wait for it: 0.9 s of each 4.0 s step", slow),
+        (0.75, "throttled", "its card is slowed down by heat", hot),
+        (0.9, "silent", "nothing is heard of it for 24 s", gone),
+    ):
+        old = ranks[index := int(place * len(ranks))]
+        if not old.mark:
+            ranks[index] = old.model_copy(update={"mark": mark, "note": note, **changes})
+            notes.append(f"rank {old.rank} on {old.host}: {note}")
     if links:
-        last = links[-1]
-        links[-1] = last.model_copy(update={"state": "slow: a tenth of what was measured"})
+        slower = {"state": "slow: a tenth of what was measured"}
+        links[-1] = links[-1].model_copy(update=slower)
     return notes
 
 

@@ -33,19 +33,15 @@ def open_world(folder: Path) -> World:
 
 def requests() -> list[Callable[[World], object]]:
     """What clusters ask, one after the other; each is asked again until it is answered."""
-    found: list[Callable[[World], object]] = [
-        partial(World.join, own=name, pieces=PIECES) for name in "ab"
-    ]
+    found: list[Callable[[World], object]] = []
+    found += [partial(World.join, own=name, pieces=PIECES) for name in "ab"]
     for outer_step in range(TURNS):
         for name in "ab":
-            found.append(partial(_lease, name=name, outer_step=outer_step))
-            found.append(partial(_contribute, name=name, outer_step=outer_step))
+            turn = {"name": name, "outer_step": outer_step}
+            found += [partial(_lease, **turn), partial(_contribute, **turn)]
         found.append(_decide)
-        for name in "ab":
-            digest = after(outer_step)
-            found.append(
-                partial(World.applied, name=name, outer_step=outer_step, outer_params=digest)
-            )
+        digest = {"outer_step": outer_step, "outer_params": after(outer_step)}
+        found += [partial(World.applied, name=name, **digest) for name in "ab"]
     return found
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from isles.config.sections.outer import DiLoCoConfig
 from isles.dist.world import join_world, leave_world
 from isles.outer.average import combine
 from isles.outer.client.client import HubClient
@@ -22,12 +23,14 @@ from isles.outer.codec import Codec, parse_codec
 from isles.outer.diloco import OuterSettings
 from isles.outer.hub import __main__ as hub
 from isles.outer.layout import make_layout
-from isles.outer.messages import Adopt, Apply, Join, Lease, Pending, Reset, SendState
+from isles.outer.messages import Adopt, Apply, Lease, Reset, Revoke, SendState
+from isles.outer.trainer.step import Exchange
 from isles.run.env import RankEnv
 from isles.run.records import read_record, write_record
+from isles.train.progress import Progress
 from tests.deadline import DEADLINE_S
-from tests.outer_world import member_id
-from tests.ranks import Gang, start_ranks
+from tests.outer_world import joining, member_id
+from tests.ranks import Gang, start_ranks, until
 
 SAMPLES = 8
 TOKENS = {"a": 100, "b": 200, "c": 300, "d": 400}
@@ -76,55 +79,51 @@ def mean(codec: Codec, counts: Sequence[int], parts: Sequence[tuple[bytes, float
 
 
 class Trainer:
-    """Takes part until it has applied so many turns; what it saw stands in NAME.json.
+    """Takes part until the test ends it; what it saw stands in NAME.json.
 
-    Options: codec, fragments, turns, join (the file of the join line); scale of the weights and
-    their seed, identity, link (settings of `HubClient`).
+    Options: codec, fragments, join (the file of the join line); scale of the weights and their
+    seed, identity, link (settings of `HubClient`).
     """
 
     def __init__(self, env: RankEnv, folder: Path, name: str, options: dict[str, Any]) -> None:
-        self.folder, self.name, self.options = folder, name, options
-        self.world = join_world(env, device="cpu", timeout_s=DEADLINE_S)
-        scale, self.fragments = options.get("scale", 1), options["fragments"]
+        self.folder, self.name = folder, name
+        world = join_world(env, device="cpu", timeout_s=DEADLINE_S)
+        scale, fragments = options.get("scale", 1), options["fragments"]
         shapes = {n: (rows * scale, *rest) for n, (rows, *rest) in SHAPES.items()}
+        codec, sizes = parse_codec(options["codec"]), {"piece_numbers": PIECE * scale}
+        self.layout = make_layout(shapes, codec, num_fragments=fragments, **sizes)
         self.weights = Numbers(options.get("seed", 0), shapes)
-        self.layout = make_layout(
-            shapes,
-            parse_codec(options["codec"]),
-            num_fragments=self.fragments,
-            piece_numbers=PIECE * scale,
-        )
-        self.cluster = Cluster(self.weights, self.world, self.layout, OuterSettings())
-        self.cluster.begin()
-        self.version, self.contributed, self.steps = 0, -1, 0
+        cluster = Cluster(self.weights, world, self.layout, OuterSettings())
+        config = DiLoCoConfig(fragments=fragments)
+        self.exchange = Exchange(config, name, member_id(name), cluster, self.layout, self)
+        self.samples = self.exchange.begin(Progress.fresh())
         self.is_ready = self.is_refused = False
-        self.samples: list[tuple[int, int]] = []
-        self.sent: dict[int, list[tuple[int, int]]] = {}
         self.seen: list[str] = []
         self.history: dict[int, dict[str, Any]] = {}
-        join = Join(
-            id=member_id(name),
-            name=name,
+        join = joining(
+            name,
             identity={"layout": self.layout.digest, "lr": options.get("identity", "0.7")},
-            codec=self.layout.codec.text,
-            pieces=[self.layout.piece_counts(fragment) for fragment in range(self.fragments)],
-            version=0,
-            outer_params=self.digests(),
+            codec=codec.text,
+            pieces=[self.layout.piece_counts(fragment) for fragment in range(fragments)],
+            outer_params=self.exchange.outer_params(),
         )
-        self.link = HubClient(
-            join,
-            join_file=Path(options["join"]),
-            spool=folder / f"spool-{name}",
-            note=self.note,
-            **options.get("link", {}),
-        )
+        files = {"join_file": Path(options["join"]), "spool": folder / f"spool-{name}"}
+        self.link = HubClient(join, **files, note=self.note, **options.get("link", {}))
+        self.exchange.hub = self.link
 
     def note(self, text: object) -> None:
         self.seen.append(str(text)[:400])
         sys.stderr.write(f"{time.time():.2f} {self.seen[-1]}\n")
 
-    def digests(self) -> list[str]:
-        return [self.cluster.digest(fragment) for fragment in range(self.fragments)]
+    def row(self, row: dict[str, Any]) -> None:
+        """An average has been applied."""
+        names = self.layout.fragments[row["fragment"]].names
+        self.history[row["outer_step"]] = {
+            "outer_params": row["digest"],
+            "weights": self.weights.digest(names),
+            "is_in": row["mode"] == "on_time",
+            "names": sorted(row["weights"]),
+        }
 
     def look(self, timeout_s: float) -> None:
         """Do what the link says."""
@@ -133,18 +132,17 @@ class Trainer:
             self.note(command)
             match command:
                 case Lease():
-                    self.samples += command.samples
+                    self.samples.add(command.samples)
+                case Revoke():
+                    self.samples.lose(command.samples, self.exchange.progress.samples)
                 case Apply():
-                    self.apply(command)
+                    self.exchange.apply(command)
                 case Adopt():
-                    self.adopt(command)
+                    self.exchange.adopt(command)
                 case SendState():
-                    for fragment in range(self.fragments):
-                        path = self.link.state_path(fragment)
-                        self.cluster.export_state(fragment, path, version=self.version)
-                    self.link.give_state(self.version, self.digests())
+                    self.exchange.send_state()
                 case Reset():
-                    self.link.reset_done()
+                    self.exchange.go_back()
         state = self.link.state
         self.is_ready = state.is_joined and not state.is_behind
         if state.refusal is not None:
@@ -152,67 +150,25 @@ class Trainer:
             self.is_refused = True
         self.write()
 
-    def adopt(self, event: Adopt) -> None:
-        for fragment, path in enumerate(event.paths):
-            self.cluster.import_state(
-                fragment,
-                path,
-                version=event.version,
-                outer_params=event.outer_params[fragment],
-                keeps_steps=self.steps > 0,
-            )
-        assert tuple(self.digests()) == event.outer_params
-        self.version, self.contributed = event.version, event.version - 1
-        self.samples += [span for spans in self.sent.values() for span in spans]
-        self.sent.clear()
-        self.link.adopted(self.version, self.digests())
-
-    def apply(self, event: Apply) -> None:
-        outer_step = event.outer_step
-        assert outer_step == self.version
-        fragment = outer_step % self.fragments
-        is_in = outer_step in self.sent and self.name in event.weights
-        digest = self.cluster.digest(fragment)
-        if event.path is not None:
-            mode = "on_time" if is_in else "late"
-            digest = self.cluster.apply(fragment, event.path, len(event.weights), mode).digest
-        elif fragment in self.cluster.pending:
-            self.cluster.drop(fragment)
-        samples = self.sent.pop(outer_step, [])
-        if not is_in:
-            self.samples += samples
-        self.version = outer_step + 1
-        self.history[outer_step] = {
-            "outer_params": digest,
-            "weights": self.weights.digest(self.layout.fragments[fragment].names),
-            "is_in": is_in,
-            "names": sorted(event.weights),
-        }
-        self.link.applied(outer_step, digest)
-
     def may_contribute(self) -> bool:
-        """Whether it is this cluster's turn; a file of the test may hold all back."""
-        hold = self.folder / "hold"
-        limit = int(hold.read_text()) if hold.exists() else self.options["turns"]
-        is_next = self.contributed < self.version < limit
-        return self.is_ready and is_next and bool(self.samples)
+        """Whether it is this cluster's turn; a file of the test holds all back."""
+        hold, version = self.folder / "hold", self.exchange.version
+        is_next = hold.exists() and version < int(hold.read_text())
+        has_samples = self.exchange.samples_left >= SAMPLES
+        return self.is_ready and is_next and has_samples and version not in self.exchange.sent
 
     def contribute(self) -> None:
-        self.steps += 1
-        self.weights.learn(zlib.crc32(f"{self.name} {self.steps}".encode()))
-        outer_step = self.version
-        path = self.link.contribution_path(outer_step)
-        self.cluster.snapshot(outer_step % self.fragments)
-        self.cluster.encode(outer_step % self.fragments, path)
-        self.sent[outer_step], self.samples = self.samples, []
-        self.contributed = outer_step
-        samples = tuple(self.sent[outer_step])
-        self.link.contribute(Pending(outer_step, TOKENS[self.name], 1, samples, self.steps))
+        self.exchange.steps += 1
+        steps, progress = self.exchange.steps, self.exchange.progress
+        self.weights.learn(zlib.crc32(f"{self.name} {steps}".encode()))
+        tokens = TOKENS[self.name]
+        progress.advance(samples=progress.samples + SAMPLES, tokens=tokens, target_tokens=tokens)
+        self.exchange.contribute(self.exchange.version)
         self.link.lease(SAMPLES)
-        self.link.report(step=self.steps, since=1, tokens_per_s=1e3, phase="waiting")
+        self.link.report(step=steps, since=1, tokens_per_s=1e3, phase="waiting")
 
     def write(self, **more: Any) -> None:
-        known = {"version": self.version, "is_ready": self.is_ready}
+        known = {"version": self.exchange.version, "is_ready": self.is_ready}
         record = {**known, "history": self.history, "seen": self.seen, **more}
         write_record(self.folder / f"{self.name}.json", record, durable=False)
 
@@ -226,7 +182,8 @@ class Trainer:
             if self.may_contribute():
                 self.contribute()
             self.look(0.1)
-        self.write(weights=self.weights.digest(), outer_params=self.digests())
+        self.write(weights=self.weights.digest(), outer_params=self.exchange.outer_params())
+        self.exchange.close()
         self.link.close()
         leave_world()
         return int(self.is_refused)
@@ -241,34 +198,51 @@ def serve(env: RankEnv, state: Path, settings: Path) -> int:
     return hub.main([str(state), "--run", "test", "--settings", str(settings)])
 
 
-def until(condition: Callable[[], object], what: str, *gangs: Gang) -> None:
-    """Look again and again, for as long as a deadline, and as all of these processes live."""
-    end = time.monotonic() + DEADLINE_S
-    sentinels = [process.sentinel for gang in gangs for process in gang.processes]
-    while not condition():
-        has_ended = bool(connection.wait(sentinels, 0.02))
-        if (has_ended and not condition()) or time.monotonic() > end:
-            logs = [gang.log.read_text(errors="replace")[-3000:] for gang in gangs]
-            raise AssertionError("\n\n".join([what, *logs]))
-
-
 class Clusters:
-    """Several of them, in processes of their own."""
+    """Several of them, in processes of their own that end with a `with`; here without a hub.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        options: of each `Trainer`, where its start has no others.
+    """
+
+    def __init__(self, folder: Path, *, codec: str = "int8", fragments: int = 2, **options: Any):
+        folder.mkdir(exist_ok=True)
         self.folder = folder
         self.running: dict[str, Gang] = {}
+        self.options = {"codec": codec, "fragments": fragments, "join": "not needed", **options}
         self.refused = ""
         """Who is not let in, and therefore ends by itself."""
 
-    def begin(self, name: str, options: dict[str, Any]) -> None:
-        self.running[name] = start_ranks(train, 1, self.folder, name, options)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for gang in self.running.values():
+            gang.kill()
+
+    def start(self, name: str, **options: Any) -> None:
+        given = {**self.options, **options}
+        self.running[name] = start_ranks(train, 1, self.folder, name, given)
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         until(condition, what, *(g for name, g in self.running.items() if name != self.refused))
 
+    def pause(self, seconds: float) -> None:
+        """Let time pass, unless a process ends that should not."""
+        end = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() > end, "the end of a pause")
+
+    def freeze(self, name: str, seconds: float) -> None:
+        self.running[name].signal(signal.SIGSTOP)
+        self.pause(seconds)
+        self.running[name].signal(signal.SIGCONT)
+
     def record(self, name: str) -> dict[str, Any]:
         return read_record(self.folder / f"{name}.json") or {"version": 0, "is_ready": False}
+
+    def have_seen(self, words: str, names: str) -> bool:
+        """Whether each of these has been told something with such words in it."""
+        return all(any(words in text for text in self.record(name)["seen"]) for name in names)
 
     def hold(self, outer_step: int) -> None:
         """Let nobody contribute to this turn, nor to any after it."""
@@ -277,24 +251,34 @@ class Clusters:
         partial.replace(self.folder / "hold")
 
     def reached(self, outer_step: int, names: str) -> None:
-        """Wait until these have applied so many turns."""
+        """Let all make so many turns, and wait until these have applied them."""
+        self.hold(outer_step)
         self.until(
             lambda: all(self.record(name)["version"] >= outer_step for name in names),
             f"{outer_step} turns of {names}",
         )
 
+    def begin(self, names: str) -> None:
+        """Start these, and wait for their first turn."""
+        for name in names:
+            self.start(name)
+        self.reached(1, names)
+
     def end(self, turns: int, names: str) -> dict[str, dict[str, Any]]:
-        """Wait until these have applied all turns; what they have seen."""
-        self.hold(turns)
+        """Wait until these have applied all turns; what they have seen, which must be the same."""
         self.reached(turns, names)
         (self.folder / "end").touch()
         for name in names:
             assert self.running.pop(name).wait() == [0]
-        return {name: self.record(name) for name in names}
+        records = {name: self.record(name) for name in names}
+        for outer_step in map(str, range(turns)):
+            found = [record["history"].get(outer_step) for record in records.values()]
+            assert len({turn["outer_params"] for turn in found if turn}) == 1, outer_step
+            # Who comes late keeps what it has learnt since.
+            weights = {turn["weights"] for turn in found if turn and turn["is_in"]}
+            assert len(weights) == 1, outer_step
+        assert len({str(record["outer_params"]) for record in records.values()}) == 1
+        return records
 
     def kill(self, name: str) -> None:
         self.running.pop(name).kill()
-
-    def stop(self) -> None:
-        for gang in self.running.values():
-            gang.kill()

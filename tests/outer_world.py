@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from isles.outer.hub.core import Core, events
 from isles.outer.hub.journal import Journal
-from isles.outer.hub.rules import Settings
+from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.messages import (
     Applied,
     Contribution,
@@ -29,14 +31,16 @@ ZERO = "0" * 64
 
 
 class World:
-    """A hub on a folder, and a clock."""
+    """A hub on a folder, and a clock; these have joined (a letter is a name)."""
 
-    def __init__(self, folder: Path, fragments: int = 1, **rules: object) -> None:
+    def __init__(self, folder: Path, names: str = "", fragments: int = 1, **rules: object) -> None:
         self.now = 0.0
         self.folder = folder
         self.fragments = fragments
         self.settings = Settings.model_validate(rules)
         self.core = self._open()
+        for name in names:
+            self.join(name)
 
     def _open(self) -> Core:
         return Core(self.folder, self.settings, lambda: self.now)
@@ -53,24 +57,11 @@ class World:
 
     # What clusters ask.
 
-    def join(
-        self, own: str, version: int = 0, outer_params: str | list[str] = ZERO, **more: object
-    ) -> JoinAnswer:
-        is_one = isinstance(outer_params, str)
-        values = {
-            "id": member_id(own),
-            "name": own,
-            "identity": {"layout": "a"},
-            "codec": "none",
-            "pieces": [[4]] * self.fragments,
-            "version": version,
-            "outer_params": [outer_params] * self.fragments if is_one else outer_params,
-        }
-        return self.do(self.core.join, Join.model_validate({**values, **more}))
-
-    def join_all(self, names: str) -> None:
-        for name in names:
-            self.join(name)
+    def join(self, own: str, **more: Any) -> JoinAnswer:
+        """A cluster joins; one digest stands for those of all fragments."""
+        if isinstance(digest := more.get("outer_params"), str):
+            more["outer_params"] = [digest] * self.fragments
+        return self.do(self.core.join, joining(own, self.fragments, **more))
 
     def heartbeat(
         self, name: str, step: int = 0, version: int = 0, has: int = 0, **more: Any
@@ -88,17 +79,18 @@ class World:
 
     def complete(
         self,
-        name: str,
+        names: str,
         outer_step: int,
         samples: Iterable[Interval] = (),
         tokens: int = 10,
         norm: float = 1.0,
         failure: str = "",
     ) -> None:
-        """A contribution has come."""
-        spans, id = list(samples), member_id(name)
-        body = Contribution(id=id, tokens=tokens, steps=1, samples=spans, digest=ZERO)
-        self.do(self.core.complete, outer_step, body, norm, failure)
+        """A contribution has come, of each of these."""
+        values = {"tokens": tokens, "steps": 1, "samples": list(samples), "digest": ZERO}
+        for name in names:
+            body = Contribution.model_validate({"id": member_id(name), **values})
+            self.do(self.core.complete, outer_step, body, norm, failure)
 
     def applied(self, name: str, outer_step: int, outer_params: str) -> None:
         body = Applied(id=member_id(name), outer_step=outer_step, outer_params=outer_params)
@@ -140,12 +132,15 @@ class World:
         self.do(self.core.sweep)
         return sorted(self.answer(job.outer_step).weights)
 
+    def turn(self, names: str, outer_step: int) -> list[str] | None:
+        """These contribute; who takes part in the turn if it is closed then."""
+        self.complete(names, outer_step)
+        return self.close()
+
     def turns(self, names: str, *outer_steps: int) -> None:
         """All of these contribute to each of these turns, and apply its average."""
         for outer_step in outer_steps:
-            for name in names:
-                self.complete(name, outer_step)
-            assert self.close() == list(names)
+            assert self.turn(names, outer_step) == list(names)
             for name in names:
                 self.applied(name, outer_step, after(outer_step))
 
@@ -173,6 +168,20 @@ class World:
 
     def events(self, kind: str) -> list[str]:
         return [f"{e['member']}: {e['what']}" for e in events(self.core) if e["kind"] == kind]
+
+
+def refused(ask: Callable[..., object], *given: Any, **more: Any) -> Refusal:
+    """With what the hub refuses this."""
+    with pytest.raises(Refusal) as caught:
+        ask(*given, **more)
+    return caught.value
+
+
+def joining(own: str, fragments: int = 1, **more: object) -> Join:
+    """How a cluster asks to take part."""
+    values = {"id": member_id(own), "name": own, "identity": {"layout": "a"}, "codec": "none"}
+    values |= {"pieces": [[4]] * fragments, "version": 0, "outer_params": [ZERO] * fragments}
+    return Join.model_validate({**values, **more})
 
 
 def member_id(name: str) -> str:

@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-_CODE = """\
-#!{python}
-import sys
-line = " ".join(sys.argv[1:])
-for words, text in {answers!r}.items():
-    if words in line:
-        sys.stdout.write(text)
-        sys.exit(0)
-sys.stderr.write("not known: " + line)
-sys.exit(1)
-"""
+from shlex import quote
 
 
 def write_program(path: Path, lines: str) -> Path:
@@ -35,6 +23,6 @@ def write_ssh(folder: Path) -> Path:
 
 def program(folder: Path, name: str, answers: dict[str, str]) -> None:
     """A program that prints an answer by what its arguments contain, and fails for the rest."""
-    path = folder / name
-    path.write_text(_CODE.format(python=sys.executable, answers=answers))
-    path.chmod(0o755)
+    cases = [f"*{quote(word)}*) printf %s {quote(text)}; exit ;;" for word, text in answers.items()]
+    lines = ['case "$*" in', *cases, "esac", 'echo "not known: $*" >&2', "exit 1"]
+    write_program(folder / name, "\n".join(lines))

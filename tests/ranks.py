@@ -22,6 +22,7 @@ from isles.run.begin import begin_run, new_attempt
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
+from tests.deadline import DEADLINE_S
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What every rank would import for itself, a second or more each time.
@@ -40,43 +41,31 @@ _CONTEXT.set_forkserver_preload(
         "tests.ranks",
     ]
 )
-DEADLINE_S = 300.0
-
-
-def _prepare_child(log: str, environ: dict[str, str]) -> None:
-    gc.freeze()
-    gc.enable()
-    # The fork server has what this process had when it began.
-    os.environ.clear()
-    os.environ.update(environ)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
 
 
 def _call(
     function: Callable[..., Any],
     env: RankEnv,
     args: tuple[Any, ...],
-    log: str,
+    log: Path,
     environ: dict[str, str],
     pipe: Any,
 ) -> None:
-    _prepare_child(log, environ)
+    gc.freeze()
+    gc.enable()
+    # The fork server has what this process had when it began.
+    os.environ.clear()
+    os.environ.update(environ, GLOO_SOCKET_IFNAME="lo")
+    handle = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
     pipe.send(function(env, *args))
 
 
 def rank_env(rank: int, world_size: int, store: Path) -> RankEnv:
     """The place of a rank on one machine."""
-    return RankEnv(
-        rank=rank,
-        local_rank=rank,
-        world_size=world_size,
-        local_world_size=world_size,
-        attempt=0,
-        store=store,
-    )
+    sizes = {"world_size": world_size, "local_world_size": world_size}
+    return RankEnv(rank=rank, local_rank=rank, attempt=0, store=store, **sizes)
 
 
 @dataclass
@@ -99,52 +88,51 @@ class Gang:
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, number)
 
-    def wait(self, deadline_s: float = DEADLINE_S) -> list[Any]:
+    def said(self) -> str:
+        """The end of what the ranks have written."""
+        return self.log.read_text(errors="replace")[-4000:]
+
+    def wait(self) -> list[Any]:
         """What each rank returned; fails naming the rank that missed the deadline or died."""
         results = []
-        end = time.monotonic() + deadline_s
+        end = time.monotonic() + DEADLINE_S
         for rank, pipe in enumerate(self.pipes):
             try:
-                if not pipe.poll(max(0.0, end - time.monotonic())):
-                    raise AssertionError(f"rank {rank} is not done after {deadline_s} s")
+                assert pipe.poll(max(0.0, end - time.monotonic())), "not done in time"
                 results.append(pipe.recv())
             except (EOFError, AssertionError) as error:
                 self.kill()
-                text = self.log.read_text(errors="replace")[-4000:]
-                raise AssertionError(f"rank {rank}: {error!r}\n{text}") from error
+                raise AssertionError(f"rank {rank}: {error!r}\n{self.said()}") from error
         for process in self.processes:
             process.join(DEADLINE_S)
         return results
 
-    def codes(self, deadline_s: float = DEADLINE_S) -> list[int | None]:
-        """The exit codes of ranks that end themselves; None of one that did not end in time."""
-        end = time.monotonic() + deadline_s
-        for process in self.processes:
-            process.join(max(0.0, end - time.monotonic()))
-        pairs = zip(self.processes, self.pipes, strict=True)
-        found = [self._returned(pipe, process.exitcode) for process, pipe in pairs]
-        self.kill()
-        return found
-
-    @staticmethod
-    def _returned(pipe: Any, code: int | None) -> int | None:
-        try:
-            return int(pipe.recv()) if code == 0 else code
-        except EOFError:
-            return code
+    def code(self, rank: int) -> int | None:
+        """What a rank returns, or how its process ends; None: not in time."""
+        self.processes[rank].join(DEADLINE_S)
+        code = self.processes[rank].exitcode
+        return int(self.pipes[rank].recv()) if code == 0 else code
 
     def wait_or_timeout(self, seconds: float) -> bool:
         """Wait for any rank's end, `seconds` at most; whether one has ended."""
         return bool(connection.wait([process.sentinel for process in self.processes], seconds))
 
-    def until(self, condition: Callable[[], Any]) -> Any:
+    def until(self, condition: Callable[[], Any], every_s: float = 0.01) -> Any:
         """Wait until a record says so; fails where a rank ends first."""
-        end = time.monotonic() + DEADLINE_S
-        while not (found := condition()):
-            if self.wait_or_timeout(0.05) or time.monotonic() > end:
-                self.kill()
-                raise AssertionError(self.log.read_text(errors="replace")[-4000:])
-        return found
+        return until(condition, "", self, every_s=every_s)
+
+
+def until(condition: Callable[[], Any], what: str, *gangs: Gang, every_s: float = 0.01) -> Any:
+    """Look again and again, for as long as a deadline, and as all of these ranks live."""
+    end = time.monotonic() + DEADLINE_S
+    sentinels = [process.sentinel for gang in gangs for process in gang.processes]
+    while not (found := condition()):
+        has_ended = bool(connection.wait(sentinels, every_s))
+        if (has_ended and not condition()) or time.monotonic() > end:
+            for gang in gangs:
+                gang.kill()
+            raise AssertionError("\n\n".join([what, *(gang.said() for gang in gangs)]))
+    return found
 
 
 def start_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Gang:
@@ -157,11 +145,8 @@ def start_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Ga
     for rank in range(world_size):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
         env = rank_env(rank, world_size, folder / "store")
-        process = _CONTEXT.Process(
-            target=_call,
-            args=(function, env, args, str(log), dict(os.environ), theirs),
-            daemon=True,
-        )
+        given = (function, env, args, log, dict(os.environ), theirs)
+        process = _CONTEXT.Process(target=_call, args=given, daemon=True)
         process.start()
         theirs.close()
         processes.append(process)
@@ -174,7 +159,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     return start_ranks(function, world_size, *args).wait()
 
 
-def _rank(env: RankEnv, run: Path, attempt: int, resume_from: Path | None) -> int:
+def one_rank(env: RankEnv, run: Path, attempt: int, resume_from: Path | None) -> int:
+    """A rank of training, as it is started by `start_training`."""
     from isles.train.worker import run_rank
 
     run_dir = RunDir(run)
@@ -186,7 +172,7 @@ def start_training(
     world_size: int,
     *overrides: str,
     resume: str = "auto",
-    rank: Callable[..., Any] = _rank,
+    rank: Callable[..., Any] = one_rank,
 ) -> tuple[RunDir, Attempt, Gang]:
     """Begin or resume a run as the launcher does, and start its ranks, as `rank` if it is given."""
     loaded = load_run_file(run_file, overrides)
@@ -211,19 +197,14 @@ def train_to_end(
 def train(run_file: Path, world_size: int, *overrides: str, resume: str = "auto") -> RunDir:
     """Train to the end, which every rank must reach."""
     run_dir, _, gang = start_training(run_file, world_size, *overrides, resume=resume)
-    codes = gang.wait()
-    assert not any(codes), f"{world_size} ranks, {overrides}: {gang.log.read_text()[-3000:]}"
+    assert not any(gang.wait()), f"{world_size} ranks, {overrides}: {gang.said()}"
     return run_dir
 
 
 def refusal(
-    run_file: Path,
-    world_size: int,
-    *overrides: str,
-    resume: str = "auto",
-    code: ExitCode = ExitCode.USER,
+    run_file: Path, world_size: int, *overrides: str, code: ExitCode = ExitCode.USER, **how: Any
 ) -> dict[str, Any]:
     """What rank 0 leaves of a start that every rank must refuse."""
-    _, attempt, gang = start_training(run_file, world_size, *overrides, resume=resume)
+    _, attempt, gang = start_training(run_file, world_size, *overrides, **how)
     assert set(gang.wait()) == {code}
     return read_record(attempt.rank_error(0)) or {}

@@ -9,7 +9,6 @@ a fixed seed, so that they hold on any machine.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -31,12 +30,10 @@ from isles.data.mix import build_datasets
 from isles.data.stream import segments
 from isles.data.tokens.tokenizer import load_tokenizer
 from isles.errors import UserError
-from tests.documents import blocks
+from tests.data import quiet, write_rows
+from tests.documents import PAGES, ROOT, blocks
 
-ROOT = Path(__file__).parents[1]
 HASHES = Path(__file__).with_name("golden") / "recorded.json"
-GPUS = (0, 1, 4)
-BATCH_ROWS = 4
 SEED = 7
 
 CHATML = (
@@ -44,12 +41,9 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-MIXTURE = {
-    "sources": [
-        {"path": "words.jsonl", "weight": 3},
-        {"path": "chats.jsonl", "type": "chat", "weight": 1},
-    ]
-}
+WORDS = {"path": "words.jsonl", "weight": 3}
+CHATS = {"path": "chats.jsonl", "type": "chat", "weight": 1}
+MIXTURE = {"sources": [WORDS, CHATS]}
 
 
 def _of(name: str, type: str = "text", **of_source: str) -> dict[str, Any]:
@@ -74,12 +68,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def run_files() -> Iterator[tuple[str, str]]:
     """Every whole run file of the examples, the templates and the documentation."""
-    for path in sorted(
-        [*(ROOT / "examples").rglob("*.yaml"), *(ROOT / "src/isles/config/templates").iterdir()]
-    ):
+    templates = sorted((ROOT / "src/isles/config/templates").iterdir())
+    for path in (*sorted((ROOT / "examples").rglob("*.yaml")), *templates):
         if path.parent.name != "fleets" or path.name == "run.yaml":  # the others are no run files
             yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
-    for page in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]):
+    for page in PAGES:
         whole = [b for b in blocks(page) if b.language == "yaml" and "\nmodel:" in f"\n{b.text}"]
         for number, block in enumerate(whole, start=1):
             yield f"{page.relative_to(ROOT)}, run file {number}", block.text
@@ -90,7 +83,7 @@ def resolved_texts() -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for name, text in run_files():
             Path("run.yaml").write_text(text, encoding="utf-8")
-            for gpus in GPUS:
+            for gpus in (0, 1, 4):
                 try:
                     found = dump_resolved(resolve(load_run_file(Path("run.yaml")), num_gpus=gpus))
                 except UserError as error:
@@ -100,16 +93,13 @@ def resolved_texts() -> Iterator[tuple[str, str]]:
 
 def byte_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """A token for each byte, and ChatML's two words; kept in a folder, as a stream needs it."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocab = {word: number for number, word in enumerate([*special, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    end, *turns = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    words = [end, *turns, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(special)
-    whole = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
-    )
+    tokenizer.add_special_tokens([end, *turns])
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
     whole.chat_template = CHATML
     whole.save_pretrained(folder)
     return load_tokenizer(str(folder))
@@ -127,24 +117,21 @@ def write_data(folder: Path) -> None:
         roles = ("user", "assistant") * rng.randint(1, 3)
         return [{"role": role, "content": said(6)} for role in roles]
 
-    def write(name: str, rows: list[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / name).write_text(text, encoding="utf-8")
-
-    write("words.jsonl", [{"text": said(80)} for _ in range(400)])
-    write("chats.jsonl", [{"messages": talk()} for _ in range(400)])
-    write("tasks.jsonl", [{"instruction": said(8), "output": said(12)} for _ in range(400)])
-    pairs = [{"prompt": said(4), "chosen": said(6), "rejected": said(6)} for _ in range(400)]
-    write("pairs.jsonl", pairs)
-    ids = [{"input_ids": rng.choices(range(3, 250), k=rng.randint(4, 90))} for _ in range(400)]
-    write("ids.jsonl", ids)
+    kinds = {
+        "words": lambda: {"text": said(80)},
+        "chats": lambda: {"messages": talk()},
+        "tasks": lambda: {"instruction": said(8), "output": said(12)},
+        "pairs": lambda: {"prompt": said(4), "chosen": said(6), "rejected": said(6)},
+        "ids": lambda: {"input_ids": rng.choices(range(3, 250), k=rng.randint(4, 90))},
+    }
+    for name, row in kinds.items():
+        write_rows(folder / f"{name}.jsonl", [row() for _ in range(400)])
 
 
-def batches(folder: Path, setting: str, count: int) -> Iterator[bytes]:
-    """The first batches of a setting: inputs, targets and positions."""
+def data_digest(folder: Path, setting: str) -> str:
+    """SHA-256 of the first ten thousand batches of a setting: inputs, targets and positions."""
     values = {"seq_length": 96, "validation_fraction": 0.0, **SETTINGS[setting]}
     sources = [s | {"path": str(folder / s["path"])} for s in values["sources"]]
-    pairs = sources[0].get("type") == "preference"
     segments.SEGMENT_TOKENS = 20_000
     training, validation = build_datasets(
         DataConfig.model_validate({**values, "sources": sources}),
@@ -152,51 +139,43 @@ def batches(folder: Path, setting: str, count: int) -> Iterator[bytes]:
         folder / "cache",
         seed=SEED,
         vocab_size=512,
-        progress=lambda _: None,
-        pairs=pairs,
+        progress=quiet,
+        pairs=sources[0].get("type") == "preference",
     )
-    for number in range(count):
-        ids = np.arange(number * BATCH_ROWS, (number + 1) * BATCH_ROWS)
+    digest = hashlib.sha256()
+    for first in range(0, 40_000, 4):
+        ids = np.arange(first, first + 4)
         parts = [np.asarray(part) for part in training.rows(ids) if part is not None]
         training.num_targets(ids)  # of a stream, what lies before is let go
-        yield b"".join(str((p.shape, p.dtype)).encode() + p.tobytes() for p in parts)
+        digest.update(b"".join(str((p.shape, p.dtype)).encode() + p.tobytes() for p in parts))
     if validation is not None:
         parts = [np.asarray(part) for part in validation.rows(np.arange(4)) if part is not None]
-        yield b"".join(part.tobytes() for part in parts)
+        digest.update(b"".join(part.tobytes() for part in parts))
     training.close()
-
-
-def data_digest(folder: Path, setting: str, count: int) -> str:
-    """SHA-256 of the first batches of a setting."""
-    digest = hashlib.sha256()
-    for batch in batches(folder, setting, count):
-        digest.update(batch)
     return digest.hexdigest()
 
 
-def main(arguments: list[str]) -> None:
-    """Write all that is recorded."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, help="where the texts are written")
-    parser.add_argument("--write", action="store_true", help=f"write {HASHES.name}")
-    options = parser.parse_args(arguments)
+def resolved_digests(texts: dict[str, str]) -> dict[str, str]:
+    """SHA-256 of each text."""
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+
+
+def main(target: str) -> None:
+    """Write all that is recorded, into a folder or, for --write, where it is compared."""
     texts = dict(resolved_texts())
-    found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     with tempfile.TemporaryDirectory() as name:
         write_data(Path(name))
-        data = {setting: data_digest(Path(name), setting, 10_000) for setting in SETTINGS}
-    text = json.dumps({"resolved": found, "data": data}, indent=1) + "\n"
-    if options.write:
+        data = {setting: data_digest(Path(name), setting) for setting in SETTINGS}
+    text = json.dumps({"resolved": resolved_digests(texts), "data": data}, indent=1) + "\n"
+    if target == "--write":
         HASHES.write_text(text, encoding="utf-8")
-    if options.folder is None:
-        sys.stdout.write(text)
         return
-    options.folder.mkdir(parents=True, exist_ok=True)
-    (options.folder / HASHES.name).write_text(text, encoding="utf-8")
+    folder = Path(target)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / HASHES.name).write_text(text, encoding="utf-8")
     for name, text in texts.items():
-        path = options.folder / f"{name.replace('/', '_')}.txt"
-        path.write_text(text, encoding="utf-8")
+        (folder / f"{name.replace('/', '_')}.txt").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1])

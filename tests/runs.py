@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from isles.monitor.stop import wait_for_end
 from isles.run.begin import new_attempt
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record, read_rows
+from isles.run.records import read_rows
 from isles.run.stop import kill_now
 from tests.deadline import DEADLINE_S
 
@@ -93,6 +92,16 @@ def outer_steps_of(run_dir: RunDir) -> dict[int, dict[str, Any]]:
     return {row["outer_step"]: row for row in rows_of(run_dir, "outer")}
 
 
+def files_with(text: str, folder: Path) -> list[Path]:
+    """Files of a folder that hold a text; those that go meanwhile are left out."""
+    found = []
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            if path.is_file() and text.encode() in path.read_bytes():
+                found.append(path)
+    return found
+
+
 def processes_of(folder: Path) -> list[psutil.Process]:
     """Processes of the runs in a folder: their command line or environment names it."""
     found = []
@@ -108,17 +117,22 @@ def assert_ended(folder: Path) -> None:
     assert psutil.wait_procs(processes_of(folder), DEADLINE_S)[1] == []
 
 
+def kill_all(folder: Path) -> None:
+    """As a power cut: the processes of the runs in a folder, and what they start meanwhile."""
+    while left := processes_of(folder):
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, DEADLINE_S)
+
+
 @contextmanager
 def nothing_left(folder: Path) -> Iterator[None]:
     """End the processes of the runs in a folder, also where a test fails before they have ended."""
     try:
         yield
     finally:
-        while left := processes_of(folder):  # what one of them has started meanwhile, too
-            for process in left:
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGKILL)
-            psutil.wait_procs(left, DEADLINE_S)
+        kill_all(folder)
 
 
 @contextmanager
@@ -138,16 +152,3 @@ def running_agent(run_dir: RunDir, world_size: int = 1) -> Iterator[Agent]:
         os.close(answers)
         for name in ("orders", "answers"):
             (run_dir.path / name).unlink()
-
-
-def end_here(run_dir: RunDir) -> None:
-    """Kill the processes of this host that the records of a run's last start name."""
-    attempt = run_dir.last_attempt()
-    if attempt is None:
-        return
-    records = [attempt.launch, *attempt.path.glob("node-*.json"), *attempt.path.glob("rank-*.json")]
-    for path in records:
-        process = ProcessId.from_record(read_record(path) or {})
-        if process is not None and process.is_here():
-            with suppress(psutil.NoSuchProcess):
-                kill_now(process)

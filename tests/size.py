@@ -8,31 +8,19 @@ imports is a part of that neighbour, unless it is a leaf worth reading by itself
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+
+import yaml
 
 from tests.test_architecture import FILES, SRC, file_graph
 
-ORIENTATION = {
-    ".": 390,
-    "facts": 450,
-    "config": 3_750,
-    "run": 1_630,
-    "launch": 3_730,
-    "plan": 3_000,
-    "check": 2_220,
-    "monitor": 2_120,
-    "agent": 2_480,
-    "dist": 560,
-    "models": 790,
-    "data": 3_730,
-    "strategies": 2_520,
-    "balance": 610,
-    "checkpoint": 1_060,
-    "outer": 4_910,
-    "track": 400,
-    "train": 2_650,
-}
+ORIENTATION: dict[str, int] = yaml.safe_load("""
+{.: 390, facts: 450, config: 3750, run: 1630, launch: 3730, plan: 3000, check: 2220, monitor: 2120,
+ agent: 2480, dist: 560, models: 790, data: 3730, strategies: 2520, balance: 610, checkpoint: 1060,
+ outer: 4910, track: 400, train: 2650}
+""")
 _LEAF_LINES = 120
 
 
@@ -43,46 +31,36 @@ def lines_of(path: Path) -> int:
 
 def single_importers() -> list[tuple[str, str]]:
     """Files that one other file of their folder imports, and nobody else; each with that one."""
-    importers: dict[str, list[str]] = {}
+    importers = defaultdict[str, list[str]](list)
     for name, others in file_graph().items():
         for other in others:
-            importers.setdefault(other, []).append(name)
-    return sorted(
-        (name, users[0])
-        for name, users in importers.items()
-        if len(users) == 1 and users[0].rpartition(".")[0] == name.rpartition(".")[0]
-    )
+            importers[other].append(name)
+    single = [(name, users[0]) for name, users in importers.items() if len(users) == 1]
+    return sorted((a, b) for a, b in single if b.rpartition(".")[0] == a.rpartition(".")[0])
 
 
-def main() -> None:
-    """Print it."""
-    lines: Counter[str] = Counter()
-    files: Counter[str] = Counter()
+def report() -> Iterator[str]:
+    """The lines that are printed."""
+    lines, files = Counter[str](), Counter[str]()
     for path in FILES:
         parts = path.relative_to(SRC).parts
         for room in (parts[0] if len(parts) > 1 else ".", "all"):
             lines[room] += lines_of(path)
             files[room] += 1
     wanted = {**ORIENTATION, "all": sum(ORIENTATION.values())}
-    _print_line("room         files   lines  orientation  times")
+    yield "room         files   lines  orientation  times"
     for room in (*sorted({*lines, *ORIENTATION} - {"all"}), "all"):
         times = f"{lines[room] / wanted[room]:.1f}" if room in wanted else "-"
-        _print_line(f"{room:12}{files[room]:6}{lines[room]:8}{wanted.get(room, 0):13}{times:>7}")
+        yield f"{room:12}{files[room]:6}{lines[room]:8}{wanted.get(room, 0):13}{times:>7}"
     paths = {".".join(path.relative_to(SRC.parent).with_suffix("").parts): path for path in FILES}
     single = [(name, user) for name, user in single_importers() if name in paths]
-    small = [(a, b) for a, b in single if lines_of(paths[a]) < _LEAF_LINES]
-    _print_line(
-        f"{len(single)} files have a single importer beside them; of these {len(small)} are below "
-        f"{_LEAF_LINES} lines:"
-    )
+    small = [(name, user) for name, user in single if lines_of(paths[name]) < _LEAF_LINES]
+    found = f"{len(single)} files have a single importer beside them; of these {len(small)} are"
+    yield f"{found} below {_LEAF_LINES} lines:"
     for name, user in small:
         file, only = name.removeprefix("isles."), user.rpartition(".")[2]
-        _print_line(f"  {file} ({lines_of(paths[name])}) <- {only}")
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+        yield f"  {file} ({lines_of(paths[name])}) <- {only}"
 
 
 if __name__ == "__main__":
-    main()
+    sys.stdout.writelines(f"{line}\n" for line in report())

@@ -24,14 +24,12 @@ def main(arguments: list[str]) -> None:
     """Stop and continue until standard input ends or all processes have."""
     period_s = float(arguments[0])
     turns: list[tuple[float, int, signal.Signals]] = []
-    begins, pids = 0.0, []
+    begins = 0.0
     for argument in arguments[1:]:
         pid, factor = argument.split(":")
-        pids.append(int(pid))
-        share = 1 / float(factor)
-        turns.append((begins % 1, int(pid), signal.SIGCONT))
-        turns.append(((begins + share) % 1, int(pid), signal.SIGSTOP))
-        begins += share
+        ends = begins + 1 / float(factor)
+        turns += [(begins % 1, int(pid), signal.SIGCONT), (ends % 1, int(pid), signal.SIGSTOP)]
+        begins = ends
     turns.sort()
     first = time.monotonic()
     try:
@@ -44,7 +42,7 @@ def main(arguments: list[str]) -> None:
     except ProcessLookupError:
         pass  # it has ended, and with it what it was slowed for
     finally:
-        for pid in pids:
+        for _, pid, _ in turns:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 

@@ -1,22 +1,20 @@
-"""A run in a job of Slurm, whose commands are small programs."""
+"""Job scripts of a run, and a run in a job of Slurm, whose commands are small programs."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
-from isles.config.sections.cluster import SlurmLauncherConfig
-from isles.launch.queue.script import JobText, rendered_script
+from isles.launch.queue.script import JobText, job_script, rendered_script
 from isles.launch.queue.status import refresh
 from isles.run.begin import write_launch
 from isles.run.paths import RunDir
 from tests.deadline import run_program
 from tests.programs import write_program
+from tests.run_files import load
 
 RUN = """\
 name: llama-1b
@@ -44,8 +42,24 @@ clusters:
 OWN = f"name: mine\ntraining: {{script: my.py}}\n{RUN[RUN.index('clusters:') :]}"
 """With a script of the user's own."""
 
-COMMAND = ["-m", "isles.train", "run.yaml"]
-_HERE = ("workdir=null", "environment={}", "nodes=1", "device=cpu")
+RUN_DIR = "/home/me/train/runs/llama-1b-1"
+_COMMAND = ["-m", "isles.train", "run.yaml"]
+_HERE = ("workdir=null", "nodes=1", "device=cpu")
+
+
+def script_text(folder: Path, *overrides: str, run_dir: str | None = RUN_DIR, **more: Any) -> str:
+    """The script of a job; without a run directory the one that needs no isles.
+
+    `more`: of the section of the launcher.
+    """
+    config = load(folder, RUN, *overrides).config
+    cluster = config.clusters[0]
+    device = "cpu" if cluster.device == "cpu" else "cuda"
+    launcher: Any = cluster.launcher.model_copy(update=more)
+    job = JobText(launcher, cluster.max_nodes, 4, device, "/home/me/train", run_dir)
+    if run_dir is None:
+        return rendered_script(config, job, _COMMAND, path="/home/me/train/job.sh")
+    return job_script(config, job.of(RunDir(Path(run_dir)).attempt(1)))
 
 
 class Job:
@@ -54,27 +68,18 @@ class Job:
     def __init__(self, folder: Path, text: str = RUN) -> None:
         self.bin = folder / "bin"
         self.calls = folder / "calls"
-        run_file = folder / "run.yaml"
-        run_file.write_text(text)
-        loaded = load_run_file(run_file, [f"clusters.0.{override}" for override in _HERE])
+        # The folder of the run file's Python comes first on the script's PATH.
+        python = f"environment={{python: {self.bin}/python}}"
+        here = (*_HERE, python, f"launcher.bin_path={self.bin}")
+        loaded = load(folder, text, *(f"clusters.0.{override}" for override in here))
         self.config = loaded.config
-        launcher = self.config.clusters[0].launcher
-        assert isinstance(launcher, SlurmLauncherConfig)
-        self.launcher = launcher.model_copy(update={"bin_path": str(self.bin)})
+        self.launcher: Any = self.config.clusters[0].launcher
         self.run_dir = RunDir(folder / "runs" / "llama-1b-1")
         self.attempt = self.run_dir.attempt(1)
         self.attempt.path.mkdir(parents=True)
         self.run_dir.resolved.write_text(dump_resolved(resolve(loaded, nproc=(4,), device="cpu")))
-        write_launch(
-            self.attempt,
-            None,
-            launcher="slurm",
-            job_id="7",
-            world_size=4,
-            device="cpu",
-            command=("sbatch",),
-            bin_path=str(self.bin),
-        )
+        job: Any = {"launcher": "slurm", "job_id": "7", "bin_path": str(self.bin)}
+        write_launch(self.attempt, None, world_size=4, device="cpu", command=("sbatch",), **job)
         for name in ("scontrol", "sbatch", "scancel", "sinfo", "srun", "torchrun", "sacct"):
             self.program(name, "exit 1")
 
@@ -90,10 +95,7 @@ class Job:
         """Run the script that needs no isles to its end under plain bash."""
         job = JobText(self.launcher, 1, 4, "cpu", str(self.bin.parent))
         self.program("srun", 'SLURM_NODEID=0 exec bash -c "${@: -1}"')
-        # The folder of this Python comes first in the script: torchrun must be found before it.
-        text = rendered_script(self.config, job, COMMAND).replace(
-            "set -uo pipefail", f'export PATH={self.bin}:"$PATH"\nset -uo pipefail'
-        )
-        search = f"{self.bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        environ = {**os.environ, "PATH": search, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a1"}
-        return run_program(["bash", "-c", text], env=environ | variables)
+        text = rendered_script(self.config, job, _COMMAND)
+        environ = os.environ | {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a1", **variables}
+        environ["PATH"] = f"{self.bin}:{os.environ['PATH']}"
+        return run_program(["bash", "-c", text], env=environ)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -30,15 +28,8 @@ class Terminal:
         width, height = map(str, size)
         options = ("-f", os.devnull, "new-session", "-d", "-x", width, "-y", height)
         # tmux gives its panes the environment of its server, which this call starts.
-        done = subprocess.run(
-            [*self._tmux, *options, command],
-            cwd=cwd,
-            env={**os.environ, "LC_ALL": "C.UTF-8", "COLORTERM": "", **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
+        env = {**os.environ, "LC_ALL": "C.UTF-8", "COLORTERM": "", **(env or {})}
+        done = run_program([*self._tmux, *options, command], cwd, env)
         assert done.returncode == 0, done.stderr
         self.server = psutil.Process(int(self.value("pid")))
         self.process = psutil.Process(int(self.value("pane_pid")))
@@ -64,18 +55,24 @@ class Terminal:
         """Press keys, by their tmux names."""
         self._ask("send-keys", *keys)
 
+    def after(self, keys: str, *texts: str, gone: str = "\0") -> str:
+        """Press keys, with blanks between; see `until`."""
+        self.type(*keys.split())
+        return self.until(*texts, gone=gone)
+
     def resize(self, width: int, height: int) -> None:
         self._ask("resize-window", "-x", str(width), "-y", str(height))
 
-    def until(self, *texts: str, gone: str = "") -> str:
+    def until(self, *texts: str, gone: str = "\0") -> str:
         """Wait until all texts stand on it, and `gone` does not; the screen."""
-        return self.until_it(
-            lambda screen: all(text in screen for text in texts) and not (gone and gone in screen),
-            f"{texts} without {gone!r}",
-        )
+
+        def shows(screen: str) -> bool:
+            return all(text in screen for text in texts) and gone not in screen
+
+        return self.until_it(shows, f"{texts} without {gone!r}")
 
     def until_it(self, condition: Callable[[str], object], what: str = "") -> str:
-        """Wait until a condition holds of the screen."""
+        """Wait until a condition holds of the screen; the screen."""
         last = ""
 
         def look() -> bool:
@@ -98,10 +95,5 @@ class Terminal:
     def __enter__(self) -> Terminal:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

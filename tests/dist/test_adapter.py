@@ -10,20 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from isles.checkpoint.export import read_trained
 from isles.config.layout import Strategy
 from isles.config.resolve import load_resolved
 from isles.config.sections.model import AdapterConfig
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
+from isles.data.tokens.tokenizer import train_tokenizer
 from isles.dist.batch import Batch
 from isles.dist.world import join_world
 from isles.errors import ExitCode
@@ -32,12 +31,13 @@ from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from isles.train.finish import export_step
 from isles.train.model import whole_model
-from tests.deadline import DEADLINE_S
+from tests.deadline import run_program
 from tests.dist.test_resume import same_bits, whole_and_resumed
 from tests.dist.test_same_mathematics import (
     TOLERANCE,
     check_that_it_learns,
     figures_of,
+    give_weights,
     largest_difference,
     weights_of,
 )
@@ -47,24 +47,14 @@ from tests.engines import engine_of, fake_run
 from tests.ranks import refusal, run_ranks, train
 
 LORA = ("adapter.type=lora", "adapter.r=4", "adapter.alpha=8", "training.learning_rate=0.01")
+LORA += ("model.init=pretrained", "tokenizer={}")
 
 
 @pytest.fixture
 def base(run_file: Path, tiny_model: Path) -> Path:
-    """The tiny model with weights and a tokenizer of bytes; `run_file` then fine-tunes it."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model))
-    model.save_pretrained(tiny_model)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
-    tokenizer.save_pretrained(tiny_model)
-    content = yaml.safe_load(run_file.read_text())
-    content["model"]["init"] = "pretrained"
-    del content["tokenizer"]
-    run_file.write_text(yaml.safe_dump(content))
+    """The tiny model with weights and a tokenizer of bytes."""
+    give_weights(run_file)
+    train_tokenizer(["some words"], 260).save_pretrained(tiny_model)
     return tiny_model
 
 
@@ -72,16 +62,14 @@ def base(run_file: Path, tiny_model: Path) -> Path:
 @pytest.mark.parametrize(
     "names", [("fsdp",), ("ddp", "cp", "tp", "copies"), ("zero1", "zero2", "zero3")], ids=" ".join
 )
-def test_every_strategy_trains_the_adapter_of_one_process(
-    run_file: Path, base: Path, names: tuple[str, ...]
-) -> None:
+def test_every_strategy_trains_the_adapter_of_one_process(run_file, base, names):
     """After 20 steps, with unequal rows and recomputed activations where that is possible."""
     reference = train(run_file, 1, *LORA)
     assert all(".lora_" in name for name in weights_of(reference))
     losses = figures_of(reference)
     assert losses[-1] < losses[0] - 0.1
     for name in names:
-        options: tuple[str, ...] = LORA
+        options = LORA
         if name in ("ddp", "fsdp", "zero3"):
             options += ('balance={"0": 3, "1": 1}', "training.gradient_checkpointing=full")
         check(run_file, reference, 2, STRATEGIES[name], *options)
@@ -95,9 +83,7 @@ def test_any_strategy_goes_on_from_any_other(run_file: Path, base: Path) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_the_same_ranks_resume_bit_for_bit_and_on_the_same_base(
-    run_file: Path, base: Path, name: str
-) -> None:
+def test_the_same_ranks_resume_bit_for_bit_and_on_the_same_base(run_file, base, name):
     """With dropout, whose random numbers go on too; other weights of the same shape are refused."""
     options = (*LORA, *CONSTANT, "adapter.dropout=0.2", f"strategy={STRATEGIES[name]}")
     once, resumed = whole_and_resumed(run_file, *options)
@@ -152,10 +138,7 @@ EXPORTS = {
     "whole": ("ddp", ("adapter.modules_to_save=[lm_head,norm]",)),
     "dora": ("zero3", ("adapter.use_dora=true", "adapter.target_modules=[q_proj,lm_head]")),
     "rslora": ("fsdp", ("adapter.use_rslora=true", "adapter.target_modules=[embed_tokens,v_proj]")),
-    "sharded": (
-        "fsdp",
-        ("adapter.use_dora=true", "adapter.modules_to_save=[embed_tokens,lm_head]"),
-    ),
+    "cut": ("fsdp", ("adapter.use_dora=true", "adapter.modules_to_save=[embed_tokens,lm_head]")),
 }
 
 
@@ -201,7 +184,7 @@ def assert_same_answers(one: Any, other: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero3"])
-def test_a_frozen_model_in_bf16_learns_and_is_merged(run_file: Path, base: Path, name: str) -> None:
+def test_a_frozen_model_in_bf16_learns_and_is_merged(run_file, base, name):
     """Weights that are trained stay in fp32 beside it."""
     options = (*LORA, "training.precision=bf16-mixed", "adapter.modules_to_save=[lm_head]")
     export = ("checkpoint.export_on_finish=true", "checkpoint.merge_adapter=true")
@@ -214,8 +197,7 @@ def test_a_frozen_model_in_bf16_learns_and_is_merged(run_file: Path, base: Path,
 
 def verb(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A worker command, as `isles` starts it."""
-    command = [sys.executable, "-m", "isles.train.verbs", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    return run_program([sys.executable, "-m", "isles.train.verbs", *arguments])
 
 
 @pytest.mark.long

@@ -17,19 +17,15 @@ from isles.dist.batch import Batch
 from isles.dist.world import World, join_world, leave_world
 from isles.errors import ExitCode
 from isles.run.env import RankEnv
-from tests.dist.test_failures import check_that_the_last_good_weights_stay
 from tests.dist.test_same_mathematics import figures_of, weights_of
 from tests.dist.test_strategies import check
 from tests.engines import engine_of, fake_run
 from tests.ranks import refusal, run_ranks, start_training, train
 
+CPU = {"device": "cpu"}
 FILES = {
     "offload": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
-    "infinity": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu"},
-        "offload_param": {"device": "cpu"},
-    },
+    "infinity": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
     "small": {"stage": 3, "stage3_param_persistence_threshold": 0, "overlap_comm": False},
 }
 
@@ -46,16 +42,6 @@ def test_a_file_of_deepspeeds_changes_no_weight(run_file: Path) -> None:
 
 def stage(number: int) -> str:
     return f"strategy={{kind: deepspeed, zero_stage: {number}}}"
-
-
-@pytest.mark.brief("2-bf16-mixed")
-@pytest.mark.parametrize(
-    ("number", "precision"), [(1, "32-true"), (1, "bf16-mixed"), (2, "bf16-mixed"), (3, "32-true")]
-)
-def test_weights_of_the_last_good_step_stay(run_file: Path, number: int, precision: str) -> None:
-    options = (stage(number), f"training.precision={precision}")
-    state = check_that_the_last_good_weights_stay(run_file, 2, *options)
-    assert all(bool(torch.isfinite(value).all()) for value in state.values())
 
 
 def take_step(engine: Any, number: int, world: World) -> tuple[float, float]:
@@ -97,9 +83,7 @@ def test_no_step_after_a_bad_one_moves_the_weights(tiny_model: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_bf16_learns_and_leaves_nothing_but_the_run(
-    run_file: Path, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bf16_learns_and_leaves_nothing_but_the_run(run_file, number, tmp_path, monkeypatch):
     empty = tmp_path / "here"
     empty.mkdir()
     monkeypatch.chdir(empty)

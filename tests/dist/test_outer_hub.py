@@ -1,53 +1,130 @@
-"""The hub and its clients over TLS: who knows no token, cuts, newcomers, the end."""
+"""The hub and its clients over TLS: strangers, broken clusters, full disks, its death."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
+import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from isles.errors import CommunicationError
 from isles.monitor.live.readers import reader_of
+from isles.outer import messages
 from isles.outer.client.api import HubApi
+from isles.outer.client.client import HubClient
 from isles.outer.client.http import HubRefusal
+from isles.outer.hub import __main__ as hub
 from isles.outer.hub.core import Core, events
-from isles.outer.messages import CHUNK_BYTES, RoundAnswer, read_body
-from isles.run.join_line import ask_hub, encode
+from isles.outer.hub.journal import JOURNAL
+from isles.outer.hub.rules import Settings
+from isles.outer.hub.server import Server
+from isles.outer.messages import CHUNK_BYTES, Heartbeat, RoundAnswer, read_body
+from isles.run.join_line import JoinLine, ask_hub, encode
 from isles.run.process import ProcessId
 from isles.run.records import write_secret
-from tests.deadline import DEADLINE_S
-from tests.outer_member import (
-    OUTER_PARAMS,
-    average_of,
-    beat,
-    cluster_of,
-    contribute,
-    in_loop,
-    join,
-    next_outer_params,
-    numbers,
-    serving,
-    until_it,
-)
-from tests.outer_world import member_id
+from tests.deadline import DEADLINE_S, run_program
+from tests.disks import small_disk
+from tests.outer_deaths import TURNS, open_world
+from tests.outer_world import ZERO, joining, member_id, overlaps
 from tests.run_records import recorded_run
+
+FRAGMENTS = 2
+
+
+@asynccontextmanager
+async def serving(folder: Path, **rules: object) -> AsyncIterator[tuple[Server, JoinLine]]:
+    """A hub in the event loop of the test, over TLS all the same."""
+    server = Server(folder, Settings.model_validate(rules))
+    line = await server.start("127.0.0.1", 0, "test")
+    try:
+        yield server, line
+    finally:
+        await server.stop()
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(test(**fixtures))
+
+    return run
+
+
+async def until_it(condition: Callable[[], object]) -> None:
+    """Let the others of this loop go on until a condition holds."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def cluster_of(folder: Path, line: JoinLine, **more: Any) -> AsyncIterator[HubClient]:
+    """The client of a cluster a that does not train, with a thread of its own."""
+    write_secret(folder / "join", line.secret_text())
+    own = {"join_file": folder / "join", "spool": folder / "spool", "note": str, **more}
+    client = HubClient(join("a", 4), **own)
+    try:
+        yield client
+    finally:
+        await asyncio.to_thread(client.close)
+
+
+def numbers(outer_step: int, elements: int) -> np.ndarray:
+    """What a cluster contributes to a turn."""
+    return np.random.default_rng(outer_step).standard_normal(elements, dtype=np.float32)
+
+
+def join(name: str, elements: int, **more: Any) -> messages.Join:
+    """How a cluster joins whose fragments have so many numbers each."""
+    size = 1 << 17
+    pieces = [min(size, elements - start) for start in range(0, elements, size)]
+    return joining(name, FRAGMENTS, pieces=[pieces] * FRAGMENTS, **more)
+
+
+async def beat(client: HubApi, version: int = 0) -> Any:
+    return await client.heartbeat(Heartbeat(id=client.id, step=1, version=version), DEADLINE_S)
+
+
+async def contribute(client: HubApi, folder: Path, outer_step: int, data: bytes) -> None:
+    """Send a contribution of 10 tokens."""
+    file = folder / f"{client.id}-{outer_step}"
+    file.write_bytes(data)
+    await client.contribute(outer_step, file, tokens=10, steps=1, samples=[], deadline_s=DEADLINE_S)
+
+
+async def average_of(client: HubApi, folder: Path, outer_step: int) -> bytes:
+    """Wait for a turn's average, and fetch it."""
+    answer = await client.wait_round(outer_step, DEADLINE_S)
+    target = folder / f"average-{outer_step}-{client.id}"
+    await client.fetch_average(answer, target, DEADLINE_S)
+    return target.read_bytes()
 
 
 @in_loop
-async def test_strangers_and_nonsense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tmp_path
-    elements = CHUNK_BYTES // 4 + 10
-    async with serving(folder / "state") as (_, line):
+async def test_strangers_and_nonsense(tmp_path, caplog):
+    """Refused in words; and no secret stands anywhere."""
+    caplog.set_level(logging.DEBUG)
+    folder, state, elements = tmp_path, tmp_path / "state", CHUNK_BYTES // 4 + 10
+    async with serving(state) as (_, line):
         for other, error, says, deadline_s in (
             (replace(line, token=encode(bytes(32))), HubRefusal, "token is not", DEADLINE_S),
             (replace(line, fingerprint=bytes(32)), CommunicationError, "certificate", DEADLINE_S),
@@ -59,6 +136,16 @@ async def test_strangers_and_nonsense(tmp_path: Path, caplog: pytest.LogCaptureF
         for garbage in (b"\0" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff"):
             with socket.create_connection((line.host, line.port)) as unknown:
                 unknown.sendall(garbage)
+        # Without the token nothing costs anything.
+        head = b"PUT /v1/rounds/0/parts/x/0 HTTP/1.1\r\nHost: x\r\n"
+        large = head + b"Content-Length: 999999999999\r\n\r\n" + bytes(1 << 20)
+        bearer = b"Authorization: Bearer " + b"\xff" * 43 + b"\r\nContent-Length: 0\r\n\r\n"
+        for request in (large, head + bearer):
+            assert b"401" in (await _ask(line, request)).splitlines()[0]
+        both = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nabc"
+        for request in (head + b"X: " + b"y" * 100_000 + b"\r\n\r\n", head + both):
+            answer = await _ask(line, request)
+            assert not answer or b" 400 " in answer.splitlines()[0], answer[:200]
 
         headers = {"Authorization": f"Bearer {line.token}"}
         pin = aiohttp.Fingerprint(line.fingerprint)
@@ -76,7 +163,6 @@ async def test_strangers_and_nonsense(tmp_path: Path, caplog: pytest.LogCaptureF
                 (f"{place}/0", chunk, "0" * 64, 422, "hash"),
                 (f"{place}/0", b"short", zeros, 422, "malformed"),
                 (f"{place}/2", chunk, zeros, 422, "malformed"),
-                (f"{place}/-1", chunk, zeros, 404, "http"),
                 (place.replace("/0/", "/99/") + "/0", chunk, zeros, 409, "early"),
                 (f"/v1/rounds/0/parts/{member_id('z')}/0", chunk, zeros, 404, "unknown"),
                 ("/v1/rounds/0/parts/..%2f..%2ftoken/0", chunk, zeros, 404, "http"),
@@ -86,25 +172,19 @@ async def test_strangers_and_nonsense(tmp_path: Path, caplog: pytest.LogCaptureF
                 async with http.put(path, data=data, headers=named) as answer:
                     found = (answer.status, (await answer.json()).get("kind"))
                     assert found == (status, kind), path
-            for body, status in (
-                (b"\xff\xfe", 422),
-                (b"[]", 422),
-                (b'{"id": 1}', 422),
-                (b"{" * 100_000, 422),
-                (bytes(17 << 20), 413),
-            ):
+            for body, status in ((b"\xff\xfe", 422), (b'{"id": 1}', 422), (bytes(17 << 20), 413)):
                 async with http.post("/v1/heartbeat", data=body, headers=headers) as answer:
                     assert answer.status == status
 
             # Refused in words, by name; the others go on.
-            bad = numbers("a", 0, elements)
+            bad = numbers(0, elements)
             bad[elements // 2] = np.nan
             with pytest.raises(HubRefusal, match="contribution of a to round 0 is refused"):
                 await contribute(client, folder, 0, bad.tobytes())
             answered = await beat(client)
             assert answered.command == "reset" and "round 0" in answered.command_reason
             assert (await client.wait_round(0, DEADLINE_S)).size_bytes == 0
-            good = numbers("a", 1, elements).tobytes()
+            good = numbers(1, elements).tobytes()
             await contribute(client, folder, 1, good)
             assert await average_of(client, folder, 1) == good
             with pytest.raises(HubRefusal, match="decided without") as refusal:
@@ -115,37 +195,41 @@ async def test_strangers_and_nonsense(tmp_path: Path, caplog: pytest.LogCaptureF
             with pytest.raises(HubRefusal, match="bytes; the hub expects"):
                 await contribute(client, folder, 2, b"1234")
 
+            for path in ("/v1/status", "/v1/rounds/0"):
+                async with http.get(path, headers=headers) as answer:
+                    text = await answer.text()
+                    assert answer.status == 200
+                    assert member_id("a") not in text and line.token not in text
+            async with http.get("/v1/run-file", headers=headers) as answer:
+                assert answer.status == 404
+                assert "without a run file" in (await answer.json())["what"]
+            (state / "run.yaml").write_text("name: tiny\n")
+            async with http.get("/v1/run-file", headers=headers) as answer:
+                assert await answer.json() == {"run": "test", "text": "name: tiny\n"}
+            async with HubApi(line, member_id("z")) as unknown:
+                with pytest.raises(HubRefusal) as refusal:
+                    await beat(unknown)
+                assert member_id("z") not in str(refusal.value)
+
             size = len(good)
-            for part, status in {
-                f"{size - 4}-{size + 9}": 206,  # as much as there is
-                "0-": 206,
-                "-4": 206,
-                f"{size}-{size + 9}": 416,
-                f"{2**63}-{2**63 + 1}": 416,
-                "9-2": 416,
-            }.items():
+            known = (f"{size - 4}-{size + 9}", "0-", "-4")  # of the first as much as there is
+            for part in (*known, f"{size}-{size + 9}", f"{2**63}-{2**63 + 1}", "9-2"):
+                status = 206 if part in known else 416
                 asked = {**headers, "Range": f"bytes={part}"}
                 async with http.get("/v1/rounds/1/average", headers=asked) as answer:
                     assert answer.status == status, part
                     if status == 206:
                         assert good.endswith(await answer.read())
-
-            async def trickle() -> AsyncIterator[bytes]:
-                for start in range(0, CHUNK_BYTES, 1 << 15):
-                    await asyncio.sleep(0.02)
-                    yield chunk[start : start + (1 << 15)]
-
-            place = f"/v1/rounds/2/parts/{member_id('a')}"
-            named = {**headers, "X-Sha256": zeros, "Content-Length": str(CHUNK_BYTES)}
-            for _ in range(2):  # over one connection
-                async with http.put(f"{place}/0", data=trickle(), headers=named) as answer:
-                    assert answer.status == 200
-        assert not list((folder / "state").glob("**/*token*/*"))
-    assert "Traceback" not in caplog.text
+        assert not list(state.glob("**/*token*/*"))
+    for words in ("Traceback", line.token, member_id("a")):
+        assert words not in caplog.text
+    for path in state.rglob("*"):
+        if path.is_file() and path.name not in ("token", "join"):
+            assert line.token.encode() not in path.read_bytes(), path
 
 
 @in_loop
-async def test_a_newcomer_pulls_the_state_over_a_cut(tmp_path: Path) -> None:
+async def test_a_newcomer_pulls_the_state_over_a_cut(tmp_path):
     """a gives it; both ways are cut in the middle."""
     folder, elements = tmp_path, 1000
     async with (
@@ -154,15 +238,15 @@ async def test_a_newcomer_pulls_the_state_over_a_cut(tmp_path: Path) -> None:
         HubApi(line, member_id("c")) as c,
     ):
         assert (await a.join(join("a", elements), DEADLINE_S)).standing == "first"
-        outer_params = list(OUTER_PARAMS)
+        outer_params = [ZERO] * FRAGMENTS
 
         async def apply(client: HubApi, outer_step: int, held: list[str]) -> None:
             place, average = outer_step % 2, await average_of(client, folder, outer_step)
-            held[place] = next_outer_params(held[place], average)
+            held[place] = hashlib.sha256(held[place].encode() + average).hexdigest()
             await client.applied(outer_step, held[place], DEADLINE_S)
 
         async def one_turn(outer_step: int) -> None:
-            await contribute(a, folder, outer_step, numbers("a", outer_step, elements).tobytes())
+            await contribute(a, folder, outer_step, numbers(outer_step, elements).tobytes())
             await apply(a, outer_step, outer_params)
 
         for outer_step in range(6):
@@ -194,10 +278,11 @@ async def test_a_newcomer_pulls_the_state_over_a_cut(tmp_path: Path) -> None:
         assert len(body) <= c.channel.down.total <= len(body) + CHUNK_BYTES
         assert (pulled.version, pulled.outer_params, pulled.source) == (6, at_six, "a")
         assert (folder / "pulled" / state.name).read_bytes() == body
-        assert (await c.join(join("c", elements, 6, at_six), DEADLINE_S)).standing == "late"
+        again = functools.partial(join, "c", elements, outer_params=at_six)
+        assert (await c.join(again(version=6), DEADLINE_S)).standing == "late"
         await apply(c, 6, at_six)
         assert at_six == outer_params
-        assert (await c.join(join("c", elements, 7, at_six), DEADLINE_S)).standing == "current"
+        assert (await c.join(again(version=7), DEADLINE_S)).standing == "current"
         with pytest.raises(CommunicationError, match="outer step 7 is future after 0 s"):
             await c.wait_round(7, 0.2)
 
@@ -213,43 +298,28 @@ async def _cut(task: asyncio.Task, condition: Callable[[], bool]) -> None:
 
 
 @in_loop
-async def test_an_average_that_died_with_its_hub_is_no_reason_to_leave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_average_that_died_with_its_hub_is_no_reason_to_leave(tmp_path, monkeypatch):
     """The hub before this one had committed the outer step, which this one still collects."""
     wait = HubApi.wait_round
-    found = [
-        RoundAnswer(
-            outer_step=0,
-            state="committed",
-            contributed=[],
-            waits_for=[],
-            weights={"a": 10},
-            digest="0" * 64,
-            size_bytes=16,
-            is_kept=True,
-        )
-    ]
+    average = {"weights": {"a": 10}, "digest": "0" * 64, "size_bytes": 16, "is_kept": True}
+    members: dict[str, list[str]] = {"contributed": [], "waits_for": []}
+    found = [RoundAnswer(outer_step=0, state="committed", **members, **average)]
 
     async def wait_round(self: HubApi, outer_step: int, deadline_s: float) -> RoundAnswer:
         return found.pop() if found else await wait(self, outer_step, deadline_s)
 
     monkeypatch.setattr(HubApi, "wait_round", wait_round)
-    async with serving(tmp_path / "state") as (server, line):
-
-        def times_joined() -> int:
-            return sum(event["kind"] == "joined" for event in events(server.work.core))
-
-        async with cluster_of(tmp_path, line) as client:
-            await until_it(lambda: times_joined() > 1 or client.state.refusal)
-            assert client.state.refusal is None
+    async with serving(tmp_path / "state") as (server, line), cluster_of(tmp_path, line) as client:
+        await until_it(lambda: times_joined(server) > 1 or client.state.refusal)
+        assert client.state.refusal is None
 
 
-OWN = {"phase": "training", "step": 3, "outer": {"outer_step": 0, "is_connected": True}}
+def times_joined(server: Server) -> int:
+    return sum(event["kind"] == "joined" for event in events(server.work.core))
 
 
 @in_loop
-async def test_clusters_show_themselves_through_the_hub(tmp_path: Path) -> None:
+async def test_clusters_show_themselves_through_the_hub(tmp_path):
     async with (
         serving(tmp_path / "state") as (_, line),
         cluster_of(tmp_path, line, shows=lambda: "YQ=="),
@@ -262,7 +332,8 @@ async def test_clusters_show_themselves_through_the_hub(tmp_path: Path) -> None:
         assert found["a"]["record"] == "YQ=="
         # A run that has joined from elsewhere is shown with all that the hub shows.
         launch = {**ProcessId.of(os.getpid()).record(), "launcher": "local"}
-        run_dir, _ = recorded_run(tmp_path / "own-1", launch, status=OWN)
+        own = {"phase": "training", "step": 3, "outer": {"outer_step": 0, "is_connected": True}}
+        run_dir, _ = recorded_run(tmp_path / "own-1", launch, status=own)
         write_secret(run_dir.join_line, line.secret_text())
         for is_own, names in ((False, ["own-1", "a"]), (True, ["own-1"])):
             reader = reader_of(run_dir, 2.0, is_own=is_own)
@@ -271,9 +342,7 @@ async def test_clusters_show_themselves_through_the_hub(tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_a_hub_that_shows_nobody_is_no_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_hub_that_shows_nobody_is_no_loss(tmp_path, monkeypatch, caplog):
     """As one of an earlier version, which has no such address."""
 
     def show(*_: object) -> None:
@@ -288,11 +357,11 @@ async def test_a_hub_that_shows_nobody_is_no_loss(
             heartbeats.clear()
             await until_it(lambda: heartbeats)
             assert client.state.is_connected and client.state.lost_at is None
-            assert sum(e["kind"] == "joined" for e in events(server.work.core)) == 1
+            assert times_joined(server) == 1
 
 
 @in_loop
-async def test_it_ends_by_itself_also_where_a_cluster_never_comes_back(tmp_path: Path) -> None:
+async def test_it_ends_by_itself_also_where_a_cluster_never_comes_back(tmp_path):
     async with (
         serving(tmp_path / "state") as (server, line),
         HubApi(line, member_id("a")) as a,
@@ -309,7 +378,7 @@ async def test_it_ends_by_itself_also_where_a_cluster_never_comes_back(tmp_path:
 
 
 @in_loop
-async def test_the_beginning_of_a_body_is_heard_though_no_more_comes(tmp_path: Path) -> None:
+async def test_the_beginning_of_a_body_is_heard_though_no_more_comes():
     """Else a line of a few KB/s would count as silent."""
     bodies: list[web.Request] = []
     whole = os.urandom(1 << 18)
@@ -321,19 +390,110 @@ async def test_the_beginning_of_a_body_is_heard_though_no_more_comes(tmp_path: P
 
     app = web.Application()
     app.add_routes([web.put("/", take)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        await web.SockSite(runner, listening).start()
-        reader, writer = await asyncio.open_connection(*listening.getsockname())
+    async with TestServer(app) as server:
+        reader, writer = await asyncio.open_connection(server.host, server.port)
         head = f"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: {len(whole)}\r\n\r\n".encode()
         for _ in range(2):
             writer.write(head + whole[:1])
-            for there in (1, 9000):
+            for there, more in ((1, 9000), (9000, len(whole))):
                 await until_it(lambda n=there: bodies and bodies[0].content.total_bytes == n)
-                writer.write(whole[there : 9000 if there == 1 else None])
+                writer.write(whole[there:more])
             assert b" 200 " in await reader.readline()
             await reader.readuntil(b"\r\n\r\n")
             bodies.clear()
         writer.close()
-        await runner.cleanup()
+
+
+async def _ask(line: JoinLine, request: bytes) -> bytes:
+    """What the hub answers to raw bytes; nothing where it hangs up."""
+    context = ssl._create_unverified_context()
+    reader, writer = await asyncio.open_connection(line.host, line.port, ssl=context)
+    try:
+        writer.write(request)
+        return await asyncio.wait_for(reader.read(4096), DEADLINE_S)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def test_silent_connections_keep_nobody_out(tmp_path):
+    """More of them than files that a process may have open, where it leaves its limit as it is."""
+    hub_words = [sys.executable, "-m", "isles.outer.hub", str(tmp_path / "state"), "--run", "t"]
+    words = ["bash", "-c", 'ulimit -Sn 128 && exec "$@"', "-", *hub_words]
+    with ExitStack() as stack:
+        process = stack.enter_context(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
+        stack.callback(process.kill)
+        assert process.stdout is not None and "is open" in process.stdout.readline()
+        line = JoinLine.parse((tmp_path / "state" / "join").read_text())
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((line.host, line.port), DEADLINE_S))
+        request = b"GET /v1/status HTTP/1.1\r\nHost: x\r\n\r\n"
+        assert b"401" in asyncio.run(_ask(line, request)).splitlines()[0]
+
+
+@in_loop
+async def test_a_full_disk_is_named_and_gone_on_from(tmp_path, caplog):
+    disk, filler, elements = tmp_path / "state", tmp_path / "state" / "filler", 1 << 19
+    data = numbers(0, elements).tobytes()  # 2 MiB
+    with small_disk(disk, "12m"):
+        async with (
+            serving(disk, dead_after_s=600.0) as (_, line),
+            HubApi(line, member_id("a")) as a,
+        ):
+            await a.join(join("a", elements), DEADLINE_S)
+            await contribute(a, tmp_path, 0, data)
+            await a.wait_round(0, DEADLINE_S)
+            for outer_step, room in ((1, 0), (2, 5 << 19)):  # not even a lease; a part, no average
+                found = os.statvfs(disk)
+                filler.write_bytes(bytes(found.f_bavail * found.f_bsize - room))
+                sending = asyncio.create_task(contribute(a, tmp_path, outer_step, data))
+                leasing = asyncio.create_task(a.lease(8, DEADLINE_S))
+                waiting = asyncio.create_task(a.wait_round(outer_step, 3.0))
+                await asyncio.wait({waiting})
+                assert waiting.exception() is not None, "decided on a full disk"
+                filler.unlink()
+                await sending
+                assert len(await leasing) == 1
+                assert await average_of(a, tmp_path, outer_step) == data
+                await a.applied(outer_step, "1" * 64, DEADLINE_S)
+    assert "disk" in caplog.text and "Traceback" not in caplog.text
+    assert caplog.text.count("tried again") < 50, "it does not wait between its tries"
+
+
+def test_a_hub_that_dies_at_any_instant_goes_on(tmp_path):
+    done = run_program([sys.executable, "-m", "tests.outer_deaths", str(tmp_path / "state")])
+    assert done.returncode == 0, done.stderr
+    deaths, longest = map(int, done.stdout.split())
+    assert deaths > 40 and longest == 20, (deaths, longest)
+    world = open_world(tmp_path / "state")
+    assert overlaps(world.core.journal) == []
+    assert world.core.samples.counts() == {"averaged": TURNS * 2 * 3}
+    for outer_step in range(TURNS):
+        answer = world.answer(outer_step)
+        assert answer.weights == {"a": 1, "b": 2}
+        data = world.core.rounds.average_path(outer_step).read_bytes()
+        one, two = (np.float32(outer_step + n) * np.float32(n / 3) for n in (1, 2))
+        assert set(np.frombuffer(data, np.float32).tolist()) == {float(one + two)}
+        path = tmp_path / "average"
+        path.write_bytes(data)
+        assert messages.digest_of(messages.hash_chunks(path)) == answer.digest
+
+
+def test_what_it_is_told_wrongly_is_named(tmp_path, capsys):
+    state, rules = tmp_path / "state", tmp_path / "rules.json"
+    rules.write_text('{"wait": "never"}')
+    before = os.umask(0o022)
+    try:
+        for arguments, says in [
+            (("--listen", "nowhere"), "no address"),
+            (("--listen", "203.0.113.1:1"), "cannot listen at 203.0.113.1:1"),
+            (("--settings", str(rules)), "wait"),
+        ]:
+            assert hub.main([str(state), "--run", "tiny", *arguments]) in (1, 5)
+            said = capsys.readouterr().err
+            assert says in said and "fix:" in said
+    finally:
+        os.umask(before)
+    for name in ("token", JOURNAL):
+        assert (state / name).stat().st_mode & 0o777 == 0o600

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from isles.config.sections.outer import DiLoCoConfig
 from isles.dist.world import join_world, leave_world
@@ -32,10 +30,11 @@ from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows, write_record
 from isles.train.progress import Progress
 from isles.train.record import Recorder
-from tests.dist.test_same_mathematics import weights_of
-from tests.outer_trainer import Numbers, serve, until
+from tests.dist.test_outer import difference
+from tests.dist.test_same_mathematics import FAKE, give_weights, weights_of
+from tests.outer_trainer import Numbers, serve
 from tests.outer_world import overlaps
-from tests.ranks import Gang, _rank, start_ranks, start_training
+from tests.ranks import Gang, one_rank, run_ranks, start_ranks, start_training, until
 
 LAST_TURN = 5
 FSDP = ("strategy={kind: fsdp}", "training.global_batch_size=6")
@@ -47,7 +46,7 @@ def rank_of_a_cluster(env: RankEnv, run: Path, attempt: int, resume_from: Path |
         line = run / "join"
         line.touch(mode=0o600)
         line.write_text((run.parents[1] / "state" / "join").read_text())
-    return _rank(env, run, attempt, resume_from)
+    return one_rank(env, run, attempt, resume_from)
 
 
 class Site:
@@ -55,45 +54,34 @@ class Site:
 
     def __init__(self, run_file: Path) -> None:
         self.run_file, self.folder = run_file, run_file.parent
+        self.state = self.folder / "state"
         self.gangs: list[Gang] = []
 
     @contextmanager
-    def hub(self, **rules: Any) -> Iterator[Path]:
-        """A hub over loopback; its state directory."""
-        state, settings = self.folder / "state", self.folder / "rules.json"
+    def hub(self, **rules: Any) -> Iterator[None]:
+        """A hub over loopback, which must not lease a sample twice."""
+        settings = self.folder / "rules.json"
         write_record(settings, rules)
-        gang = start_ranks(serve, 1, state, settings)
-        try:
-            until((state / "join").exists, "the hub", gang)
-            yield state
-        finally:
-            gang.kill()
+        gang = start_ranks(serve, 1, self.state, settings)
+        self.gangs.append(gang)
+        until((self.state / "join").exists, "the hub", gang)
+        yield
+        assert overlaps(Journal(self.state / "hub.sqlite")) == []
+        gang.kill()
 
     def start(
-        self,
-        name: str,
-        ranks: int,
-        outer: str,
-        *more: str,
-        resume: str = "auto",
-        rank: Callable[..., int] = rank_of_a_cluster,
+        self, name: str, ranks: int, outer: str, *more: str, **how: Any
     ) -> tuple[RunDir, Gang]:
         """Start the ranks of a cluster, or go on with what it has saved."""
         own = (f"name={name}", f"clusters=[{{name: {name}}}]", f"outer={{kind: diloco, {outer}}}")
-        run_dir, _, gang = start_training(
-            self.run_file, ranks, *own, *more, resume=resume, rank=rank
-        )
+        how = {"rank": rank_of_a_cluster, **how}
+        run_dir, _, gang = start_training(self.run_file, ranks, *FAKE, *own, *more, **how)
         self.gangs.append(gang)
         return run_dir, gang
 
 
 @pytest.fixture
 def site(run_file: Path) -> Iterator[Site]:
-    """With samples that are made up, so that no tokenizer is trained."""
-    content = yaml.safe_load(run_file.read_text())
-    content["data"] = {"sources": [{"type": "fake"}], "seq_length": 32, "validation_fraction": 0}
-    del content["tokenizer"]
-    run_file.write_text(yaml.safe_dump(content))
     site = Site(run_file)
     yield site
     for gang in site.gangs:  # one that was stopped would stay for ever where a test fails
@@ -115,12 +103,6 @@ def model_of(run_dir: RunDir) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if name.startswith("model.")}
 
 
-def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest over all weights."""
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
-
-
 def have_the_same_weights(one: RunDir, other: RunDir) -> bool:
     return difference(model_of(one), model_of(other)) == 0.0
 
@@ -133,7 +115,7 @@ def spans_of(rows: dict[int, dict[str, Any]]) -> list[int]:
 def test_one_cluster_with_rate_one_is_plain_training(site: Site) -> None:
     outer = "{kind: diloco, sync_every: 8, fragments: 2, lr: 1.0, momentum: 0.0, codec: none}"
     started = [
-        start_training(site.run_file, 1, "training.max_steps=12", *more)
+        start_training(site.run_file, 1, *FAKE, "training.max_steps=12", *more)
         for more in (["name=plain"], ["name=alone", f"outer={outer}"])
     ]
     (plain, alone), gangs = [each[0] for each in started], [each[2] for each in started]
@@ -152,7 +134,7 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(site: Site) -> No
     """Two ranks under fsdp, one under ddp; int8, two fragments, two steps late; ranks killed."""
     outer = "sync_every: 6, fragments: 2, delay: 2, codec: int8, deadline: 120s, warmup_rounds: 1"
     options = ("training.max_steps=24", "checkpoint.every_steps=4")
-    with site.hub(min_clusters=2, dead_after_s=4.0) as state:
+    with site.hub(min_clusters=2, dead_after_s=4.0):
         a, a_gang = site.start("a", 2, outer, *options, *FSDP)
         b, b_gang = site.start("b", 1, outer, *options)
         until(lambda: len(turns_of(b)) >= 3 and list_checkpoints(b), "three turns", a_gang, b_gang)
@@ -160,9 +142,7 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(site: Site) -> No
         again, b_gang = site.start("b", 1, outer, *options)
         assert again.path == b.path
         assert a_gang.wait() == [0, 0] and b_gang.wait() == [0]
-        journal = Journal(state / "hub.sqlite")
-        assert overlaps(journal) == []
-        assert Samples(journal).counts()["averaged"] >= 24 * 6 + 6 * 12
+        assert Samples(Journal(site.state / "hub.sqlite")).counts()["averaged"] >= 24 * 6 + 6 * 12
     rows, digests = turns_of(a), digests_of(b)
     assert len(rows) >= 8 and len(digests) >= 8
     assert digests.items() <= digests_of(a).items()
@@ -171,7 +151,7 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(site: Site) -> No
     assert {"overlap"} < modes <= {"overlap", "on_time", "late", "idle"}
     last = read_record(a.status)["outer"]
     assert last["outer_step"] == len(rows) and last["sent_bytes"] > 0 < last["received_bytes"]
-    token = (state / "token").read_text().strip()
+    token = (site.state / "token").read_text().strip()
     for file in (path for path in a.path.rglob("*") if path.is_file() and path.name != "join"):
         assert token.encode() not in file.read_bytes(), file
     assert a.join_line.stat().st_mode & 0o777 == 0o600
@@ -216,12 +196,11 @@ def test_other_clusters_go_on_than_those_that_were_stopped(site: Site) -> None:
         a_gang.signal(signal.SIGTERM), b_gang.signal(signal.SIGTERM)
         assert a_gang.wait() == b_gang.wait() == [int(ExitCode.REQUEUE)]
     before = turns_of(a)
-    with site.hub(**rules) as state:
+    with site.hub(**rules):
         _, a_gang = site.start("a", 1, outer, more)
         c, c_gang = site.start("c", 1, outer, more)
         d, d_gang = site.start("d", 2, outer, more, *FSDP)
         assert a_gang.wait() == c_gang.wait() == [0] and d_gang.wait() == [0, 0]
-        assert overlaps(Journal(state / "hub.sqlite")) == []
     rows = turns_of(a)
     assert before.items() <= rows.items(), "what was averaged stays so"
     assert {"a", "c", "d"} == set().union(*(row["weights"] for row in rows.values())) - {"b"}
@@ -245,10 +224,9 @@ def test_all_are_killed_long_after_their_checkpoints(site: Site) -> None:
     before = digests_of(a)
     saved = [list_checkpoints(run_dir)[-1].step for run_dir in (a, b)]
     assert all(step // 2 + 2 < len(before) for step in saved), (saved, len(before))
-    with site.hub(**rules) as state:
+    with site.hub(**rules):
         gangs = [site.start(name, 1, outer, *options)[1] for name in "ab"]
         assert [gang.wait() for gang in gangs] == [[0], [0]]
-        assert overlaps(Journal(state / "hub.sqlite")) == []
     assert before.items() <= digests_of(a).items()
     assert have_the_same_weights(a, b)
     spools = site.folder.glob("runs/*/outer/spool/average-*")
@@ -329,13 +307,8 @@ def test_all_end_with_the_same_weights_where_one_is_late(site: Site, late: str) 
 @pytest.mark.long
 def test_of_an_adapter_only_its_matrices_travel(site: Site) -> None:
     """Also where a run that was over is made longer, on another number of ranks."""
-    content = yaml.safe_load(site.run_file.read_text())
-    content["model"]["init"] = "pretrained"
-    site.run_file.write_text(yaml.safe_dump(content))
-    folder = Path(content["model"]["name_or_path"])
-    shape = json.loads((folder / "config.json").read_text())
-    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(folder)
-    lora = ("adapter={type: lora, r: 2, alpha: 4}", "training.max_steps=6")
+    give_weights(site.run_file)
+    lora = ("adapter={type: lora, r: 2, alpha: 4}", "model.init=pretrained", "training.max_steps=6")
     outer = "sync_every: 2, codec: bf16"
     with site.hub():
         run_dir, gang = site.start("a", 1, outer, *lora, "training.max_steps=4")
@@ -352,13 +325,12 @@ def test_of_an_adapter_only_its_matrices_travel(site: Site) -> None:
 
 @pytest.mark.long
 def test_a_cluster_without_its_hub_says_whom_it_misses(site: Site) -> None:
-    (site.folder / "state").mkdir()
+    site.state.mkdir()
     line = "isles://127.0.0.1:9/test#" + "A" * 43 + "." + "A" * 43
-    (site.folder / "state" / "join").write_text(line)
+    (site.state / "join").write_text(line)
     run_dir, gang = site.start("a", 1, "sync_every: 2, deadline: 2s")
     assert gang.wait() == [5]
-    error = read_record(run_dir.attempts()[0].rank_error(0))
-    assert error is not None
+    error = read_record(run_dir.attempts()[0].rank_error(0)) or {}
     assert "hub has not answered within 2s" in error["what"] and "deadline" in error["fix"]
 
 
@@ -369,10 +341,8 @@ def manifests(env: RankEnv, folder: Path) -> list[str]:
     weights = Numbers(0, {"a": (8,), "b": (8,)})
     layout = make_layout(weights.trained_shapes(), parse_codec("none"), num_fragments=2)
     cluster = Cluster(weights, world, layout, OuterSettings())
-    cluster.begin()
-    progress = Progress.fresh()
+    progress, config = Progress.fresh(), DiLoCoConfig(sync_every=8, fragments=2, delay=1)
     recorder = Recorder(RunDir(folder), is_main=False, world_size=1)
-    config = DiLoCoConfig(sync_every=8, fragments=2, delay=1)
     exchange = Exchange(config, "a", "ab" * 16, cluster, layout, recorder)
     exchange.begin(progress).add([(0, 100)])
     progress.advance(samples=4, tokens=40, target_tokens=40)
@@ -389,5 +359,5 @@ def manifests(env: RankEnv, folder: Path) -> list[str]:
 @pytest.mark.long
 def test_a_manifest_stays_as_it_was_while_steps_go_on(tmp_path: Path) -> None:
     """A checkpoint is written in the background: what it says must not follow the run."""
-    ((before, later, then),) = start_ranks(manifests, 1, tmp_path).wait()
+    ((before, later, then),) = run_ranks(manifests, 1, tmp_path)
     assert before == later != then

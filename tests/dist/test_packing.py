@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +11,27 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from isles.config.sections.model import ModelConfig
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.dist.batch import Batch, cu_seqlens, isolation_inputs
 from isles.facts.models import ISOLATED
 from isles.models.attention import use_maskless_attention
-from isles.models.build import build_model
 from isles.run.paths import RunDir
 from isles.run.records import read_rows
 from isles.strategies.sequence import whole
 from tests.data import write_rows
 from tests.dist.test_same_mathematics import largest_difference
 from tests.each import each
-from tests.ranks import train_to_end
-from tests.unit.test_no_sync import ReadsToHost
+from tests.engines import ReadsToHost
+from tests.ranks import train
+from tests.small_models import SIZES, small_config, small_model
 
 SEQ_LENGTH = 48
-COMMON = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
-WINDOWS = ["sliding_attention", "full_attention"]
-GPT2 = {"vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": COMMON,
-    "gpt2": {**GPT2, **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)},
-    "mistral": {**COMMON, "sliding_window": 7},
-    "gemma3_text": {**COMMON, "sliding_window": 7, "layer_types": WINDOWS},
+    "llama": {},
+    "gpt2": {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0},
+    "mistral": {"sliding_window": 7},
+    "gemma3_text": WINDOWS,
 }
 PLACES = [*(n for small in range(4, 20) for n in (small, SEQ_LENGTH - small)), 20, 50, 60, 80]
 """Of each conversation. Two fill a sample exactly; then one leaves padding, and three are cut."""
@@ -53,49 +39,31 @@ UNPACKED, PACKED = len(PLACES), 20
 """Samples, all of which make one step."""
 
 
-def write_model(folder: Path, kind: str) -> Path:
-    folder.mkdir()
-    content = {"model_type": kind, **MODELS[kind]}
-    (folder / "config.json").write_text(json.dumps(content))
-    return folder
-
-
-def write_run(folder: Path, kind: str) -> Path:
-    """A run file that trains on conversations of which a part is trained."""
-    rng = np.random.default_rng(0)
+def write_run(run_file: Path, kind: str) -> Path:
+    """Let the run file train such a model on conversations of which a part is trained."""
+    rng, folder = np.random.default_rng(0), run_file.parent
     rows = []
     for places in PLACES:
         ids = rng.integers(3, 260, places + 1)
         labels = np.where(rng.random(places + 1) < 0.6, ids, -100)
         labels[1] = ids[1]
         rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
-    train_tokenizer(["some words"], 260).save_pretrained(folder / "tokenizer")
-    training = {"max_steps": 3, "optimizer": "sgd", "learning_rate": 0.3, "warmup_steps": 0}
-    training |= {"lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": None}
-    content = {
-        "output_dir": str(folder / "runs"),
-        "model": {"name_or_path": str(write_model(folder / "model", kind)), "init": "scratch"},
-        "tokenizer": {"name_or_path": str(folder / "tokenizer")},
-        "data": {
-            "sources": [{"path": str(write_rows(folder / "a.jsonl", rows)), "type": "tokens"}],
-            "seq_length": SEQ_LENGTH,
-            "validation_fraction": 0,
-        },
-        "training": {**training, "micro_batch_size": 2, "precision": "32-true", "logging_steps": 1},
-        "balance": "even",
-        "checkpoint": {"every_steps": None, "every_minutes": None, "export_on_finish": False},
-        "track": ["jsonl"],
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
+    small_config(kind, vocab_size=320, **MODELS[kind]).save_pretrained(folder / "tiny")
+    train_tokenizer(["some words"], 260).save_pretrained(folder / "tiny")
+    sources = [{"path": str(write_rows(folder / "a.jsonl", rows)), "type": "tokens"}]
+    content = yaml.safe_load(run_file.read_text())
+    del content["tokenizer"]
+    content["data"] = {"sources": sources, "seq_length": SEQ_LENGTH, "validation_fraction": 0}
+    content["training"] |= {"max_steps": 3, "optimizer": "sgd", "learning_rate": 0.3}
+    content["training"] |= {"warmup_steps": 0, "lr_scheduler_type": "constant", "weight_decay": 0.0}
+    content["training"] |= {"max_grad_norm": None, "micro_batch_size": 2, "logging_steps": 1}
+    run_file.write_text(yaml.safe_dump(content))
+    return run_file
 
 
 def trained(run_file: Path, ranks: int, samples: int, *options: str) -> RunDir:
     size = f"training.global_batch_size={samples}"
-    run_dir, code = train_to_end(run_file, ranks, size, *options, resume="no")
-    assert code == 0, options
-    return run_dir
+    return train(run_file, ranks, size, *options, resume="no")
 
 
 def losses(run_dir: RunDir) -> list[float]:
@@ -106,8 +74,8 @@ def losses(run_dir: RunDir) -> list[float]:
 
 @pytest.mark.brief("llama", "gemma3_text")
 @pytest.mark.parametrize("kind", MODELS)
-def test_packed_training_is_unpacked_training(tmp_path: Path, kind: str) -> None:
-    run_file = write_run(tmp_path, kind)
+def test_packed_training_is_unpacked_training(run_file, kind):
+    write_run(run_file, kind)
     unpacked = trained(run_file, 1, UNPACKED, "data.packing=false")
     packed = trained(run_file, 2, PACKED, "strategy.kind=fsdp")
     assert largest_difference(packed, unpacked) < 1e-5
@@ -126,8 +94,8 @@ WAYS = [
 
 
 @pytest.mark.long
-def test_packed_training_is_the_same_in_every_way(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, "llama")
+def test_packed_training_is_the_same_in_every_way(run_file):
+    write_run(run_file, "llama")
     unpacked = trained(run_file, 1, UNPACKED, "data.packing=false")
     for ranks, option in WAYS:
         packed = trained(run_file, ranks, PACKED, option)
@@ -139,21 +107,21 @@ def tiny(kind: str) -> Any:
     known = AutoConfig.for_model(kind).to_dict()
     kinds = list(dict.fromkeys(known.get("layer_types") or ["full_attention"]))
     small = {
-        **COMMON,
+        **SIZES,
+        "vocab_size": 320,
         "sliding_window": 4,
         "layer_types": (kinds * 2)[: max(2, len(kinds))],
-        **dict.fromkeys(("n_embd", "d_model", "word_embed_proj_dim"), 32),
+        **dict.fromkeys(("d_model", "word_embed_proj_dim"), 32),
         **dict.fromkeys(("n_inner", "ffn_dim"), 64),
-        **dict.fromkeys(("n_layer", "n_layers", "num_layers"), 2),
-        **dict.fromkeys(("n_head", "n_heads", "attention_heads"), 4),
-        **dict.fromkeys(("n_positions", "n_ctx", "max_seq_len"), 64),
-        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+        **dict.fromkeys(("n_layers", "num_layers"), 2),
+        **dict.fromkeys(("n_heads", "attention_heads", "n_routed_experts"), 4),
+        **dict.fromkeys(("n_ctx", "max_seq_len"), 64),
         **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
-        **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
         **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
         **dict.fromkeys(("rotary_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
         **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+        "moe_topk": 2,
     }
     if "qk_nope_head_dim" in known:
         del small["head_dim"]
@@ -171,7 +139,7 @@ def tiny(kind: str) -> Any:
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
-@each("kind", sorted(ISOLATED))
+@each(*sorted(ISOLATED))
 def test_documents_of_a_row_are_as_if_alone(kind: str) -> None:
     """Every kind of model that is let through."""
     model = tiny(kind)
@@ -199,12 +167,9 @@ def test_documents_of_a_row_are_as_if_alone(kind: str) -> None:
     assert max(leaks) > 0.05, "seeing the documents before would be told"
 
 
-def test_a_packed_step_reads_nothing_back(tmp_path: Path) -> None:
+def test_a_packed_step_reads_nothing_back():
     """The mask is made on the device: no number comes to the host, as a GPU would be waited for."""
-    folder = write_model(tmp_path / "model", "llama")
-    config = ModelConfig(name_or_path=str(folder), init="scratch")
-    cpu = torch.device("cpu")
-    model = build_model(config, device=cpu, dtype=torch.float32, seed=0, vocab_size=None)
+    model = small_model()
     assert use_maskless_attention(model)
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
     batch = Batch(positions, positions, (0,), position_ids_BT=positions)

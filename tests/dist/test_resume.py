@@ -24,12 +24,12 @@ def same_bits(left: RunDir, right: RunDir) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
-def whole_and_resumed(run_file: Path, *overrides: str) -> tuple[RunDir, RunDir]:
+def whole_and_resumed(run_file: Path, *overrides: str, ranks: int = 2) -> tuple[RunDir, RunDir]:
     """20 steps of two ranks at once, and in two starts."""
-    whole = train(run_file, 2, *overrides)
+    whole = train(run_file, ranks, *overrides)
     runs = f"output_dir={run_file.parent / 'twice'}"
-    first = train(run_file, 2, *overrides, runs, "training.max_steps=11")
-    resumed = train(run_file, 2, *overrides, runs, resume=str(first.path))
+    first = train(run_file, ranks, *overrides, runs, "training.max_steps=11")
+    resumed = train(run_file, ranks, *overrides, runs, resume=str(first.path))
     assert len(resumed.attempts()) == 2
     return whole, resumed
 
@@ -39,25 +39,13 @@ def with_dropout(run_file: Path) -> None:
     model_with(run_file, attention_dropout=0.1)
 
 
-def rows_after_start(run_dir: RunDir, gang: Gang, start: int) -> bool:
-    """Wait until training has recorded a row beyond `start` rows; False if a rank ended first."""
-    while len(read_rows(run_dir.metrics)) <= start:
-        if gang.wait_or_timeout(0.01):
-            return False
-    return True
+def until_recorded(run_dir: RunDir, gang: Gang, rows: int) -> None:
+    """Wait until training has recorded more than so many rows; fails where a rank ends first."""
+    gang.until(lambda: len(read_rows(run_dir.metrics)) > rows)
 
 
 def is_saving(run_dir: RunDir) -> bool:
-    folder = run_dir.checkpoints
-    return folder.is_dir() and any(p.name.startswith(PARTIAL_PREFIX) for p in folder.iterdir())
-
-
-def saving(run_dir: RunDir, gang: Gang) -> bool:
-    """Wait until a save is under way; False if a rank ended first."""
-    while not is_saving(run_dir):
-        if gang.wait_or_timeout(0.0005):
-            return False
-    return True
+    return any(run_dir.checkpoints.glob(f"{PARTIAL_PREFIX}*"))
 
 
 @pytest.mark.brief("3")
@@ -73,13 +61,11 @@ def test_kills_at_any_instant_change_no_bit(run_file: Path, number: int) -> None
     options = (*length, *saves, f"output_dir={run_file.parent / 'killed'}")
     for kill in range(number):
         run_dir, _, gang = start_training(run_file, 2, *options)
-        began = len(read_rows(run_dir.metrics))
         if kill % 3 == 0:
-            alive = saving(run_dir, gang)
+            gang.until(lambda run_dir=run_dir: is_saving(run_dir), every_s=0.0005)
         else:
-            alive = rows_after_start(run_dir, gang, began)
-            alive = alive and not gang.wait_or_timeout(rng.uniform(0, 0.25))
-        assert alive, gang.log.read_text()[-2000:]
+            until_recorded(run_dir, gang, len(read_rows(run_dir.metrics)))
+            assert not gang.wait_or_timeout(rng.uniform(0, 0.25)), gang.said()
         in_save += is_saving(run_dir)
         gang.kill()
         for info in list_checkpoints(run_dir)[-1:]:
@@ -94,46 +80,40 @@ def test_kills_at_any_instant_change_no_bit(run_file: Path, number: int) -> None
     assert seen == list(range(1, steps + 1)), "each step stands in the curve once"
 
 
-@pytest.mark.brief("15")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stop_saves_and_resumes_exactly(run_file: Path, number: signal.Signals) -> None:
+def test_stops_and_a_broken_checkpoint_change_no_bit(run_file):
+    """A stop saves; of a broken newest checkpoint the one before is taken."""
     with_dropout(run_file)
-    length = ("training.max_steps=60", "training.logging_steps=1")
+    length = ("training.max_steps=90", "training.logging_steps=1")
     uninterrupted = train(run_file, 2, *length)
-    runs = f"output_dir={run_file.parent / 'stopped'}"
-    run_dir, attempt, gang = start_training(run_file, 2, *length, runs)
-    assert rows_after_start(run_dir, gang, 3)
-    # Only one rank hears of it: both must stop at the same step all the same.
-    os.kill(gang.processes[1].pid or 0, number)
-    expected = ExitCode.REQUEUE if number == signal.SIGTERM else ExitCode.INTERRUPTED
-    assert gang.wait() == [expected, expected]
-    outcome = read_record(attempt.outcome) or {}
-    assert outcome["state"] == "stopped"
-    assert 3 < outcome["step"] < 60
-    assert list_checkpoints(run_dir)[-1].step == outcome["step"]
-    again = train(run_file, 2, *length, runs)
-    assert again.path == run_dir.path
+    options = (*length, "checkpoint.every_steps=40", f"output_dir={run_file.parent / 'stopped'}")
+    step = 0
+    codes = {signal.SIGTERM: ExitCode.REQUEUE, signal.SIGINT: ExitCode.INTERRUPTED}
+    for number, code in codes.items():
+        run_dir, attempt, gang = start_training(run_file, 2, *options)
+        until_recorded(run_dir, gang, step + 3)
+        # Only one rank hears of it: both must stop at the same step all the same.
+        os.kill(gang.processes[1].pid or 0, number)
+        assert gang.wait() == [code, code]
+        outcome = read_record(attempt.outcome) or {}
+        assert outcome["state"] == "stopped"
+        assert step + 3 < outcome["step"] < 90
+        step = outcome["step"]
+        assert list_checkpoints(run_dir)[-1].step == step
+    assert train(run_file, 2, *options).path == run_dir.path
     assert same_bits(uninterrupted, run_dir)
-
-
-def test_a_broken_newest_checkpoint_is_named_and_the_one_before_is_taken(run_file: Path) -> None:
-    length = ("training.max_steps=30", "checkpoint.every_steps=10")
-    uninterrupted = train(run_file, 2, *length)
-    runs = f"output_dir={run_file.parent / 'broken'}"
-    run_dir = train(run_file, 2, *length, runs)
-    newest = list_checkpoints(run_dir)[-1].path
+    newest, before = (info.path for info in list_checkpoints(run_dir)[:-3:-1])
     shard = max(newest.glob("*.distcp"), key=lambda p: p.stat().st_size)
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(bytes(data))
     assert shard.name in verify_checkpoint(newest)[0]
-    again, _, gang = start_training(run_file, 2, *length, runs, resume=str(run_dir.path))
+    _, _, gang = start_training(run_file, 2, *options, resume=str(run_dir.path))
     assert gang.wait() == [0, 0]
     log = gang.log.read_text()
-    assert "step-00000030 is broken" in log
-    assert "resumed step=20" in log
+    assert "step-00000090 is broken" in log
+    assert f"resumed step={int(before.name.partition('-')[2])}" in log
     assert verify_checkpoint(newest) == []
-    assert same_bits(uninterrupted, again)
+    assert same_bits(uninterrupted, run_dir)
 
 
 def test_going_on_from_an_older_checkpoint_leaves_the_newer_branch(run_file: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from isles.checkpoint.load import SafeReader, load_tensors
 from isles.run.checkpoints import find_checkpoint
@@ -17,10 +20,24 @@ from tests.ranks import train
 TOLERANCE = 1e-5
 
 
+# Samples that are made up, so that no tokenizer is trained.
+FAKE = ("data={sources: [{type: fake}], seq_length: 32, validation_fraction: 0}", "tokenizer={}")
+
+
 def model_with(run_file: Path, **values: object) -> None:
     """Change the tiny model's config."""
     path = run_file.parent / "tiny" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def give_weights(run_file: Path, **values: object) -> Any:
+    """Put weights beside the tiny model's config, which is changed before."""
+    model_with(run_file, **values)
+    folder = run_file.parent / "tiny"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.save_pretrained(folder)
+    return model
 
 
 def weights_of(run_dir: RunDir, step: int | None = None) -> dict[str, torch.Tensor]:
@@ -44,9 +61,8 @@ def largest_difference(left: RunDir, right: RunDir) -> float:
     """Over all weights of the newest checkpoints."""
     one, other = weights_of(left), weights_of(right)
     assert one.keys() == other.keys()
-    return max(
-        float((one[name] - other[name]).abs().max()) for name in one if name.startswith("model.")
-    )
+    names = [name for name in one if name.startswith("model.")]
+    return max(float((one[name] - other[name]).abs().max()) for name in names)
 
 
 def check_that_it_has_learnt(run_file: Path, reference: RunDir, *overrides: str) -> None:
@@ -67,9 +83,7 @@ CASES = [
 
 @pytest.mark.brief("adamw-false-splits1")
 @pytest.mark.parametrize(("optimizer", "packing", "splits"), CASES)
-def test_ranks_and_accumulation_change_nothing(
-    run_file: Path, optimizer: str, packing: str, splits: list[tuple[int, int]]
-) -> None:
+def test_ranks_and_accumulation_change_nothing(run_file, optimizer, packing, splits):
     """20 steps of one process with the whole batch, against ranks and micro-batches."""
     common = (f"data.packing={packing}", f"training.optimizer={optimizer}")
     reference = train(run_file, 1, *common, "training.micro_batch_size=12")
@@ -82,15 +96,26 @@ def test_ranks_and_accumulation_change_nothing(
         assert figures_of(run_dir, kind="eval") == pytest.approx(evaluations, rel=10 * TOLERANCE)
 
 
-@pytest.mark.brief("bf16-mixed-selective")
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed", "bf16-true"])
-def test_every_precision_learns(run_file: Path, precision: str, checkpointing: str) -> None:
-    check_that_it_learns(
-        run_file,
-        f"training.precision={precision}",
-        f"training.gradient_checkpointing={checkpointing}",
-    )
+BELOW_32 = ("bf16-mixed", "fp16-mixed", "bf16-true")
+CUT = ("{kind: fsdp}", "{kind: ddp, tp_size: 2}", "{kind: ddp, cp_size: 2}")
+LEARNS = [
+    *product(["{kind: ddp}"], ("32-true", *BELOW_32), ("none", "full", "selective")),
+    *product(CUT, BELOW_32, ["none"]),
+    ("{kind: fsdp, pp_size: 2, pp_schedule: 1f1b}", "bf16-mixed", "selective"),
+    ("{kind: fsdp, pp_size: 2, pp_schedule: zbv}", "bf16-mixed", "full"),
+    ("{kind: fsdp, pp_size: 2, pp_schedule: interleaved-1f1b}", "bf16-true", "full"),
+    ("{kind: fsdp, pp_size: 2, pp_schedule: zbv}", "bf16-true", "none"),
+]
+
+
+@pytest.mark.brief("{kind: ddp}-bf16-mixed-selective", "{kind: fsdp}-bf16-mixed-none")
+@pytest.mark.parametrize(("strategy", "precision", "checkpointing"), LEARNS)
+def test_every_precision_learns(run_file, strategy, precision, checkpointing):
+    options = (f"strategy={strategy}", f"training.gradient_checkpointing={checkpointing}")
+    if "pp_size" in strategy:
+        model_with(run_file, num_hidden_layers=5)
+        options += ("training.micro_batch_size=3",)
+    check_that_it_learns(run_file, *options, f"training.precision={precision}")
 
 
 def check_that_it_learns(run_file: Path, *overrides: str) -> RunDir:

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from isles.config.layout import Layout
 from isles.config.sections.model import ModelConfig
 from isles.config.sections.strategy import FSDPStrategyConfig
 from isles.dist.world import join_world
 from isles.models.build import build_empty_model, fill_model
+from isles.run.checkpoints import list_checkpoints
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from isles.strategies.fsdp import allocate, shard_model
 from isles.train.strategy import resolve_mesh
+from tests.data import write_rows
+from tests.dist.test_resume import same_bits
 from tests.dist.test_same_mathematics import (
+    FAKE,
     TOLERANCE,
     check_that_it_learns,
     figures_of,
+    give_weights,
     largest_difference,
-    model_with,
 )
-from tests.ranks import refusal, run_ranks, train
+from tests.ranks import refusal, run_ranks, start_training, train
+from tests.small_models import small_config
 
 DDP = "{kind: ddp}"
 FSDP = "{kind: fsdp}"
@@ -42,11 +49,8 @@ def references() -> dict[str, RunDir]:
     return {}
 
 
-OneProcess = Callable[..., RunDir]
-
-
 @pytest.fixture
-def one_process(run_file: Path, references: dict[str, RunDir]) -> OneProcess:
+def one_process(run_file: Path, references: dict[str, RunDir]) -> Callable[..., RunDir]:
     """Gives the run whose weights all must have; `run_file` differs between tests by paths only."""
 
     def run(*overrides: str) -> RunDir:
@@ -60,9 +64,7 @@ def one_process(run_file: Path, references: dict[str, RunDir]) -> OneProcess:
     return run
 
 
-def check(
-    run_file: Path, reference: RunDir, world_size: int, strategy: str, *overrides: str
-) -> None:
+def check(run_file: Path, reference: RunDir, world_size: int, strategy: str, *overrides: str):
     """Train in another way, and compare weights, losses and norms of gradients."""
     run_dir = train(run_file, world_size, f"strategy={strategy}", *overrides, resume="no")
     assert largest_difference(reference, run_dir) < TOLERANCE, (world_size, strategy, overrides)
@@ -91,9 +93,7 @@ TABLE = {
 @pytest.mark.brief("fsdp-two", "zero2-two")
 @pytest.mark.parametrize("ranks", ["two", "any"])
 @pytest.mark.parametrize("name", TABLE)
-def test_every_strategy_gives_the_weights_of_one_process(
-    run_file: Path, one_process: OneProcess, name: str, ranks: str
-) -> None:
+def test_every_strategy_gives_the_weights_of_one_process(run_file, one_process, name, ranks):
     """Each on 1, 2 and 4 ranks where it can, without and with accumulation, and unequal rows."""
     strategy, sizes = TABLE[name]
     reference = one_process()
@@ -123,9 +123,7 @@ def test_every_strategy_gives_the_weights_of_one_process(
         "{kind: deepspeed, zero_stage: 2, reduce_bucket_size: 1000}",
     ],
 )
-def test_what_users_tune_changes_no_weight(
-    run_file: Path, one_process: OneProcess, strategy: str
-) -> None:
+def test_what_users_tune_changes_no_weight(run_file, one_process, strategy):
     check(run_file, one_process(), 2, strategy, "training.micro_batch_size=3")
     check(run_file, one_process(), 2, strategy, 'balance={"0": 5}')
 
@@ -133,9 +131,7 @@ def test_what_users_tune_changes_no_weight(
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("strategy", [FSDP, TP])
-def test_optimizers_and_checkpointing_on_shards(
-    run_file: Path, one_process: OneProcess, strategy: str, optimizer: str
-) -> None:
+def test_optimizers_and_checkpointing_on_shards(run_file, one_process, strategy, optimizer):
     option, full = f"training.optimizer={optimizer}", "training.gradient_checkpointing=full"
     check(run_file, one_process(option), 2, strategy, full, option)
 
@@ -146,49 +142,22 @@ def test_compressed_gradients_learn_as_well(run_file: Path, kind: str) -> None:
     check_that_it_learns(run_file, f"strategy={{kind: ddp, gradient_compression: {kind}}}")
 
 
-@pytest.mark.brief("{kind: fsdp}-bf16-mixed")
-@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "bf16-true"])
-@pytest.mark.parametrize("strategy", [FSDP, TP, CP])
-def test_every_precision_learns_on_shards(run_file: Path, strategy: str, precision: str) -> None:
-    check_that_it_learns(run_file, f"strategy={strategy}", f"training.precision={precision}")
-
-
-ARCHITECTURES = {
-    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 8},
-    "gemma": {
-        "model_type": "gemma",
-        "architectures": ["GemmaForCausalLM"],
-        "head_dim": 8,
-        "tie_word_embeddings": True,
-    },
-    "phi3": {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0},
-    "gpt2": {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 128,
-        "tie_word_embeddings": True,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-    },
-    "mixtral": {
-        "model_type": "mixtral",
-        "architectures": ["MixtralForCausalLM"],
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
-    "tied": {"tie_word_embeddings": True},
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "gemma": {"tie_word_embeddings": True},
+    "phi3": {},
+    "gpt2": {"tie_word_embeddings": True, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0},
+    "mixtral": {},
+    "llama": {"tie_word_embeddings": True},
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_other_architectures(run_file: Path, one_process: OneProcess, name: str) -> None:
+def test_other_architectures(run_file, one_process, name):
     """Blocks are found from the model; tensor parallel follows the model's plan or is refused."""
-    model_with(run_file, **ARCHITECTURES[name])
+    config = small_config(name, vocab_size=512, **ARCHITECTURES[name])
+    config.save_pretrained(run_file.parent / "tiny")
     reference = one_process()
     check(run_file, reference, 2, FSDP)
     check(run_file, reference, 2, "{kind: fsdp, cp_size: 2}")
@@ -224,14 +193,8 @@ def _memory_of_a_rank(env: RankEnv, folder: str, init: str) -> tuple[int, int]:
 @pytest.mark.parametrize("init", ["pretrained", "scratch"])
 def test_no_rank_ever_holds_the_whole_model(tmp_path: Path, init: str) -> None:
     """215 MB over four ranks: each holds its quarter, and one module more while it is filled."""
-    config = LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=16,
-        num_attention_heads=8,
-        vocab_size=4096,
-        tie_word_embeddings=False,
-    )
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8}
+    config = LlamaConfig(**sizes, num_hidden_layers=16, vocab_size=4096)
     config.save_pretrained(tmp_path)
     if init == "pretrained":
         LlamaForCausalLM(config).save_pretrained(tmp_path)
@@ -252,20 +215,77 @@ def test_ranks_of_unequal_nodes_make_the_same_groups(sizes: list[int], shard: in
     assert {layout.dp_shard for layout in layouts} == {shard}
 
 
-@pytest.mark.parametrize("strategy", [DDP, FSDP, "{kind: ddp, pp_size: 2}"])
-def test_weights_without_a_place_are_refused(run_file: Path, strategy: str) -> None:
-    """A matrix in fp8, read without the scale that lies beside it, would be nonsense."""
-    folder = run_file.parent / "quantized"
-    config = AutoConfig.from_pretrained(run_file.parent / "tiny")
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
-    name = "model.layers.0.mlp.up_proj.weight"
+def test_weights_without_a_place_are_refused_by_a_pipeline(run_file):
+    """A matrix in fp8, read without the scale that lies beside it, would be nonsense.
+
+    Of other strategies: `test_weights_that_do_not_fit_are_named` of unit/test_models.py.
+    """
+    give_weights(run_file)
+    file = run_file.parent / "tiny" / "model.safetensors"
+    weights, name = load_file(file), "model.layers.0.mlp.up_proj.weight"
     weights[name] = (weights[name] * 1000).to(torch.float8_e4m3fn)
     weights[f"{name}_scale_inv"] = torch.tensor([[0.001]])
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, file, metadata={"format": "pt"})
+    options = (*FAKE, "model.init=pretrained", "strategy={kind: ddp, pp_size: 2}")
+    assert "up_proj.weight_scale_inv" in refusal(run_file, 2, *options)["what"]
+
+
+# DPO gives the same weights on any number of ranks, under every strategy, and after a kill.
+
+
+@pytest.fixture
+def preference_file(run_file: Path, words: Path) -> Path:
+    """The tiny run, on preferences made of the words."""
+    texts = [json.loads(line)["text"] for line in words.read_text().splitlines()]
+    rows = [
+        {"prompt": one[:40], "chosen": two[:60], "rejected": three[:50].upper()}
+        for one, two, three in zip(texts[0:240:3], texts[1:240:3], texts[2:240:3], strict=True)
+        if min(len(one), len(two), len(three)) > 4
+    ]
+    path = write_rows(run_file.parent / "preferences.jsonl", rows)
     content = yaml.safe_load(run_file.read_text())
-    content |= {"model": {"name_or_path": str(folder), "init": "pretrained"}, "tokenizer": {}}
-    content["data"] = {"sources": [{"type": "fake"}], "seq_length": 32}
+    content["data"]["sources"] = [{"path": str(path), "type": "preference"}]
+    content["data"]["seq_length"] = 64
+    content["tokenizer"]["chat_template"] = "chatml"
+    content["training"] |= {"method": "dpo", "max_steps": 8, "global_batch_size": 6}
+    content["training"] |= {"logging_steps": 1, "learning_rate": 0.003}
     run_file.write_text(yaml.safe_dump(content))
-    error = refusal(run_file, 2, f"strategy={strategy}")
-    assert "up_proj.weight_scale_inv" in error["what"]
+    return run_file
+
+
+OF_DPO = [
+    ("strategy.kind=ddp", "training.micro_batch_size=1"),
+    ("strategy.kind=fsdp", "training.micro_batch_size=3"),
+    ("strategy={kind: deepspeed, zero_stage: 3}", "training.micro_batch_size=1"),
+]
+
+
+@pytest.mark.long
+def test_every_strategy_learns_the_same(preference_file):
+    alone = train(preference_file, 1, "name=alone", "strategy.kind=ddp")
+    losses = figures_of(alone)
+    assert losses[0] == pytest.approx(0.6931472, abs=1e-4)
+    assert losses[-1] < losses[0] - 0.1, "capital letters are rejected"
+    for options in OF_DPO:
+        run_dir = train(preference_file, 2, "name=many", *options, resume="no")
+        assert largest_difference(alone, run_dir) < 1e-5, options
+        for key in ("loss", "reward_margin", "reward_accuracy", "reward_chosen"):
+            assert figures_of(run_dir, key) == pytest.approx(figures_of(alone, key), abs=1e-4)
+
+
+def test_killed_and_resumed_equals_uninterrupted(preference_file):
+    """The reference is that of the first weights, also after the weights have moved."""
+    options = ("checkpoint.every_steps=3", "strategy.kind=ddp", "training.micro_batch_size=3")
+    whole = train(preference_file, 2, "name=whole", *options)
+    run_dir, _, gang = start_training(preference_file, 2, "name=cut", *options)
+    gang.until(lambda: list_checkpoints(run_dir))
+    gang.kill()
+    first, scored = list_checkpoints(run_dir)[0], run_dir.reference("training").read_bytes()
+    again = train(preference_file, 2, "name=cut", *options)
+    assert again.path == run_dir.path
+    assert run_dir.reference("training").read_bytes() == scored, "nothing was scored twice"
+    assert same_bits(whole, again)
+    run_dir.reference("training").write_bytes(b"not an archive")
+    again = train(preference_file, 2, "name=cut", *options, resume=str(first.path))
+    assert again.path == run_dir.path
+    assert same_bits(whole, again), "what was lost is made again from the first weights"

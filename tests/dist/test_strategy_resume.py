@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from isles.checkpoint.load import load_tensors
+from isles.config.layout import Strategy
+from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
+from isles.dist.batch import Batch
+from isles.dist.world import join_world, leave_world
 from isles.run.checkpoints import find_checkpoint
+from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from tests.dist.test_resume import same_bits, whole_and_resumed
 from tests.dist.test_same_mathematics import figures_of, model_with, weights_of
-from tests.ranks import train
+from tests.engines import engine_of, fake_run
+from tests.ranks import run_ranks, train
 
 STRATEGIES = {
     "ddp": "{kind: ddp}",
@@ -92,23 +102,113 @@ def check_state(reference: RunDir, run_dir: RunDir, step: int, name: str) -> Non
         assert difference < 1e-5 * scale, (name, key, difference)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name", ["fsdp", "copies", "tp", "cp", "zero1", "zero2", "zero3", "interleaved"]
-)
-def test_the_same_ranks_resume_bit_for_bit(run_file: Path, name: str) -> None:
-    model_with(run_file, num_hidden_layers=5)
-    assert same_bits(*whole_and_resumed(run_file, *CONSTANT, f"strategy={STRATEGIES[name]}"))
+EXPORTED = ["fsdp", "copies", "tp", "cp", "zero1", "zero2", "zero3", "interleaved"]
+EXPORTED += ["fsdp-tp", "fsdp-pp"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["fsdp", "fsdp-tp", "fsdp-pp", "cp", "zero1", "zero3"])
-def test_every_strategy_exports_what_it_has_trained(run_file: Path, name: str) -> None:
+@pytest.mark.parametrize("name", EXPORTED)
+def test_the_same_ranks_resume_bit_for_bit_and_export_what_they_have_trained(run_file, name):
     """A Hugging Face folder at the end, with the weights of the last checkpoint."""
-    ranks = 4 if "-" in name else 2
-    export = "checkpoint.export_on_finish=true"
-    run_dir = train(run_file, ranks, f"strategy={STRATEGIES[name]}", export)
-    model = AutoModelForCausalLM.from_pretrained(run_dir.model)
-    trained = weights_of(run_dir)
-    for key, value in model.state_dict().items():
+    model_with(run_file, num_hidden_layers=5)
+    options = (*CONSTANT, f"strategy={STRATEGIES[name]}", "checkpoint.export_on_finish=true")
+    ranks = 4 if name in ("fsdp-tp", "fsdp-pp") else 2
+    whole, resumed = whole_and_resumed(run_file, *options, ranks=ranks)
+    assert same_bits(whole, resumed)
+    trained = weights_of(resumed)
+    for key, value in AutoModelForCausalLM.from_pretrained(resumed.model).state_dict().items():
         assert torch.equal(value, trained[f"model.{key}"]), key
+
+
+# AdamW with a small state: close to AdamW, exact on resume, alike on all replicas.
+FAST = ("training.learning_rate=0.01", "training.lr_scheduler_type=constant")
+EIGHT = (*FAST, "training.optimizer=adamw_8bit")
+AT_RANDOM = (*FAST, "training.precision=bf16-true", "training.stochastic_rounding=true")
+
+
+@pytest.mark.long
+def test_eight_bit_state_goes_through_checkpoints_onto_any_ranks(run_file):
+    exact = figures_of(train(run_file, 1, *FAST))
+    sharded, again = whole_and_resumed(run_file, *EIGHT, "strategy={kind: fsdp}")
+    assert same_bits(sharded, again)
+    assert figures_of(sharded)[-1] - exact[-1] < 0.1 * (exact[0] - exact[-1])
+    state = weights_of(sharded)
+    coded = [key for key in state if key.endswith("_scale")]
+    assert {state[key.removesuffix("_scale")].dtype for key in coded} == {torch.uint8}
+    assert len(coded) == 4, "embedding and head, two moments each"
+
+    vocab_size = state["model.lm_head.weight"].shape[0]
+    folder = find_checkpoint(sharded, 20).path
+    model = run_file.parent / "tiny"
+    for ranks, strategy in ((1, DDPStrategyConfig()), (3, FSDPStrategyConfig())):
+        for taken in run_ranks(taken_over, ranks, model, strategy, folder, vocab_size):
+            assert not [key for key in state if bits(state[key]) != taken[key]]
+
+
+@pytest.mark.long
+def test_shards_and_replicas_of_eight_bits_train_as_one_process(run_file):
+    one = figures_of(train(run_file, 1, *EIGHT))
+    for strategy in ("{kind: fsdp}", "{kind: ddp}"):
+        other = figures_of(train(run_file, 2, *EIGHT, f"strategy={strategy}", resume="no"))
+        # Equal but for gradients that round to the other side of a border between two codes.
+        assert other == pytest.approx(one, abs=2e-3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_rounding_at_random_is_exact_on_resume_and_learns(run_file, optimizer):
+    options = (*AT_RANDOM, f"training.optimizer={optimizer}", "strategy={kind: ddp}")
+    once, again = whole_and_resumed(run_file, *options)
+    assert same_bits(once, again)
+    assert figures_of(once)[-1] < figures_of(once)[0] - 0.5
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().numpy().tobytes()
+
+
+def taken_over(
+    env: RankEnv, model: Path, strategy: Strategy, folder: Path, vocab_size: int
+) -> dict[str, bytes]:
+    """The bytes of every tensor of an engine that has taken over a checkpoint, put together."""
+    world = join_world(env, device="cpu", timeout_s=60)
+    config = fake_run(model, optimizer="adamw_8bit", precision="32-true")
+    engine = engine_of(config, strategy, world, vocab_size)
+    state = engine.state_dict()
+    load_tensors(state, folder)
+    engine.load_state_dict(state)
+    found = {
+        key: bits(value.full_tensor() if isinstance(value, DTensor) else value)
+        for key, value in engine.state_dict().items()
+    }
+    leave_world()
+    return found
+
+
+def rounded_weights(env: RankEnv, model: Path, strategy: Strategy) -> list[str]:
+    """Digests of all ranks' shards after five steps, in bf16 with other rows on each rank."""
+    world = join_world(env, device="cpu", timeout_s=60)
+    torch.manual_seed(world.rank)  # as dropout's, which differs by rank
+    rounding = {"precision": "bf16-true", "stochastic_rounding": True}
+    config = fake_run(model, optimizer="adamw_8bit", **rounding)
+    engine = engine_of(config, strategy, world)
+    ids = torch.arange(32).reshape(2, 16) + 7 * world.rank
+    for _ in range(5):
+        batch = Batch(ids, ids, (0, 1))
+        engine.forward_backward(batch, loss_divisor=32 * world.world_size, is_last=True)
+        engine.optimizer_step(lr=1e-3, max_norm=1.0)
+    digest = hashlib.sha256()
+    for parameter in engine.trainable():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        digest.update(bits(local.float()))
+    found = world.gather(digest.hexdigest())
+    leave_world()
+    return found
+
+
+def test_ranks_that_hold_the_same_weights_round_them_alike(tiny_model):
+    found = run_ranks(rounded_weights, 2, tiny_model, DDPStrategyConfig())[0]
+    assert found[0] == found[1]
+    hybrid = FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD", shard_size=2)
+    found = run_ranks(rounded_weights, 4, tiny_model, hybrid)[0]
+    assert found[0] == found[2] != found[1] == found[3]

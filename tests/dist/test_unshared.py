@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import shutil
-import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore
 
-from isles.config.load import load_run_file
-from isles.config.resolve import resolve
+from isles.checkpoint.load import refuse_other_run
+from isles.config.sections.model import ModelConfig
+from isles.dist.files import broadcast_folder, find_disks, gather_folder
+from isles.dist.world import join_world, leave_world, on_every_rank
 from isles.errors import ExitCode, UserError
-from isles.run.begin import begin_run, new_attempt
 from isles.run.checkpoints import PARTIAL_PREFIX, list_checkpoints, verify_checkpoint
-from isles.run.env import RankEnv
-from isles.run.paths import Attempt, RunDir
+from isles.run.env import RankEnv, read_rank_env
+from isles.run.paths import RunDir
 from isles.run.records import read_record
+from isles.train.data import check_model_folder
 from tests.disks import small_disk
 from tests.dist.test_resume import same_bits, with_dropout
 from tests.dist.test_strategy_resume import CONSTANT, check_state
 from tests.ports import free_port
-from tests.ranks import Gang, run_ranks, start_ranks, train_to_end
+from tests.ranks import one_rank, run_ranks, start_ranks, start_training, train
 
 SAVES = ("checkpoint.every_steps=4", "checkpoint.keep=2", "training.logging_steps=1")
 
@@ -38,28 +44,15 @@ def there(run: Path, host: int) -> RunDir:
 
 def rank_on_host(env: RankEnv, run: Path, attempt: int, resume_from: Path | None) -> int:
     """A rank that is alone on its host, and sees the disk of that alone."""
-    from isles.train.worker import run_rank
-
     run_dir = there(run, env.rank)
+    if env.rank:  # what a launcher brings there
+        run_dir.attempt(attempt).path.mkdir(parents=True)
+        shutil.copy(RunDir(run).resolved, run_dir.resolved)
     env = replace(env, local_rank=0, local_world_size=1)
-    return run_rank(run_dir, run_dir.attempt(attempt), env, resume_from)
+    return one_rank(env, run_dir.path, attempt, resume_from)
 
 
-def start_on_hosts(
-    run_file: Path, hosts: int, *overrides: str, resume: str = "auto"
-) -> tuple[RunDir, Attempt, Gang]:
-    """Begin or resume a run on the first host, as a launcher does, and start a rank on each."""
-    loaded = load_run_file(run_file, overrides)
-    resolved = resolve(loaded, num_gpus=0, world_size=hosts)
-    begun = begin_run(resolved, loaded.text, resume)
-    attempt = new_attempt(begun.run_dir, loaded.text)
-    attempt.launch.unlink()
-    for host in range(1, hosts):
-        run_dir = there(begun.run_dir.path, host)
-        run_dir.attempt(attempt.number).path.mkdir(parents=True)
-        shutil.copy(begun.run_dir.resolved, run_dir.resolved)
-    arguments = (begun.run_dir.path, attempt.number, begun.resume_from)
-    return begun.run_dir, attempt, start_ranks(rank_on_host, hosts, *arguments)
+start_on_hosts = functools.partial(start_training, rank=rank_on_host)
 
 
 def left_on(host: int, run_dir: RunDir) -> list[str]:
@@ -68,29 +61,24 @@ def left_on(host: int, run_dir: RunDir) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
-def log_of(gang: Gang) -> str:
-    return gang.log.read_text(errors="replace")
-
-
 @pytest.mark.long
 def test_killed_and_resumed_it_equals_the_run_on_one_disk(run_file: Path) -> None:
     with_dropout(run_file)
     stream = ("data.streaming=true", "data.validation_fraction=0", "strategy={kind: ddp}")
     options = (*SAVES, *stream, "training.max_steps=12")
-    shared, code = train_to_end(run_file, 2, *options)
-    assert code == 0
+    shared = train(run_file, 2, *options)
     runs = f"output_dir={run_file.parent / 'apart'}"
     run_dir, _, gang = start_on_hosts(run_file, 2, *options, runs)
-    while not list_checkpoints(run_dir):
-        assert not gang.wait_or_timeout(0.01), log_of(gang)[-3000:]
-    os.kill(gang.processes[-1].pid or 0, signal.SIGKILL)
+    gang.until(lambda: list_checkpoints(run_dir))
+    gang.processes[-1].kill()
     gang.kill()
     for info in list_checkpoints(run_dir):
         assert verify_checkpoint(info.path) == []
     again, _, gang = start_on_hosts(run_file, 2, *options, runs)
-    assert gang.wait() == [0, 0], log_of(gang)[-3000:]
+    assert gang.wait() == [0, 0], gang.said()
     assert again.path == run_dir.path
-    assert "disks of their own" in log_of(gang) and "travels to ranks=[1]" in log_of(gang)
+    log = gang.log.read_text()
+    assert "disks of their own" in log and "travels to ranks=[1]" in log
     assert same_bits(shared, again)
     assert left_on(1, run_dir) == []
     assert not [p for p in run_dir.checkpoints.iterdir() if p.name.startswith(PARTIAL_PREFIX)]
@@ -100,18 +88,17 @@ def test_killed_and_resumed_it_equals_the_run_on_one_disk(run_file: Path) -> Non
 def test_one_machine_and_more_hosts_go_on_from_it(run_file: Path) -> None:
     """Two hosts, then one machine, then three hosts, under other strategies each time."""
     steps = ("checkpoint.every_steps=4", "checkpoint.keep=9")
-    reference, code = train_to_end(run_file, 1, *CONSTANT, *steps, "training.max_steps=12")
-    assert code == 0
+    reference = train(run_file, 1, *CONSTANT, *steps, "training.max_steps=12")
     runs = (*CONSTANT, f"output_dir={run_file.parent / 'apart'}")
     first = (*runs, "training.max_steps=4", "strategy={kind: fsdp}")
     run_dir, _, gang = start_on_hosts(run_file, 2, *first)
-    assert gang.wait() == [0, 0], log_of(gang)[-3000:]
-    alone = train_to_end(run_file, 1, *runs, "training.max_steps=8", resume=str(run_dir.path))
-    assert alone == (run_dir, 0)
+    assert gang.wait() == [0, 0], gang.said()
+    alone = train(run_file, 1, *runs, "training.max_steps=8", resume=str(run_dir.path))
+    assert alone == run_dir
     zero = ("strategy={kind: deepspeed, zero_stage: 2}", "checkpoint.async_save=false")
     third = (*runs, "training.max_steps=12", *zero)
     _, _, gang = start_on_hosts(run_file, 3, *third, resume=str(run_dir.path))
-    assert gang.wait() == [0, 0, 0], log_of(gang)[-3000:]
+    assert gang.wait() == [0, 0, 0], gang.said()
     for step in (4, 8, 12):
         check_state(reference, run_dir, step, f"step {step}")
 
@@ -126,23 +113,45 @@ def test_a_full_disk_of_another_host_is_named(run_file: Path) -> None:
         assert {ExitCode.TRAINING} <= set(codes) <= {ExitCode.TRAINING, ExitCode.COMMUNICATION}
         # The record of rank 1 itself finds no room either, where rank 0 was too late to write it.
         record = read_record(attempt.rank_error(codes.index(ExitCode.TRAINING)))
-        said = f"{record['what']} {record['where']}" if record else log_of(gang)
-        assert "step 4 could not be saved: " in said, log_of(gang)[-3000:]
+        said = f"{record['what']} {record['where']}" if record else gang.said()
+        assert "step 4 could not be saved: " in said, gang.said()
         assert "are free on this disk" in said
         assert str(disk) in said and "rank 1 on " in said
         assert list_checkpoints(run_dir) == []
         assert left_on(1, run_dir) == []
 
 
+def as_under_torchrun(env: RankEnv, port: int, **more: Any) -> None:
+    """Set the variables by which torchrun tells a rank its place."""
+    sizes = {"WORLD_SIZE": env.world_size, "LOCAL_WORLD_SIZE": env.local_world_size}
+    place = {"RANK": env.rank, "LOCAL_RANK": env.local_rank, "MASTER_PORT": port}
+    variables = {**sizes, **place, "MASTER_ADDR": "127.0.0.1", **more}
+    os.environ |= {name: str(value) for name, value in variables.items()}
+
+
+def join_again(env: RankEnv, port: int, restart: int) -> list[int]:
+    more = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": restart}
+    as_under_torchrun(env, port, **more)
+    if restart and env.rank == 0:
+        time.sleep(2.0)
+    return join_world(read_rank_env(), device="cpu", timeout_s=100.0).gather(env.rank)
+
+
+def test_ranks_that_torchrun_starts_again_do_not_look_for_those_before():
+    """Its store lives on, with the addresses of ranks that have ended."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for restart in range(2):
+        assert run_ranks(join_again, 2, store.port, restart) == [[0, 1], [0, 1]]
+
+
 def by_hand(env: RankEnv, folder: Path, run_file: Path, port: int, words: list[str]) -> Any:
     """One rank as torchrun starts it, in the folder of its host."""
     from isles.train.__main__ import main
 
-    os.chdir(folder / f"host-{env.rank}")
-    variables = {"RANK": env.rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in variables.items()}
-    os.environ["XDG_CACHE_HOME"] = str(folder / f"host-{env.rank}" / "cache")
+    host = folder / f"host-{env.rank}"
+    os.chdir(host)
+    as_under_torchrun(replace(env, local_rank=0, local_world_size=1), port)
+    os.environ["XDG_CACHE_HOME"] = str(host / "cache")
     sys.argv = ["isles.train", str(run_file), *words]
     return main()
 
@@ -157,9 +166,8 @@ def test_torchrun_by_hand_where_the_other_host_has_the_data(run_file: Path, word
     words.rename(other / "words.jsonl")
     (other / "runs" / "tiny-1").mkdir(parents=True)  # a run of its own, which is let alone
     keys = ["output_dir=runs", "data.sources=[{path: words.jsonl}]", "training.max_steps=4"]
-    port = free_port()
-    gang = start_ranks(by_hand, 2, folder, run_file, port, keys)
-    assert gang.wait() == [0, 0], log_of(gang)[-3000:]
+    gang = start_ranks(by_hand, 2, folder, run_file, free_port(), keys)
+    assert gang.wait() == [0, 0], gang.said()
     run_dir = RunDir(head / "runs" / "tiny-1")
     assert verify_checkpoint(list_checkpoints(run_dir)[-1].path) == []
     (kept,) = (other / "runs").glob(".of-*/tiny-1")
@@ -170,26 +178,13 @@ def test_torchrun_by_hand_where_the_other_host_has_the_data(run_file: Path, word
 
 def fault_of(action: Callable[[], object]) -> str:
     """What an action that must fail says."""
-    try:
+    with pytest.raises(UserError) as caught:
         action()
-    except UserError as error:
-        return str(error)
-    raise AssertionError("it went through")
-
-
-class Done:
-    """An operation that is over."""
-
-    def wait(self, *_: object) -> None:
-        """At once."""
+    return str(caught.value)
 
 
 def send(env: RankEnv, folder: Path, small: Path) -> dict[str, Any]:
     """What ranks 1 and 2 get from rank 0, well and damaged."""
-    import torch.distributed as dist
-
-    from isles.dist.files import broadcast_folder, gather_folder
-    from isles.dist.world import join_world, leave_world
 
     def go(mine: Path, **files: str) -> list[int]:
         return broadcast_folder(mine, world, src=0, needs=env.rank > 0, files=files or None)
@@ -197,7 +192,7 @@ def send(env: RankEnv, folder: Path, small: Path) -> dict[str, Any]:
     def damaged(piece: Any, *args: Any) -> Any:
         receive(piece, *args).wait()
         piece[0] += 1
-        return Done()
+        return SimpleNamespace(wait=lambda _: None)  # an operation that is over
 
     world = join_world(env, device="cpu", timeout_s=60)
     source, own = folder / "0", folder / str(env.rank)
@@ -254,48 +249,37 @@ def test_files_travel_whole_or_not_at_all_in_little_memory(tmp_path: Path) -> No
     assert "rank 2 on" in found[0]["damaged"]
 
 
+HOSTS = ("head", "both", "both", "own", "own")
+"""Whose disk each rank sees: hosts of one rank, and a last one of two."""
+
+
 def look_around(env: RankEnv, folder: Path) -> list[Any]:
-    """What a rank finds out about the disks, and what it refuses."""
-    from isles.checkpoint.load import refuse_other_run
-    from isles.config.sections.model import ModelConfig
-    from isles.dist.files import find_disks
-    from isles.dist.world import join_world, leave_world, on_every_rank
-    from isles.train.data import check_model_folder
+    """What a rank finds out about the disks, what it refuses and gets.
+
+    Two hosts share a disk that rank 0 does not see: they must not get in each other's way.
+    """
 
     def fail() -> None:
         if env.rank == 1:
             raise UserError("it is missing", where="here")
 
-    env = replace(env, local_rank=env.rank % 2, local_world_size=2)
+    env = replace(env, local_rank=int(env.rank == 4), local_world_size=1 + (env.rank > 2))
     world = join_world(env, device="cpu", timeout_s=60)
-    mine = folder / ("head" if env.rank < 2 else "other")
+    mine = folder / HOSTS[env.rank]
     os.chdir(mine)
-    together, apart = find_disks(world, folder), find_disks(world, mine)
+    run_dir, disks = RunDir(mine), find_disks(world, mine)
+    together = find_disks(world, folder)
     model = ModelConfig.model_validate({"name_or_path": "./m", "init": "scratch"})
     found = [
         together.is_apart,
         together.apart_leaders,
-        apart.is_apart,
-        apart.apart_leaders,
-        fault_of(lambda: refuse_other_run(RunDir(mine), world, apart)),
+        disks.is_apart,
+        disks.apart_leaders,
+        fault_of(lambda: refuse_other_run(run_dir, world, disks)),
         fault_of(lambda: check_model_folder(model, world)),
         fault_of(lambda: on_every_rank(world, fail)),
     ]
-    refuse_other_run(RunDir(mine), world, together)
-    leave_world()
-    return found
-
-
-def spread(env: RankEnv, folder: Path) -> list[bool]:
-    """Two hosts share a disk that rank 0 does not see; what each has after its news."""
-    from isles.dist.files import broadcast_folder, find_disks
-    from isles.dist.world import join_world, leave_world
-
-    env = replace(env, local_rank=0, local_world_size=1)
-    world = join_world(env, device="cpu", timeout_s=60)
-    run_dir = RunDir(folder / ("head", "both", "both", "own")[env.rank])
-    disks = find_disks(world, run_dir.path)
-    kept = []
+    refuse_other_run(run_dir, world, together)
     for turn in range(3):
         names = [f"{turn}-{number}" for number in range(4)]
         if world.is_main:
@@ -306,32 +290,25 @@ def spread(env: RankEnv, folder: Path) -> list[bool]:
         world.gather(None)
         needs = env.rank in disks.apart_leaders
         broadcast_folder(run_dir.tokenizer, world, src=0, needs=needs)
-        kept.append(sorted(path.name for path in run_dir.tokenizer.iterdir()) == sorted(names))
+        assert sorted(path.name for path in run_dir.tokenizer.iterdir()) == names
     leave_world()
-    return kept
+    return found
 
 
-@pytest.mark.long
-def test_hosts_that_share_a_disk_without_rank_0_do_not_get_in_each_others_way(
-    tmp_path: Path,
-) -> None:
-    for name in ("head", "both", "own"):
-        (tmp_path / name).mkdir()
-    assert run_ranks(spread, 4, tmp_path) == [[True] * 3] * 4
-    assert not [*tmp_path.rglob(".probe-*"), *tmp_path.rglob(f"{PARTIAL_PREFIX}*")]
-
-
-def test_who_sees_the_run_directory_and_what_a_host_lacks(tmp_path: Path) -> None:
-    (tmp_path / "head" / "m").mkdir(parents=True)
-    (tmp_path / "other" / "checkpoints" / "step-00000007").mkdir(parents=True)
-    found = run_ranks(look_around, 4, tmp_path)
+def test_hosts_that_share_a_disk_without_rank_0_do_not_get_in_each_others_way(tmp_path):
+    for name in HOSTS:
+        (tmp_path / name).mkdir(exist_ok=True)
+    (tmp_path / "head" / "m").mkdir()
+    (tmp_path / "both" / "checkpoints" / "step-00000007").mkdir(parents=True)
+    found = run_ranks(look_around, 5, tmp_path)
     assert all(result == found[0] for result in found)
     together, leaders, apart, apart_leaders, refused, model, missing = found[0]
-    assert (together, leaders) == ((False,) * 4, ())
-    assert (apart, apart_leaders) == ((False, False, True, True), (2,))
+    assert (together, leaders) == ((False,) * 5, ())
+    assert (apart, apart_leaders) == ((False, True, True, True, True), (1, 2, 3))
     assert "a run of its own under this name, with step-00000007" in refused
-    assert str(tmp_path / "other") in refused and "rank 2" in refused
-    assert "'./m' is a folder on" in model and "(rank 2) lacks" in model
+    assert str(tmp_path / "both") in refused and "rank 1" in refused
+    assert "'./m' is a folder on" in model
+    assert "(rank 1), " in model and "(rank 3) lack" in model
     assert f"rsync -a --mkpath {tmp_path}/head/m/" in model
     assert missing.startswith("here on ") and "(rank 0): it is missing" in missing
-    assert not list(tmp_path.rglob(".probe-*"))
+    assert not [*tmp_path.rglob(".probe-*"), *tmp_path.rglob(f"{PARTIAL_PREFIX}*")]

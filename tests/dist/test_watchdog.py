@@ -13,15 +13,14 @@ from isles.data.mix import Dataset
 from isles.errors import ExitCode
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
-from tests.deadline import DEADLINE_S
-from tests.dist.test_resume import rows_after_start
-from tests.ranks import Gang, start_training
+from tests.dist.test_resume import until_recorded
+from tests.ranks import Gang, one_rank, start_training
 
 QUICK = ("watchdog.min_time=2s", "watchdog.slow_factor=2", "training.max_steps=1000000")
 
 
 def block_while_told(folder: Path) -> None:
-    """Read from a pipe that nobody writes to, until somebody does."""
+    """Read from a pipe until somebody writes to it."""
     if (folder / "block").exists():
         with (folder / "pipe").open("rb", buffering=0) as pipe:
             pipe.read(1)
@@ -35,8 +34,6 @@ def spin_while_told(folder: Path) -> None:
 
 def troubled_rank(env: Any, run: Path, attempt: int, resume_from: Path | None) -> int:
     """A rank that reads or computes for ever when a file tells it to."""
-    from isles.train.worker import run_rank
-
     folder = run / f"rank-{env.rank}"
     folder.mkdir()
     os.mkfifo(folder / "pipe")
@@ -48,8 +45,7 @@ def troubled_rank(env: Any, run: Path, attempt: int, resume_from: Path | None) -
 
     Dataset.rows = read_slowly  # type: ignore[method-assign]  # a disk that hangs
     torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: spin_while_told(folder))
-    run_dir = RunDir(run)
-    return run_rank(run_dir, run_dir.attempt(attempt), env, resume_from)
+    return one_rank(env, run, attempt, resume_from)
 
 
 def hangs(attempt: Attempt) -> list[dict[str, Any]]:
@@ -57,45 +53,42 @@ def hangs(attempt: Attempt) -> list[dict[str, Any]]:
     return [record for path in paths if (record := read_record(path))]
 
 
-def nth_hang(gang: Gang, attempt: Attempt, number: int) -> dict[str, Any]:
+def nth_hang(gang: Gang, attempt: Attempt, number: int, rank: int) -> dict[str, Any]:
+    """The report of a hang, which must name this rank."""
     gang.until(lambda: len(hangs(attempt)) > number)
-    return hangs(attempt)[number]
+    hang = hangs(attempt)[number]
+    assert hang["root_causes"] == [rank], hang["text"]
+    return hang
 
 
 def nth_went_on(gang: Gang, attempt: Attempt, number: int) -> None:
     gang.until(lambda: hangs(attempt)[number]["went_on_after_s"] is not None)
 
 
-def stacks(attempt: Attempt, hang: dict[str, Any], rank: int) -> str:
-    return (attempt.hangs / f"step-{hang['step']}-rank-{rank}.txt").read_text()
-
-
 def notes(run_dir: RunDir) -> list[str]:
-    found: list[str] = (read_record(run_dir.status) or {}).get("notes", [])
-    return found
+    return (read_record(run_dir.status) or {}).get("notes", [])
 
 
 def test_each_kind_of_stall_names_its_rank_and_place(run_file: Path) -> None:
     run_dir, attempt, gang = start_training(run_file, 3, *QUICK, rank=troubled_rank)
-    assert rows_after_start(run_dir, gang, 2)
+    until_recorded(run_dir, gang, 2)
 
     # A disk that hangs, on one rank.
     (run_dir.path / "rank-2" / "block").touch()
-    hang = nth_hang(gang, attempt, 0)
-    assert hang["root_causes"] == [2], hang["text"]
+    hang = nth_hang(gang, attempt, 0, rank=2)
     assert "is behind: in data loading, at dist/test_watchdog.py:" in hang["text"]
     assert "block_while_told()" in hang["text"]
     assert "usually" in hang["text"]
-    assert "block_while_told" in stacks(attempt, hang, 2)
-    assert "waiting in" in stacks(attempt, hang, 0).splitlines()[0]
+    stacks = [attempt.hangs / f"step-{hang['step']}-rank-{rank}.txt" for rank in range(3)]
+    assert "block_while_told" in stacks[2].read_text()
+    assert "waiting in" in stacks[0].read_text().splitlines()[0]
     (run_dir.path / "rank-2" / "block").unlink()
     (run_dir.path / "rank-2" / "pipe").write_bytes(b"x")
     nth_went_on(gang, attempt, 0)
 
     # Python code without an end, in the model, while the others wait for its gradients.
     (run_dir.path / "rank-1" / "spin").touch()
-    hang = nth_hang(gang, attempt, 1)
-    assert hang["root_causes"] == [1], hang["text"]
+    hang = nth_hang(gang, attempt, 1, rank=1)
     assert "is behind: in forward and backward, at dist/test_watchdog.py:" in hang["text"]
     assert "spin_while_told()" in hang["text"]
     (run_dir.path / "rank-1" / "spin").unlink()
@@ -104,8 +97,7 @@ def test_each_kind_of_stall_names_its_rank_and_place(run_file: Path) -> None:
     # A process that does not run at all.
     pid = gang.processes[1].pid or 0
     os.kill(pid, signal.SIGSTOP)
-    hang = nth_hang(gang, attempt, 2)
-    assert hang["root_causes"] == [1], hang["text"]
+    hang = nth_hang(gang, attempt, 2, rank=1)
     assert "has not been heard of for" in hang["text"]
     os.kill(pid, signal.SIGCONT)
     nth_went_on(gang, attempt, 2)
@@ -113,8 +105,7 @@ def test_each_kind_of_stall_names_its_rank_and_place(run_file: Path) -> None:
     gang.until(lambda: len(notes(run_dir)) >= 6)
     assert "is behind: in data loading" in notes(run_dir)[0]
     assert "went on after" in notes(run_dir)[1]
-    for process in gang.processes:
-        os.kill(process.pid or 0, signal.SIGTERM)
+    gang.signal(signal.SIGTERM)
     assert set(gang.wait()) == {ExitCode.REQUEUE}  # report: nothing has ended it before
 
 
@@ -122,10 +113,9 @@ def test_action_stop_ends_the_run_and_names_who_froze(run_file: Path) -> None:
     """Here rank 0, which else decides."""
     stop = "watchdog.action=stop"
     run_dir, attempt, gang = start_training(run_file, 2, *QUICK, stop, rank=troubled_rank)
-    assert rows_after_start(run_dir, gang, 2)
+    until_recorded(run_dir, gang, 2)
     os.kill(gang.processes[0].pid or 0, signal.SIGSTOP)
-    gang.processes[1].join(DEADLINE_S)
-    assert gang.processes[1].exitcode == ExitCode.COMMUNICATION
+    assert gang.code(1) == ExitCode.COMMUNICATION
     outcome = read_record(attempt.outcome) or {}
     assert (outcome["state"], outcome["exit_code"]) == ("failed", ExitCode.COMMUNICATION)
     assert outcome["error"]["rank"] == 0

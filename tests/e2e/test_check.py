@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
+from isles.config.load import load_run_file
+from isles.config.resolve import resolve
 from isles.errors import ExitCode
+from isles.run.begin import begin_run, new_attempt
 from tests.deadline import DEADLINE_S
 from tests.lab import home
 from tests.lab.home import HOSTS, ISLES, left, link_cut, other_torch, sh, undone, until
 from tests.lab.hosts import Lab
 from tests.lab.slurm import slurm
 
+SSH = {"kind": "ssh", "hosts": list(HOSTS), "connect_timeout": "2s"}
 FAKETIME = "/usr/lib/*/faketime/libfaketime.so.1"
 
 
@@ -27,9 +31,9 @@ class Report:
     findings: list[dict[str, Any]]
 
     def bad(self, finding_id: str) -> dict[str, dict[str, Any]]:
-        """Warnings and errors of one id, by where."""
+        """Warnings and errors of one id, by where; of several there the first, the worst."""
         found = [f for f in self.findings if f["id"] == finding_id and f["level"] != "ok"]
-        return {finding["where"]: finding for finding in found}
+        return {finding["where"]: finding for finding in reversed(found)}
 
     def errors(self) -> set[tuple[str, str]]:
         """Every error: id and where."""
@@ -38,13 +42,8 @@ class Report:
 
 def write_run(lab: Lab, **cluster: Any) -> str:
     """A run file for the three hosts, as they see it."""
-    launcher = cluster.pop("launcher", {})
-    if "kind" not in launcher:
-        launcher = {"kind": "ssh", "hosts": list(HOSTS), **launcher}
     training = {"max_steps": 3, "global_batch_size": 6}
-    home.write_run(
-        lab, "checked", output_dir="/root/out", training=training, launcher=launcher, **cluster
-    )
+    home.write_run(lab, "checked", output_dir="/root/out", training=training, **cluster)
     return "/shared/checked.yaml"
 
 
@@ -76,14 +75,12 @@ def test_hosts_that_cannot_be_asked(lab: Lab) -> None:
     """Key refused, switched off, named twice: each by name, and the others are still checked."""
     keys = "/root/.ssh/authorized_keys"
     # ~/.ssh/config of the laptop has a ConnectTimeout of its own; the command line wins.
-    names = ["a1", "10.77.1.1", "a2", "a3"]
-    path = write_run(lab, launcher={"hosts": names, "connect_timeout": "2s"})
+    path = write_run(lab, launcher={**SSH, "hosts": ["a1", "10.77.1.1", "a2", "a3"]})
     with undone(lab, "a2", f"mv {keys} {keys}.away", f"mv {keys}.away {keys}"), link_cut(lab, "a3"):
         report = check(lab, path, "--no-net")
     assert report.code == ExitCode.PREFLIGHT
     refused, silent = report.bad("ssh.connect")["a2"], report.bad("ssh.connect")["a3"]
-    assert refused["fix"] == "ssh-copy-id a2"
-    assert "refuses the key" in refused["text"]
+    assert refused["fix"] == "ssh-copy-id a2" and "refuses the key" in refused["text"]
     assert "ping a3" in silent["fix"]
     assert any(f["where"] == "a1" and f["id"] == "memory.free" for f in report.findings)
     twice = report.bad("host.duplicate")["10.77.1.1"]
@@ -95,8 +92,7 @@ def test_hosts_that_cannot_be_asked(lab: Lab) -> None:
 def test_python_without_isles_and_a_host_that_hangs(lab: Lab) -> None:
     setup = ["case $(hostname) in a1) export PYTHONPATH=/nowhere;; a3) kill -STOP $$;; esac"]
     python = "/usr/bin/python3"
-    environment = {"setup": setup, "python": python}
-    path = write_run(lab, environment=environment, launcher={"connect_timeout": "2s"})
+    path = write_run(lab, environment={"setup": setup, "python": python}, launcher=SSH)
     report = check(lab, path, "--timeout", "10s")
     assert report.code == ExitCode.PREFLIGHT
     assert "isles setup" in report.bad("isles.installed")["a1"]["fix"]
@@ -122,18 +118,14 @@ def test_what_is_wrong_on_single_hosts(lab: Lab) -> None:
     ):
         report = check(lab, path, "--no-net")
     assert report.code == ExitCode.PREFLIGHT
-    assert report.errors() == {
-        ("disk.free", "a1"),
-        ("shm.size", "a3"),
-        ("version.torch", "a2"),
-        ("clock.skew", "a2"),
-    }
+    faults = {"disk.free": "a1", "shm.size": "a3", "version.torch": "a2", "clock.skew": "a2"}
+    assert report.errors() == set(faults.items())
     assert report.bad("disk.free")["a1"]["measured"] == "0 B"
     assert "remount" in report.bad("shm.size")["a3"]["fix"]
     assert abs(float(report.bad("clock.skew")["a2"]["measured"].split()[0]) - 3600) < 5
-    torch = [f for f in report.findings if f["id"] == "version.torch" and f["where"] == "a2"]
-    assert torch[0]["measured"] == "2.11.0" and "on a1, a3" in torch[0]["text"]
-    assert "isles setup" in torch[0]["fix"]
+    torch = report.bad("version.torch")["a2"]
+    assert torch["measured"] == "2.11.0" and "on a1, a3" in torch["text"]
+    assert "isles setup" in torch["fix"]
     assert "netplan" in report.bad("address.dhcp")["a3"]["fix"]
 
 
@@ -153,8 +145,7 @@ def test_ports_that_are_blocked_one_way(lab: Lab) -> None:
         report = check(lab, write_run(lab))
     assert report.errors() == {("net.connect", "a1 -> a2"), ("net.connect", "a3 -> a1")}
     dropped = report.bad("net.connect")["a1 -> a2"]
-    assert "packets are dropped" in dropped["text"]
-    assert "the firewall of a2" in dropped["text"]
+    assert "packets are dropped" in dropped["text"] and "the firewall of a2" in dropped["text"]
     assert "on a2: sudo nft" in dropped["fix"] and "10.77.0.0/16" in dropped["fix"]
     assert "refused" in report.bad("net.connect")["a3 -> a1"]["text"]
     assert "was not tried" in report.bad("reduce.works")["all hosts"]["text"]
@@ -171,28 +162,13 @@ def test_a_laptop_that_dies_leaves_nothing_behind(lab: Lab) -> None:
     until(lambda: not left(lab), "the end of every process of the check")
 
 
-# Makes a run directory of a run file.
-RESOLVE = """
-import shutil, sys
-from pathlib import Path
-from isles.config.load import load_run_file
-from isles.config.resolve import dump_resolved, resolve
-file, run_dir = map(Path, sys.argv[1:])
-(run_dir / "attempts" / "001").mkdir(parents=True)
-loaded = load_run_file(file, [f"output_dir={run_dir.parent}"])
-text = dump_resolved(resolve(loaded, nproc=(1, 1), device="cpu"))
-(run_dir / "resolved.yaml").write_text(text)
-shutil.copy(file, run_dir / "run.yaml")
-"""
-
-
 @pytest.mark.long
 def test_nodes_of_a_job_that_do_not_come_are_named(lab: Lab) -> None:
     """A check in a job of which all nodes come is in the tests of both queues."""
-    path, run_dir = write_run(lab, device="cpu"), "/shared/out/checked-1"
-    done = lab.run("ctl", [sys.executable, "-c", RESOLVE, path, run_dir])
-    assert done.returncode == 0, done.stderr
-    step = [sys.executable, "-m", "isles.check.step", run_dir, "--attempt", "1"]
+    write_run(lab, device="cpu")
+    loaded = load_run_file(lab.shared / "checked.yaml", [f"output_dir={lab.shared / 'out'}"])
+    new_attempt(begin_run(resolve(loaded, nproc=(1, 1), device="cpu"), loaded.text, "no").run_dir)
+    step = [sys.executable, "-m", "isles.check.step", "/shared/out/checked-1", "--attempt", "1"]
     step += ["--hosts", "a1,a2", "--master", "10.77.1.1:29500", "--timeout", "1", "--node"]
     alone = lab.run("a1", [*step, "0"])
     assert alone.returncode == ExitCode.PREFLIGHT
@@ -207,8 +183,7 @@ def test_nodes_of_a_job_that_do_not_come_are_named(lab: Lab) -> None:
 def test_slurm_by_its_login_node(lab: Lab) -> None:
     """A drained node by name and reason, too long a time, and GPUs that no node has."""
     launcher = {"kind": "slurm", "partition": "main", "login": "a1", "time": "1h"}
-    more = {"nodes": 3, "gpus_per_node": 1}
-    path = write_run(lab, launcher=launcher, **more)
+    path = write_run(lab, launcher=launcher, nodes=3, gpus_per_node=1)
     with slurm(lab):
         well = check(lab, path)
         sh(lab, "ctl", "scontrol update NodeName=a3 State=DRAIN Reason=fan")
@@ -218,9 +193,8 @@ def test_slurm_by_its_login_node(lab: Lab) -> None:
         here += ["clusters.0.launcher.time=20m", "output_dir=/shared", "clusters.0.workdir=/shared"]
         inside = check(lab, path, *here, "--in-job")
     assert well.code == ExitCode.OK, well.findings
-    assert {"queue.nodes", "queue.gres", "files.output", "version.torch"} <= {
-        finding["id"] for finding in well.findings
-    }
+    asked = {finding["id"] for finding in well.findings}
+    assert {"queue.nodes", "queue.gres", "files.output", "version.torch"} <= asked
     assert {where for _, where in report.errors()} == {"a1"}
     assert {"queue.nodes", "queue.time", "queue.gres"} <= set(dict(report.errors()))
     assert inside.code == ExitCode.OK, inside.findings

@@ -10,7 +10,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,9 @@ class Boxer:
     torch are this machine's own, bound into it."""
 
     def __init__(self, folder: Path) -> None:
-        self.work = folder / "work"
-        self._state = folder / "state"
-        for path in (self.work, self._state):
-            path.mkdir()
+        self.work, self._state = folder / "work", folder / "state"
+        self.work.mkdir()
+        self._state.mkdir()
         folder.chmod(0o755)
         os.chown(self.work, USER, USER)
 
@@ -63,10 +61,6 @@ class Boxer:
         program = self.words("env", "PYTHONDONTWRITEBYTECODE=1", sys.executable, "-m", "isles")
         return Command("train", "run.yaml", *words, cwd=self.work, program=program)
 
-    def isles(self, *words: str) -> str:
-        """One command to its end."""
-        return self.run(shlex.join([sys.executable, "-m", "isles", *words]))
-
     def processes(self) -> list[str]:
         """What still runs as this user, but for podman's own keeper of the namespace."""
         done = run_program(["ps", "-o", "stat=,args=", "-u", str(USER)])
@@ -81,9 +75,8 @@ def boxer() -> Iterator[Boxer]:
     # Not in pytest's folder, which each start of pytest closes to other users.
     folder = Path(tempfile.mkdtemp(prefix="isles-boxer-", dir="/tmp"))
     boxer = Boxer(folder)
-    folders = "usr etc proc sys dev tmp run root"
     boxer.run(
-        f"mkdir empty && cd empty && mkdir {folders}\n"
+        "mkdir empty && cd empty && mkdir usr etc proc sys dev tmp run root\n"
         "for name in bin sbin lib lib64; do ln -s usr/$name $name; done\n"
         f"tar -c . | podman import - {IMAGE}"
     )
@@ -91,6 +84,7 @@ def boxer() -> Iterator[Boxer]:
     binds = ["/usr:/usr:ro", f"{ROOT}:{ROOT}:ro", f"{sys.prefix}:{sys.prefix}:ro"]
     binds += [] if base.is_relative_to("/usr") else [f"{base}:{base}:ro"]
     container = {"image": IMAGE, "python": sys.executable, "binds": binds}
+    environment = {"container": container, "variables": {"OMP_NUM_THREADS": "1"}}
     run = {
         "name": "boxed",
         "model": {"name_or_path": "llama-2m", "init": "scratch"},
@@ -99,13 +93,7 @@ def boxer() -> Iterator[Boxer]:
         "checkpoint": {"export_on_finish": False},
         "track": ["jsonl"],
         "strategy": {"kind": "ddp"},
-        "clusters": [
-            {
-                "device": "cpu",
-                "gpus_per_node": 2,
-                "environment": {"container": container, "variables": {"OMP_NUM_THREADS": "1"}},
-            }
-        ],
+        "clusters": [{"device": "cpu", "gpus_per_node": 2, "environment": environment}],
     }
     (boxer.work / "run.yaml").write_text(yaml.safe_dump(run))
     yield boxer
@@ -119,10 +107,8 @@ def test_a_run_in_rootless_podman_stops_and_goes_on(boxer: Boxer) -> None:
     bare = boxer.train("clusters.0.environment.container.python=/usr/bin/python3")
     assert bare.end() == ExitCode.PREFLIGHT, bare.text
     assert f"the image {IMAGE} has no isles" in bare.text and not run_dir.path.exists()
-    with ExitStack() as stack:
-        command = boxer.train("training.max_steps=100000")
-        stack.callback(command.kill)
-        attempt = run_dir.attempt(1)
+    command, attempt = boxer.train("training.max_steps=100000"), run_dir.attempt(1)
+    try:
         command.until(lambda: has_done(attempt, 2))
         # The records speak of processes of this machine, inside and outside.
         agent = ProcessId.from_record(read_record(attempt.launch) or {})
@@ -132,15 +118,17 @@ def test_a_run_in_rootless_podman_stops_and_goes_on(boxer: Boxer) -> None:
         assert b"OMP_NUM_THREADS=1" in seen and f"ISLES_CONTAINER={agent.pid} " in str(seen)
         os.kill(agent.pid, 15)
         command.end()
+    finally:
+        command.kill()
     outcome = outcome_of(attempt)
     assert (outcome["state"], outcome["exit_code"]) == ("stopped", ExitCode.REQUEUE), outcome
+    step = outcome["step"]
     assert boxer.processes() == []
-    fewer = f"training.max_steps={outcome['step'] + 3}"
-    command = boxer.train(fewer, "--resume", "runs/boxed-1")
+    command = boxer.train(f"training.max_steps={step + 3}", "--resume", "runs/boxed-1")
     assert command.end() == 0, command.text
-    assert f"step {outcome['step']}" in command.text
+    assert f"step {step}" in command.text
     assert outcome_of(run_dir.attempt(2))["state"] == "finished"
-    assert len(losses_of(run_dir)) == outcome["step"] + 3
+    assert len(losses_of(run_dir)) == step + 3
     assert boxer.processes() == []
 
 
@@ -173,12 +161,16 @@ def test_a_runtime_that_is_killed_takes_the_run_with_it(boxer: Boxer) -> None:
 
 
 def test_a_check_looks_inside(boxer: Boxer) -> None:
-    found = json.loads(boxer.isles("check", "run.yaml", "--json"))["findings"]
-    by_id = {finding["id"]: finding for finding in found}
-    assert by_id["version.torch"]["level"] == "ok" and by_id["files.output"]["level"] == "ok"
-    other = shlex.join([sys.executable, "-m", "isles", "check", "run.yaml", "--json"])
-    found = json.loads(boxer.run(f"{other} {_of('localhost/none:1')} || true"))["findings"]
-    assert [f["id"] for f in found if f["level"] == "error"] == ["container.image"]
+    def levels(*words: str) -> dict[str, str]:
+        check = shlex.join([sys.executable, "-m", "isles", "check", "run.yaml", "--json", *words])
+        found = json.loads(boxer.run(f"{check} || true"))["findings"]
+        return {finding["id"]: finding["level"] for finding in found}
+
+    inside = levels()
+    assert inside["version.torch"] == inside["files.output"] == "ok"
+    assert "error" not in inside.values(), inside
+    missing = levels(_of("localhost/none:1"))
+    assert [name for name in missing if missing[name] == "error"] == ["container.image"]
 
 
 # On the pretend hosts, in stand-ins.
@@ -195,12 +187,11 @@ def images(lab: Lab) -> Lab:
     return lab
 
 
-def boxed(lab: Lab, name: str, launcher: dict[str, Any], image: str, **more: Any) -> RunDir:
+def boxed(lab: Lab, name: str, launcher: dict[str, Any], image: str) -> RunDir:
     variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment = {"container": image, "variables": variables}
     shape = {"nodes": 2, "gpus_per_node": 1, "device": "cpu", "environment": environment}
-    write_run(lab, name, launcher=launcher, **{**shape, **more})
-    (lab.shared / f"unseen-{name}").touch()
+    write_run(lab, name, launcher=launcher, **shape)
     return RunDir(lab.shared / "runs" / f"{name}-1")
 
 
@@ -215,12 +206,9 @@ def assert_in_container(run_dir: RunDir, lab: Lab) -> None:
 
 @pytest.mark.long
 def test_apptainer_over_ssh(images: Lab) -> None:
-    lab, hosts = images, ["a1", "a2"]
-    launcher = {"kind": "ssh", "hosts": hosts}
-    run_dir = boxed(lab, "apart", launcher, "train.sif", output_dir="/shared/runs")
-    text = isles(
-        lab, "train", "apart.yaml", "clusters.0.environment.container=bare.sif", expected=2
-    )
+    lab, launcher = images, {"kind": "ssh", "hosts": ["a1", "a2"]}
+    run_dir = boxed(lab, "apart", launcher, "train.sif")
+    text = isles(lab, "train", "apart.yaml", _of("bare.sif"), expected=2)
     assert "the image bare.sif has no isles" in text and "host a1" in text
     assert not run_dir.path.exists()
     isles(lab, "train", "apart.yaml")

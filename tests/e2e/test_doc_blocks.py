@@ -2,40 +2,174 @@
 
 A block is typed here unless a comment before it says where it is seen to work (`<!-- seen: … -->`,
 which tests/unit/test_docs.py looks into), or what it needs that is not here (`<!-- needs: …
--->`). What a page takes as given (a run file, a finished run) is small, and stands in doc_world.py.
+-->`). What a page takes as given (a run file, a finished run) is small, and stands in `World`.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import groupby, takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from tests.data import chat_rows, write_rows
 from tests.documents import ALL_PAGES, ROOT, Block, blocks, typed_lines
-from tests.e2e.doc_world import BINS, Terminal, World
+from tests.e2e.typed import Command
+from tests.lab.home import write_inputs
 from tests.runs import nothing_left
 
-FIRST = "docs/commands.md"
-"""The page whose runs others use."""
+BINS = Path(sys.executable).absolute().parent
+# Commands that go on until Ctrl+C, and the text after which a reader has seen enough.
+FOLLOWED = {"isles logs -f": "phase=training", "tail -f": "\n", "tensorboard ": "Press CTRL+C"}
+# The folder and the variables outlive the line that sets them, as in a shell.
+SHELL = """\
+exec 2>&1
+cd "$(cat "$STATE/cwd")" && [ ! -f "$STATE/env" ] || . "$STATE/env"
+eval "$1"
+code=$?
+pwd > "$STATE/cwd"; export -p > "$STATE/env"
+exit $code
+"""
+# In the place of pip: nothing is installed, as all that the pages install is here; there is no
+# index, and nothing may change the environment that the tests run in.
+PIP = """\
+import re, sys
+from importlib.metadata import metadata
+
+match = re.fullmatch(r"install (?:-e )?(?:isles|\\.)(?:\\[(.+)\\])?", " ".join(sys.argv[1:]))
+known = metadata("isles").get_all("Provides-Extra")
+if match is None or (match[1] and set(match[1].split(",")) - set(known)):
+    sys.exit(f"not a line of the pages: {sys.argv[1:]}")
+"""
 
 
-def pages() -> list[str]:
-    """Pages with a block that is typed here."""
-    found = [
-        str(page.relative_to(ROOT))
-        for page in ALL_PAGES
-        if not page.is_symlink() and any(is_typed(block) for block in blocks(page))
-    ]
-    return sorted(found, key=lambda name: name != FIRST)
+class Terminal:
+    """A shell that begins in a folder; `bin` of the user's home is first on its PATH."""
+
+    def __init__(self, folder: Path, home: Path) -> None:
+        self.folder = folder
+        state = Path(tempfile.mkdtemp(dir=home))
+        (state / "cwd").write_text(str(folder))
+        environ = {
+            "HOME": home,
+            "PATH": f"{home / 'bin'}:{BINS}:{os.environ['PATH']}",
+            "STATE": state,
+            "USER": "user",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            # Whatever a page says: the environment of the tests stays as it is.
+            "PIP_NO_INDEX": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        # Where the tests run in the background, Ctrl+C would be ignored.
+        program = ("env", "-i", "--default-signal=INT", *(f"{k}={v}" for k, v in environ.items()))
+        self._program = (*program, "bash", "-c", SHELL, "bash")
+
+    def type(self, line: str) -> tuple[int, str]:
+        """Type a line and wait for its end, or end it by Ctrl+C where it only shows something.
+
+        Returns its exit code, and what it has printed.
+        """
+        seen = next((text for start, text in FOLLOWED.items() if line.startswith(start)), None)
+        command = Command(line, cwd=self.folder, program=self._program)
+        try:
+            if seen is None:
+                return command.end(), command.out
+            command.until(lambda: seen in command.out)
+            with suppress(ProcessLookupError):
+                os.killpg(command.process.pid, signal.SIGINT)
+            code = command.end()
+            return 0 if code in (130, -signal.SIGINT) else code, command.out
+        finally:
+            command.kill()
+
+    def must(self, line: str) -> None:
+        """Type a line that must end well."""
+        code, text = self.type(line)
+        assert code == 0, f"$ {line}\n{text}\nexit code {code}"
 
 
-def is_typed(block: Block) -> bool:
-    """Whether its lines are typed here."""
-    return block.is_shell and not block.kind
+class World:
+    """A user's home folder, with a clone in which two runs have been made."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        write_inputs(self.home)
+        config = self.home / "tiny" / "config.json"
+        config.write_text(config.read_text().replace("128", "256"))  # longer texts are generated
+        said = {f"What follows {n}?": f"{n + 1} follows." for n in range(40)}
+        write_rows(self.home / "chats.jsonl", chat_rows(said))
+        pip = self.home / "bin" / "pip"
+        pip.parent.mkdir()
+        pip.write_text(f"#!{BINS / 'python'}\n{PIP}")
+        pip.chmod(0o755)
+        clone = self.clone("work")
+        terminal = Terminal(clone, home)
+        terminal.must("isles train run.yaml")
+        self.run_file(clone / "run.yaml", training={"max_steps": 100_000})
+        for line in ("train run.yaml --resume no --detach", "logs -f", "stop"):
+            terminal.must(f"isles {line}")
+        self.finished, self.stopped = (clone / "runs" / name for name in ("first-1", "first-2"))
+
+    def clone(self, name: str) -> Path:
+        """A folder with what of a clone the pages look at, and a run file."""
+        folder = self.home / name
+        folder.mkdir()
+        unlike_git = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "examples", folder / "examples", symlinks=True, ignore=unlike_git)
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        (folder / ".venv").symlink_to(BINS.parent)
+        self.run_file(folder / "run.yaml")
+        return folder
+
+    def run_file(self, path: Path, **sections: Any) -> None:
+        """A run file that trains a model of 30 thousand parameters for some steps."""
+        content: dict[str, Any] = {
+            "name": "first",
+            "model": {"name_or_path": str(self.home / "tiny"), "init": "scratch"},
+            "tokenizer": {"train_vocab_size": 300, "chat_template": "chatml"},
+            "data": {"sources": [{"path": "python-docs"}], "seq_length": 32},
+            "training": {
+                "max_steps": 20,
+                "global_batch_size": 2,
+                "learning_rate": 0.003,
+                "precision": "32-true",
+                "logging_steps": 5,
+                "eval_steps": None,
+            },
+            "checkpoint": {"every_steps": None, "every_minutes": None},
+            "track": ["jsonl"],
+        }
+        for name, value in sections.items():
+            content[name] = {**content[name], **value} if name == "training" else value
+        path.write_text(yaml.safe_dump(content, sort_keys=False))
+
+    def shrink(self, path: Path) -> None:
+        """A run file of `isles init`, with a model, data and a length for two cores."""
+        content = yaml.safe_load(path.read_text())
+        is_tuned = content["model"]["init"] == "pretrained"
+        model = self.finished / "model" if is_tuned else self.home / "tiny"
+        content["model"]["name_or_path"] = str(model)
+        for source in content["data"]["sources"]:
+            is_chat = source.get("type") == "chat"
+            source["path"] = str(self.home / "chats.jsonl") if is_chat else "python-docs"
+        content["data"]["seq_length"] = 64
+        for key in ("num_train_epochs", "warmup_steps", "eval_steps"):
+            content["training"].pop(key, None)
+        content["training"] |= {"max_steps": 5, "global_batch_size": 2, "precision": "32-true"}
+        content["track"] = ["jsonl"]
+        path.write_text(yaml.safe_dump(content, sort_keys=False))
 
 
 @pytest.fixture(scope="module")
@@ -45,60 +179,82 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(home)
 
 
+def is_typed(block: Block) -> bool:
+    """Whether its lines are typed here."""
+    return block.is_shell and not block.kind
+
+
+TYPED = [
+    str(page.relative_to(ROOT))
+    for page in ALL_PAGES
+    if not page.is_symlink() and any(map(is_typed, blocks(page)))
+]
+GIVEN = {
+    "docs/home-lab.md": [
+        "logs/runs/home-lab-1",
+        "../Development/Projects/ai-ml-pipeline/ai-cluster/logs/runs/home-lab-1",
+    ],
+    "docs/quickstart.md": ["runs/quickstart-1", "runs/first-2"],
+    "docs/troubleshooting.md": ["runs/RUN-1"],
+    "docs/watching.md": ["runs/far-1", "runs/far-2"],
+}
+"""Where a page takes runs as given: all are finished, but for first-2, which was stopped."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", pages())
+@pytest.mark.parametrize("name", TYPED)
 def test_the_blocks_of_a_page(world: World, name: str) -> None:
     page = ROOT / name
-    terminal = world.terminal if name == FIRST else terminal_of(world, page)
-    GIVEN.get(name, lambda *_: None)(world, terminal.folder)
+    text = page.read_text(encoding="utf-8")
+    folder = world.clone(f"{page.parent.name}-{page.stem}")
+    if page.parent.parent.name == "examples" and "cd examples/" not in text:
+        folder /= page.parent.relative_to(ROOT)  # where the page has it typed
+    for place in GIVEN.get(name, ()):
+        run = world.stopped if place.endswith("first-2") else world.finished
+        shutil.copytree(run, folder / place, symlinks=True)
+    if name == "docs/clusters.md":
+        write_clusters(world, folder / "run.yaml")
+    terminal = Terminal(folder, world.home)
     for block in blocks(page):
         if is_typed(block):
             for line in typed_lines(block):
-                before(world, terminal, line)
-                code, text = terminal.type(line)
-                fault = fault_of(code, text, expected_of(block, line))
-                assert not fault, f"{name}:{block.line}\n$ {line}\n{text}\n{fault}"
-                after(world, terminal, line)
+                before(world, folder, line)
+                code, said = terminal.type(line)
+                fault = fault_of(code, said, expected_of(block, line))
+                assert not fault, f"{name}:{block.line}\n$ {line}\n{said}\n{fault}"
+                if line.startswith("isles init"):  # it has written a run file for a real model
+                    world.shrink(folder / "run.yaml")
         elif block.language == "yaml" and block.kind != "not isles":
-            write_run_file(page, block, terminal.folder)
+            # A whole run file, where the page has commands with its name.
+            match = re.match(r"name: (\w+)\n", block.text)
+            if match and f" {match[1]}.yaml" in text:
+                (folder / f"{match[1]}.yaml").write_text(block.text)
 
 
-def terminal_of(world: World, page: Path) -> Terminal:
-    """A terminal in a clone of its own; for an example's page in its folder, as the page says."""
-    name = f"{page.parent.name}-{page.stem}"
-    world.clone(world.home / name)
-    is_inside = page.parent.parent.name == "examples" and "cd examples/" not in page.read_text()
-    folder = page.parent.relative_to(ROOT) if is_inside else Path()
-    return Terminal(world.home / name / folder, world.home, name)
-
-
-def write_run_file(page: Path, block: Block, folder: Path) -> None:
-    """A whole run file of a page, under its name, where the page has commands with that name."""
-    match = re.match(r"name: (\w+)\n", block.text)
-    if match and f" {match[1]}.yaml" in page.read_text(encoding="utf-8"):
-        (folder / f"{match[1]}.yaml").write_text(block.text)
-
-
-def copy_run(run: Path, folder: Path, name: str) -> None:
-    """A run as if it had been trained in this folder, under this name."""
-    shutil.copytree(run, folder / "runs" / name, symlinks=True)
-
-
-def before(world: World, terminal: Terminal, line: str) -> None:
+def before(world: World, folder: Path, line: str) -> None:
     """What a line takes as given that comes about on another page, or by the reader's own hand."""
     if line.startswith("isles train run.yaml --detach"):
-        # It is stopped further down: it must not end by itself before.
-        world.run_file(terminal.folder / "run.yaml", training={"max_steps": 100_000})
+        # It is stopped further down, not to end by itself before, and its checkpoints are pushed.
+        remote = {"every_steps": None, "every_minutes": None, "remote": str(folder / "remote")}
+        world.run_file(folder / "run.yaml", training={"max_steps": 100_000}, checkpoint=remote)
     if line.startswith("isles init"):
-        (terminal.folder / "run.yaml").unlink()
+        (folder / "run.yaml").unlink()
     if line.startswith("isles generate my-chat"):
-        copy_run(world.finished(), terminal.folder, "my-chat-1")
+        shutil.copytree(world.finished, folder / "runs" / "my-chat-1", symlinks=True)
 
 
-def after(world: World, terminal: Terminal, line: str) -> None:
-    """`isles init` writes a run file for a real model, which is made small."""
-    if line.startswith("isles init"):
-        world.shrink(terminal.folder / "run.yaml")
+def write_clusters(world: World, path: Path) -> None:
+    """The run file of the page's two clusters, both on this machine."""
+    here = {"launcher": {"kind": "local"}, "device": "cpu"}
+    world.run_file(
+        path,
+        name="home",
+        model={"name_or_path": str(world.finished / "model"), "init": "pretrained"},
+        tokenizer={},
+        training={"max_steps": 4},
+        outer={"kind": "diloco", "sync_every": 2, "min_clusters": 2},
+        clusters=[{"name": name, **here} for name in ("attic", "campus")],
+    )
 
 
 def expected_of(block: Block, line: str) -> list[str]:
@@ -149,55 +305,5 @@ def test_make_format(tmp_path: Path) -> None:
         (tmp_path / ".venv" / stamp).touch()
     file = tmp_path / "src" / "wrong.py"
     file.write_text("import sys\nimport os\nPATHS=( os.sep,sys.path )\n")
-    Terminal(tmp_path, tmp_path, "format").must("make format")
+    Terminal(tmp_path, tmp_path).must("make format")
     assert file.read_text() == "import os\nimport sys\n\nPATHS = (os.sep, sys.path)\n"
-
-
-def given_first(world: World, folder: Path) -> None:
-    if not folder.exists():
-        world.clone(folder)
-
-
-def given_clusters(world: World, folder: Path) -> None:
-    """The page's two clusters, both on this machine."""
-    model = {"name_or_path": str(world.finished() / "model"), "init": "pretrained"}
-    world.run_file(folder / "run.yaml", model=model, tokenizer={}, training={"max_steps": 4})
-    text = (folder / "run.yaml").read_text()
-    here = "launcher: {kind: local}, device: cpu"
-    clusters = f"[{{name: attic, {here}}}, {{name: campus, {here}}}]"
-    outer = "{kind: diloco, sync_every: 2, min_clusters: 2}"
-    text = text.replace("name: first", "name: home")
-    (folder / "run.yaml").write_text(f"{text}outer: {outer}\nclusters: {clusters}\n")
-
-
-def given_home_lab(world: World, folder: Path) -> None:
-    """What the page's training has left in the project's folder, where the terminal stands."""
-    logs = world.home / "Development/Projects/ai-ml-pipeline/ai-cluster/logs/runs"
-    for root in (logs, folder / "logs" / "runs"):
-        shutil.copytree(world.finished(), root / "home-lab-1", symlinks=True)
-
-
-def given_quickstart(world: World, folder: Path) -> None:
-    """The quickstart's run, and one that was stopped."""
-    copy_run(world.finished(), folder, "quickstart-1")
-    copy_run(world.stopped(), folder, "first-2")
-
-
-def given_finished(*names: str) -> Callable[[World, Path], None]:
-    """Finished runs of these names."""
-
-    def give(world: World, folder: Path) -> None:
-        for name in names:
-            copy_run(world.finished(), folder, name)
-
-    return give
-
-
-GIVEN: dict[str, Callable[[World, Path], None]] = {
-    FIRST: given_first,
-    "docs/clusters.md": given_clusters,
-    "docs/home-lab.md": given_home_lab,
-    "docs/quickstart.md": given_quickstart,
-    "docs/troubleshooting.md": given_finished("RUN-1"),
-    "docs/watching.md": given_finished("far-1", "far-2"),
-}

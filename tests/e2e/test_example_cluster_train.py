@@ -20,7 +20,6 @@ from tests.ports import free_port
 
 pytestmark = pytest.mark.long
 
-EXAMPLE = ROOT / "examples" / "cluster_train"
 NODES = ("a1", "a2")
 NUM_HOSTS = len(NODES)
 
@@ -32,13 +31,9 @@ echo "$(hostname) $* $BACKEND $PWD" >>"words-$3"
 """
 
 
-def copy(folder: Path, **texts: str) -> Path:
-    """The example in a folder of its own, with some of its files written anew."""
-    shutil.copytree(EXAMPLE, folder)
-    for name, text in texts.items():
-        path = folder / name.replace("__", ".")
-        path.write_text(text)
-        path.chmod(0o755)
+def copy(folder: Path) -> Path:
+    """The example in a folder of its own."""
+    shutil.copytree(ROOT / "examples" / "cluster_train", folder)
     return folder
 
 
@@ -73,7 +68,8 @@ def test_two_nodes_typed_by_hand(tmp_path: Path) -> None:
 
 def test_a_slurm_job(lab: Lab) -> None:
     """A real Slurm starts one task a node, and every node has its own number."""
-    folder = copy(lab.shared / "slurm", cluster_train__sh=WORDS)
+    folder = copy(lab.shared / "slurm")
+    (folder / "cluster_train.sh").write_text(WORDS)
     line = "cd /shared/slurm && BACKEND=gloo sbatch --parsable --gres=none cluster_train.sbatch"
     with slurm(lab):
         job = sh(lab, "ctl", line).strip()
@@ -92,14 +88,20 @@ def test_a_slurm_job(lab: Lab) -> None:
 def test_a_pbs_job(lab: Lab, flavour: str, file: str, fails: str) -> None:
     """Also with four lines of the node file for each host, every node is called once, by its
     number; and the exit code of one that fails is the job's."""
-    folder = copy(lab.shared / f"pbs-{flavour}", cluster_train__sh=WORDS)
+    folder = copy(lab.shared / f"pbs-{flavour}")
+    (folder / "cluster_train.sh").write_text(WORDS)
     # The stand-in's nodes have two GPUs.
-    script = (folder / file).read_text().replace("gpus=4", "gpus=2")
-    (folder / file).write_text(script)
+    (folder / file).write_text((folder / file).read_text().replace("gpus=4", "gpus=2"))
+
+    def code_of(job: str) -> str:
+        """Its exit code, once there is one."""
+        found = re.search(r"xit_status = (\S+)", sh(lab, "ctl", f"qstat -x -f {job}"))
+        return found[1] if found else ""
+
     with pbs(lab, NODES, flavour):
         line = f"cd /shared/{folder.name} && FAILS={fails} BACKEND=gloo qsub {file}"
         job = sh(lab, "ctl", line).strip()
-        code = until(lambda: ended(lab, job), "the job ends")
+        code = until(lambda: code_of(job), "the job ends")
     number = job.partition(".")[0]
     output = (folder / f"purrsight-phase2.o{number}").read_text()
     assert code == ("4" if fails else "0"), output
@@ -114,9 +116,3 @@ def assert_words(lab: Lab, folder: Path, port: int) -> None:
         words = f"config/train_config.yaml 2 {rank} {lab.address('a1')} {port}"
         found = (folder / f"words-{rank}").read_text()
         assert found == f"{host} {words} gloo /shared/{folder.name}\n"
-
-
-def ended(lab: Lab, job: str) -> str:
-    """The exit code of a job, once there is one."""
-    found = re.search(r"xit_status = (\S+)", sh(lab, "ctl", f"qstat -x -f {job}"))
-    return found[1] if found else ""

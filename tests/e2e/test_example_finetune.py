@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,50 +17,36 @@ from tests.lab.hosts import Lab
 from tests.lab.slurm import slurm, wait_for_job
 from tests.ports import free_port
 from tests.runs import losses_of
-from tests.unit.test_example_finetune import SETUP, copy_programs, guide
+from tests.unit.test_example_finetune import SETUP, USE_DEEPSPEED, USE_FSDP, copy_programs, guide
 
 pytestmark = pytest.mark.long
 
 NUM_HOSTS = 2
-STEPS, ACCUMULATED = 3, 4
+ACCUMULATED = 4
+CONFIG = """\
+name: tiny
+model: {name_or_path: ./tiny, init: scratch}
+tokenizer: {train_vocab_size: 300}
+data: {sources: [{path: words.jsonl}], seq_length: 32, packing: false, validation_fraction: 0}
+training:
+  {max_steps: 3, micro_batch_size: 2, learning_rate: 0.01, max_grad_norm: 0.3,
+   mixed_precision: bf16, gradient_checkpointing: true, logging_steps: 1, eval_steps: null}
+report_to: tensorboard
+balance: even
+checkpoint: {every_steps: null, every_minutes: null, export_on_finish: false}
+"""
 ZERO_2 = f"{guide('deepspeed --zero')} --gradient_accumulation_steps {ACCUMULATED}"
 DISTRIBUTED = {
-    "deepspeed": {"use_deepspeed": True, "deepspeed_config": "config/ds_config.json"},
-    "fsdp": {"use_fsdp": True, "fsdp_config": "config/fsdp_config.json", "use_deepspeed": False},
+    "deepspeed": USE_DEEPSPEED.replace("16", str(ACCUMULATED)),
+    "fsdp": f"{USE_FSDP}  gradient_accumulation_steps: {ACCUMULATED}\n",
 }
-ENVIRON = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def make_project(folder: Path, strategy: str) -> None:
     """A project with the example's programs, a tiny model, a text, and a config.yaml for it."""
     copy_programs(folder)
     write_inputs(folder)
-    config = {
-        "name": "tiny",
-        "model": {"name_or_path": "./tiny", "init": "scratch"},
-        "tokenizer": {"train_vocab_size": 300},
-        "data": {
-            "sources": [{"path": "words.jsonl"}],
-            "seq_length": 32,
-            "packing": False,
-            "validation_fraction": 0,
-        },
-        "training": {
-            "max_steps": STEPS,
-            "micro_batch_size": 2,
-            "learning_rate": 0.01,
-            "max_grad_norm": 0.3,
-            "mixed_precision": "bf16",
-            "gradient_checkpointing": True,
-            "logging_steps": 1,
-            "eval_steps": None,
-        },
-        "report_to": "tensorboard",
-        "balance": "even",
-        "checkpoint": {"every_steps": None, "every_minutes": None, "export_on_finish": False},
-        "distributed": DISTRIBUTED[strategy] | {"gradient_accumulation_steps": ACCUMULATED},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (folder / "config.yaml").write_text(CONFIG + DISTRIBUTED[strategy])
 
 
 def setup(folder: Path, words: str) -> None:
@@ -81,7 +66,7 @@ def trained(folder: Path, strategy: str) -> list[float]:
     assert resolved["config"]["training"]["global_batch_size"] == 2 * ACCUMULATED * 2
     assert list((run_dir.path / "logs" / "runs").glob("**/events.*")), "no curves for TensorBoard"
     losses = losses_of(run_dir)
-    assert len(losses) == STEPS and losses[-1] < losses[0] - 0.05
+    assert len(losses) == 3 and losses[-1] < losses[0] - 0.05
     return losses
 
 
@@ -118,8 +103,7 @@ def test_a_script_for_each_of_two_nodes_trains(tmp_path: Path, sharded: list[flo
 def test_a_fault_is_told_once_by_two_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "project"
     make_project(folder, "fsdp")
-    config = folder / "config.yaml"
-    config.write_text(config.read_text().replace("bf16", "bf8"))
+    (folder / "config.yaml").write_text((CONFIG + DISTRIBUTED["fsdp"]).replace("bf16", "bf8"))
     words = ("--standalone", "--nproc_per_node=2", "src/train.py", "--config", "config.yaml")
     done = run_program([sys.executable, "-m", "torch.distributed.run", *words], folder)
     assert done.returncode == 1
@@ -127,32 +111,20 @@ def test_a_fault_is_told_once_by_two_ranks(tmp_path: Path) -> None:
         assert done.stderr.count(what) == 1, done.stderr
 
 
-@pytest.fixture(scope="module")
-def slurm_lab(lab: Lab) -> Iterator[Lab]:
-    with slurm(lab):
-        yield lab
-
-
-def test_the_job_script_trains_by_sbatch(slurm_lab: Lab, sharded: list[float]) -> None:
+def test_the_job_script_trains_by_sbatch(lab: Lab, sharded: list[float]) -> None:
     """S1-67 … S1-95: two nodes, one task and one rank on each."""
-    folder = slurm_lab.shared / "project"
+    folder = lab.shared / "project"
     make_project(folder, "deepspeed")
-    options = (
-        "--partition main --gres none --mem_per_gpu none --cpus_per_task 1 --modules "
-        "--conda_env none"
-    )
-    slurm_line = (
-        "slurm --config config.yaml --num_nodes 2 --num_gpus_per_node 1 --use_deepspeed "
-        f"--time_limit 00:20:00 {options}"
-    )
-    for words in (ZERO_2, slurm_line):
-        sh(slurm_lab, "ctl", f"cd /shared/project && {sys.executable} {SETUP} {words}")
-    exports = " ".join(f"{name}={value}" for name, value in ENVIRON.items())
-    line = f"cd /shared/project && env {exports} sbatch --parsable scripts/slurm_job.sh"
-    job_id = sh(slurm_lab, "ctl", line).strip()
-
-    log = folder / f"slurm-{job_id}.out"
-    assert wait_for_job(slurm_lab, job_id) == "COMPLETED", log.read_text()
+    words = "slurm --config config.yaml --num_nodes 2 --num_gpus_per_node 1 --use_deepspeed "
+    words += "--time_limit 00:20:00 --partition main --gres none --mem_per_gpu none "
+    words += "--cpus_per_task 1 --modules --conda_env none"
+    line = "cd /shared/project && OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 "
+    for written in (ZERO_2, words):
+        sh(lab, "ctl", f"{line} {sys.executable} {SETUP} {written}")
+    with slurm(lab):
+        job_id = sh(lab, "ctl", f"{line} sbatch --parsable scripts/slurm_job.sh").strip()
+        log = folder / f"slurm-{job_id}.out"
+        assert wait_for_job(lab, job_id) == "COMPLETED", log.read_text()
     assert trained(folder, "deepspeed") == pytest.approx(sharded, abs=0.03)
     attempt = RunDir(folder / "runs" / "tiny-1").attempt(1)
     ranks = [read_record(attempt.rank_record(rank)) or {} for rank in (0, 1)]

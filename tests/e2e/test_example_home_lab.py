@@ -5,26 +5,27 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import Gemma2Config, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from isles.errors import ExitCode
 from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 from tests.chat_templates import GEMMA
+from tests.data import chat_rows, write_rows
 from tests.deadline import DEADLINE_S, run_program
 from tests.documents import ROOT, blocks
 from tests.lab.home import HOSTS, assert_nothing_left, sh, write_inputs
 from tests.lab.hosts import Lab
 from tests.runs import losses_of
+from tests.small_models import small_model
 
 pytestmark = pytest.mark.long
 
@@ -32,15 +33,7 @@ EXAMPLE = ROOT / "examples" / "home_lab"
 BLOCKS = [block.text for block in blocks(ROOT / "tests/seeds/S4.md") if block.is_shell]
 PROJECT = "Development/Projects/ai-ml-pipeline/ai-cluster"
 ADDRESSES = ("192.168.1.100", "192.168.1.101", "192.168.1.102")
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "vocab_size": 272,
-}
+SIZES = {"vocab_size": 272, "max_position_embeddings": 1024}
 SETTINGS = {
     "MODEL_NAME": '"/shared/tiny"',
     "DATASET_NAME": '"data/processed/words.jsonl"',
@@ -63,10 +56,9 @@ def typed(text: str) -> list[str]:
     return ["bash", "-ec", "\n".join([f"export {names}", *lines])]
 
 
-def make_model(folder: Path, config: PretrainedConfig, **more: Any) -> None:
-    """A tiny model with weights and a tokenizer of bytes, as a repository of the hub holds it."""
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+def save(model: Any, folder: Path, **more: Any) -> None:
+    """A tiny model with a tokenizer of bytes, as a repository of the hub holds it."""
+    model.save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -78,32 +70,10 @@ def make_model(folder: Path, config: PretrainedConfig, **more: Any) -> None:
 def lab(lab: Lab) -> Lab:
     """Three hosts, as the guide's first four steps leave them; a1 is the main desktop."""
     write_inputs(lab.shared)
-    make_model(lab.shared / "tiny", LlamaConfig(**SHAPE))
-    for host in HOSTS:
-        set_up(lab, host)
-    give_keys(lab)
-    return lab
-
-
-def set_up(lab: Lab, host: str) -> None:
-    """Address, names, the project's folders and what lies in them."""
-    names = "".join(f"{a} {h}\\n" for a, h in zip(ADDRESSES, HOSTS, strict=True))
-    sh(lab, host, f"ip addr add {ADDRESSES[HOSTS.index(host)]}/24 dev eth0")
-    sh(lab, host, f"printf '127.0.0.1 localhost\\n{names}' > /etc/hosts")
-    done = lab.run(host, typed(block("mkdir -p")))
-    assert done.returncode == 0, done.stderr
-    scripts = lab.root(host) / "root" / PROJECT / "scripts"
-    for path in EXAMPLE.iterdir():
-        if path.is_file():
-            (scripts / path.name).write_bytes(path.read_bytes())
-            (scripts / path.name).chmod(path.stat().st_mode)
-    edit(scripts / "train_distributed.py")
-    sh(lab, host, f"ln -s {PROJECT} ~/ai-cluster; mkdir ~/ai-cluster/data/processed")
-    sh(lab, host, "head -100 /shared/words.jsonl > ~/ai-cluster/data/processed/words.jsonl")
-
-
-def give_keys(lab: Lab) -> None:
-    """The main desktop reaches all three by their addresses, itself too."""
+    save(small_model(**SIZES), lab.shared / "tiny")
+    for host, address in zip(HOSTS, ADDRESSES, strict=True):
+        set_up(lab, host, address)
+    # The main desktop reaches all three by their addresses, itself too.
     mine = lab.root("a1") / "root/.ssh"
     for name in ("id_lab", "config", "known_hosts"):
         text = (lab.root("ctl") / "root/.ssh" / name).read_text()
@@ -111,22 +81,32 @@ def give_keys(lab: Lab) -> None:
             text = text.replace(f"10.77.1.{number} ", f"10.77.1.{number},{address} ")
         (mine / name).touch(0o600)
         (mine / name).write_text(text)
+    return lab
 
 
-def edit(script: Path) -> None:
-    """Edit the settings, as the guide's reference tells; the run file for what a CPU does quickly.
+def set_up(lab: Lab, host: str, address: str) -> None:
+    """Address, names, the project's folders and what lies in them.
 
-    QLoRA is in the last test.
+    Settings are edited as the guide's reference tells, and the run file for what a CPU does
+    quickly: QLoRA is in the last test.
     """
+    names = "".join(f"{a} {h}\\n" for a, h in zip(ADDRESSES, HOSTS, strict=True))
+    sh(lab, host, f"ip addr add {address}/24 dev eth0")
+    sh(lab, host, f"printf '127.0.0.1 localhost\\n{names}' > /etc/hosts")
+    done = lab.run(host, typed(block("mkdir -p")))
+    assert done.returncode == 0, done.stderr
+    scripts = lab.root(host) / "root" / PROJECT / "scripts"
+    shutil.copytree(EXAMPLE, scripts, dirs_exist_ok=True)
+    script, run_file = scripts / "train_distributed.py", scripts / "home_lab.yaml"
     text = script.read_text()
     for name, value in SETTINGS.items():
         text, num = re.subn(rf"^{name} = [^ ]*", f"{name} = {value}", text, flags=re.M)
         assert num == 1, name
     script.write_text(text)
-    run_file = script.with_name("home_lab.yaml")
-    text = run_file.read_text()
-    text = re.sub(r"^adapter:\n(  .*\n)+", "", text, flags=re.M)
+    text = re.sub(r"^adapter:\n(  .*\n)+", "", run_file.read_text(), flags=re.M)
     run_file.write_text(text.replace("gradient_checkpointing: full", "precision: 32-true"))
+    sh(lab, host, f"ln -s {PROJECT} ~/ai-cluster; mkdir ~/ai-cluster/data/processed")
+    sh(lab, host, "head -100 /shared/words.jsonl > ~/ai-cluster/data/processed/words.jsonl")
 
 
 def runs(lab: Lab, host: str) -> Path:
@@ -140,9 +120,8 @@ def test_the_three_torchrun_lines(lab: Lab) -> None:
     processes = [lab.popen(host, typed(text)) for host, text in zip(HOSTS, lines, strict=True)]
     said = [process.communicate(timeout=DEADLINE_S)[0].decode() for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], said
-    place = (
-        r"^=== Distributed Setup ===\nRank: (\d)/3\nLocal Rank: 0\nWorld Size: 3\nBackend: gloo\n"
-    )
+    place = r"^=== Distributed Setup ===\nRank: (\d)/3\nLocal Rank: 0\nWorld Size: 3\n"
+    place += r"Backend: gloo\n"
     ranks = [found for text in said for found in re.findall(place, text, re.M)]
     assert sorted(ranks) == ["0", "1", "2"]
     for node, (rank, text) in enumerate(zip(ranks, said, strict=True)):
@@ -185,8 +164,7 @@ def test_the_single_test(lab: Lab) -> None:
 def test_the_launcher_checks_and_then_starts(lab: Lab) -> None:
     """Over ssh, on one host, as each costs its time; checkpoints lie where the guide has them."""
     there = "root@192.168.1.100 -- name=launched training.num_train_epochs=1"
-    go = f"cd ~/{PROJECT}/scripts; ./launch_cluster.sh {there}"
-    done = lab.run("a1", typed(go))
+    done = lab.run("a1", typed(f"cd ~/{PROJECT}/scripts; ./launch_cluster.sh {there}"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "root@192.168.1.100: no errors" in done.stdout
     assert "launched-1 is finished" in done.stdout
@@ -196,16 +174,14 @@ def test_the_launcher_checks_and_then_starts(lab: Lab) -> None:
 
 def test_gemma_in_four_bits_from_the_run_file(tmp_path: Path) -> None:
     """gemma_qlora.yaml as it is, but for the model, the hosts and the length."""
+    layers = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
     marks = {"additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"]}
-    config = Gemma2Config(**SHAPE, head_dim=8, sliding_window=64)
-    make_model(tmp_path / "gemma", config, chat_template=GEMMA, **marks)
+    gemma = small_model("gemma2", **SIZES, **layers, tie_word_embeddings=True)
+    save(gemma, tmp_path / "gemma", chat_template=GEMMA, **marks)
     data = tmp_path / "data" / "processed"
     data.mkdir(parents=True)
-    with (data / "count.jsonl").open("w") as stream:
-        for n in range(60):
-            turns = (("user", f"What comes after {n}?"), ("assistant", str(n + 1)))
-            messages = [{"role": role, "content": text} for role, text in turns]
-            stream.write(json.dumps({"messages": messages}) + "\n")
+    said = {f"What comes after {n}?": str(n + 1) for n in range(60)}
+    write_rows(data / "count.jsonl", chat_rows(said))
     values = ("model.name_or_path=gemma", "clusters=[{gpus_per_node: 1, device: cpu}]")
     values += ("training.max_steps=3", "training.num_train_epochs=null", "data.seq_length=128")
     values += ("training.warmup_steps=0",)

@@ -53,11 +53,10 @@ class Site:
         """The lines of a job's output, once it has ended well."""
         # Its script may have ended well, and Slurm cleans up, which may take it minutes.
         state = wait_for_job(self.lab, job, *OVER, "COMPLETING")
-        out = (self.folder / f"train_distributed_{job}.out").read_text()
-        error = (self.folder / f"train_distributed_{job}.err").read_text()
+        out, error = (self.folder / f"train_distributed_{job}.{end}" for end in ("out", "err"))
         code = job_fields(self.lab, job)["ExitCode"]
-        assert state in ("COMPLETED", "COMPLETING") and code == "0:0", out + error
-        return out.splitlines()
+        assert state in ("COMPLETED", "COMPLETING") and code == "0:0", error.read_text()
+        return out.read_text().splitlines()
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
         """A finished model."""
@@ -95,18 +94,11 @@ def test_the_documents_job(site: Site, job: str, lines: list[str]) -> None:
     """The banner, the lines and the files of the document."""
     rule = "=" * 42
     assert lines[:3] == [rule, "Distributed Training Example", rule]
-    expected = {
-        "Job ID": job,
-        "Number of nodes": "2",
-        "Node list": "a[1-2]",
-        "Master address": site.lab.address("a1"),
-        "World size": "2",
-        "Rank": "0",
-        "Local rank": "0",
-    }
     shown = re.search(r"Job ID: 123\n(.*\n)*?Local rank: 0\n", DOCUMENT)
-    assert shown and [line.partition(":")[0] for line in shown[0].splitlines()] == list(expected)
-    assert lines[3:10] == [f"{key}: {value}" for key, value in expected.items()]
+    assert shown is not None
+    names = [line.partition(":")[0] for line in shown[0].splitlines()]
+    values = (job, "2", "a[1-2]", site.lab.address("a1"), "2", "0", "0")
+    assert lines[3:10] == [f"{n}: {value}" for n, value in zip(names, values, strict=True)]
     at = lines.index("Node information:")
     assert sorted(lines[at + 1 : at + 3]) == ["a1", "a2"]
     at = lines.index("GPU information:")
@@ -125,8 +117,8 @@ def test_the_documents_job(site: Site, job: str, lines: list[str]) -> None:
     assert len(averages) == 10 and averages[-1] < averages[0] / 10
     assert lines[-1] == "Training completed successfully!"
     assert lines.count(lines[-1]) == 1, "rank 0 alone speaks"
-    names = {path.name for path in site.folder.glob("*.pt")}
-    assert names == {"checkpoint_epoch_5.pt", "checkpoint_epoch_10.pt", "model_distributed.pt"}
+    files = {path.name for path in site.folder.glob("*.pt")}
+    assert files == {"checkpoint_epoch_5.pt", "checkpoint_epoch_10.pt", "model_distributed.pt"}
     state = torch.load(site.folder / "checkpoint_epoch_10.pt")
     assert state["epoch"] == 10 and "state" in state["optimizer_state_dict"]
     assert state["model_state_dict"].keys() == site.weights(".").keys()
@@ -134,37 +126,28 @@ def test_the_documents_job(site: Site, job: str, lines: list[str]) -> None:
 
 def test_torchrun_a_node_resumes_exactly(site: Site, lines: list[str]) -> None:
     """From the checkpoint of epoch 5: the weights of the run that went through, bit for bit."""
-    assert lines
     words = "--resume checkpoint_epoch_5.pt --output_dir again"
     job = site.submit(f"LAUNCHER=torchrun sbatch train_distributed_example.sh {words}")
     said = site.end(job)
     assert "Going on after epoch 5" in said
     assert "World size: 2, Rank: 0, Local rank: 0" in said
-    assert [line for line in said if line.startswith("Epoch ")] == [
-        line for line in lines if re.match(r"Epoch ([6-9]|10)/", line)
-    ]
-    ours, theirs = site.weights("again"), site.weights(".")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    rest = [line for line in lines if re.match(r"Epoch ([6-9]|10)/", line)]
+    assert [line for line in said if line.startswith("Epoch ")] == rest
+    torch.testing.assert_close(site.weights("again"), site.weights("."), rtol=0, atol=0)
 
 
 def test_two_ranks_of_one_node_sharded_and_accumulated(site: Site, lines: list[str]) -> None:
     """FSDP on half batches, twice as many: the mathematics of the document's run."""
-    assert lines
     options = "--nodes=1 --ntasks-per-node=2 --cpus-per-task=14"
     words = "--fsdp --batch_size 16 --grad_accum 2 --epochs 5 --output_dir sharded"
     said = site.end(site.submit(f"sbatch {options} train_distributed_example.sh {words}"))
     assert "Number of nodes: 1" in said and "World size: 2" in said
-    ours = site.weights("sharded")
     theirs = torch.load(site.folder / "checkpoint_epoch_5.pt")["model_state_dict"]
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4, msg=name)
+    torch.testing.assert_close(site.weights("sharded"), dict(theirs), rtol=1e-3, atol=1e-4)
     assert (site.folder / "sharded" / "checkpoint_epoch_5.pt").exists()
 
 
-def test_what_the_document_looks_at_a_job_with(site: Site, job: str, lines: list[str]) -> None:
-    assert lines
+def test_what_the_document_looks_at_a_job_with(site: Site, job: str) -> None:
     for line in ("squeue -u $USER", "sinfo", "scontrol show nodes"):
         assert line in DOCUMENT
         assert site.type(line)
@@ -186,11 +169,10 @@ def test_isles_would_submit_the_same_script(site: Site) -> None:
 def test_alone_with_amp_and_a_tracker(tmp_path: Path) -> None:
     """One process needs no Slurm; MLflow has the figures that were printed."""
     script = ROOT / "examples" / "slurm_ddp" / "train_distributed_example.py"
-    words = ["--epochs", "2", "--data_size", "32", "--amp", "--track", "mlflow"]
-    words += ["--checkpoint_every", "1"]
+    words = ["--epochs=2", "--data_size=32", "--amp", "--track=mlflow", "--checkpoint_every=1"]
     environ = {"MLFLOW_TRACKING_URI": str(tmp_path / "store"), "MLFLOW_ALLOW_FILE_STORE": "true"}
-    home = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = run_program([sys.executable, script, *words], tmp_path, home | environ)
+    environ |= {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = run_program([sys.executable, script, *words], tmp_path, environ)
     assert done.returncode == 0, done.stderr
     files = {path.name: path for path in (tmp_path / "store").glob("*/*/metrics/*")}
     assert files.keys() == {"loss", "val_loss", "val_within_0.1"}

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
 
 from isles.run.paths import RunDir
 from isles.run.records import read_record
-from tests.e2e.typed import isles
+from tests.data import chat_rows, write_rows
+from tests.e2e.typed import Command, isles
+from tests.inputs import TINY
 from tests.runs import losses_of, rows_of
 
 ANSWERS = {
@@ -28,18 +28,24 @@ ANSWERS = {
     "Name a planet.": "Venus.",
 }
 OTHERS = dict(zip(ANSWERS, [*list(ANSWERS.values())[1:], "It is Paris."], strict=True))
+RUN = """\
+model: {name_or_path: runs/base-1/model}
+data: {seq_length: 64, validation_fraction: 0}
+training:
+  {max_steps: 60, global_batch_size: 4, micro_batch_size: 4, learning_rate: 0.005, warmup_steps: 5,
+   weight_decay: 0, precision: 32-true, logging_steps: 5}
+checkpoint: {every_steps: null, every_minutes: null}
+track: [jsonl]
+"""
 
 
 def ask(model: Any, tokenizer: Any, question: str) -> str:
     """What the model answers, as a user of transformers asks it."""
+    asked = [{"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
+        asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    with torch.no_grad():
-        output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     said = output[0, inputs["input_ids"].shape[1] :]
     return str(tokenizer.decode(said, skip_special_tokens=True))
 
@@ -51,69 +57,32 @@ def load(folder: Path) -> tuple[Any, Any]:
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Four times each row."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
+def answers_of(folder: Path) -> dict[str, str]:
+    model, tokenizer = load(folder)
+    return {question: ask(model, tokenizer, question) for question in ANSWERS}
 
 
-def chat_rows(answers: dict[str, str]) -> list[dict[str, Any]]:
-    return [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-        for q, a in answers.items()
-    ]
+def train(folder: Path, name: str, data: str, *words: str, type: str = "chat") -> Command:
+    """Train on a file of the workshop, under this name."""
+    sources = f"data.sources=[{{path: {data}.jsonl, type: {type}}}]"
+    return isles("train", "run.yaml", f"name={name}", sources, *words, cwd=folder)
 
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a base model, trained from scratch on wrong answers, and data to tune it."""
     folder = tmp_path_factory.mktemp("workshop")
-    shape = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 400,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-    }
+    shape = {**TINY, "hidden_size": 48, "intermediate_size": 96, "vocab_size": 400}
     (folder / "shape").mkdir()
     (folder / "shape" / "config.json").write_text(json.dumps(shape))
-    write_jsonl(folder / "wrong.jsonl", chat_rows(OTHERS))
-    write_jsonl(folder / "chat.jsonl", chat_rows(ANSWERS))
+    (folder / "run.yaml").write_text(RUN)
     pairs = [{"prompt": q, "chosen": ANSWERS[q], "rejected": OTHERS[q]} for q in ANSWERS]
-    write_jsonl(folder / "preferences.jsonl", pairs)
+    write_rows(folder / "wrong.jsonl", chat_rows(OTHERS) * 4)
+    write_rows(folder / "chat.jsonl", chat_rows(ANSWERS) * 4)
+    write_rows(folder / "preferences.jsonl", pairs * 4)
     words = ("model.name_or_path=shape", "model.init=scratch", "tokenizer.train_vocab_size=400")
-    base = run_file(folder, "base", path="wrong.jsonl", type="chat")
-    isles("train", base, *words, "tokenizer.chat_template=chatml", cwd=folder)
+    train(folder, "base", "wrong", *words, "tokenizer.chat_template=chatml")
     return folder
-
-
-def run_file(folder: Path, name: str, *, path: str, type: str, **training: Any) -> Path:
-    sources = [{"path": path, "type": type}]
-    defaults = {
-        "max_steps": 60,
-        "global_batch_size": 4,
-        "micro_batch_size": 4,
-        "learning_rate": 0.005,
-        "warmup_steps": 5,
-        "weight_decay": 0.0,
-        "precision": "32-true",
-        "logging_steps": 5,
-    }
-    content = {
-        "name": name,
-        "model": {"name_or_path": "runs/base-1/model"},
-        "data": {"sources": sources, "seq_length": 64, "validation_fraction": 0},
-        "training": {**defaults, **training},
-        "checkpoint": {"every_steps": None, "every_minutes": None},
-        "track": ["jsonl"],
-    }
-    file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(content))
-    return file
 
 
 def run_of(folder: Path, name: str) -> RunDir:
@@ -126,18 +95,12 @@ def assert_evaluates_as_it_trained(folder: Path, name: str) -> None:
     assert f"validation loss {recorded:.4f}" in isles("eval", f"{name}-1", cwd=folder).out
 
 
-def answers_of(folder: Path) -> dict[str, str]:
-    model, tokenizer = load(folder)
-    return {question: ask(model, tokenizer, question) for question in ANSWERS}
-
-
 @pytest.mark.long
 def test_full_fine_tuning_of_a_chat_model(workshop: Path) -> None:
     """It starts from what its base has learnt, the wrong answers, and not from chance."""
     base, tuned = run_of(workshop, "base"), run_of(workshop, "full")
     assert answers_of(base.model) == OTHERS
-    file = run_file(workshop, "full", path="chat.jsonl", type="chat")
-    isles("train", file, "data.validation_fraction=0.2", cwd=workshop)
+    train(workshop, "full", "chat", "data.validation_fraction=0.2")
     losses = losses_of(tuned)
     assert losses[-1] < 0.2 < losses[0] < losses_of(base)[0] - 1
     assert_evaluates_as_it_trained(workshop, "full")
@@ -147,17 +110,15 @@ def test_full_fine_tuning_of_a_chat_model(workshop: Path) -> None:
 def test_lora_alone_and_merged(workshop: Path) -> None:
     from peft import PeftModel
 
-    file = run_file(workshop, "lora", path="chat.jsonl", type="chat")
     options = ("adapter.type=lora", "adapter.r=32", "training.learning_rate=0.02")
-    isles("train", file, *options, "training.max_steps=80", cwd=workshop)
+    train(workshop, "lora", "chat", *options, "training.max_steps=80")
     losses = losses_of(run_of(workshop, "lora"))
     assert losses[-1] < 0.4 < losses[0], losses
     adapter = run_of(workshop, "lora").model
     assert not (adapter / "model.safetensors").exists(), "the adapter alone"
     base, tokenizer = load(run_of(workshop, "base").model)
     tuned = PeftModel.from_pretrained(base, adapter).eval()
-    said = {question: ask(tuned, tokenizer, question) for question in ANSWERS}
-    assert said == ANSWERS
+    assert {question: ask(tuned, tokenizer, question) for question in ANSWERS} == ANSWERS
     isles("checkpoint", "export", "lora-1", "--merge-adapter", "--output", "merged", cwd=workshop)
     assert answers_of(workshop / "merged") == ANSWERS
 
@@ -165,10 +126,9 @@ def test_lora_alone_and_merged(workshop: Path) -> None:
 @pytest.mark.long
 def test_preferences_turn_the_answers_round(workshop: Path) -> None:
     """With an adapter; that of all weights is in tests/dist/test_dpo.py."""
-    source = {"path": "preferences.jsonl", "type": "preference"}
-    file = run_file(workshop, "dpo", **source, method="dpo", dpo_beta=0.5, max_steps=40)
-    options = ("adapter.type=lora", "data.validation_fraction=0.2")
-    shown = isles("train", file, *options, cwd=workshop)
+    options = ("adapter.type=lora", "training.method=dpo", "training.dpo_beta=0.5")
+    options += ("training.max_steps=40", "data.validation_fraction=0.2")
+    shown = train(workshop, "dpo", "preferences", *options, type="preference")
     rows = rows_of(run_of(workshop, "dpo"))
     first, last = rows[0]["loss"], rows[-1]["loss"]
     assert first == pytest.approx(0.6931, abs=1e-3), "log 2: nothing is preferred yet"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import psutil
@@ -11,22 +9,15 @@ import pytest
 import yaml
 
 from isles.errors import ExitCode
+from isles.launch.hub import hub_process
 from isles.run.join_line import JoinLine, ask_hub
 from isles.run.paths import RunDir
-from isles.run.records import read_record
-from tests.deadline import DEADLINE_S
+from isles.run.stop import kill_now
 from tests.e2e.typed import Command, isles
-from tests.runs import nothing_left, outer_steps_of
+from tests.runs import files_with, nothing_left, outer_steps_of
 
 STEPS = 40
 """Outer steps are due every ten: one before the kill, and some after it."""
-
-
-def kill(pid: int) -> None:
-    """As a crash does it: at once."""
-    process = psutil.Process(pid)
-    os.kill(pid, signal.SIGKILL)
-    process.wait(timeout=DEADLINE_S)
 
 
 @pytest.mark.long
@@ -57,7 +48,7 @@ def test_two_sites_train_one_model_and_the_hub_dies(run_file: Path, tmp_path: Pa
         assert not [text for text in words if line.token in text]
 
         clusters["a"].until(lambda: 0 in outer_steps_of(runs["a"]))
-        kill((read_record(state / "process.json") or {})["pid"])
+        kill_now(hub_process(state))
         assert first.end() == ExitCode.COMMUNICATION and "it goes on where it was" in first.err
         assert "a joined" in first.out and "b joined" in first.out
         again = isles(*opening, "--detach", cwd=tmp_path)
@@ -73,9 +64,7 @@ def test_two_sites_train_one_model_and_the_hub_dies(run_file: Path, tmp_path: Pa
         status = ask_hub(line, "/v1/status", 20)
         assert status["is_over"] and status["round"] == STEPS // 10
         for run_dir in runs.values():
-            texts = {p: p.read_bytes() for p in run_dir.path.rglob("*") if p.is_file()}
-            holders = [p for p, text in texts.items() if line.token.encode() in text]
-            assert holders == [run_dir.join_line]
+            assert files_with(line.token, run_dir.path) == [run_dir.join_line]
         # Who comes when all is over finishes as well, with the same weights.
         late = ("join", str(state / "join"), "--name", "c", "device=cpu", "track=[]")
         assert "all clusters of tiny have finished" in isles(*late, cwd=tmp_path).err

@@ -12,9 +12,9 @@ from isles.errors import ExitCode
 from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record
-from tests.deadline import DEADLINE_S
 from tests.lab.home import (
     assert_nothing_left,
+    end,
     has_done,
     isles,
     outcome_of,
@@ -41,9 +41,8 @@ def prepare(lab: Lab, name: str, **options: Any) -> tuple[str, list[list[str]]]:
 
 
 def type_on(lab: Lab, host: str, words: list[str], token: str) -> subprocess.Popen[bytes]:
-    process = lab.popen(
-        host, ["bash", "-c", 'cd /shared && exec "$@"', "-", *words], stdin=subprocess.PIPE
-    )
+    command = ["bash", "-c", 'cd /shared && exec "$@"', "-", *words]
+    process = lab.popen(host, command, stdin=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(f"{token}\n".encode())
     process.stdin.flush()
@@ -61,14 +60,8 @@ def first_to_stay(
     return stays
 
 
-def end(process: subprocess.Popen[bytes]) -> str:
-    out, _ = process.communicate(timeout=DEADLINE_S)
-    return out.decode()
-
-
 def test_typed_late_they_wait_train_and_stop_together(lab: Lab) -> None:
-    long = {"training": {"max_steps": 100_000}}
-    token, (first, second, third) = prepare(lab, "typed", **long)
+    token, (first, second, third) = prepare(lab, "typed", training={"max_steps": 100_000})
     run_dir = RunDir(lab.root("a1") / "root" / "runs" / "typed-1")
     attempt = run_dir.attempt(1)
     on_a2, twice_a2 = type_on(lab, "a2", second, token), type_on(lab, "a2", second, token)

@@ -52,68 +52,60 @@ echo "$rank $*" >>"$FOLDER/torchrun.calls"
 """
 
 
-class Site:
-    """A folder with a run file, and the programs of a PBS that it names."""
+def prepare(folder: Path, torchrun: str = "", save_before: str = "5m", text: str = RUN) -> None:
+    """A run file in a folder, and the programs of a PBS that it names."""
+    for name, lines in FAKES.items():
+        write_program(folder / "bin" / name, lines)
+    write_program(folder / "venv/bin/torchrun", TORCHRUN + torchrun)
+    write_program(folder / "venv/bin/python", f'exec {sys.executable} "$@"')
+    activate = f'export FOLDER={folder} PATH={folder}/venv/bin:{folder}/bin:"$PATH"\n'
+    (folder / "venv/bin/activate").write_text(activate)
+    time = "60s" if save_before.endswith("s") else "1h"
+    (folder / "run.yaml").write_text(text.format(folder=folder, time=time, save_before=save_before))
 
-    def __init__(
-        self, folder: Path, torchrun: str = "", *, save_before: str = "5m", text: str = RUN
-    ) -> None:
-        self.folder = folder
-        for name, lines in FAKES.items():
-            self.program(f"bin/{name}", lines)
-        self.program("venv/bin/torchrun", TORCHRUN + torchrun)
-        self.program("venv/bin/python", f'exec {sys.executable} "$@"')
-        activate = f'export FOLDER={folder} PATH={folder}/venv/bin:{folder}/bin:"$PATH"\n'
-        (folder / "venv/bin/activate").write_text(activate)
-        time = "60s" if save_before.endswith("s") else "1h"
-        text = text.format(folder=folder, time=time, save_before=save_before)
-        (folder / "run.yaml").write_text(text)
 
-    def program(self, name: str, lines: str) -> None:
-        write_program(self.folder / name, lines)
+def run_rendered(folder: Path, **variables: str) -> int:
+    """Run the script that needs no run directory as PBS would on two hosts, each of them twice in
+    the node file."""
+    script = folder / "render.sh"
+    if not script.exists():
+        isles("render", "run.yaml", "--to", "pbs", "-o", "render.sh", cwd=folder)
+    (folder / "nodes").write_text("a1\na1\na2\na2\n")
+    env = {
+        "HOME": "/",
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+        "HOSTNAME": "a1",
+        "PBS_JOBID": "1.srv",
+        "PBS_NODEFILE": str(folder / "nodes"),
+        "PBS_O_WORKDIR": str(folder),
+        "PBS_O_HOST": "nowhere",
+    }
+    return run_program(["bash", script], Path("/"), env | variables).returncode
 
-    def render(self) -> Path:
-        """The script that needs no run directory."""
-        isles("render", "run.yaml", "--to", "pbs", "-o", "render.sh", cwd=self.folder)
-        return self.folder / "render.sh"
 
-    def run(self, script: Path, **variables: str) -> int:
-        """Run the script as PBS would on two hosts, each of them twice in the node file."""
-        (self.folder / "nodes").write_text("a1\na1\na2\na2\n")
-        env = {
-            "HOME": "/",
-            "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
-            "HOSTNAME": "a1",
-            "PBS_JOBID": "1.srv",
-            "PBS_NODEFILE": str(self.folder / "nodes"),
-            "PBS_O_WORKDIR": str(self.folder),
-            "PBS_O_HOST": "nowhere",
-        }
-        return run_program(["bash", script], Path("/"), env | variables).returncode
-
-    def calls(self, name: str) -> list[str]:
-        """What a program was called with."""
-        return sorted((self.folder / name).read_text().splitlines())
+def calls(path: Path) -> list[str]:
+    """What a program was called with."""
+    return sorted(path.read_text().splitlines())
 
 
 def test_the_dry_run_shows_what_is_submitted(tmp_path: Path) -> None:
-    site = Site(tmp_path)
+    prepare(tmp_path)
     isles("train", "run.yaml", "--detach", cwd=tmp_path)
     script = RunDir(tmp_path / "runs" / "tiny-1").attempt(1).script
     text = isles("train", "run.yaml", "--dry-run", "--resume", "no", cwd=tmp_path).out
     expected = script.read_text().replace("/tiny-1", "/tiny-2")
     assert text.endswith(f"qsub would take this script:\n\n{expected}\n")
-    assert site.calls("bin/qsub.calls") == [str(script)]
+    assert calls(tmp_path / "bin/qsub.calls") == [str(script)]
 
 
 def test_what_qsub_refuses_is_shown_with_its_place(tmp_path: Path) -> None:
-    site = Site(tmp_path)
+    prepare(tmp_path)
     for said, key, fix in (
         ("Unknown queue", "queue", "qstat -Q"),
         ("Invalid account", "account", "-P NAME"),
         ("node(s) specification error", "resources", "dialect"),
     ):
-        site.program("bin/qsub", f"echo 'qsub: {said}' >&2; exit 1")
+        write_program(tmp_path / "bin/qsub", f"echo 'qsub: {said}' >&2; exit 1")
         place = f"clusters.0.launcher.{key}"
         text = isles("train", "run.yaml", f"{place}=x", cwd=tmp_path, expected=1).err
         assert said in text and f"command line {place}" in text and fix in text
@@ -123,12 +115,11 @@ def test_what_qsub_refuses_is_shown_with_its_place(tmp_path: Path) -> None:
 def test_a_rendered_job_of_a_users_script_does_not_go_on_for_ever(tmp_path: Path) -> None:
     (tmp_path / "own.py").touch()
     endless = "trap 'kill $!; exit 1' TERM; sleep 1000 & wait $!"
-    site = Site(tmp_path, endless, save_before="58s", text=OWN)
-    script = site.render()
-    assert site.run(script, ISLES_STARTS="19") == 0
-    assert site.calls("bin/qsub.calls") == [f"-v ISLES_STARTS=20 {script}"]
-    assert site.run(script, ISLES_STARTS="20") != 0
-    assert len(site.calls("bin/qsub.calls")) == 1
+    prepare(tmp_path, endless, save_before="58s", text=OWN)
+    assert run_rendered(tmp_path, ISLES_STARTS="19") == 0
+    assert calls(tmp_path / "bin/qsub.calls") == [f"-v ISLES_STARTS=20 {tmp_path}/render.sh"]
+    assert run_rendered(tmp_path, ISLES_STARTS="20") != 0
+    assert len(calls(tmp_path / "bin/qsub.calls")) == 1
 
 
 @pytest.mark.long
@@ -140,9 +131,8 @@ run=$FOLDER/runs/tiny-7
 until [ -e "$run/attempts/001/stop-request.json" ]; do sleep 0.1; done
 exit 1
 """
-    site = Site(tmp_path, torchrun, save_before="45s")
-    script = site.render()
-    assert site.run(script) == 0
-    trained = [call.partition(" -m ")[2] for call in site.calls("torchrun.calls")]
+    prepare(tmp_path, torchrun, save_before="45s")
+    assert run_rendered(tmp_path) == 0
+    trained = [call.partition(" -m ")[2] for call in calls(tmp_path / "torchrun.calls")]
     assert trained == [f"isles.train {tmp_path}/run.yaml"] * 2
-    assert site.calls("bin/qsub.calls") == [str(script)]
+    assert calls(tmp_path / "bin/qsub.calls") == [f"{tmp_path}/render.sh"]

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from isles.run.checkpoints import list_checkpoints
@@ -16,12 +15,15 @@ from isles.run.paths import RunDir
 from isles.run.records import read_record
 from tests.buckets import BUCKET, Bucket, bucket
 from tests.e2e.typed import Command, isles, the_run
-from tests.runs import assert_ended, losses_of, nothing_left, processes_of, rows_of
+from tests.runs import assert_ended, files_with, kill_all, losses_of, nothing_left, rows_of
+
+pytestmark = pytest.mark.long
 
 REMOTE = (f"checkpoint.remote=s3://{BUCKET}/runs", "checkpoint.every_steps=5")
 LONG = ("training.max_steps=100000", "training.logging_steps=1", "checkpoint.every_steps=20")
 STEP = "runs/tiny-1/checkpoints/step-{:08d}"
 EXPORT = "checkpoint.export_on_finish=true"
+RESUME = ("--resume", f"s3://{BUCKET}/runs/tiny-1")
 
 
 @pytest.fixture
@@ -33,27 +35,22 @@ def server(tmp_path: Path) -> Iterator[Bucket]:
 
 def vanish(run_dir: RunDir) -> None:
     """Kill whatever trains, and take its disk away."""
-    for process in processes_of(run_dir.path):
-        process.kill()
-    psutil.wait_procs(processes_of(run_dir.path))
+    kill_all(run_dir.path)
     shutil.rmtree(run_dir.path.parent)
 
 
-@pytest.mark.long
-def test_a_machine_that_vanishes_in_mid_upload_is_followed_by_a_fresh_one(
-    run_file: Path, server: Bucket
-) -> None:
+def test_a_machine_that_vanishes_in_mid_upload_is_followed_by_a_fresh_one(run_file, server):
     cwd, run_dir, env = run_file.parent, the_run(run_file), server.environ
-    options = (EXPORT, "training.max_steps=200", "training.logging_steps=1")
+    alone = ("train", str(run_file), EXPORT, "training.max_steps=200", "training.logging_steps=1")
     server.have("hold", methods=["PUT"], path="/checkpoints/", after="/manifest.json")
-    lost = Command("train", str(run_file), *REMOTE, *options, cwd=cwd, env=env)
+    lost = Command(*alone, *REMOTE, cwd=cwd, env=env)
     lost.until(server.has_met)
     (whole,) = (name for name in server.names() if name.endswith("/manifest.json"))
     step = int(whole.split("/")[3].removeprefix("step-"))
     vanish(run_dir)
     lost.end()
     server.have("")
-    again = isles("train", str(run_file), *REMOTE, *options, cwd=cwd, env=env)
+    again = isles(*alone, *REMOTE, cwd=cwd, env=env)
     assert step < 200
     assert f"going on with tiny-1, which is not here, from step {step}" in again.text
     assert [row["step"] for row in rows_of(run_dir)] == [*range(1, 201)]
@@ -64,25 +61,21 @@ def test_a_machine_that_vanishes_in_mid_upload_is_followed_by_a_fresh_one(
     assert not any("join" in name or "attempts" in name for name in names)
     model = run_dir.model / "model.safetensors"
     assert server.read("runs/tiny-1/model/model.safetensors") == model.read_bytes()
-    isles("train", str(run_file), *options, "output_dir=alone", cwd=cwd)
+    isles(*alone, "output_dir=alone", cwd=cwd)
     undisturbed = RunDir(cwd / "alone" / "tiny-1")
     assert (undisturbed.model / "model.safetensors").read_bytes() == model.read_bytes()
     assert losses_of(undisturbed) == losses_of(run_dir)
-    secret = env["AWS_SECRET_ACCESS_KEY"].encode()
-    assert not [p for p in run_dir.path.rglob("*") if p.is_file() and secret in p.read_bytes()]
-    assert not [name for name in names if secret in server.read(name)]
+    secret = env["AWS_SECRET_ACCESS_KEY"]
+    assert files_with(secret, run_dir.path) == []
+    assert not [name for name in names if secret.encode() in server.read(name)]
 
 
-@pytest.mark.long
-def test_a_second_machine_is_refused_while_the_first_one_lives(
-    run_file: Path, server: Bucket
-) -> None:
+def test_a_second_machine_is_refused_while_the_first_one_lives(run_file, server):
     cwd, run_dir, env = run_file.parent, the_run(run_file), server.environ
-    first = Command("train", str(run_file), *REMOTE, *LONG, cwd=cwd, env=env)
+    words = ("train", str(run_file), *REMOTE, *LONG)
+    first = Command(*words, cwd=cwd, env=env)
     first.until(lambda: f"{STEP.format(20)}/manifest.json" in server.names())
-    second = isles(
-        "train", str(run_file), *REMOTE, *LONG, "output_dir=other", cwd=cwd, env=env, expected=1
-    )
+    second = isles(*words, "output_dir=other", cwd=cwd, env=env, expected=1)
     assert "trains tiny-1 now" in second.text and "isles stop" in second.text
     assert not list_checkpoints(RunDir(cwd / "other" / "tiny-1"))
     os.kill(first.process.pid, signal.SIGINT)
@@ -91,21 +84,15 @@ def test_a_second_machine_is_refused_while_the_first_one_lives(
     saved = list_checkpoints(run_dir)[-1].step
     assert f"{STEP.format(saved)}/manifest.json" in server.names(), "waited for"
     assert f"step {saved}" in isles("checkpoint", "list", "tiny", cwd=cwd, env=env).out
-    more = f"training.max_steps={saved + 20}"
-    third = isles(
-        "train", str(run_file), *REMOTE, *LONG, more, "output_dir=other", "--resume",
-        f"s3://{BUCKET}/runs/tiny-1", cwd=cwd, env=env,
-    )  # fmt: skip
+    more = (f"training.max_steps={saved + 20}", "output_dir=other", *RESUME)
+    third = isles(*words, *more, cwd=cwd, env=env)
     assert f"from step {saved}" in third.text and "waiting" not in third.text
 
 
-@pytest.mark.long
-def test_a_bucket_that_refuses_is_named_and_sent_to_later(run_file: Path, server: Bucket) -> None:
+def test_a_bucket_that_refuses_is_named_and_sent_to_later(run_file, server):
     cwd, run_dir, env = run_file.parent, the_run(run_file), server.environ
-    for kind, words in (
-        ("forbidden", "does not let this machine in"),
-        ("full", "has no space left"),
-    ):
+    refusals = {"forbidden": "does not let this machine in", "full": "has no space left"}
+    for kind, words in refusals.items():
         server.have(kind, methods=["PUT"], path="/checkpoints/")
         done = isles("train", str(run_file), *REMOTE, EXPORT, cwd=cwd, env=env)
         assert f"s3://{BUCKET}/runs/{run_dir.name} {words}" in done.text
@@ -119,17 +106,13 @@ def test_a_bucket_that_refuses_is_named_and_sent_to_later(run_file: Path, server
         server.have("slow", seconds=0.3)
         assert command.end() == 0, command.text
         assert "has everything" in command.out
-        place = f"runs/{run_dir.name}"
-        assert f"{place}/model/model.safetensors" in server.names()
-        assert f"{place}/summary.json" in server.names()
+        for name in ("model/model.safetensors", "summary.json"):
+            assert f"runs/{run_dir.name}/{name}" in server.names()
         server.have("")
         run_dir = RunDir(run_dir.path.with_name("tiny-2"))
 
 
-@pytest.mark.long
-def test_a_broken_checkpoint_there_is_left_out_and_verify_says_so(
-    run_file: Path, server: Bucket
-) -> None:
+def test_a_broken_checkpoint_there_is_left_out_and_verify_says_so(run_file, server):
     cwd, run_dir, env = run_file.parent, the_run(run_file), server.environ
     isles("train", str(run_file), *REMOTE, cwd=cwd, env=env)
     verify = ("checkpoint", "verify", "tiny", "--remote")
@@ -140,10 +123,8 @@ def test_a_broken_checkpoint_there_is_left_out_and_verify_says_so(
     server.put(name, bytes(data))
     assert "NOT whole" in isles(*verify, cwd=cwd, env=env, expected=3).out
     vanish(run_dir)
-    again = isles(
-        "train", str(run_file), *REMOTE, "training.max_steps=25", "--resume",
-        f"s3://{BUCKET}/runs/tiny-1", cwd=cwd, env=env,
-    )  # fmt: skip
+    more = ("training.max_steps=25", *RESUME)
+    again = isles("train", str(run_file), *REMOTE, *more, cwd=cwd, env=env)
     assert f"step 20 at s3://{BUCKET}/runs/tiny-1 is broken and left out" in again.text
     assert (read_record(run_dir.summary) or {})["steps"] == 25
     assert rows_of(run_dir)[-1]["step"] == 25

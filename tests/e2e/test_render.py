@@ -7,25 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from isles.run.paths import RunDir
 from isles.run.records import read_record
 from tests.deadline import run_program
-from tests.e2e.typed import isles, run_typed
+from tests.e2e.typed import isles, run_typed, the_run
 from tests.ports import free_port
 from tests.runs import losses_of
-
-RUN = """\
-name: tiny
-model: {name_or_path: llama-2m, init: scratch}
-data: {sources: [{type: fake}], seq_length: 32}
-training:
-  {max_steps: 8, global_batch_size: 4, micro_batch_size: 2, precision: 32-true,
-   learning_rate: 1e-2, logging_steps: 1, eval_steps: null, eval_samples: 4}
-checkpoint: {export_on_finish: false}
-track: [jsonl]
-clusters:
-  - {nodes: 2, gpus_per_node: 1, device: cpu}
-"""
 
 OWN = """\
 name: own
@@ -42,20 +28,20 @@ open(f"rank-{os.environ['RANK']}.txt", "w").write(line)
 """
 
 
-def render(folder: Path, text: str) -> Path:
+def render(folder: Path, *words: str) -> Path:
     """Render to a script of torchrun, and give it."""
-    (folder / "run.yaml").write_text(text)
-    isles("render", "run.yaml", "--to", "torchrun", "-o", "job.sh", cwd=folder)
+    isles("render", "run.yaml", *words, "--to", "torchrun", "-o", "job.sh", cwd=folder)
     return folder / "job.sh"
 
 
 @pytest.mark.long
-def test_one_line_for_each_of_two_nodes_trains(tmp_path: Path) -> None:
-    script = render(tmp_path, RUN)
+def test_one_line_for_each_of_two_nodes_trains(run_file: Path) -> None:
+    tmp_path, run_dir = run_file.parent, the_run(run_file)
+    nodes = "clusters=[{nodes: 2, gpus_per_node: 1, device: cpu}]"
+    script = render(tmp_path, nodes, "training.max_steps=8", "training.logging_steps=1")
     # The command isles is nowhere to be found: only the trainer is needed.
     place = f"cd /; export MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} PATH=/usr/bin:/bin"
     run_typed(tmp_path, *(f"{place}; bash {script} {node}" for node in (1, 0)))  # in any order
-    run_dir = RunDir(tmp_path / "runs" / "tiny-1")
     attempt = run_dir.attempt(1)
     assert (read_record(attempt.outcome) or {})["state"] == "finished"
     assert (read_record(attempt.launch) or {})["world_size"] == 2
@@ -64,7 +50,8 @@ def test_one_line_for_each_of_two_nodes_trains(tmp_path: Path) -> None:
 
 def test_a_script_of_the_users_own_is_all_that_runs(tmp_path: Path) -> None:
     (tmp_path / "my own.py").write_text(SCRIPT)
-    script = render(tmp_path, OWN)
+    (tmp_path / "run.yaml").write_text(OWN)
+    script = render(tmp_path)
     done = run_program(["bash", script], Path("/"), {**os.environ, "MASTER_PORT": str(free_port())})
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
@@ -73,8 +60,8 @@ def test_a_script_of_the_users_own_is_all_that_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_file_that_is_there_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(RUN)
-    (tmp_path / "job.sh").write_text("mine")
-    again = isles("render", "run.yaml", "--to", "pbs", "-o", "job.sh", cwd=tmp_path, expected=1)
-    assert "--force" in again.err and (tmp_path / "job.sh").read_text() == "mine"
+def test_a_file_that_is_there_is_not_replaced(run_file: Path) -> None:
+    job = run_file.with_name("job.sh")
+    job.write_text("mine")
+    again = isles("render", run_file, "--to", "pbs", "-o", job, cwd=job.parent, expected=1)
+    assert "--force" in again.err and job.read_text() == "mine"

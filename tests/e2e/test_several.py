@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,15 +17,13 @@ from safetensors.torch import load_file
 
 from isles.errors import ExitCode
 from isles.launch.hub import hub_process
-from isles.monitor.stop import wait_for_end
 from isles.run.find import find_any, find_cluster
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 from isles.run.remote import MultiClusterRun
 from isles.run.stop import kill_now
-from tests.deadline import DEADLINE_S
-from tests.e2e.typed import Command, isles
-from tests.runs import assert_ended, end_here, nothing_left, outer_steps_of
+from tests.e2e.typed import Command, isles, typed
+from tests.runs import assert_ended, files_with, kill_all, nothing_left, outer_steps_of
 from tests.slowdown import slowed
 
 CLUSTERS = [{"name": "a"}, {"name": "b", "gpus_per_node": 2, "strategy": {"kind": "fsdp"}}]
@@ -65,17 +62,6 @@ def unhurried(folder: Path) -> Iterator[MultiClusterRun]:
         yield run
 
 
-def kill_all(run: MultiClusterRun, command: Command) -> None:
-    """As a power cut."""
-    command.kill()
-    process = hub_process(run.state)
-    assert process is not None
-    kill_now(process)
-    assert wait_for_end(process, DEADLINE_S)
-    for cluster in run.clusters:
-        end_here(RunDir(Path(cluster.path)))
-
-
 def assert_same_weights(folder: Path) -> list[RunDir]:
     """Both clusters have exported the same, bit for bit."""
     runs = [find_cluster("t", folder / "runs", name) for name in "ab"]
@@ -92,21 +78,18 @@ def test_a_run_of_two_clusters_is_killed_and_gone_on_with(two: Path) -> None:
     with unhurried(folder) as run:
         assert run.name == "t-1"
         secret = run.join_file.read_text().strip().rpartition("#")[2].partition(".")[0]
-        shown: dict[str, Any] = {}
 
-        def shows_both() -> bool:
+        def status() -> Any:
             """A status is written now and then."""
-            shown.update(json.loads(isles("status", "t", "--json", cwd=folder).out))
-            return all(entry["report"]["outer"] for entry in shown["clusters"])
+            found = json.loads(isles("status", "t", "--json", cwd=folder).out)
+            return all(entry["report"]["outer"] for entry in found["clusters"]) and found
 
-        command.until(shows_both)
+        shown = command.until(status)
         assert shown["state"] == "running" and not shown["hub_error"]
         assert {member["name"] for member in shown["hub"]["members"]} == {"a", "b"}
-        process = hub_process(run.state)
-        assert process is not None
-        kill_now(process)
+        kill_now(hub_process(run.state))
         command.until(lambda: "and is started again" in command.text)
-        kill_all(run, command)
+        kill_all(folder)
 
     command = isles("train", two, cwd=folder)
     assert "going on with t-1" in command.text and "t-1 is finished" in command.text
@@ -120,17 +103,12 @@ def test_a_run_of_two_clusters_is_killed_and_gone_on_with(two: Path) -> None:
     assert len(common) >= 8
     assert all(rows[0][number]["digest"] == rows[1][number]["digest"] for number in common)
     table = isles("status", cwd=folder).out
-    assert [line.split()[:2] for line in table.splitlines()[1:]] == [
-        ["t-1", "finished"],
-        ["t-a-1", "finished"],
-        ["t-b-1", "finished"],
-    ]
+    ends = dict(line.split()[:2] for line in table.splitlines()[1:])
+    assert ends == dict.fromkeys(("t-1", "t-a-1", "t-b-1"), "finished")
     assert "step-00000032" in isles("checkpoint", "list", "t", cwd=folder).out
     logs = isles("logs", "t", "-n", "1", cwd=folder).out
     assert {line.partition(" | ")[0] for line in logs.splitlines()} == {"a", "b"}
-    for file in (path for path in (folder / "runs").rglob("*") if path.is_file()):
-        if file.name not in ("join", "token"):
-            assert secret.encode() not in file.read_bytes(), file
+    assert {file.name for file in files_with(secret, folder / "runs")} <= {"join", "token"}
 
 
 def test_a_cluster_that_cannot_be_started_stops_the_start(two: Path) -> None:
@@ -151,16 +129,11 @@ def test_a_cluster_that_cannot_be_started_stops_the_start(two: Path) -> None:
 @pytest.fixture
 def first_peer(tmp_path: Path) -> Iterator[str]:
     """The address of a `hivemind-dht` on the loopback."""
-    program = (Path(sys.executable).with_name("hivemind-dht"),)
-    words = ("--identity_path", tmp_path / "dht.pem", "--host_maddrs", "/ip4/127.0.0.1/tcp/0")
-    peer = Command(*words, cwd=tmp_path, program=program)
-    try:
-        found = peer.until(lambda: re.search(r"--initial_peers (/ip4/\S+)", peer.text))
-        yield found[1]
-    finally:
+    line = "exec hivemind-dht --identity_path dht.pem --host_maddrs /ip4/127.0.0.1/tcp/0"
+    with typed(tmp_path, line) as (peer,):
+        yield peer.until(lambda: re.search(r"--initial_peers (/ip4/\S+)", peer.text))[1]
         peer.process.terminate()
         peer.end()
-        peer.kill()
 
 
 @pytest.mark.long

@@ -6,27 +6,23 @@ from __future__ import annotations
 import hashlib
 import shlex
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from isles.run.join_line import JoinLine
 from isles.run.paths import RunDir
 from isles.run.records import read_record
-from tests.deadline import DEADLINE_S
-from tests.lab.home import HOSTS, ISLES, assert_nothing_left, isles, sh, until, write_run
+from tests.lab.home import HOSTS, ISLES, assert_nothing_left, isles, sh, started, until, write_run
 from tests.lab.hosts import Lab
 from tests.lab.pbs import pbs
 from tests.lab.slurm import slurm
-from tests.runs import outer_steps_of
+from tests.runs import files_with, outer_steps_of
+
+pytestmark = pytest.mark.long
 
 EVERY = ("ctl", *HOSTS)
-SHAPE = {
-    "device": "cpu",
-    "environment": {"variables": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}},
-}
+ENVIRON = {"variables": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}}
+SHAPE = {"device": "cpu", "environment": ENVIRON}
 CHECKPOINT = {"every_steps": 20, "every_minutes": None, "keep": 1}
 
 
@@ -34,13 +30,6 @@ CHECKPOINT = {"every_steps": 20, "every_minutes": None, "keep": 1}
 def lab(lab: Lab) -> Iterator[Lab]:
     with slurm(lab), pbs(lab, ("a1", "a3")):
         yield lab
-
-
-def holds(path: Path, text: str) -> bool:
-    """Whether a text is in a file; a checkpoint is renamed once it is whole."""
-    with suppress(FileNotFoundError):
-        return text.encode() in path.read_bytes()
-    return False
 
 
 def assert_secret_is_kept(lab: Lab, runs: dict[str, RunDir], job_id: str) -> None:
@@ -55,22 +44,17 @@ def assert_secret_is_kept(lab: Lab, runs: dict[str, RunDir], job_id: str) -> Non
     script = sh(lab, "ctl", f"scontrol write batch_script {job_id} -; scontrol show job {job_id}")
     assert "isles" in script and token not in script
     for root in (lab.shared, lab.root("a1") / "root/w", lab.root("a2") / "root/w"):
-        files = [path for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
-        holders = {path.name for path in files if holds(path, token)}
-        assert holders <= {"join", "token"}, holders
+        assert {path.name for path in files_with(token, root)} <= {"join", "token"}
 
 
 def job_of(run_dir: RunDir) -> str:
     """The number of the job of a cluster's last start; empty: it is not submitted yet."""
-    attempt = run_dir.last_attempt()
-    assert attempt is not None
-    return str((read_record(attempt.launch) or {}).get("job_id", ""))
+    return (read_record(run_dir.attempts()[-1].launch) or {}).get("job_id", "")
 
 
-def alone_after(run_dir: RunDir, number: int) -> list[int]:
-    """The outer steps after one that a cluster has taken alone."""
-    rows = outer_steps_of(run_dir)
-    return [n for n, row in rows.items() if n > number and len(row["weights"]) == 1]
+def has_row(shown: str, *words: str) -> bool:
+    """Whether all words stand in one line of what is shown."""
+    return any(all(word in line for word in words) for line in shown.splitlines())
 
 
 def digest_of(run_dir: RunDir) -> str:
@@ -78,7 +62,6 @@ def digest_of(run_dir: RunDir) -> str:
     return hashlib.sha256((run_dir.path / "model/model.safetensors").read_bytes()).hexdigest()
 
 
-@pytest.mark.long
 def test_hosts_and_a_job_train_one_model_and_the_job_is_killed(lab: Lab) -> None:
     """The job is killed as by a crash of its node; the hosts go on without it, and the same command
     brings it back. The hosts are held meanwhile: it comes back before they are done.
@@ -110,47 +93,41 @@ def test_hosts_and_a_job_train_one_model_and_the_job_is_killed(lab: Lab) -> None
     sh(lab, "a1", f"kill -STOP {rank}")
     first = job_of(campus)
     assert_secret_is_kept(lab, {"office": office, "campus": campus}, first)
-    rows = isles(lab, "status", "far").splitlines()
-    assert any("office" in row and "ssh" in row and "running" in row for row in rows), rows
-    assert any("campus" in row and "slurm" in row and "running" in row for row in rows), rows
+    assert has_row(isles(lab, "status", "far"), "office", "ssh", "running")
+    assert has_row(isles(lab, "status", "far"), "campus", "slurm", "running")
 
     before = max(outer_steps_of(office))
+
+    def alone_after() -> list[int]:
+        rows = outer_steps_of(office)
+        return [n for n, row in rows.items() if n > before and len(row["weights"]) == 1]
+
     sh(lab, "ctl", f"scancel --full --signal=KILL {first}")
     sh(lab, "a1", f"kill -CONT {rank}")
-    alone = until(lambda: alone_after(office, before), "a step without the killed cluster")
+    alone = until(alone_after, "a step without the killed cluster")
     sh(lab, "a1", f"kill -STOP {rank}")
 
-    def is_over() -> bool:
-        """By what isles says, which does not ask the queue at every look."""
-        rows = isles(lab, "status", "far").splitlines()
-        return not any("campus" in row and "running" in row for row in rows)
-
-    until(is_over, "its job's end")
-    log = lab.shared / "again.log"
-    command = f"cd /shared && exec {ISLES} train far.yaml >again.log 2>&1"
-    again = lab.popen("ctl", ["bash", "-c", command])
-    try:
-        until(lambda: job_of(campus) not in ("", first), log.read_text)
-        until(lambda: max(outer_steps_of(campus)) >= alone[0], log.read_text)
-        sh(lab, "a1", f"kill -CONT {rank}")
-        assert again.wait(timeout=DEADLINE_S) == 0, log.read_text()
-    finally:
-        again.kill()
+    # By what isles says, which does not ask the queue at every look.
+    until(lambda: not has_row(isles(lab, "status", "far"), "campus", "running"), "its job's end")
+    again = started(lab, "ctl", ["bash", "-c", f"cd /shared && exec {ISLES} train far.yaml"])
+    again.until(lambda: job_of(campus) not in ("", first))
+    again.until(lambda: max(outer_steps_of(campus)) >= alone[0])
+    sh(lab, "a1", f"kill -CONT {rank}")
+    assert again.end() == 0, again.text
     ours, theirs = outer_steps_of(office), outer_steps_of(campus)
     assert all(ours[n]["digest"] == theirs[n]["digest"] for n in ours.keys() & theirs.keys())
     assert max(theirs) == max(ours) > alone[-1]
     assert set(ours[max(ours)]["weights"]) == {"office", "campus"}
     assert digest_of(office) == digest_of(campus)
-    assert "far-1 is finished" in log.read_text()
+    assert "far-1 is finished" in again.text
     assert_nothing_left(lab, EVERY)
 
 
-@pytest.mark.long
 def test_a_laptop_and_two_queues_behind_a_login_node_train_one_model(lab: Lab) -> None:
     """ctl is the laptop, which trains as well; a1 the login node of a Slurm and of a PBS."""
     login = {"login": "a1", "time": "10m"}
     slurm_job = {"kind": "slurm", "nodelist": "a2", "gres": "none", **login}
-    clusters: list[dict[str, Any]] = [
+    clusters = [
         {"name": "laptop"},
         {"name": "campus", "launcher": slurm_job, "workdir": "/shared/campus"},
         {"name": "centre", "launcher": {"kind": "pbs", **login}, "workdir": "/shared/centre"},
@@ -175,24 +152,17 @@ def test_a_laptop_and_two_queues_behind_a_login_node_train_one_model(lab: Lab) -
 
     text = typed("train", "trio.yaml", "--dry-run")
     assert all(cluster["name"] in text for cluster in clusters), text
-    log = lab.root("ctl") / "root/home/train.log"
-    command = f"cd /root/home && exec {ISLES} train trio.yaml >train.log 2>&1"
-    laptop = lab.popen("ctl", ["bash", "-c", command])
+    laptop = started(lab, "ctl", ["bash", "-c", f"cd /root/home && exec {ISLES} train trio.yaml"])
     runs = {
         "laptop": RunDir(lab.root("ctl") / "root/home/runs/trio-laptop-1"),
         "campus": RunDir(lab.shared / "campus/runs/trio-campus-1"),
         "centre": RunDir(lab.shared / "centre/runs/trio-centre-1"),
     }
-    try:
-        queued = (runs["campus"], runs["centre"])
-        until(lambda: all(run_dir.last_attempt() for run_dir in queued), log.read_text)
-        rows = typed("status", "trio").splitlines()
-        assert any("campus" in row and "slurm" in row for row in rows), rows
-        assert any("centre" in row and "pbs" in row for row in rows), rows
-        assert laptop.wait(timeout=DEADLINE_S) == 0, log.read_text()
-    finally:
-        laptop.kill()
-    assert "trio-1 is finished" in log.read_text()
+    laptop.until(lambda: runs["campus"].last_attempt() and runs["centre"].last_attempt())
+    for words in (("campus", "slurm"), ("centre", "pbs")):
+        assert has_row(typed("status", "trio"), *words)
+    assert laptop.end() == 0, laptop.text
+    assert "trio-1 is finished" in laptop.text
     for name, run_dir in runs.items():
         assert (read_record(run_dir.attempt(1).outcome) or {})["state"] == "finished"
         rows_of_all = outer_steps_of(run_dir)

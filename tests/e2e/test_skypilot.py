@@ -10,22 +10,24 @@ from typing import Any
 import pytest
 
 from isles.errors import ExitCode
-from isles.run.checkpoints import list_checkpoints
-from isles.run.paths import Attempt, RunDir
+from isles.run.paths import RunDir
 from isles.run.restarts import read_last_step
-from tests.deadline import DEADLINE_S
 from tests.lab.home import (
     ISLES,
     assert_nothing_left,
+    assert_stopped,
+    begin,
+    end,
     has_done,
+    install,
     isles,
+    link_cut,
     outcome_of,
     sh,
     until,
     write_run,
 )
 from tests.lab.hosts import Lab
-from tests.lab.sky import sky
 
 NUM_HOSTS = 2
 NODES = ("a1", "a2")
@@ -35,47 +37,51 @@ MOUNTS = {"~/sky_workdir/tiny": "tiny", "~/sky_workdir/words.jsonl": "words.json
 
 @pytest.fixture(autouse=True)
 def state(lab: Lab) -> Iterator[Path]:
-    with sky(lab, NODES) as folder:
-        yield folder
+    """The command on the laptop, and the folder of its state."""
+    folder, program = lab.shared / ".sky", Path(__file__).parents[1] / "lab/sky/command.py"
+    folder.mkdir()
+    line = f'SKY_HOSTS="{" ".join(NODES)}" exec {sys.executable} {program} "$@"'
+    install(lab, "ctl", "sky", line)
+    yield folder
+    for job in folder.glob("job-*"):
+        (job / "cancel").touch()
+        num = len(list(job.glob("pid-*")))
+        until(lambda job=job, num=num: len(list(job.glob("end-*"))) >= num, f"{job.name} ends")
     for name in NODES:
         sh(lab, name, "rm -rf ~/sky_workdir")
     sh(lab, "ctl", "rm -rf /shared/.sky /shared/runs")
 
 
-def prepare(lab: Lab, name: str, *, launcher: dict[str, Any], **more: Any) -> None:
+def prepare(lab: Lab, name: str, launcher: dict[str, Any], **more: Any) -> RunDir:
+    """A run file of two nodes, and the directory of its first run, on the first of them."""
     launcher = {"kind": "skypilot", "file_mounts": MOUNTS, **launcher}
     cluster = {"device": "cpu", "gpus_per_node": 1, "nodes": 2, "workdir": None}
     environment = {"python": sys.executable}
     more = {**cluster, "environment": environment, "launcher": launcher, **more}
     write_run(lab, name, output_dir="runs", **more)
-
-
-def attempt_of(lab: Lab, name: str, number: int) -> Attempt:
-    return RunDir(lab.root("a1") / "root/sky_workdir/runs" / name).attempt(number)
+    return RunDir(lab.root("a1") / "root/sky_workdir/runs" / f"{name}-1")
 
 
 def test_two_nodes_train_and_stop_from_the_laptop(lab: Lab, state: Path) -> None:
-    prepare(lab, "cloud", launcher={"secrets": ["MY_KEY"]}, training=LONG)
+    run_dir = prepare(lab, "cloud", {"secrets": ["MY_KEY"]}, training=LONG)
     sh(lab, "ctl", f"cd /shared && MY_KEY=hidden {ISLES} train cloud.yaml --detach")
-    attempt = attempt_of(lab, "cloud-1", 1)
+    attempt = run_dir.attempt(1)
     until(lambda: has_done(attempt, 3), "both train")
     seen = (state / "calls").read_text()
     assert "--secret ISLES_TOKEN --secret MY_KEY" in seen
     seen += (state / "job-1" / "log").read_text()
     assert "hidden" not in seen and attempt.token.read_text().strip() not in seen
     assert "10.77.1.2 rank 1]" in isles(lab, "logs", "cloud-1@isles-cloud")
-    text = isles(lab, "stop", "cloud-1@isles-cloud")
-    outcome = outcome_of(attempt)
-    assert (outcome["state"], outcome["exit_code"]) == ("stopped", ExitCode.REQUEUE), text
-    assert list_checkpoints(RunDir(attempt.path.parent.parent))[-1].step == outcome["step"]
+    isles(lab, "stop", "cloud-1@isles-cloud")
+    assert_stopped(run_dir)
     assert_nothing_left(lab, NODES)
 
 
 @pytest.mark.long
 def test_a_node_that_is_lost_is_named_and_the_same_machines_go_on(lab: Lab, state: Path) -> None:
-    prepare(lab, "lost", launcher={}, training={**LONG}, checkpoint={"every_steps": 5})
+    run_dir = prepare(lab, "lost", {}, training=LONG, checkpoint={"every_steps": 5})
     isles(lab, "train", "lost.yaml", "--detach")
-    first, second = attempt_of(lab, "lost-1", 1), attempt_of(lab, "lost-1", 2)
+    first, second = run_dir.attempt(1), run_dir.attempt(2)
     until(lambda: has_done(first, 8), "both train")
     assert "running" in isles(lab, "status", "lost-1@isles-lost"), "ssh knows it by its cluster"
     text = isles(lab, "train", "lost.yaml", expected=ExitCode.PREFLIGHT)
@@ -97,10 +103,10 @@ def test_a_node_that_is_lost_is_named_and_the_same_machines_go_on(lab: Lab, stat
 
 @pytest.mark.long
 def test_a_managed_job_that_has_saved_is_started_again_and_goes_on(lab: Lab, state: Path) -> None:
-    prepare(lab, "spot", launcher={"managed": True}, training=LONG)
+    run_dir = prepare(lab, "spot", {"managed": True}, training=LONG)
     text = isles(lab, "train", "spot.yaml")
     assert "sky jobs cancel 1" in text
-    first, second = attempt_of(lab, "spot-1", 1), attempt_of(lab, "spot-1", 2)
+    first, second = run_dir.attempt(1), run_dir.attempt(2)
     until(lambda: has_done(first, 3), "both train")
     # As a cloud does that takes a machine: one node alone is told.
     sh(lab, "a2", "kill -TERM $(cat /shared/.sky/job-1/pid-1)")
@@ -113,36 +119,33 @@ def test_a_managed_job_that_has_saved_is_started_again_and_goes_on(lab: Lab, sta
 
 
 @pytest.mark.long
-def test_a_start_that_fails_leaves_nothing_and_shows_the_words_of_sky(
-    lab: Lab, state: Path
-) -> None:
-    prepare(lab, "many", launcher={"secrets": ["MY_KEY"]}, nodes=3)
-    text = isles(lab, "train", "many.yaml", expected=ExitCode.USER)
-    assert "MY_KEY is not set in this shell" in text
-    prepare(lab, "many", launcher={}, nodes=3)
-    text = isles(lab, "train", "many.yaml", expected=ExitCode.PREFLIGHT)
-    assert "ResourcesUnavailableError" in text and "3 nodes are asked for, 2 are there" in text
-    prepare(lab, "many", launcher={"managed": True}, nodes=3)
-    text = isles(lab, "train", "many.yaml", expected=ExitCode.PREFLIGHT)
-    assert "SkyPilot may have taken the job all the same: see sky jobs queue" in text
-    prepare(
-        lab, "nodata", launcher={}, data={"sources": [{"path": "gone.jsonl"}], "seq_length": 32}
-    )
-    text = isles(lab, "train", "nodata.yaml", expected=ExitCode.PREFLIGHT)
-    assert "gone.jsonl" in text and "the job has ended before the run had begun" in text
-    prepare(lab, "badsetup", launcher={"setup": ["echo no such thing >&2", "exit 3"]})
-    text = isles(lab, "train", "badsetup.yaml", expected=ExitCode.PREFLIGHT)
-    assert "no such thing" in text
-    prepare(lab, "slow", launcher={"setup": ["sleep 600"], "launch_timeout": "15s"})
-    text = isles(lab, "train", "slow.yaml", expected=ExitCode.PREFLIGHT)
-    assert "SkyPilot has not begun the run within 15s" in text
+def test_a_start_that_fails_leaves_nothing_and_shows_the_words_of_sky(lab: Lab, state: Path):
+    gone = {"sources": [{"path": "gone.jsonl"}], "seq_length": 32}
+    bad, slow = ["echo no such thing >&2", "exit 3"], ["sleep 600"]
+    for name, launcher, more, words in (
+        ("many", {"secrets": ["MY_KEY"]}, {"nodes": 3}, ["MY_KEY is not set in this shell"]),
+        ("many", {}, {"nodes": 3}, ["ResourcesUnavailableError", "3 nodes are asked for, 2 are"]),
+        ("many", {"managed": True}, {"nodes": 3}, ["may have taken the job all the same: see sky"]),
+        ("nodata", {}, {"data": gone}, ["gone.jsonl", "the job has ended before the run had"]),
+        ("badsetup", {"setup": bad}, {}, ["no such thing"]),
+        (
+            "slow",
+            {"setup": slow, "launch_timeout": "15s"},
+            {},
+            ["has not begun the run within 15s"],
+        ),
+    ):
+        prepare(lab, name, launcher, **more)
+        code = ExitCode.USER if "secrets" in launcher else ExitCode.PREFLIGHT
+        text = isles(lab, "train", f"{name}.yaml", expected=code)
+        assert all(word in text for word in words), text
     # A Ctrl+C while the machines are set up.
-    prepare(lab, "early", launcher={"setup": ["sleep 600"]})
-    process = lab.popen("ctl", ["bash", "-c", f"cd /shared && exec {ISLES} train early.yaml"])
+    prepare(lab, "early", {"setup": slow})
+    process = begin(lab, "train", "early.yaml")
     until(lambda: "logs isles-early" in (state / "calls").read_text(), "its setup is on its way")
     sh(lab, "ctl", "pkill -INT -f 'isles train [e]arly'")
-    said, _ = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == ExitCode.INTERRUPTED, said.decode()
+    said = end(process)
+    assert process.returncode == ExitCode.INTERRUPTED, said
     assert not list(state.glob("cluster-*")), "all machines are given back"
     assert_nothing_left(lab, NODES)
     assert not list((lab.shared / "runs").glob(".remote/*"))
@@ -150,22 +153,18 @@ def test_a_start_that_fails_leaves_nothing_and_shows_the_words_of_sky(
 
 @pytest.mark.long
 def test_a_laptop_that_closes_leaves_the_run_going(lab: Lab, state: Path) -> None:
-    prepare(lab, "closed", launcher={}, training=LONG)
-    process = lab.popen("ctl", ["bash", "-c", f"cd /shared && exec {ISLES} train closed.yaml"])
-    attempt = attempt_of(lab, "closed-1", 1)
+    run_dir = prepare(lab, "closed", {}, training=LONG)
+    process = begin(lab, "train", "closed.yaml")
+    attempt = run_dir.attempt(1)
     until(lambda: has_done(attempt, 3), "both train")
-    lab.link("ctl", "cut")
-    try:
+    with link_cut(lab, "ctl"):
         sh(lab, "ctl", "pkill -9 -f 'isles train closed.[y]aml'")
-        process.communicate(timeout=DEADLINE_S)
+        end(process)
         until(lambda: has_done(attempt, 200), "it goes on without the laptop")
-    finally:
-        lab.link("ctl", "restore")
     isles(lab, "stop", "closed-1@isles-closed")
-    assert outcome_of(attempt)["exit_code"] == ExitCode.REQUEUE
     # It finishes on the same machines; what is followed ends with its exit code.
-    length = f"training.max_steps={outcome_of(attempt)['step'] + 5}"
+    length = f"training.max_steps={assert_stopped(run_dir) + 5}"
     text = isles(lab, "train", "closed.yaml", length, "--resume", "runs/closed-1")
     assert "going on with closed-1" in text
-    assert outcome_of(attempt_of(lab, "closed-1", 2))["state"] == "finished"
+    assert outcome_of(run_dir.attempt(2))["state"] == "finished"
     assert_nothing_left(lab, NODES)

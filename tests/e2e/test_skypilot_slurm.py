@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 
 from isles.errors import ExitCode
-from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
-from tests.lab.home import assert_nothing_left, has_done, isles, outcome_of, sh, until, write_run
+from tests.lab.home import (
+    assert_nothing_left,
+    assert_stopped,
+    has_done,
+    install,
+    isles,
+    sh,
+    until,
+    write_run,
+)
 from tests.lab.hosts import Lab
 from tests.lab.slurm import slurm
+from tests.programs import write_program
 from tests.skypilot_python import skypilot_python
 
 NUM_HOSTS = 2
@@ -31,12 +40,9 @@ run)
   PATH={folder}/bin:$PATH exec "$@" ;;
 esac
 """
-CURL = """\
-#!/bin/sh
-echo 'mkdir -p "$UV_INSTALL_DIR" && cp /shared/uv "$UV_INSTALL_DIR/uv"'
-"""
-CONFIG = "slurm: {cluster_configs: {lab: {workdir: /shared/sky}}}\n"
-LOGIN = "Host lab\n  HostName ctl\n  User root\n  IdentityFile ~/.ssh/id_lab\n"
+CURL = """echo 'mkdir -p "$UV_INSTALL_DIR" && cp /shared/uv "$UV_INSTALL_DIR/uv"'"""
+CONFIG = "slurm: {cluster_configs: {lab: {workdir: /shared/sky}}}"
+LOGIN = "Host lab\n  HostName ctl\n  User root\n  IdentityFile ~/.ssh/id_lab"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,20 +54,15 @@ def folder() -> Path:
 @pytest.fixture(autouse=True)
 def sky(folder: Path, lab: Lab) -> Iterator[None]:
     """Slurm, and the command sky on the laptop, which knows it as a cluster of SkyPilot."""
-    for name, text in (("uv", UV.format(folder=folder)), ("curl", CURL)):
-        (lab.shared / name).write_text(text)
-        (lab.shared / name).chmod(0o755)
+    write_program(lab.shared / "uv", UV.format(folder=folder))
     (lab.shared / "sky").mkdir()
-    (lab.shared / "config").write_text(CONFIG)
-    (lab.shared / "login").write_text(LOGIN)
-    program = f"#!/bin/sh\\nexport SKYPILOT_DISABLE_USAGE_COLLECTION=1\\nexec {folder}/bin/python"
-    program += f' {folder}/bin/sky "$@"\\n'
+    program = f'exec {folder}/bin/python {folder}/bin/sky "$@"'
     with slurm(lab):
         for host in ("ctl", *NODES):
-            sh(lab, host, "install -m 755 /shared/curl /usr/local/bin/curl")
-        sh(lab, "ctl", "rm -rf ~/.sky && mkdir ~/.sky ~/.slurm && cp /shared/config ~/.sky/"
-           "config.yaml && cp /shared/login ~/.slurm/config")  # fmt: skip
-        sh(lab, "ctl", f"printf '{program}' >/usr/local/bin/sky && chmod 755 /usr/local/bin/sky")
+            install(lab, host, "curl", CURL)
+        sh(lab, "ctl", "rm -rf ~/.sky; mkdir ~/.sky ~/.slurm")
+        sh(lab, "ctl", f"echo '{CONFIG}' >~/.sky/config.yaml; echo '{LOGIN}' >~/.slurm/config")
+        install(lab, "ctl", "sky", f"export SKYPILOT_DISABLE_USAGE_COLLECTION=1\n{program}")
         yield
         sh(lab, "ctl", "sky api stop")
 
@@ -72,10 +73,11 @@ def test_two_nodes_of_slurm_train_by_the_real_skypilot(lab: Lab) -> None:
     resources = {"infra": "slurm", "cpus": "1+", "memory": "0.1+"}
     launcher = {"kind": "skypilot", "file_mounts": mounts, "resources": resources}
     cluster = {"device": "cpu", "gpus_per_node": 1, "nodes": 2, "workdir": None}
+    cluster |= {"environment": {"python": sys.executable}}
     # A name that is none of isles: SkyPilot's own processes have it, and stay until sky down.
     mine = {**launcher, "cluster": "mine"}
-    write_run(lab, "real", output_dir="runs", launcher=mine, training={"max_steps": 100_000},
-              environment={"python": sys.executable}, **cluster)  # fmt: skip
+    long = {"max_steps": 100_000}
+    write_run(lab, "real", output_dir="runs", launcher=mine, training=long, **cluster)
     isles(lab, "train", "real.yaml", "--detach")
     # All nodes of a cluster have one home, on the disk that they share.
     (path,) = lab.shared.glob("sky/.sky_clusters/*/sky_workdir/runs/real-1")
@@ -85,14 +87,12 @@ def test_two_nodes_of_slurm_train_by_the_real_skypilot(lab: Lab) -> None:
     assert "rank 1]" in isles(lab, "logs", "real-1@mine")
     assert "mine" in sh(lab, "ctl", "squeue"), "it is a job of Slurm"
     isles(lab, "stop", "real-1@mine")
-    outcome = outcome_of(attempt)
-    assert (outcome["state"], outcome["exit_code"]) == ("stopped", ExitCode.REQUEUE)
-    assert list_checkpoints(RunDir(path))[-1].step == outcome["step"]
+    assert_stopped(RunDir(path))
     assert_nothing_left(lab, NODES)
     # A start that fails: the data is not on the nodes, and the machines are given back.
-    write_run(lab, "never", output_dir="runs", launcher={**launcher, "cluster": "other"},
-              environment={"python": sys.executable}, **cluster,
-              data={"sources": [{"path": "gone.jsonl"}], "seq_length": 32})  # fmt: skip
+    other, gone = {**launcher, "cluster": "other"}, {"path": "gone.jsonl"}
+    data = {"sources": [gone], "seq_length": 32}
+    write_run(lab, "never", output_dir="runs", launcher=other, data=data, **cluster)
     sh(lab, "ctl", "sky down --yes mine")
     until(lambda: not path.exists(), "the home of the job goes with it")
     text = isles(lab, "train", "never.yaml", expected=ExitCode.PREFLIGHT)

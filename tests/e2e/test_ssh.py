@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from isles.errors import ExitCode
 from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 from isles.run.remote import list_remotes
-from tests.deadline import DEADLINE_S
 from tests.dist.test_same_mathematics import weights_of
 from tests.lab.home import (
     HOSTS,
     assert_nothing_left,
+    end,
     has_done,
     isles,
     left,
@@ -38,19 +38,15 @@ FAR = ("--output-dir", "/root/runs")
 
 # A process that a run's record names, and nothing more.
 SLEEPER = """
-import os, signal, time
+import os, signal
 from pathlib import Path
 from isles.run.begin import new_attempt, write_launch
-from isles.run.paths import RunDir
 from isles.run.process import ProcessId
-run_dir = RunDir(Path("runs/sync-1"))
-run_dir.path.mkdir(parents=True)
-run_dir.resolved.touch()
-me = ProcessId.of(os.getpid())
-write_launch(new_attempt(run_dir), me, world_size=1, device="cpu", command=())
-print(os.getpid(), flush=True)
-while True:
-    signal.pause()
+from tests.runs import bare_run
+me, attempt = ProcessId.of(os.getpid()), new_attempt(bare_run(Path("runs/sync-1")))
+write_launch(attempt, me, world_size=1, device="cpu", command=())
+print(me.pid, flush=True)
+signal.pause()
 """
 
 
@@ -71,7 +67,7 @@ def test_three_hosts_train_as_one_machine(lab: Lab) -> None:
     """Ranks in the order of the list, unequal hosts, a run directory on the first one's own disk;
     nobody watches: the command has left."""
     three = ["a2", "attic", {"ssh": "a1", "gpus": 2}]
-    path = write_run(lab, "three", hosts=three, output_dir="/root/runs")
+    write_run(lab, "three", hosts=three, output_dir="/root/runs")
     text = isles(lab, "train", "three.yaml", "--detach")
     assert "4 CPU processes on 3 hosts (a2: 10.77.1.2, 1 rank, attic: 10.77.1.3, 1 rank" in text
     run_dir = RunDir(lab.root("a2") / "root" / "runs" / "three-1")
@@ -86,10 +82,8 @@ def test_three_hosts_train_as_one_machine(lab: Lab) -> None:
     assert (remote.ssh, remote.path) == ("a2", "/root/runs/three-1")
     assert_nothing_left(lab)
 
-    text = path.read_text().replace("three", "alone", 1)
-    (lab.shared / "alone.yaml").write_text(text)
-    local = "clusters=[{gpus_per_node: 4}]"
-    isles(lab, "train", "alone.yaml", local, "output_dir=/shared/runs", host="a1")
+    alone = ("name=alone", "clusters=[{gpus_per_node: 4}]", "output_dir=/shared/runs")
+    isles(lab, "train", "three.yaml", *alone, host="a1")
     ours, theirs = weights_of(run_dir), weights_of(RunDir(lab.shared / "runs" / "alone-1"))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -110,18 +104,17 @@ def test_a_dry_run_names_the_commands_and_starts_nothing(lab: Lab) -> None:
 
 
 def test_a_taken_port_is_not_used(lab: Lab) -> None:
-    listen = "import os, socket, time; s = socket.create_server(('', 29500)); "
-    listen += "print(os.getpid(), flush=True); time.sleep(600)"
-    listener = lab.popen("a1", [sys.executable, "-c", listen])
-    assert listener.stdout is not None
-    pid = int(listener.stdout.readline())
+    listen = "import socket; s = socket.create_server(('', 29500)); print('taken', flush=True)"
+    wait = "import sys; sys.stdin.read()"
+    command = [sys.executable, "-c", f"{listen}; {wait}"]
+    listener = lab.popen("a1", command, stdin=subprocess.PIPE)
+    assert listener.stdout is not None and listener.stdout.readline() == b"taken\n"
     try:
         write_run(lab, "port")
         text = isles(lab, "train", "port.yaml", "--dry-run", expected=None)
         assert "meeting at 10.77.1.1 port 29501" in text
     finally:
-        sh(lab, "a1", f"kill {pid}")
-        listener.wait(timeout=DEADLINE_S)
+        end(listener)
 
 
 @pytest.mark.long
@@ -182,7 +175,8 @@ def test_files_travel_and_environments_are_compared(lab: Lab) -> None:
     assert "did you mean words.jsonl?" in text
     assert sh(lab, "a3", "ls -A /root/there").split() == ["sync.yaml", "tiny", "words.jsonl"]
     # A run that is on its way keeps the files that it has.
-    sh(lab, "a1", f"cd /root/there; setsid {sys.executable} -c '{SLEEPER}' >/root/pid 2>&1 &")
+    sleeper = f"PYTHONPATH={Path(__file__).parents[2]} setsid {sys.executable} -c '{SLEEPER}'"
+    sh(lab, "a1", f"cd /root/there; {sleeper} >/root/pid 2>&1 &")
     until(lambda: lab.root("a1").joinpath("root/pid").read_text(), "a run")
     sh(lab, "ctl", "touch /root/here/new")
     text = sh(lab, "ctl", f"{begin} train sync.yaml 2>&1 || true")
@@ -283,35 +277,30 @@ def test_a_script_of_your_own_on_three_hosts_and_its_logs(lab: Lab) -> None:
     (lab.shared / "mine.py").write_text(SCRIPT)
 
     def write(name: str, how: str, **cluster: Any) -> None:
-        launcher = {"kind": "ssh", "hosts": list(HOSTS)}
-        content = {"name": name, "output_dir": "/root/runs"}
-        content |= {"training": {"script": "mine.py", "script_args": [how]}}
-        content |= {"watchdog": {"max_silence": "4s"}}
-        content |= {"clusters": [{"workdir": "/shared", "launcher": launcher, **cluster}]}
-        (lab.shared / f"{name}.yaml").write_text(yaml.safe_dump(content))
+        more = {"training": {"script": "mine.py", "script_args": [how]}, **cluster}
+        write_run(lab, name, output_dir="/root/runs", watchdog={"max_silence": "4s"}, **more)
 
     write("mine", "wait")
     isles(lab, "train", "mine.yaml", "--detach")
     attempt = RunDir(lab.root("a1") / "root/runs/mine-1").attempt(1)
+    hosts = list(enumerate(HOSTS))
     # The hosts share no disk: a1 asks the others, and their stacks travel.
 
     def decision() -> Path | None:
         """That on the script's last line; where torch takes long to import, there is one before."""
-        return next((p for p in attempt.hangs.glob("silence-*.json") if is_whole(p)), None)
-
-    def is_whole(path: Path) -> bool:
-        for rank, host in enumerate(HOSTS):
-            stacks = path.parent / f"{path.stem}-rank-{rank}.txt"
-            begin = f"rank {rank} on {host}, at shared/mine.py:17"
-            if not (stacks.exists() and stacks.read_text().startswith(begin)):
-                return False
-        return True
+        for path in attempt.hangs.glob("silence-*.json"):
+            files = [path.with_name(f"{path.stem}-rank-{rank}.txt") for rank in range(3)]
+            texts = [file.read_text() for file in files if file.exists()]
+            begun = [text.partition(":17")[0] for text in texts]
+            if begun == [f"rank {rank} on {host}, at shared/mine.py" for rank, host in hosts]:
+                return path
+        return None
 
     path = until(decision, "a decision on the last line of every rank")
     assert "no rank has printed or reported anything" in path.read_text()
     # Their logs are one stream, though they share no directory.
     logs = isles(lab, "logs", "mine-1", *FAR)
-    for rank, host in enumerate(HOSTS):
+    for rank, host in hosts:
         place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "3", "GROUP_RANK": str(rank)}
         assert f"[{host} rank {rank}] {json.dumps({**place, 'MASTER_ADDR': '10.77.1.1'})}" in logs
         assert f"[{host} rank {rank}] sum 6" in logs
@@ -321,7 +310,7 @@ def test_a_script_of_your_own_on_three_hosts_and_its_logs(lab: Lab) -> None:
     assert last.endswith("sum 6\n") and "[" not in last
     blocks = isles(lab, "logs", "mine-1", "--by-node", "-n", "1", *FAR).splitlines()
     headings = [line for line in blocks if line.startswith("=== ")]
-    assert headings == [f"=== Node {node} ({host}) ===" for node, host in enumerate(HOSTS)]
+    assert headings == [f"=== Node {node} ({host}) ===" for node, host in hosts]
     # The first host itself has no key for the others: it shows what it has.
     own = isles(lab, "logs", "/root/runs/mine-1", host="a1")
     assert "[a1 rank 0] sum 6" in own and "[a2 rank" not in own

@@ -35,9 +35,7 @@ def test_it_moves_and_fits_every_window(tmp_path: Path) -> None:
     with top(tmp_path, COLUMNS="80", LINES="24") as terminal:  # as some shells export them
         screen = terminal.until("/4000 ", "wide-3  running: training", "q quit")
         began = step_of(screen)
-        figures = (
-            r"m left\n loss 2\.\d{4} █.* tokens/s 1\d\d\.\dk .* MFU 4\d\.\d% .* goodput 97\.1%"
-        )
+        figures = r"left\n loss 2\.\d{4} █.* tokens/s 1\d\d\.\dk .* MFU 4\d\.\d% .* goodput 97\.1%"
         assert re.search(figures, screen)
         assert "saved step 1200" in screen and "restarts 1: oslo-01 was lost" in screen
         notes = [line for line in screen.splitlines() if line.startswith(" !")]
@@ -49,8 +47,7 @@ def test_it_moves_and_fits_every_window(tmp_path: Path) -> None:
         bars = [re.findall("[░█▚·]+", row)[0] for row in rows]
         assert bars[3].count("█") > bars[0].count("█") and "·" in bars[0] and "·" not in bars[3]
         terminal.until_it(lambda text: step_of(text) > began)
-        terminal.type("4")
-        terminal.until("waits for lyon", "hidden", "50%")
+        terminal.after("4", "waits for lyon", "hidden", "50%")
 
         terminal.resize(200, 60)
         wide = terminal.until(*TABLES, "hub hub.example.org", "H100 80GB")
@@ -61,8 +58,7 @@ def test_it_moves_and_fits_every_window(tmp_path: Path) -> None:
         terminal.until("step 1", "q quit", gone="too small")
         terminal.resize(110, 30)
         terminal.until(*TABLES, gone="hub hub.example.org:7777\n")
-        coloured = terminal.screen(styles=True)
-        assert re.search(r"\x1b\[[0-9;]*3[1-6]", coloured)
+        assert re.search(r"\x1b\[[0-9;]*3[1-6]", terminal.screen(styles=True)), "coloured"
     with top(tmp_path, NO_COLOR="1") as terminal:
         terminal.until("straggler", "dead")
         plain = terminal.screen(styles=True)
@@ -74,69 +70,43 @@ def test_keys_read_and_only_a_yes_stops(tmp_path: Path) -> None:
     stopped = tmp_path / "stopped"
     with top(tmp_path) as terminal:
         terminal.until("▸oslo", "q quit")
-        terminal.type("Right", "Right", "Right")
-        terminal.until("← 3", gone="/79.6")
-        terminal.type("Left", "Left", "Left")
-        terminal.until("/79.6", gone="← ")
-        terminal.type("s", "s", "s")
-        terminal.until("mark▾")
+        terminal.after("Right Right Right", "← 3", gone="/79.6")
+        terminal.after("Left Left Left", "/79.6", gone="← ")
+        terminal.after("s s s", "mark▾")
         first = terminal.until_it(lambda screen: re.search(r"mark▾.*\n.oslo +2 dead", screen))
         assert re.search("▸oslo +0 ", first), "the chosen row stays the chosen one"
-        terminal.type("/")
-        terminal.until("only rows with:")
-        terminal.type("q", "s", "x")
-        terminal.until("/qsx: 0 of 6", "none has 'qsx' in it")
-        terminal.type("Escape")
-        terminal.until(TABLES[0], "/79.6", gone="qsx")
-        terminal.type("/", "s", "t", "r", "a", "g", "Enter")
-        terminal.until("/strag: 1 of 6", "▸lyon", "0 straggler", "q quit")
-        terminal.type("t")
-        terminal.until(
-            "what rank 0 of lyon on lyon-01 does now", "line 20, in train", gone="line 60"
-        )
-        terminal.type("End")
-        terminal.until("line 60, in train")
-        terminal.type("q")
-        terminal.until("/strag", gone="in train")
-        terminal.type("Escape")
-        terminal.until("2 dead", gone="/strag")
-        terminal.type("Home", "Enter")
-        terminal.until("rank 2 has not said within 20 s", "fix: it is frozen")
-        terminal.type("Escape")
-        terminal.until("q quit")
-        terminal.type("l")
-        terminal.until("INFO rank=2 line=499", gone="line=300")
-        terminal.type("q")
-        terminal.until("q quit")
-        terminal.type("?")
-        terminal.until("The run goes on: nothing but x and a yes touches it")
-        terminal.type("q")
-        terminal.until("q quit")
-        terminal.type("n")
-        terminal.until("rank 1 on lyon-01: its card is slowed down by heat")
-        terminal.type("q")
-        terminal.until("q quit")
-        terminal.type("2", "t")
-        terminal.until("choose a rank first")
+        terminal.after("/", "only rows with:")
+        terminal.after("q s x", "/qsx: 0 of 6", "none has 'qsx' in it")
+        terminal.after("Escape", TABLES[0], "/79.6", gone="qsx")
+        terminal.after("/ s t r a g Enter", "/strag: 1 of 6", "▸lyon", "0 straggler", "q quit")
+        where = "what rank 0 of lyon on lyon-01 does now"
+        terminal.after("t", where, "line 20, in train", gone="line 60")
+        terminal.after("End", "line 60, in train")
+        terminal.after("q", "/strag", gone="in train")
+        terminal.after("Escape", "2 dead", gone="/strag")
+        terminal.after("Home Enter", "rank 2 has not said within 20 s", "fix: it is frozen")
+        terminal.after("Escape", "q quit")
+        for key, text in (
+            ("l", "INFO rank=2 line=499"),
+            ("?", "The run goes on: nothing but x and a yes touches it"),
+            ("n", "rank 1 on lyon-01: its card is slowed down by heat"),
+        ):
+            terminal.after(key, text, gone="line=300")
+            terminal.after("q", "q quit")
+        terminal.after("2 t", "choose a rank first")
 
         for no in ("n", "Escape", "q"):
-            terminal.type("x")
-            terminal.until("Stop made-1?", "All its ranks save a checkpoint")
-            terminal.type("Enter", "Space", "s", "Up")
-            terminal.type(no)
-            terminal.until("q quit", gone="Stop made-1?")
+            terminal.after("x", "Stop made-1?", "All its ranks save a checkpoint")
+            terminal.after(f"Enter Space s Up {no}", "q quit", gone="Stop made-1?")
         assert not stopped.exists()
-        terminal.type("x")
-        terminal.until("Stop made-1?")
-        terminal.type("y")
-        terminal.until("waiting: saves a checkpoint", "made-1 has stopped")
+        terminal.after("x", "Stop made-1?")
+        terminal.after("y", "waiting: saves a checkpoint", "made-1 has stopped")
         assert stopped.read_text() == "now=False"
 
 
 def test_a_click_sorts_and_old_data_is_said_to_be_old(tmp_path: Path) -> None:
     with top(tmp_path) as terminal:
-        screen = terminal.until("▸oslo", "q quit")
-        lines = screen.splitlines()
+        lines = terminal.until("▸oslo", "q quit").splitlines()
         y = next(number for number, line in enumerate(lines) if "now/peak/of" in line)
         x = lines[y].index("°C") + 1
         for event in ("M", "m", "M", "m"):
@@ -158,17 +128,16 @@ def test_it_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
         terminal.until("$")
         terminal.type(f"echo before; stty -g > {tmp_path}/first", "Enter")
         before = [terminal.value(flag) for flag in flags]
-        for number, leave in enumerate(("q", "C-c", "TERM", "INT")):
+        for number, (leave, code) in enumerate((("q", 0), ("C-c", 0), ("TERM", 143), ("INT", 130))):
             compare = f"stty -g | cmp - {tmp_path}/first"
             terminal.type(f"{start}; echo left-{number} $?; {compare}", "Enter")
             terminal.until("q quit")
             assert terminal.value("alternate_on") == "1"
-            if leave.isupper() and len(leave) > 2:
+            if code:
                 child = until(terminal.process.children)[0]
                 child.send_signal(signal.Signals[f"SIG{leave}"])
             else:
                 terminal.type(leave)
-            code = {"TERM": 143, "INT": 130}.get(leave, 0)
             screen = terminal.until("before", f"left-{number} {code}", gone="q quit")
             assert "differ" not in screen and "Traceback" not in screen
             assert [terminal.value(flag) for flag in flags] == before
@@ -192,25 +161,18 @@ def test_a_real_run_of_two_ranks(run_file: Path) -> None:
             screen = terminal.until("tiny-1  running", "1 ranks 2", "░", "saved step")
             began = step_of(screen)
             terminal.until_it(lambda text: step_of(text) > began)
-            terminal.type("t")
-            terminal.until("rank 0 on", "thread MainThread")
+            terminal.after("t", "rank 0 on", "thread MainThread")
 
             def is_further_down(text: str) -> bool:
                 terminal.type("PageDown")
                 return "train/worker.py" in text
 
             terminal.until_it(is_further_down)
-            terminal.type("q")
-            terminal.until("q quit")
-            terminal.type("l")
-            terminal.until("the last 500 lines of rank 0", "phase=training")
-            terminal.type("q")
-            terminal.until("q quit")
-            terminal.type("x")
-            terminal.until("Stop tiny-1?")
-            terminal.type("y")
-            terminal.until("tiny-1 has stopped")
-            terminal.type("q")
-            terminal.until("tiny-1  stopped")
+            terminal.after("q", "q quit")
+            terminal.after("l", "the last 500 lines of rank 0", "phase=training")
+            terminal.after("q", "q quit")
+            terminal.after("x", "Stop tiny-1?")
+            terminal.after("y", "tiny-1 has stopped")
+            terminal.after("q", "tiny-1  stopped")
         command.end()
     assert "stopped" in isles("status", "tiny", cwd=cwd).out

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import struct
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,10 @@ from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from isles.track.wandb import resolve_mode
 from tests.deadline import run_program
-from tests.e2e.typed import Command
+from tests.e2e.typed import Command, typed
 from tests.ports import free_port
 from tests.ranks import start_training, train_to_end
 from tests.runs import rows_of
-from tests.wandb_files import read_points
 
 EACH_STEP = (
     "training.logging_steps=1",
@@ -48,59 +49,84 @@ def wandb_files(run_dir: RunDir) -> list[Path]:
     return sorted((run_dir.path / "wandb").glob("offline-run-*/*.wandb"))
 
 
+def records(data: bytes) -> Iterator[bytes]:
+    """Whole records of a `.wandb` file; a last one that was cut short is left out.
+
+    It is a log in the format of LevelDB's (github.com/google/leveldb/blob/main/doc/log_format.md):
+    blocks of 32 KiB, and parts of records behind headers of seven bytes, as its own is.
+    """
+    position, parts = 7, b""
+    while position + 7 <= len(data):
+        left = 2**15 - position % 2**15
+        if left < 7:  # too little for a header: the block's end is padded
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        position += 7 + length
+        if kind == 0 or position > len(data):
+            return
+        parts += data[position - length : position]
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield parts
+            parts = b""
+
+
 def wandb_points(run_dir: RunDir) -> list[dict[str, Any]]:
-    """What these files hold."""
-    files = [file for file in wandb_files(run_dir) if file.stat().st_size]
-    return [point for file in files for point in read_points(file)]
+    """Every whole point that these files hold: metrics by name, and `_step`."""
+    from wandb.proto import wandb_internal_pb2
+
+    points = []
+    for data in (data for file in wandb_files(run_dir) for data in records(file.read_bytes())):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            points.append(
+                {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
+            )
+    return points
 
 
-def mlflow_losses(uri: str, run_dir: RunDir) -> list[tuple[int, float]]:
+def mlflow_losses(client: Any, run_dir: RunDir) -> list[tuple[int, float]]:
     """Steps and losses that the server has of the run."""
-    from mlflow import MlflowClient
-
     run_id = (read_record(run_dir.tracker_record("mlflow")) or {}).get("run_id")
     if run_id is None:
         return []
-    history = MlflowClient(tracking_uri=uri).get_metric_history(run_id, "train/loss")
+    history = client.get_metric_history(run_id, "train/loss")
     return [(point.step, point.value) for point in history]
 
 
 @contextmanager
 def mlflow_server(folder: Path, port: int) -> Iterator[Command]:
     """A real MLflow server on loopback with a store in SQLite; killed with its workers."""
-    words = ["--host", "127.0.0.1", "--workers", "1", "--port", str(port)]
-    words += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
-    words += ["--artifacts-destination", str(folder / "artifacts")]
-    program = (sys.executable, "-m", "mlflow", "server")
-    env = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    server = Command(*words, cwd=folder, env=env, program=program)
-    try:
-        server.until(lambda: is_healthy(port))
-        yield server
-    finally:
-        server.kill()
+    line = f"exec mlflow server --host 127.0.0.1 --workers 1 --port {port} "
+    line += "--backend-store-uri sqlite:///mlflow.db --artifacts-destination artifacts"
 
-
-def is_healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-            return True
-    except OSError:
+    def is_healthy() -> bool:
+        with suppress(OSError):
+            return (
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200
+            )
         return False
+
+    with typed(folder, f"export MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false\n{line}") as (server,):
+        server.until(is_healthy)
+        yield server
 
 
 @pytest.mark.long
-def test_kills_of_the_run_and_of_a_server_leave_one_run_with_the_same_numbers(
-    run_file: Path, tmp_path: Path
-) -> None:
+def test_kills_of_the_run_and_of_a_server_leave_one_run_with_the_same_numbers(run_file, tmp_path):
+    from mlflow import MlflowClient
+
     port = free_port()
     uri = f"http://127.0.0.1:{port}"
+    client = MlflowClient(tracking_uri=uri)
     wandb = "{kind: wandb, mode: offline, project: p, tags: [a, b]}"
     mlflow = f"{{kind: mlflow, tracking_uri: '{uri}', experiment: tests}}"
     options = (*EACH_STEP, f"track=[{wandb}, {mlflow}]")
     with mlflow_server(tmp_path, port) as server:
         run_dir, _, gang = start_training(run_file, 1, "training.max_steps=100000", *options)
-        enough = (lambda: wandb_points(run_dir), lambda: mlflow_losses(uri, run_dir))
+        enough = (lambda: wandb_points(run_dir), lambda: mlflow_losses(client, run_dir))
         gang.until(lambda: all(len(seen()) >= 25 for seen in enough) and list_checkpoints(run_dir))
         gang.kill()
         reached = read_rows(run_dir.metrics)[-1]["step"]
@@ -110,8 +136,8 @@ def test_kills_of_the_run_and_of_a_server_leave_one_run_with_the_same_numbers(
         resume = str(run_dir.path)
         steps = f"training.max_steps={middle}"
         _, attempt, gang = start_training(run_file, 1, steps, *options, resume=resume)
-        gang.until(lambda: mlflow_losses(uri, run_dir)[-1][0] > reached)
-        known = {step for step, _ in mlflow_losses(uri, run_dir)}
+        gang.until(lambda: mlflow_losses(client, run_dir)[-1][0] > reached)
+        known = {step for step, _ in mlflow_losses(client, run_dir)}
         server.kill()
         assert gang.wait() == [0], "a server that is gone stops no training"
     assert (read_record(attempt.outcome) or {})["state"] == "finished"
@@ -123,21 +149,12 @@ def test_kills_of_the_run_and_of_a_server_leave_one_run_with_the_same_numbers(
         last = middle + 5
         _, code = train_to_end(run_file, 1, f"training.max_steps={last}", *options, resume=resume)
         assert code == 0
-        assert_mlflow(uri, run_dir, last, known)
-    assert_wandb(run_dir, {*range(1, 26), *range(saved + 1, last + 1)})
-
-
-def assert_mlflow(uri: str, run_dir: RunDir, last: int, known: set[int]) -> None:
-    """One run at the server, with numbers of metrics.jsonl, those of the last start, and the run
-    file."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(tracking_uri=uri)
-    experiment = client.get_experiment_by_name("tests")
-    assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.run_name == run_dir.name and run.info.status == "FINISHED"
-    shown = mlflow_losses(uri, run_dir)
+        # One run at the server, with numbers of metrics.jsonl, those of the last start, and the
+        # run file.
+        experiment = client.get_experiment_by_name("tests")
+        (run,) = client.search_runs([experiment.experiment_id])
+        assert run.info.run_name == run_dir.name and run.info.status == "FINISHED"
+        shown = mlflow_losses(client, run_dir)
     rows = {row["step"]: row["loss"] for row in rows_of(run_dir)}
     assert {step for step, _ in shown} >= known | set(range(last - 4, last + 1))
     assert all(value == pytest.approx(rows[step]) for step, value in shown)
@@ -146,31 +163,24 @@ def assert_mlflow(uri: str, run_dir: RunDir, last: int, known: set[int]) -> None
     summary = read_record(run_dir.summary) or {}
     assert run.data.metrics["final/last_loss"] == pytest.approx(summary["last_loss"])
 
-
-def assert_wandb(run_dir: RunDir, steps: set[int]) -> None:
-    """One id over all starts, and the numbers of metrics.jsonl; a kill has cost a point or two."""
+    # One id over all starts, and the numbers of metrics.jsonl; a kill has cost a point or two.
     files = wandb_files(run_dir)
     assert len(files) == 3 and len({file.name for file in files}) == 1, "three starts, one id"
-    shown: dict[tuple[str, int], float] = {}
+    points: dict[tuple[str, int], float] = {}
     for point in wandb_points(run_dir):
         for kind in ("train", "eval"):
             if (loss := point.get(f"{kind}/loss")) is not None:
-                before = shown.setdefault((kind, point["_step"]), loss)
+                before = points.setdefault((kind, point["_step"]), loss)
                 assert before == loss, "what was done again gave the same numbers"
-    rows = {(row["kind"], row["step"]): row["loss"] for row in read_rows(run_dir.metrics)}
-    assert shown.items() <= rows.items()
-    assert {step for kind, step in shown if kind == "train"} >= steps
-    ours = [p for p in psutil.process_iter(["cmdline"]) if _is_core(p, run_dir.path)]
-    assert not ours, "wandb's own process has outlived the run"
-
-
-def _is_core(process: psutil.Process, run: Path) -> bool:
-    if not any("wandb-core" in word for word in process.info["cmdline"] or []):
-        return False
-    try:
-        return any(str(run) in file.path for file in process.open_files())
-    except psutil.Error:
-        return False
+    recorded = {(row["kind"], row["step"]): row["loss"] for row in read_rows(run_dir.metrics)}
+    assert points.items() <= recorded.items()
+    trained = {step for kind, step in points if kind == "train"}
+    assert trained >= {*range(1, 26), *range(saved + 1, last + 1)}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any("wandb-core" in word for word in process.cmdline()):
+                open_files = [file.path for file in process.open_files()]
+                assert not any(str(run_dir.path) in file for file in open_files), "it outlives it"
 
 
 @pytest.mark.long

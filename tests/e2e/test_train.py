@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import signal
@@ -15,40 +14,29 @@ import psutil
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from isles.checkpoint.load import load_tensors
 from isles.errors import ExitCode
 from isles.run.checkpoints import list_checkpoints
 from isles.run.hang import STAGES
 from isles.run.live import ask_for_stacks
 from isles.run.paths import RunDir
-from isles.run.process import ProcessId
 from isles.run.records import read_record, read_rows
-from isles.run.restarts import current_restart, read_last_step
+from isles.run.restarts import current_restart
 from tests.e2e.typed import Command, isles, the_run
-from tests.runs import assert_ended, losses_of, nothing_left, rows_of
+from tests.lab.home import has_done
+from tests.runs import assert_ended, files_with, losses_of, nothing_left, rows_of
 
 TWO = ("clusters.0.gpus_per_node=2", "clusters.0.max_restarts=0")
 LONG = ("training.max_steps=100000", "training.logging_steps=1", "checkpoint.every_steps=20")
 
 
-def has_done(run_dir: RunDir, steps: int) -> bool:
+def processes(run_dir: RunDir) -> list[psutil.Process]:
+    """The two ranks of a run's last attempt, and its agent."""
     attempt = run_dir.last_attempt()
-    return attempt is not None and (read_last_step(attempt, 0) or 0) >= steps
-
-
-def rank_processes(run_dir: RunDir) -> list[ProcessId]:
-    attempt = run_dir.last_attempt()
-    assert attempt is not None
-    records = [read_record(attempt.rank_record(rank)) for rank in range(2)]
-    return [p for record in records if record and (p := ProcessId.from_record(record))]
-
-
-def agent_process(run_dir: RunDir) -> ProcessId:
-    attempt = run_dir.last_attempt()
-    assert attempt is not None
-    process = ProcessId.from_record(read_record(attempt.launch) or {})
-    assert process is not None
-    return process
+    paths = (attempt.rank_record(0), attempt.rank_record(1), attempt.launch)
+    return [psutil.Process(read_record(path)["pid"]) for path in paths]
 
 
 @pytest.fixture
@@ -57,7 +45,7 @@ def training(run_file: Path) -> Iterator[tuple[Command, RunDir]]:
     run_dir = the_run(run_file)
     with nothing_left(run_file.parent):
         command = Command("train", str(run_file), *TWO, *LONG, cwd=run_file.parent)
-        command.until(lambda: list_checkpoints(run_dir) and has_done(run_dir, 21))
+        command.until(lambda: list_checkpoints(run_dir) and has_done(run_dir.attempt(1), 21))
         yield command, run_dir
 
 
@@ -69,10 +57,10 @@ def test_a_whole_run_and_what_it_leaves(run_file: Path) -> None:
     assert "step 20/20" in command.out
     rows = rows_of(run_dir)
     assert [row["step"] for row in rows] == [1, 5, 10, 15, 20]
+    parts = ("data_s", "forward_backward_s", "communication_s", "optimizer_s")
     for row in rows:
         assert row["loss"] > 0 and row["grad_norm"] > 0 and row["memory_bytes"] > 0
         assert row["mfu"] is None, "no GPU here: unknown, not a guess"
-        parts = ("data_s", "forward_backward_s", "communication_s", "optimizer_s")
         assert 0 < sum(row[part] or 0 for part in parts) <= row["step_time_s"] * 1.5
     assert rows[-1]["communication_s"] > 0, "two ranks have waited for each other"
     summary = read_record(run_dir.summary) or {}
@@ -82,32 +70,8 @@ def test_a_whole_run_and_what_it_leaves(run_file: Path) -> None:
     manifest = list_checkpoints(run_dir)[-1].manifest
     known = {"step", "tokens", "samples", "config_digest", "git_commit", "world_size"}
     assert known <= manifest.keys() and manifest["attempt"] == len(run_dir.attempts())
-    assert_model(run_dir)
-    assert_card(run_dir)
 
-    assert "20" in isles("checkpoint", "list", "tiny", cwd=cwd).out
-    isles("checkpoint", "verify", "tiny", cwd=cwd)
-    isles("checkpoint", "export", "tiny", "--output", "elsewhere", cwd=cwd)
-    assert (cwd / "elsewhere" / "model.safetensors").read_bytes() == (
-        run_dir.model / "model.safetensors"
-    ).read_bytes()
-    text = isles("generate", "tiny", "--prompt", "abc", "--max-new-tokens", "5", cwd=cwd).out
-    assert text.startswith("abc") and len(text) > 4
-    evaluated = isles("eval", "tiny", cwd=cwd).out
-    assert f"validation loss {rows_of(run_dir, 'eval')[0]['loss']:.4f}" in evaluated
-    assert "finished" in isles("status", "tiny", cwd=cwd).out
-    isles("dashboard", "tiny", "--export", "page.html", cwd=cwd)
-    assert '"tiny-1"' in (cwd / "page.html").read_text()
-    for path in run_dir.path.rglob("*"):
-        assert not path.is_file() or secret.encode() not in path.read_bytes(), path
-
-
-def assert_model(run_dir: RunDir) -> None:
-    """What is exported gives the logits of the checkpoint."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from isles.checkpoint.load import load_tensors
-
+    # What is exported gives the logits of the checkpoint.
     exported = AutoModelForCausalLM.from_pretrained(run_dir.model).eval()
     again = AutoModelForCausalLM.from_config(exported.config).eval()
     state = {f"model.{name}": value for name, value in again.state_dict().items()}
@@ -115,12 +79,8 @@ def assert_model(run_dir: RunDir) -> None:
     ids = torch.arange(24)[None]
     assert torch.equal(exported(ids).logits, again(ids).logits), "logits are those of training"
     assert AutoTokenizer.from_pretrained(run_dir.model)("abc def")["input_ids"]
-
-
-def assert_card(run_dir: RunDir) -> None:
-    """The model's card has the run's own figures, and its run file."""
+    # Its card has the run's own figures, and its run file.
     card = (run_dir.model / "README.md").read_text()
-    summary = read_record(run_dir.summary) or {}
     assert f"| last training loss | {summary['last_loss']:.4f} |" in card
     assert f"| validation loss | {summary['eval_loss']:.4f} |" in card
     for row in ("| steps | 20 |", "| devices | 2 x CPU |", "| strategy | ddp |"):
@@ -129,25 +89,35 @@ def assert_card(run_dir: RunDir) -> None:
     written = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
     assert written["training"]["max_steps"] == 20
 
+    assert "20" in isles("checkpoint", "list", "tiny", cwd=cwd).out
+    isles("checkpoint", "verify", "tiny", cwd=cwd)
+    isles("checkpoint", "export", "tiny", "--output", "elsewhere", cwd=cwd)
+    weights = (run_dir.model / "model.safetensors").read_bytes()
+    assert (cwd / "elsewhere" / "model.safetensors").read_bytes() == weights
+    text = isles("generate", "tiny", "--prompt", "abc", "--max-new-tokens", "5", cwd=cwd).out
+    assert text.startswith("abc") and len(text) > 4
+    evaluated = isles("eval", "tiny", cwd=cwd).out
+    assert f"validation loss {rows_of(run_dir, 'eval')[0]['loss']:.4f}" in evaluated
+    assert "finished" in isles("status", "tiny", cwd=cwd).out
+    isles("dashboard", "tiny", "--export", "page.html", cwd=cwd)
+    assert '"tiny-1"' in (cwd / "page.html").read_text()
+    assert files_with(secret, run_dir.path) == []
+
 
 @pytest.mark.long
-def test_who_watches_sees_each_rank_its_stack_and_the_machine(
-    training: tuple[Command, RunDir],
-) -> None:
+def test_who_watches_sees_each_rank_its_stack_and_the_machine(training):
     command, run_dir = training
-    attempt = run_dir.last_attempt()
-    assert attempt is not None
+    attempt = run_dir.attempt(1)
 
     def node() -> dict[str, Any]:
-        live = read_record(attempt.live) or {}
-        found: dict[str, Any] = live.get("nodes", {}).get("0", {})
+        found = (read_record(attempt.live) or {}).get("nodes", {}).get("0", {})
         ranks = found.get("ranks", {}).values()
         return found if len(ranks) == 2 and all(rank.get("parts") for rank in ranks) else {}
 
     seen = command.until(node)
     assert (seen["state"], seen["first_rank"], seen["num_ranks"]) == ("there", 0, 2)
     assert seen["host"]["memory_bytes"] > 0 and list(seen["ranks"]) == ["0", "1"]
-    for process, rank in zip(rank_processes(run_dir), seen["ranks"].values(), strict=True):
+    for process, rank in zip(processes(run_dir)[:2], seen["ranks"].values(), strict=True):
         assert (rank["pid"], rank["alive"], rank["exit"]) == (process.pid, True, None)
         assert rank["step"] > 0 and rank["stage"] in (*STAGES, "saving", "") and rank["step_s"] > 0
         assert 0 <= rank["stage_s"] < 60 and (rank["rows"], rank["restart"]) == (6, 0)
@@ -166,9 +136,8 @@ def test_who_watches_sees_each_rank_its_stack_and_the_machine(
     command.until(lambda: any("cpu_use" in row for row in rows_of(run_dir)))
     row = next(row for row in rows_of(run_dir) if "cpu_use" in row)
     assert 0 < row["cpu_use"] <= 1 and row["host_memory_bytes"] > 0 and row["gpu_use"] is None
-    samples = read_rows(run_dir.node_telemetry(0))
-    assert samples and "stage" not in samples[-1]["ranks"]["0"]
-    os.kill(rank_processes(run_dir)[1].pid, signal.SIGKILL)
+    assert "stage" not in read_rows(run_dir.node_telemetry(0))[-1]["ranks"]["0"]
+    processes(run_dir)[1].kill()
     assert command.end() == ExitCode.TRAINING
     last = (read_record(attempt.live) or {})["nodes"]["0"]
     assert last["state"] == "ended" and last["ranks"], "the last record stays"
@@ -196,8 +165,7 @@ def test_stop_from_another_terminal_and_going_on(training: tuple[Command, RunDir
     going_on = isles("train", words[2], *shorter, cwd=cwd)
     assert f"learning rate of step {step + 1}: " in going_on.out
     train = [row["step"] for row in rows_of(run_dir)]
-    assert train[-1] == step + 5
-    assert len(train) == len(set(train))
+    assert train[-1] == step + 5 and len(train) == len(set(train))
     assert len(run_dir.attempts()) == 2
     assert_ended(cwd)
 
@@ -205,8 +173,8 @@ def test_stop_from_another_terminal_and_going_on(training: tuple[Command, RunDir
 @pytest.mark.long
 def test_two_times_ctrl_c_stops_at_once(training: tuple[Command, RunDir]) -> None:
     command, run_dir = training
-    for process in rank_processes(run_dir):
-        os.kill(process.pid, signal.SIGSTOP)  # they cannot save: only the second one helps
+    for process in processes(run_dir)[:2]:
+        process.suspend()  # they cannot save: only the second one helps
     command.process.send_signal(signal.SIGINT)
     command.until(lambda: "Ctrl+C again stops now" in command.err)
     command.process.send_signal(signal.SIGINT)
@@ -216,18 +184,12 @@ def test_two_times_ctrl_c_stops_at_once(training: tuple[Command, RunDir]) -> Non
     assert list_checkpoints(run_dir), "what was saved before stays"
 
 
-def test_nothing_listens_but_on_loopback_and_a_killed_rank_is_named_first(
-    training: tuple[Command, RunDir],
-) -> None:
+def test_nothing_listens_but_on_loopback_and_a_killed_rank_is_named_first(training):
     command, run_dir = training
-    listening = [
-        connection.laddr.ip
-        for process in (*rank_processes(run_dir), agent_process(run_dir))
-        for connection in psutil.Process(process.pid).net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
-    assert set(listening) <= {"127.0.0.1", "::1"}
-    os.kill(rank_processes(run_dir)[1].pid, signal.SIGKILL)
+    for process in processes(run_dir):
+        for port in process.net_connections("inet"):
+            assert port.status != psutil.CONN_LISTEN or port.laddr.ip in ("127.0.0.1", "::1")
+    processes(run_dir)[1].kill()
     assert command.end() == ExitCode.TRAINING
     assert_ended(run_dir.path.parents[1])
     assert "rank 1 was killed by SIGKILL" in command.err
@@ -236,12 +198,10 @@ def test_nothing_listens_but_on_loopback_and_a_killed_rank_is_named_first(
 
 
 @pytest.mark.long
-def test_a_killed_agent_takes_its_ranks_along_and_a_deleted_directory_ends_the_run(
-    training: tuple[Command, RunDir],
-) -> None:
+def test_a_killed_agent_takes_its_ranks_along_and_a_deleted_directory_ends_the_run(training):
     command, run_dir = training
     cwd = run_dir.path.parents[1]
-    os.kill(agent_process(run_dir).pid, signal.SIGKILL)
+    processes(run_dir)[2].kill()
     assert command.end() == ExitCode.TRAINING and "are gone" in command.text
     assert_ended(cwd)
     assert "killed" in isles("status", "tiny", cwd=cwd).out
@@ -249,18 +209,18 @@ def test_a_killed_agent_takes_its_ranks_along_and_a_deleted_directory_ends_the_r
     step = list_checkpoints(run_dir)[-1].step
     words = ("train", str(cwd / "run.yaml"), *TWO, *LONG, "--resume", str(run_dir.path))
     command = Command(*words, cwd=cwd)
-    command.until(lambda: len(run_dir.attempts()) == 2 and has_done(run_dir, step + 3))
+    command.until(lambda: has_done(run_dir.attempt(2), step + 3))
     assert "going on with tiny-1" in command.out
     steps = [row["step"] for row in rows_of(run_dir)]
     assert steps == list(range(1, len(steps) + 1)), "each step once"
-    agent = agent_process(run_dir)
+    host = read_record(run_dir.attempt(2).launch)["host"]
     while run_dir.path.exists():  # what a rank writes meanwhile may keep a folder
         shutil.rmtree(run_dir.path, ignore_errors=True)
     assert command.end() == ExitCode.TRAINING
     assert_ended(cwd)
     assert not run_dir.path.exists(), "nobody makes it again"
     gone = f"the run directory {run_dir.path} is not there any more"
-    assert f"error: host {agent.host}: {gone}" in command.err
+    assert f"error: host {host}: {gone}" in command.err
     assert "isles explain run.gone" in command.err and "Traceback" not in command.err
 
 

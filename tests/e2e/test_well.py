@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from isles.errors import ExitCode
-from isles.run.paths import RunDir
+from isles.run.paths import Attempt
 from isles.run.process import ProcessId
 from isles.run.records import read_record
 from tests.deadline import until
@@ -23,22 +23,14 @@ LONG = ("training.max_steps=100000", "training.logging_steps=1")
 PASSWORD, KEY, TOKEN = "correct horse battery", "k-5f2a-of-a-service", "hf_thisMustNotLeakAnywhere"
 
 
-def rank_process(run_dir: RunDir, rank: int) -> ProcessId:
-    attempt = run_dir.last_attempt()
-    assert attempt is not None
-    process = ProcessId.from_record(read_record(attempt.rank_record(rank)) or {})
-    assert process is not None
-    return process
-
-
 @pytest.mark.long
 def test_a_run_is_well_then_a_rank_freezes_and_a_report_tells_no_secret(run_file: Path) -> None:
-    cwd, run_dir = run_file.parent, the_run(run_file)
+    cwd, attempt = run_file.parent, the_run(run_file).attempt(1)
     secrets = {"HF_TOKEN": TOKEN, "MY_SERVICE_KEY": KEY}
     words = (f"clusters.0.environment.variables.DB_PASS={PASSWORD}", "clusters.0.gpus_per_node=2")
     with nothing_left(cwd):
         command = Command("train", str(run_file), *words, *LONG, cwd=cwd, env=secrets)
-        command.until(lambda: run_dir.last_attempt() and run_dir.last_attempt().fleet.exists())
+        command.until(attempt.fleet.exists)
         waited = isles("status", "tiny", "--check", "--wait", "9m", cwd=cwd)
         shown = waited.out.splitlines()
         assert [line.split()[:2] for line in shown[1:]] == [
@@ -47,7 +39,8 @@ def test_a_run_is_well_then_a_rank_freezes_and_a_report_tells_no_secret(run_file
         assert "2 processes on 1 host, one for each rank" in waited.out
         assert "waiting, " in waited.err, "it was typed before the first step"
 
-        frozen = rank_process(run_dir, 1)
+        frozen = ProcessId.from_record(read_record(attempt.rank_record(1)) or {})
+        assert frozen is not None
         os.kill(frozen.pid, signal.SIGSTOP)
         try:
             name = f"rank 1 on {socket.gethostname()}"
@@ -62,7 +55,7 @@ def test_a_run_is_well_then_a_rank_freezes_and_a_report_tells_no_secret(run_file
 
             found = until(lambda: found if name in (found := wrong()) else {})
             assert found[name] == "isles logs tiny-1 --rank 1"
-            assert_report(run_dir, cwd, secrets)
+            assert_report(attempt, cwd, secrets)
         finally:
             os.kill(frozen.pid, signal.SIGCONT)
         isles("stop", "tiny", "--now", cwd=cwd)
@@ -71,14 +64,12 @@ def test_a_run_is_well_then_a_rank_freezes_and_a_report_tells_no_secret(run_file
         assert "it has ended" in ended.out
 
 
-def assert_report(run_dir: RunDir, cwd: Path, secrets: dict[str, str]) -> None:
+def assert_report(attempt: Attempt, cwd: Path, secrets: dict[str, str]) -> None:
     """It holds what it lists, of the run as it is now, and none of the secrets."""
-    attempt = run_dir.last_attempt()
-    assert attempt is not None
     with attempt.rank_log(0).open("a") as log:
         log.write(f"login with {TOKEN} and {PASSWORD}, {KEY} at https://me:{KEY}@example.org\n")
     said = isles("report", "tiny", cwd=cwd, env=secrets).out
-    (path,) = run_dir.path.glob("report-*.zip")
+    (path,) = attempt.path.parents[1].glob("report-*.zip")
     with zipfile.ZipFile(path) as archive:
         files = {name: archive.read(name).decode() for name in archive.namelist()}
     listed = {line.split()[0] for line in said.splitlines()[:-1] if "not in it" not in line}

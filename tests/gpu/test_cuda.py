@@ -41,12 +41,8 @@ def test_a_whole_run_on_one_gpu(run_file: Path, precision: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", [DDPStrategyConfig(), FSDPStrategyConfig()])
-def test_no_step_waits_for_the_gpu(
-    tiny_model: Path,
-    strategy: DDPStrategyConfig | FSDPStrategyConfig,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """CPU twin: tests/unit/test_no_sync.py. liger-kernel waits once in each micro-batch."""
+def test_no_step_waits_for_the_gpu(tiny_model, strategy, monkeypatch):
+    """CPU twin: tests/unit/test_optimizer.py. liger-kernel waits once in each micro-batch."""
     monkeypatch.setattr("isles.strategies.head._find_liger", lambda: None)
     world = join_world(RankEnv(0, 0, 1, 1, 0, None), device="cuda", timeout_s=60)
     try:

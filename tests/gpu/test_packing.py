@@ -27,10 +27,7 @@ def test_the_kernel_keeps_documents_apart_and_waits_for_nothing(tiny_model: Path
     ids = torch.randint(0, 512, (2, 128), generator=torch.Generator().manual_seed(0)).to(CUDA)
     ends = cu_seqlens(positions)
     grads = {}
-    places: dict[str, dict[str, Any]] = {
-        VARLEN: {"device": CUDA, "dtype": torch.bfloat16},
-        MASKED: {},
-    }
+    places: dict[str, Any] = {VARLEN: {"device": CUDA, "dtype": torch.bfloat16}, MASKED: {}}
     for name, place in places.items():
         model.set_attn_implementation("sdpa")
         assert use_maskless_attention(model, **place)
@@ -39,9 +36,8 @@ def test_the_kernel_keeps_documents_apart_and_waits_for_nothing(tiny_model: Path
         torch.cuda.set_sync_debug_mode("error")
         try:
             inputs = isolation_inputs(model, positions, ends)
-            model(input_ids=ids, **inputs, use_cache=False).logits.float().logsumexp(
-                -1
-            ).sum().backward()
+            logits = model(input_ids=ids, **inputs, use_cache=False).logits
+            logits.float().logsumexp(-1).sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert ("attention_mask" in inputs) == (name == MASKED)

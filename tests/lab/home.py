@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import select
+import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import distribution
 from pathlib import Path
@@ -14,10 +13,13 @@ from typing import Any
 
 import yaml
 
-from isles.run.paths import Attempt
+from isles.errors import ExitCode
+from isles.run.checkpoints import list_checkpoints
+from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from isles.run.restarts import read_last_step
-from tests.deadline import DEADLINE_S
+from tests.deadline import DEADLINE_S, until
+from tests.e2e.typed import Command
 from tests.inputs import write_model, write_words
 from tests.lab.hosts import Lab
 
@@ -31,6 +33,7 @@ place = {name: os.environ[name] for name in names} | {"host": os.uname().nodenam
 with open(f"place-{place['RANK']}.json", "w") as stream:
     json.dump([place, sys.argv[1:]], stream)
 """
+_TRAINER = ("model", "tokenizer", "data", "strategy", "balance", "checkpoint", "track")
 _SITE = Path(str(distribution("torch").locate_file("")))
 
 
@@ -41,7 +44,8 @@ def write_run(lab: Lab, name: str, *, hosts: Sequence[Any] = HOSTS, **more: Any)
         lab: the hosts.
         name: of the run.
         hosts: of the ssh launcher.
-        more: sections of the run and keys of its cluster; None leaves one out.
+        more: sections of the run and keys of its cluster; None leaves one out. Where `training`
+            names a script of the user's own, what only the trainer knows is left out.
     """
     if not (lab.shared / "tiny").exists():
         write_inputs(lab.shared)
@@ -54,6 +58,9 @@ def write_run(lab: Lab, name: str, *, hosts: Sequence[Any] = HOSTS, **more: Any)
         "eval_steps": None,
         **more.pop("training", {}),
     }
+    if "script" in training:
+        training = {key: training[key] for key in training if key.startswith("script")}
+        more |= dict.fromkeys(_TRAINER)
     content: dict[str, Any] = {
         "name": name,
         "output_dir": "/shared/runs",
@@ -66,6 +73,7 @@ def write_run(lab: Lab, name: str, *, hosts: Sequence[Any] = HOSTS, **more: Any)
         "checkpoint": {"every_steps": None, "every_minutes": None, "export_on_finish": False},
         "track": ["jsonl"],
         "outer": None,
+        "watchdog": None,
         "clusters": None,
     }
     content |= {key: more.pop(key) for key in content if key in more}
@@ -85,6 +93,16 @@ def outcome_of(attempt: Attempt) -> dict[str, Any]:
     return outcome
 
 
+def assert_stopped(run_dir: RunDir) -> int:
+    """Its last start has ended, is saved, and may go on; returns the step."""
+    attempt = run_dir.last_attempt()
+    assert attempt is not None
+    outcome = outcome_of(attempt)
+    assert (outcome["state"], outcome["exit_code"]) == ("stopped", ExitCode.REQUEUE), outcome
+    assert list_checkpoints(run_dir)[-1].step == outcome["step"]
+    return int(outcome["step"])
+
+
 def has_done(attempt: Attempt, step: int, restart: int = 0) -> bool:
     """Whether rank 0 has done a step since a restart."""
     return (read_last_step(attempt, restart) or 0) >= step
@@ -96,6 +114,27 @@ def isles(lab: Lab, *words: str, host: str = "ctl", expected: int | None = 0) ->
     text = done.stdout + done.stderr
     assert expected in (None, done.returncode), f"ended with {done.returncode}\n{text}"
     return text
+
+
+def begin(lab: Lab, *words: str, host: str = "ctl") -> subprocess.Popen[bytes]:
+    """Start one isles command in /shared of a host, in a session of its own."""
+    return lab.popen(host, ["bash", "-c", 'cd /shared && exec "$@"', "-", ISLES, *words])
+
+
+def end(process: subprocess.Popen[bytes]) -> str:
+    """Wait for the end of a command; all that it has printed and was not read yet."""
+    return process.communicate(timeout=DEADLINE_S)[0].decode()
+
+
+def install(lab: Lab, host: str, names: str, text: str) -> None:
+    """Put a program of these lines of sh on PATH of a host, under each of the names."""
+    lines = f"tee {names} >/dev/null <<'END'\n#!/bin/sh\n{text}\nEND"
+    sh(lab, host, f"cd /usr/local/bin\n{lines}\nchmod 755 {names}")
+
+
+def started(lab: Lab, host: str, command: Sequence[str]) -> Command:
+    """A command inside a host, which goes on beside the test."""
+    return Command(cwd=lab.shared, env=lab.environ(), program=lab.argv(host, command))
 
 
 def assert_places(lab: Lab, folder: Path, *arguments: str) -> None:
@@ -142,22 +181,6 @@ def link_cut(lab: Lab, host: str) -> Iterator[None]:
         yield
     finally:
         lab.link(host, "restore")
-
-
-def until(
-    condition: Callable[[], Any], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
-) -> Any:
-    """Wait for something that a record or a process will show; else say what has not come."""
-    now = time.monotonic()
-    end = now + deadline_s
-    while now < end:
-        if found := condition():
-            return found
-        # As long as the look took: it must not take from others the time that they need.
-        select.select([], [], [], min(1.0, max(0.05, time.monotonic() - now)))
-        now = time.monotonic()
-    text = what if isinstance(what, str) else what()
-    raise AssertionError(f"not within {deadline_s:.0f} s: {text}")
 
 
 def left(lab: Lab, hosts: Sequence[str] = HOSTS) -> list[str]:

@@ -116,18 +116,8 @@ def hosts(folder: Path, num_a: int = 3, num_b: int = 0) -> Iterator[Lab]:
     prefix = f"isles-{os.environ.get(RUN, os.getpid())}-{secrets.token_hex(2)}"
     lab = Lab(folder / "lab", folder / "shared", prefix)
     lab.shared.mkdir(parents=True, exist_ok=True)
-    with _taken_down(lab):
-        run_script("net/up.sh", str(num_a), str(num_b), environ=lab.environ())
-        yield lab
-
-
-@contextmanager
-def _taken_down(lab: Lab) -> Iterator[None]:
-    """Take the hosts down at the end, also when this process is killed before.
-
-    A process that waits for the end of its input does it: the kernel closes that for a process
-    which is gone.
-    """
+    # It takes the hosts down at the end of its input, also when this process is killed before: the
+    # kernel closes that for a process which is gone.
     keeper = subprocess.Popen(
         ["bash", "-c", 'read -r; exec "$0"', str(_HERE / "net/down.sh")],
         env=lab.environ(),
@@ -138,7 +128,8 @@ def _taken_down(lab: Lab) -> Iterator[None]:
         start_new_session=True,
     )
     try:
-        yield
+        run_script("net/up.sh", str(num_a), str(num_b), environ=lab.environ())
+        yield lab
     finally:
         said, _ = keeper.communicate(timeout=DEADLINE_S)
         if keeper.returncode:

@@ -1,5 +1,4 @@
-"""A user's own script: what it reports, what is made of its end, when it is taken for stuck, and
-its stacks."""
+"""A user's own script: what it reports, how it ends, when it is taken for stuck, its stacks."""
 
 from __future__ import annotations
 
@@ -18,14 +17,11 @@ from isles.agent.hang import keep_hang_files, new_hang_files
 from isles.agent.script.run import failed_record
 from isles.agent.script.stacks import RUNNER, Answer, open_file, read_stacks
 from isles.agent.script.watch import ScriptWatch, Signs, overdue
-from isles.config.load import load_run_file
-from isles.config.resolve import resolve
 from isles.config.sections.training import WatchdogConfig
 from isles.errors import UserError
 from isles.launch.worker import run_verb
 from isles.monitor.follow import row_text
 from isles.monitor.table import checkpoint_lines
-from isles.run.begin import begin_run
 from isles.run.live import ask_for_stacks
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, read_rows, write_record
@@ -34,7 +30,7 @@ from tests.deadline import DEADLINE_S, until
 from tests.each import each
 from tests.ranks import rank_env
 from tests.runs import bare_run
-from tests.unit.test_begin import end_attempt
+from tests.unit.test_begin import begin, end_attempt
 
 CONFIG = WatchdogConfig(min_time=60.0, slow_factor=10.0, max_silence=1800.0)
 STEPS = Signs(steps=100.0, any=100.0, num_steps=50, longest_s=40.0, last=50)
@@ -49,19 +45,15 @@ terminate called after throwing an instance of 'std::system_error'
 """
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """That of the rank 0 which this process is: attempt 2, restart 1."""
-    monkeypatch.setenv("ISLES_RUN_DIR", str(tmp_path))
-    monkeypatch.setenv("ISLES_ATTEMPT", "2")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setenv("RANK", "0")
+def test_rank_0_reports_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"ISLES_RUN_DIR": str(tmp_path), "ISLES_ATTEMPT": "2", "RANK": "0"}
+    for name, value in {**environ, "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
     run_dir = RunDir(tmp_path)
     run_dir.attempt(2).path.mkdir(parents=True)
-    return run_dir
-
-
-def test_rank_0_reports_its_steps(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir.metrics.symlink_to("/dev/full")
+    isles.report(1, loss=1.0)  # a full disk does not end the script
+    run_dir.metrics.unlink()
     isles.report(1)
     isles.report(3, total_steps=3, tokens_per_second=9, loss=float("nan"), own=torch.tensor(2.5))
     monkeypatch.setenv("RANK", "1")
@@ -78,28 +70,19 @@ def test_rank_0_reports_its_steps(run_dir: RunDir, monkeypatch: pytest.MonkeyPat
     assert read_last_step(run_dir.attempt(2), 1) == 3
 
 
-def test_a_full_disk_does_not_end_the_script(run_dir: RunDir) -> None:
-    run_dir.metrics.symlink_to("/dev/full")
-    isles.report(1, loss=1.0)
-    run_dir.metrics.unlink()
-    isles.report(2, loss=0.5)
-    assert [row["step"] for row in read_rows(run_dir.metrics)] == [2]
-
-
 def test_a_script_is_spoken_of_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("name: own\ntraining: {script: mine.py}\n")
 
-    def begin(*overrides: str) -> str:
-        resolved = resolve(load_run_file(Path("run.yaml"), overrides), num_gpus=0)
-        begun = begin_run(resolved, "", "auto")
+    def note(*overrides: str) -> str:
+        begun = begin(Path("run.yaml"), *overrides)
         end_attempt(begun.run_dir, "stopped")
         return begun.note
 
-    begin()
-    assert begin() == "going on with own-1: its script is started again"
+    note()
+    assert note() == "going on with own-1: its script is started again"
     other = "ended with other values; this is a new run: own-2 (`--resume runs/own-1` goes on with"
-    assert other in begin("training.script_args=[a]")
+    assert other in note("training.script_args=[a]")
     (line,) = checkpoint_lines(RunDir(Path("runs/own-1")))
     assert line == "own-1 runs mine.py, a script of your own, which keeps checkpoints by itself"
     with pytest.raises(UserError, match="isles does not know its model"):
@@ -114,19 +97,14 @@ def script_error(folder: Path, code: int, log: str) -> dict[str, Any]:
 
 
 @each(
-    ("code", "log", "what"),
-    [
-        (1, TRACEBACK, "mine.py failed: RuntimeError: no such shard"),
-        # torch takes the process down with it, as Python ends.
-        (-signal.SIGABRT, TRACEBACK, "mine.py failed: RuntimeError: no such shard"),
-        (-signal.SIGABRT, "sum 6\nterminate called\n", "rank 0 was killed by SIGABRT"),
-        (-signal.SIGKILL, TRACEBACK, "rank 0 was killed by SIGKILL"),
-        (3, "sum 6\n", "mine.py ended with exit code 3"),
-    ],
+    (1, TRACEBACK, "mine.py failed: RuntimeError: no such shard"),
+    # torch takes the process down with it, as Python ends.
+    (-signal.SIGABRT, TRACEBACK, "mine.py failed: RuntimeError: no such shard"),
+    (-signal.SIGABRT, "sum 6\nterminate called\n", "rank 0 was killed by SIGABRT"),
+    (-signal.SIGKILL, TRACEBACK, "rank 0 was killed by SIGKILL"),
+    (3, "sum 6\n", "mine.py ended with exit code 3"),
 )
-def test_the_error_is_the_one_that_the_script_has_raised(
-    tmp_path: Path, code: int, log: str, what: str
-) -> None:
+def test_the_error_is_the_one_that_the_script_has_raised(code, log, what, *, tmp_path):
     error, is_raised = script_error(tmp_path, code, log), "failed" in what
     assert error["what"] == what
     assert error["will_recur"] == (code > 0 or is_raised)
@@ -142,19 +120,14 @@ def test_the_errors_that_an_error_came_from_are_shown(tmp_path: Path) -> None:
 
 
 @each(
-    ("signs", "now_s", "total_steps", "why"),
-    [
-        (STEPS, 499.0, None, ""),
-        (STEPS, 501.0, None, "no step was reported for 6m 41s since step 50 (40s between two"),
-        (STEPS, 501.0, 50, ""),  # it may export what it has trained
-        (Signs(100.0, 100.0, num_steps=2, longest_s=0.1, last=2), 1000.0, None, ""),  # too few
-        (Signs(0.0, 100.0), 1899.0, None, ""),
-        (Signs(0.0, 100.0), 1901.0, None, "no rank has printed or reported anything for 30m"),
-    ],
+    (STEPS, 499.0, None, ""),
+    (STEPS, 501.0, None, "no step was reported for 6m 41s since step 50 (40s between two"),
+    (STEPS, 501.0, 50, ""),  # it may export what it has trained
+    (Signs(100.0, 100.0, num_steps=2, longest_s=0.1, last=2), 1000.0, None, ""),  # too few
+    (Signs(0.0, 100.0), 1899.0, None, ""),
+    (Signs(0.0, 100.0), 1901.0, None, "no rank has printed or reported anything for 30m"),
 )
-def test_a_script_is_stuck_when_no_step_comes_or_nothing_at_all(
-    signs: Signs, now_s: float, total_steps: int | None, why: str
-) -> None:
+def test_a_script_is_stuck_when_no_step_comes_or_nothing_at_all(signs, now_s, total_steps, why):
     found = overdue(signs, CONFIG, now_s, total_steps)
     assert found.startswith(why) and bool(found) == bool(why)
 
@@ -260,15 +233,9 @@ def ask(pid: int, file: int) -> Answer:
 def test_stacks_are_had_from_outside_and_the_script_notices_nothing(tmp_path: Path) -> None:
     file, path = open_file(), tmp_path / "my.py"
     path.write_text(SCRIPT)
-    pipe = subprocess.PIPE
-    child = subprocess.Popen(
-        [sys.executable, "-u", str(RUNNER), str(file), str(path), "--x", "1"],
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        pass_fds=[file],
-    )
-    assert child.stdout is not None
+    command = [sys.executable, "-u", str(RUNNER), str(file), str(path), "--x", "1"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    child: Any = subprocess.Popen(command, pass_fds=[file], **pipes)
     assert child.stdout.readline() == b"ready\n", child.communicate()
     until(lambda: "hang()" in ask(child.pid, file)["at"], "it is past its print")
     answer = ask(child.pid, file)
@@ -284,8 +251,7 @@ def test_stacks_are_had_from_outside_and_the_script_notices_nothing(tmp_path: Pa
     assert "script/main.py" not in text and f'File "{path}", line 18' in text
     os.close(file)
 
-
-def test_a_process_that_would_not_survive_the_question_is_not_asked() -> None:
+    # A process that would not survive the question is not asked.
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     answer = ask(child.pid, 0)
     assert answer["stacks"] == "" and "gives no stacks" in answer["at"]

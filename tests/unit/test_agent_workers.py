@@ -15,7 +15,7 @@ import psutil
 from isles.agent.workers import Ranks
 from isles.errors import ExitCode
 from isles.run.live import Tell
-from tests.deadline import DEADLINE_S, run_program, until
+from tests.deadline import DEADLINE_S, until
 from tests.runs import nothing_left
 
 
@@ -98,15 +98,12 @@ def test_a_rank_that_is_forked_as_the_agent_dies_ends_too(tmp_path: Path) -> Non
     the rank could know it by."""
     os.mkfifo(tmp_path / "go")
     with nothing_left(tmp_path):
-        agent = subprocess.Popen(
-            [sys.executable, "-c", AGENT, str(tmp_path)],
-            env=os.environ | {"FOLDER": str(tmp_path)},  # by which all of them are found
-        )
+        environ = os.environ | {"FOLDER": str(tmp_path)}  # by which all of them are found
+        agent = subprocess.Popen([sys.executable, "-c", AGENT, str(tmp_path)], env=environ)
         forked = tmp_path / "forked"
         until(lambda: forked.exists() and forked.read_text() != "")
         rank = psutil.Process(int(forked.read_text()))
         server = rank.parent()
-        assert server is not None
         server.kill()
         until(lambda: server.status() == psutil.STATUS_ZOMBIE)  # its parent, the agent, lives on
         (tmp_path / "go").write_text("go")
@@ -114,10 +111,3 @@ def test_a_rank_that_is_forked_as_the_agent_dies_ends_too(tmp_path: Path) -> Non
         agent.kill()
         agent.wait(DEADLINE_S)
     assert not (tmp_path / "ran").exists()
-
-
-def test_who_holds_the_ranks_imports_nothing_heavy() -> None:
-    # torch is for the fork server alone: each further import of it delays the first step.
-    code = "import sys, isles.agent.__main__\n"
-    code += "print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])"
-    assert run_program([sys.executable, "-c", code]).stdout.strip() == "[]"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,14 +14,7 @@ from isles.config.load import load_run_file
 from isles.config.resolve import Resolved, load_resolved, resolve
 from isles.errors import UserError
 from isles.monitor.status import collect
-from isles.run.begin import (
-    Begun,
-    begin_run,
-    choose_run,
-    new_attempt,
-    refuse_second,
-    write_launch,
-)
+from isles.run.begin import Begun, begin_run, choose_run, new_attempt, refuse_second, write_launch
 from isles.run.find import find_any, list_runs
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -48,11 +40,9 @@ def launched(run_dir: RunDir, process: ProcessId) -> Attempt:
 
 
 def end_attempt(run_dir: RunDir, state: str | None) -> Attempt:
-    """One attempt that has ended with this outcome; None: killed."""
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    process = ProcessId.of(child.pid)
-    child.wait()
-    attempt = launched(run_dir, process)
+    """One attempt that has ended with this outcome; None: killed, and its pid is another's now."""
+    this = ProcessId.of(os.getpid())
+    attempt = launched(run_dir, ProcessId(this.host, this.pid, this.started - 100))
     if state:
         write_record(attempt.outcome, {"state": state, "exit_code": 0, "at": time.time()})
     return attempt
@@ -67,17 +57,18 @@ def add_checkpoint(run_dir: RunDir, step: int, **more: object) -> Path:
 
 
 def test_a_new_run_has_the_number_after_the_highest(run_file: Path, tmp_path: Path) -> None:
-    end_attempt(begin(run_file).run_dir, "stopped")
-    assert begin(run_file, resume="no").run_dir.name == "tiny-2"
-    for name in ("tiny-3", "tiny-12", "tiny-x", "tiny", "tiny-2-7"):
+    names: list[str] = []
+    at_once(8, lambda: names.append(begin(run_file).run_dir.name))
+    assert sorted(names) == [f"tiny-{number}" for number in range(1, 9)]
+    end_attempt(RunDir(tmp_path / "runs" / "tiny-8"), "stopped")
+    assert begin(run_file, resume="no").run_dir.name == "tiny-9"
+    for name in ("tiny-12", "tiny-x", "tiny", "tiny-2-7"):
         (tmp_path / "runs" / name).mkdir()
     assert begin(run_file, resume="no").run_dir.name == "tiny-13"
 
 
-@each("state", ["stopped", "failed", None])
-def test_an_unfinished_run_is_gone_on_with(
-    run_file: Path, tmp_path: Path, state: str | None
-) -> None:
+@each("stopped", "failed", None)
+def test_an_unfinished_run_is_gone_on_with(state: str | None, *, run_file, tmp_path):
     folder = f"output_dir={tmp_path}"
     run_dir = begin(run_file, folder).run_dir
     end_attempt(run_dir, state)
@@ -93,15 +84,21 @@ def test_an_unfinished_run_is_gone_on_with(
     assert run_dir.run_file.read_text() == run_file.read_text(), "the first one stays"
 
 
-def test_a_finished_run_is_followed_by_a_new_one(run_file: Path) -> None:
+def test_a_finished_run_is_followed_by_a_new_one_unless_it_is_named(run_file: Path) -> None:
     run_dir = begin(run_file).run_dir
     end_attempt(run_dir, "finished")
-    add_checkpoint(run_dir, 20)
+    checkpoint = add_checkpoint(run_dir, 20)
     assert begin(run_file).note == "tiny-1 is finished; this is a new run: tiny-2"
     longer = choose_run(resolved_from(run_file, "training.max_steps=30"), "auto")
     assert f"`--resume {run_dir.path}` trains tiny-1 on instead" in longer.note
     other = choose_run(resolved_from(run_file, "training.max_steps=30", "seed=3"), "auto")
     assert "--resume" not in other.note
+    begun = begin(run_file, resume=str(checkpoint))
+    assert (begun.resume_from, begun.run_dir.path) == (checkpoint, run_dir.path)
+    absent = str(checkpoint.with_name("step-00000009"))
+    for given, words in ((absent, "no checkpoint step-00000009"), ("nowhere", "no run")):
+        with pytest.raises(UserError, match=words):
+            begin(run_file, resume=given)
 
 
 def test_a_node_s_logs_of_another_host_s_run_are_no_run_of_its_own(run_file: Path) -> None:
@@ -145,21 +142,16 @@ ONE_HOUR = (*CONSTANT, "training.max_steps=null", "training.max_time=1h")
 
 
 @each(
-    ("before", "after", "words"),
-    [
-        ((), "max_steps=30", "learning rate of step 9: 8.01e-04 -> 9.18e-04"),
-        ((), "max_steps=8", "steps left after step 8: 12 -> 0: the run ends there"),
-        (CONSTANT, "max_steps=19", "training.max_steps: 20 -> 19"),
-        (CONSTANT, "max_steps=21", None),
-        (WSD, "max_steps=11", "learning rate of step 9: 1.00e-03 -> 7.50e-04"),
-        (EPOCHS, "num_train_epochs=2", "steps left after step 8: 22 -> 2"),
-        (ONE_HOUR, "max_time=30m", "time left after step 8: 40m 00s -> 10m 00s"),
-        (ONE_HOUR, "max_time=2h", None),
-    ],
+    ((), "max_steps=30", "learning rate of step 9: 8.01e-04 -> 9.18e-04"),
+    ((), "max_steps=8", "steps left after step 8: 12 -> 0: the run ends there"),
+    (CONSTANT, "max_steps=19", "training.max_steps: 20 -> 19"),
+    (CONSTANT, "max_steps=21", None),
+    (WSD, "max_steps=11", "learning rate of step 9: 1.00e-03 -> 7.50e-04"),
+    (EPOCHS, "num_train_epochs=2", "steps left after step 8: 22 -> 2"),
+    (ONE_HOUR, "max_time=30m", "time left after step 8: 40m 00s -> 10m 00s"),
+    (ONE_HOUR, "max_time=2h", None),
 )
-def test_another_length_is_asked_for_where_something_depends_on_it(
-    run_file: Path, tmp_path: Path, before: tuple[str, ...], after: str, words: str | None
-) -> None:
+def test_another_length_is_asked_for_where_it_matters(before, after, words, *, run_file, tmp_path):
     before, changed = (f"output_dir={tmp_path}", *before), f"training.{after}"
     run_dir = begin(run_file, *before).run_dir
     end_attempt(run_dir, "stopped")
@@ -175,18 +167,6 @@ def test_another_length_is_asked_for_where_something_depends_on_it(
     assert begin(run_file, *before).note == "going on with tiny-1 from step 8"
     begun = begin(run_file, *before, changed, resume=str(run_dir.path))
     assert begun.resumed and words in begun.note
-
-
-def test_resume_from_one_checkpoint(run_file: Path) -> None:
-    run_dir = begin(run_file).run_dir
-    end_attempt(run_dir, "finished")
-    checkpoint = add_checkpoint(run_dir, 8)
-    begun = begin(run_file, resume=str(checkpoint))
-    assert (begun.resume_from, begun.run_dir.path) == (checkpoint, run_dir.path)
-    with pytest.raises(UserError, match="no checkpoint step-00000009"):
-        begin(run_file, resume=str(checkpoint.with_name("step-00000009")))
-    with pytest.raises(UserError, match="no run"):
-        begin(run_file, resume="nowhere")
 
 
 def test_a_running_run_is_never_started_twice(run_file: Path) -> None:
@@ -218,23 +198,10 @@ def test_a_run_on_another_host_counts_while_its_status_is_fresh(run_file: Path) 
     assert choose_run(resolved, "auto", lambda: begun_at + 600).resumed
 
 
-def test_a_reused_pid_does_not_count_as_running(run_file: Path) -> None:
-    this = ProcessId.of(os.getpid())
-    launched(begin(run_file).run_dir, ProcessId(this.host, this.pid, this.started - 100))
-    assert begin(run_file).resumed
-
-
-def test_users_who_begin_at_once_get_runs_of_their_own(run_file: Path) -> None:
-    names: list[str] = []
-    at_once(8, lambda: names.append(begin(run_file).run_dir.name))
-    assert sorted(names) == [f"tiny-{number}" for number in range(1, 9)]
-
-
 def test_of_several_starts_of_one_run_only_one_wins(run_file: Path) -> None:
     run_dir = begin(run_file).run_dir
     end_attempt(run_dir, "stopped")
-    won: list[int] = []
-    refused: list[str] = []
+    won, refused = list[int](), list[str]()
 
     def start() -> None:
         try:
@@ -264,23 +231,15 @@ def test_an_output_dir_that_cannot_be_used_is_named(run_file: Path, tmp_path: Pa
 
 def test_a_full_disk_leaves_no_run_behind(run_file: Path, tmp_path: Path) -> None:
     # A process that may write no byte to any file meets the error of a full disk.
-    code = f"""
-import resource, signal
-from pathlib import Path
-from isles.config.load import load_run_file
-from isles.config.resolve import resolve
-from isles.errors import UserError
-from isles.run.begin import begin_run
-loaded = load_run_file(Path({str(run_file)!r}), ())
-resolved = resolve(loaded, num_gpus=0)
+    code = """
+import resource, signal, sys
+from isles.cli import main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-try:
-    begin_run(resolved, loaded.text, "auto")
-except UserError as error:
-    print(error)
+sys.exit(main(["train", sys.argv[1]]))
 """
-    assert "no space left" in run_program([sys.executable, "-B", "-c", code]).stdout
+    done = run_program([sys.executable, "-B", "-c", code, run_file])
+    assert done.returncode == 1 and "no space left" in done.stderr, done.stderr
     assert list((tmp_path / "runs").iterdir()) == []
 
 

@@ -17,32 +17,26 @@ from isles.check.checks.machine import clock_skew
 from isles.check.checks.network import dial, hub_finding
 from isles.check.checks.ranks import reduce_findings, torch_findings
 from isles.check.checks.versions import compare_versions
-from isles.check.finding import IDS, Finding, exit_code, ordered, record, report_lines
+from isles.check.finding import IDS, Finding, exit_code, record, report_lines
 from isles.check.plan import Extent, NodePlan, RunFacts, error_finding
 from isles.check.scheduler import queue_findings
 from isles.check.verb import joined, run_check
 from isles.config.load import load_run_file
-from isles.config.sections.cluster import (
-    ClusterConfig,
-    NetworkConfig,
-    PbsLauncherConfig,
-    SlurmLauncherConfig,
-)
+from isles.config.sections import cluster as sections
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import PreflightError, UserError
 from isles.facts.memory.architecture import Architecture
 from isles.launch.ssh.shell import Shell
+from tests.documents import ROOT
 from tests.each import each
 from tests.programs import program
-
-ROOT = Path(__file__).parents[2]
 
 
 def facts(**own: Any) -> dict[str, Any]:
     """What a node would say of itself."""
     packages = {"torch": "2.13.0", "transformers": "5.23.0"}
     base = {"python": "3.11.7", "isles": "1.0", "missing": [], "executable": "python"}
-    return {**base, "packages": {**packages, **own.pop("packages", {})}, **own}
+    return {**base, "packages": packages | own.pop("packages", {}), **own}
 
 
 def bad(findings: Iterable[Finding]) -> list[Finding]:
@@ -66,7 +60,6 @@ def test_the_report_has_the_worst_first_and_its_fix() -> None:
     error = Finding("disk.free", "error", "a", "full", fix="make room")
     fine = Finding("os.kernel", "ok", "a", "Linux")
     assert (exit_code([fine, warning]), exit_code([fine, warning, error])) == (0, 2)
-    assert ordered([fine, warning, error]) == [error, warning, fine]
     saved = record([fine, warning, error], seconds=1.26)
     assert saved["summary"] == {"ok": 1, "warnings": 1, "errors": 1, "seconds": 1.3}
     lines = report_lines([fine, warning, error], ["a"], seconds=1.0, is_terminal=False)
@@ -93,18 +86,15 @@ def test_the_table_is_as_wide_as_its_values() -> None:
 
 
 @each(
-    ("own", "finding_id", "level"),
-    [
-        ({"python": "3.11.9"}, "version.python", "warning"),
-        ({"python": "3.12.1"}, "version.python", "error"),
-        ({"isles": "0.9"}, "version.isles", "error"),
-        ({"packages": {"torch": "2.12.0"}}, "version.torch", "error"),
-        ({"packages": {"transformers": "5.22.0"}}, "version.transformers", "warning"),
-        ({"packages": {"peft": "0.21"}}, "version.packages", "warning"),
-        ({"missing": ["torch"]}, "packages.missing", "error"),
-    ],
+    ({"python": "3.11.9"}, "version.python", "warning"),
+    ({"python": "3.12.1"}, "version.python", "error"),
+    ({"isles": "0.9"}, "version.isles", "error"),
+    ({"packages": {"torch": "2.12.0"}}, "version.torch", "error"),
+    ({"packages": {"transformers": "5.22.0"}}, "version.transformers", "warning"),
+    ({"packages": {"peft": "0.21"}}, "version.packages", "warning"),
+    ({"missing": ["torch"]}, "packages.missing", "error"),
 )
-def test_the_odd_one_out_is_named(own: dict[str, Any], finding_id: str, level: str) -> None:
+def test_the_odd_one_out_is_named(own: dict[str, Any], finding_id: str, level: str):
     hosts = {"a": facts(), "b": facts(**own), "c": facts()}
     (found,) = bad(compare_versions(hosts, {}, {}, "1.0"))
     assert (found.id, found.level, found.where) == (finding_id, level, "b")
@@ -118,17 +108,13 @@ def test_two_installations_of_torch_and_other_libraries() -> None:
         "a": {"torch": "2.13.0+cu128", "cuda": "12.8", "nccl": "2.27.3"},
         "b": {"torch": "2.9.0", "cuda": "12.6", "nccl": "2.26.2"},
     }
-    drivers = {"a": "570", "b": "550"}
-    found = bad(compare_versions({"a": facts(), "b": facts()}, imported, drivers, "1.0"))
-    assert [(f.id, f.where) for f in found] == [
-        ("version.cuda", "b"),
-        ("version.nccl", "b"),
-        ("version.driver", "b"),
-        ("version.torch", "b"),
-    ]
+    hosts, drivers = {"a": facts(), "b": facts()}, {"a": "570", "b": "550"}
+    found = bad(compare_versions(hosts, imported, drivers, "1.0"))
+    ids = ["version.cuda", "version.nccl", "version.driver", "version.torch"]
+    assert [f.id for f in found if f.where == "b"] == ids and len(found) == 4
     assert "two are installed" in found[-1].text
     drivers = {"a": "470.256.02", "b": "550.54.15"}
-    found = bad(compare_versions({"a": facts(), "b": facts()}, imported, drivers, "1.0"))
+    found = bad(compare_versions(hosts, imported, drivers, "1.0"))
     (old,) = [f for f in found if f.level == "error" and f.id == "version.driver"]
     assert old.where == "a" and "needs the driver 525" in old.text
 
@@ -143,15 +129,9 @@ def test_the_clock_of_the_laptop_is_not_blamed_on_the_hosts() -> None:
 
 
 def test_a_wheel_without_kernels_for_the_card() -> None:
-    rank = {
-        "torch": "2.5.1+cu121",
-        "cuda": "12.1",
-        "stage": "kernel",
-        "failure": "RuntimeError: CUDA error: no kernel image is available for execution",
-        "gpu": "RTX 5070 Ti",
-        "capability": [12, 0],
-        "archs": ["sm_80", "sm_90"],
-    }
+    said = "RuntimeError: CUDA error: no kernel image is available for execution"
+    rank = {"torch": "2.5.1+cu121", "cuda": "12.1", "stage": "kernel", "failure": said}
+    rank |= {"gpu": "RTX 5070 Ti", "capability": [12, 0], "archs": ["sm_80", "sm_90"]}
     plan = NodePlan("a", device="cuda")
     (found,) = torch_findings(plan, [rank])
     assert (found.id, found.measured, found.limit) == ("gpu.kernel", "sm_120", "sm_80 sm_90")
@@ -201,7 +181,7 @@ def test_an_all_reduce_that_failed_names_the_culprit() -> None:
     died = {"stage": "died", "failure": "ended by SIGSEGV"}
     said = {"a": waited, "b": waited, "c": died, "d": {"stage": "group", "failure": "closed"}}
     answers = {name: {"ranks": [one]} for name, one in said.items()}
-    found = list(reduce_findings(answers, commands, NetworkConfig()))
+    found = list(reduce_findings(answers, commands, sections.NetworkConfig()))
     assert [f.where for f in found] == ["a rank 0", "b rank 1", "c rank 2"], "d only waited"
     assert "ranks 2 on c did not come" in found[0].text
     assert "SIGSEGV" in found[2].text
@@ -215,8 +195,8 @@ def test_a_hub_is_reached_or_the_way_to_it_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         finding = found(f"127.0.0.1:{port}")
-        assert (finding.level, finding.where) == ("ok", "a1")
-        assert f"127.0.0.1:{port}" in finding.text
+    assert (finding.level, finding.where) == ("ok", "a1")
+    assert f"127.0.0.1:{port}" in finding.text
     finding = found(f"127.0.0.1:{port}")
     assert finding.level == "error" and "nothing listens there" in finding.text
     assert f"open port {port} on this machine" in finding.fix
@@ -227,13 +207,11 @@ def test_a_hub_is_reached_or_the_way_to_it_is_named() -> None:
 
 def test_what_is_wrong_with_a_cluster_names_its_own_keys(run_file: Path) -> None:
     launcher = "launcher: {kind: slurm, bin_path: /nowhere}, gpus_per_node: 1"
-    overrides = (
-        "outer={kind: diloco, sync_every: 5, public: '127.0.0.1:0'}",
-        f"clusters=[{{name: x1, {launcher}}}, {{name: x2, {launcher}}}]",
-    )
+    clusters = f"clusters=[{{name: x1, {launcher}}}, {{name: x2, {launcher}}}]"
+    outer = "outer={kind: diloco, sync_every: 5, public: '127.0.0.1:0'}"
     texts: list[str] = []
     extent = Extent(net=False, timeout_s=30.0)
-    assert run_check(run_file, overrides, (), extent, texts.append) == 2
+    assert run_check(run_file, (outer, clusters), (), extent, texts.append) == 2
     assert len(texts) == 2
     for index, text in enumerate(texts):
         assert f"fix: on a login node: clusters[{index}].launcher.login" in text, text
@@ -282,8 +260,8 @@ def slurm(tmp_path: Path) -> Path:
 
 
 def ask_slurm(slurm: Path, nodes: int = 2, gpus: int = 4, **launcher: Any) -> list[Finding]:
-    cluster = ClusterConfig(nodes=nodes, gpus_per_node=gpus)
-    section = SlurmLauncherConfig(bin_path=str(slurm), **launcher)
+    cluster = sections.ClusterConfig(nodes=nodes, gpus_per_node=gpus)
+    section = sections.SlurmLauncherConfig(bin_path=str(slurm), **launcher)
     return queue_findings(cluster, section, Shell())
 
 
@@ -297,32 +275,22 @@ def of(findings: list[Finding], finding_id: str) -> Finding:
 
 def test_slurm_has_room(slurm: Path) -> None:
     found = ask_slurm(slurm, time=3600.0)
-    assert levels(found) == {
-        "queue.commands": "ok",
-        "queue.partition": "ok",
-        "queue.nodes": "warning",
-        "queue.gres": "ok",
-        "queue.time": "ok",
-    }
+    well = {"queue.commands", "queue.partition", "queue.gres", "queue.time"}
+    assert levels(found) == {**dict.fromkeys(well, "ok"), "queue.nodes": "warning"}
     nodes = of(found, "queue.nodes")
     assert "n3 is drained (bad fan)" in nodes.text and "n4 is idle*" in nodes.text
     assert "State=RESUME" in nodes.fix
 
 
 @each(
-    ("asked", "finding_id", "words"),
-    [
-        ({"nodes": 3}, "queue.nodes", "2 of 4 nodes"),
-        ({"gpus": 8}, "queue.gres", "the most that one has is 4"),
-        ({"constraint": "v100", "nodes": 1, "gpus": 1}, "queue.nodes", "0 of 1"),
-        ({"partition": "gpuu"}, "queue.partition", "no partition gpuu"),
-        ({"partition": "old"}, "queue.partition", "old is DOWN"),
-        ({"time": 172_800.0}, "queue.time", "2d 00h"),
-    ],
+    ({"nodes": 3}, "queue.nodes", "2 of 4 nodes"),
+    ({"gpus": 8}, "queue.gres", "the most that one has is 4"),
+    ({"constraint": "v100", "nodes": 1, "gpus": 1}, "queue.nodes", "0 of 1"),
+    ({"partition": "gpuu"}, "queue.partition", "no partition gpuu"),
+    ({"partition": "old"}, "queue.partition", "old is DOWN"),
+    ({"time": 172_800.0}, "queue.time", "2d 00h"),
 )
-def test_slurm_would_refuse(
-    slurm: Path, asked: dict[str, Any], finding_id: str, words: str
-) -> None:
+def test_slurm_would_refuse(asked: dict[str, Any], finding_id: str, words: str, *, slurm):
     found = of(ask_slurm(slurm, **asked), finding_id)
     assert found.level == "error"
     assert words in found.text and found.fix
@@ -336,27 +304,19 @@ def test_slurm_that_is_not_there_or_does_not_answer(tmp_path: Path) -> None:
     assert "not known" in found.text and "scontrol ping" in found.fix
 
 
-@pytest.fixture
-def pbs(tmp_path: Path) -> Path:
+@each(
+    (1, {}, {"queue.nodes": "warning", "queue.gres": "ok", "queue.partition": "ok"}),
+    (2, {}, {"queue.nodes": "error", "queue.gres": "error"}),
+    (1, {"time": 90_000.0}, {"queue.time": "error"}),
+    (1, {"queue": "none"}, {"queue.partition": "error"}),
+    (1, {"queue": "shut"}, {"queue.partition": "error"}),
+)
+def test_pbs(nodes: int, launcher: dict[str, Any], expected: dict[str, str], *, tmp_path):
     server = "Server: head\n    default_queue = gpuq\n"
     program(tmp_path, "qstat", {"-Qf": QUEUES, "-Bf": server})
     program(tmp_path, "pbsnodes", {"-a": PBS_NODES})
-    return tmp_path
-
-
-@each(
-    ("nodes", "launcher", "expected"),
-    [
-        (1, {}, {"queue.nodes": "warning", "queue.gres": "ok", "queue.partition": "ok"}),
-        (2, {}, {"queue.nodes": "error", "queue.gres": "error"}),
-        (1, {"time": 90_000.0}, {"queue.time": "error"}),
-        (1, {"queue": "none"}, {"queue.partition": "error"}),
-        (1, {"queue": "shut"}, {"queue.partition": "error"}),
-    ],
-)
-def test_pbs(pbs: Path, nodes: int, launcher: dict[str, Any], expected: dict[str, str]) -> None:
-    cluster = ClusterConfig(nodes=nodes, gpus_per_node=4)
-    section = PbsLauncherConfig(bin_path=str(pbs), **launcher)
+    cluster = sections.ClusterConfig(nodes=nodes, gpus_per_node=4)
+    section = sections.PbsLauncherConfig(bin_path=str(tmp_path), **launcher)
     found = queue_findings(cluster, section, Shell())
     assert expected.items() <= levels(found).items()
     if "queue.nodes" in expected:

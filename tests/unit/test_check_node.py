@@ -11,11 +11,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any, Literal
@@ -39,8 +38,9 @@ from isles.facts.memory.architecture import Architecture
 from isles.facts.units import format_bytes
 from isles.launch.huggingface import huggingface_issues
 from isles.launch.ssh.hosts import Reach
-from tests.deadline import DEADLINE_S
+from tests.deadline import DEADLINE_S, run_program
 from tests.each import each
+from tests.model_hub import model_hub
 from tests.programs import program
 
 _ONE = {"--query-gpu=index": "0, NVIDIA RTX 5070 Ti, GPU-aa, 16303 MiB"}
@@ -64,30 +64,22 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
 
 def test_gpus_as_the_driver_tells_them(found: Callable[..., list[Finding]]) -> None:
     """It does not know the other questions, and the card has no ECC."""
-    assert [(f.id, f.level, f.measured) for f in found(_WELL)] == [
-        ("gpu.driver", "ok", "570.86.10"),
-        ("gpu.count", "ok", "1"),
-        ("gpu.errors", "ok", ""),
-        ("gpu.throttle", "ok", ""),
-        ("gpu.busy", "ok", ""),
-    ]
+    well = found(_WELL)
+    ids = ["gpu.driver", "gpu.count", "gpu.errors", "gpu.throttle", "gpu.busy"]
+    assert [f.id for f in well if f.level == "ok"] == ids
+    assert [f.measured for f in well] == ["570.86.10", "1", "", "", ""]
     assert found({}, "cpu")[0].level == "warning", "nvidia-smi that fails"
     assert found({})[0].level == "error"
 
 
 @each(
-    ("answers", "finding_id", "words"),
-    [
-        ({"--query-gpu=uuid,ecc": "GPU-aa, 3, 0x0"}, "gpu.errors", "3 uncorrected"),
-        ({"--query-remapped-rows": "GPU-aa, Yes, No"}, "gpu.errors", "cannot be mended"),
-        ({"--query-gpu=uuid,ecc": "GPU-aa, [N/A], 0x20"}, "gpu.throttle", "heat, at 71 degrees"),
-        ({"--query-gpu=uuid,driver": _BUSY}, "gpu.busy", "4.8 GiB of 15.9 GiB .* does not name"),
-        ({"--query-compute-apps": _USER}, "gpu.busy", r"python, with a comma \(pid 4242\)"),
-    ],
+    ({"--query-gpu=uuid,ecc": "GPU-aa, 3, 0x0"}, "gpu.errors", "3 uncorrected"),
+    ({"--query-remapped-rows": "GPU-aa, Yes, No"}, "gpu.errors", "cannot be mended"),
+    ({"--query-gpu=uuid,ecc": "GPU-aa, [N/A], 0x20"}, "gpu.throttle", "heat, at 71 degrees"),
+    ({"--query-gpu=uuid,driver": _BUSY}, "gpu.busy", "4.8 GiB of 15.9 GiB .* does not name"),
+    ({"--query-compute-apps": _USER}, "gpu.busy", r"python, with a comma \(pid 4242\)"),
 )
-def test_troubles_of_a_gpu(
-    answers: dict[str, str], finding_id: str, words: str, found: Callable[..., list[Finding]]
-) -> None:
+def test_troubles_of_a_gpu(answers: dict[str, str], finding_id: str, words: str, *, found):
     (bad,) = [finding for finding in found(_WELL | answers) if finding.level != "ok"]
     assert bad.id == finding_id and "GPU 0 (NVIDIA RTX 5070 Ti)" in bad.text
     assert re.search(words, bad.text) and bad.fix
@@ -104,13 +96,7 @@ NIC1\tSYS\tSYS\tPXB\tPXB\tSYS\t X \t\t\t\t
 
 Legend:
 
-  X    = Self
-  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
   NV#  = Connection traversing a bonded set of # NVLinks
-
-NIC Legend:
-
-  NIC0: mlx5_0
 """
 """As drivers of version 535 and later print it; before, the last columns were not there, network
 cards stood with their names, and the head was underlined also where nobody could see that."""
@@ -130,10 +116,8 @@ def _nvlinks(*rates: list[float | None]) -> str:
     lines = []
     for index, own in enumerate(rates):
         lines.append(f"GPU {index}: NVIDIA GeForce RTX 3090 (UUID: GPU-{index})")
-        lines += [
-            f"\t Link {n}: {f'{rate:g} GB/s' if rate else '<inactive>'}"
-            for n, rate in enumerate(own)
-        ]
+        texts = (f"{rate:g} GB/s" if rate else "<inactive>" for rate in own)
+        lines += [f"\t Link {number}: {text}" for number, text in enumerate(texts)]
     return "\n".join(lines)
 
 
@@ -187,43 +171,34 @@ def test_nvlink_is_told_from_pcie(linked: Linked) -> None:
     assert measured == "NV12" and "to be expected" not in text
     assert linked("", "", *["4, 16, 16"] * 2) == [], "a driver that says nothing of it"
     assert linked(_HGX, "", *["[N/A], [N/A], [N/A]"] * 4)[0][1] == "NV12", "nothing of the slots"
+    for hosts in ("", "4, 3"):  # of an idle card, and of an old machine, which has no higher one
+        ((level, measured, _),) = linked("", "", "3, 16, 16", hosts=hosts)
+        assert (level, measured) == ("ok", "PCIe gen 3 x16, 15.8 GB/s")
 
 
 _FULL = ["4, 16, 16"] * 3
 
 
 @each(
-    ("given", "measured", "words"),
-    [
-        ({"slots": ["4, 16, 8", *_FULL]}, "x8", "GPU 0 runs on 8 of the 16"),
-        ({"slots": ["3, 16, 16", *_FULL], "hosts": "4, 4"}, "gen 3", "GPU 0 is held at"),
-        (
-            {"slots": [_FULL[0], "4, 4, 4", *_FULL[1:]], "hosts": "4, 4"},
-            *("PCIe gen 4 x4, 7.88 GB/s", "the others wait for it"),
-        ),
-        ({"use": "0,2"}, "SYS", "GPUs 2, 3 are nearer to one another"),
-        ({"use": "0,1"}, "PHB", "without NVLink .*GPUs 2, 3 are nearer"),
-        (
-            {"topo": _HGX, "nvlink": _nvlinks(*[[25.0] * 12] * 3, [25.0] * 11 + [None])},
-            *("11 links", "11 NVLinks of GPU 3 are up, and 12 of another"),
-        ),
-    ],
+    ({"slots": ["4, 16, 8", *_FULL]}, "x8", "GPU 0 runs on 8 of the 16"),
+    ({"slots": ["3, 16, 16", *_FULL], "hosts": "4, 4"}, "gen 3", "GPU 0 is held at"),
+    (
+        {"slots": [_FULL[0], "4, 4, 4", *_FULL[1:]], "hosts": "4, 4"},
+        *("PCIe gen 4 x4, 7.88 GB/s", "the others wait for it"),
+    ),
+    ({"use": "0,2"}, "SYS", "GPUs 2, 3 are nearer to one another"),
+    ({"use": "0,1"}, "PHB", "without NVLink .*GPUs 2, 3 are nearer"),
+    (
+        {"topo": _HGX, "nvlink": _nvlinks(*[[25.0] * 12] * 3, [25.0] * 11 + [None])},
+        *("11 links", "11 NVLinks of GPU 3 are up, and 12 of another"),
+    ),
 )
-def test_slots_and_links_that_give_less(
-    given: dict[str, Any], measured: str, words: str, linked: Linked
-) -> None:
+def test_slots_and_links_that_give_less(given, measured, words, *, linked):
     slots, topo = given.pop("slots", ["4, 16, 16"] * 4), given.pop("topo", _BRIDGED)
     found = linked(topo, given.pop("nvlink", ""), *slots, **given)
     (bad,) = [finding for finding in found if finding[0] != "ok"]
     assert bad[:2] == ("warning", measured) and re.search(words, bad[2])
     assert found[-1][0] == "ok", "and what there is"
-
-
-def test_a_card_that_idles_is_not_taken_for_a_slow_one(linked: Linked) -> None:
-    """It lowers its generation, which is not asked for; an old machine has no higher one."""
-    for hosts in ("", "4, 3"):
-        ((level, measured, _),) = linked("", "", "3, 16, 16", hosts=hosts)
-        assert (level, measured) == ("ok", "PCIe gen 3 x16, 15.8 GB/s")
 
 
 def test_ports_over_the_loopback() -> None:
@@ -308,21 +283,14 @@ def test_space_for_the_checkpoints_of_the_run(run_file: Path) -> None:
     # fp32 weights and two states of adamw, for two checkpoints and one on its way.
     assert run.checkpoint_bytes() == run.model.params * 12 * 3
     big, nproc = replace(run, model=Architecture.opaque(10**15)), {"a": 1, "b": 1}
-    by_host = {
-        name: {f.id: f for f in files(big.plan(name, nproc, "cpu"))}["disk.free"] for name in nproc
-    }
-    assert by_host["a"].level == "error" and "(2 and one on its way)" in by_host["a"].text
-    assert by_host["a"].limit == format_bytes(36 * 10**15)
-    assert by_host["b"].level == "ok"
+    a, b = ({f.id: f for f in files(big.plan(name, nproc, "cpu"))}["disk.free"] for name in nproc)
+    assert a.level == "error" and "(2 and one on its way)" in a.text
+    assert a.limit == format_bytes(36 * 10**15)
+    assert b.level == "ok"
 
 
-@each(
-    ("number", "words"),
-    [(errno.EACCES, "sudo chown $USER"), (errno.EROFS, "findmnt -T"), (errno.ENOSPC, "make room")],
-)
-def test_a_folder_that_refuses(
-    number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@each((errno.EACCES, "sudo chown $USER"), (errno.EROFS, "findmnt -T"), (errno.ENOSPC, "make room"))
+def test_a_folder_that_refuses(number: int, words: str, *, tmp_path, monkeypatch):
     """As disks do; this test may write everywhere."""
 
     def refuse(**_: Any) -> None:
@@ -341,43 +309,10 @@ def test_data_that_only_the_first_host_needs(run_file: Path, tmp_path: Path) -> 
     plans = [run.plan(name, {"a": 1, "b": 1}, "cpu") for name in "ab"]
     sent = [NodePlan(**json.loads(json.dumps(asdict(plan)))) for plan in plans]
     absent = [f for plan in sent for f in files(plan) if f.id in ("files.data", "files.model")]
-    assert [(f.id, f.where, f.measured) for f in absent] == [
-        ("files.model", "a", "absent"),
-        ("files.data", "a", "absent"),
-        ("files.model", "b", "absent"),
-    ]
+    found = [f"{f.id} {f.where}" for f in absent if f.measured == "absent"]
+    assert found == ["files.model a", "files.data a", "files.model b"]
     copied = [f for f in files(replace(plans[0], is_copied=True)) if f.id == "files.model"]
     assert copied[0].level == "warning" and "sync" in copied[0].text
-
-
-class _Hub(BaseHTTPRequestHandler):
-    """A hub whose repositories are open, gated or absent, by their names."""
-
-    def do_HEAD(self) -> None:
-        repo = "/".join(self.path.split("/")[1:3])
-        codes = {"o/open": (200, ""), "o/gated": (403, "GatedRepo")}
-        code, error = codes.get(repo, (404, "RepoNotFound"))
-        self.send_response(code)
-        if error:
-            self.send_header("X-Error-Code", error)
-        self.send_header("X-Repo-Commit", "a" * 40)
-        self.send_header("ETag", '"b"')
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
-@contextmanager
-def _hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 _GONE = "http://127.0.0.1:9"
@@ -394,22 +329,18 @@ def test_the_hub_and_its_licences(tmp_path: Path) -> None:
     def ask(endpoint: str, offline: str) -> list[list[str]]:
         # A process of its own: the library reads these once, when it is imported.
         own = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": offline}
-        command = [sys.executable, "-c", _ASK]
-        said = subprocess.check_output(command, env={**os.environ, **own}, timeout=DEADLINE_S)
-        answer: list[list[str]] = json.loads(said)
-        return answer
+        done = run_program([sys.executable, "-c", _ASK], env={**os.environ, **own})
+        return json.loads(done.stdout)
 
-    with _hub() as url:
+    with model_hub() as (url, _):
         well, licence, missing = ask(url, "0")
     assert well == ["hub.access", "ok", "ok", ""]
     assert licence[:3] == ["hub.licence", "error", "licence"]
     assert "https://huggingface.co/o/gated" in licence[3]
     assert missing[:3] == ["hub.access", "error", "missing"] and "hf auth login" in missing[3]
     (tmp_path / "hub" / "models--o--open" / "snapshots" / "a").mkdir(parents=True)
-    for offline, state, words in (
-        ("0", "unreachable", "HTTPS_PROXY"),
-        ("1", "offline", "HF_HUB_OFFLINE"),
-    ):
+    ways = (("0", "unreachable", "HTTPS_PROXY"), ("1", "offline", "HF_HUB_OFFLINE"))
+    for offline, state, words in ways:
         cached, *others = ask(_GONE, offline)
         assert cached == ["hub.access", "ok", "cached", ""]
         assert [other[:3] for other in others] == [["hub.access", "error", state]] * 2
@@ -419,16 +350,12 @@ def test_the_hub_and_its_licences(tmp_path: Path) -> None:
 def test_a_start_asks_the_hub_once_for_what_is_not_here(run_file: Path, tmp_path: Path) -> None:
     def issues(endpoint: str) -> list[str]:
         variables = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-        overrides = (
-            "model.name_or_path=o/open",
-            "data.sources=[{path: o/open-data}]",
-            "tokenizer={}",
-            f"clusters=[{{environment: {{variables: {json.dumps(variables)}}}}}]",
-        )
-        loaded = load_run_file(run_file, overrides)
+        names = ("model.name_or_path=o/open", "data.sources=[{path: o/open-data}]", "tokenizer={}")
+        own = f"clusters=[{{environment: {{variables: {json.dumps(variables)}}}}}]"
+        loaded = load_run_file(run_file, [*names, own])
         return [f"{f.where} {f.what} {f.id}" for f in huggingface_issues(loaded)]
 
-    with _hub() as url:
+    with model_hub() as (url, _):
         (found,) = issues(url)
     assert "the hub knows no dataset o/open-data, or" in found
     (found, _) = issues(_GONE)
@@ -441,23 +368,17 @@ def test_a_start_asks_the_hub_once_for_what_is_not_here(run_file: Path, tmp_path
 def test_a_node_that_nobody_asks_any_more_ends() -> None:
     """As when the laptop's network is gone: stdin stays open, and no question comes."""
     code = "from isles.check.node import answer; answer({}, idle_s=0.5)"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
-    ) as child:
+    words, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=subprocess.DEVNULL) as child:
         assert child.wait(timeout=DEADLINE_S) == 1
 
 
 @each(
-    ("words", "said"),
-    [
-        (["no-such.yaml"], "no such file"),
-        (["--hosts", "a", "a"], "a is there twice"),
-        (["--timeout", "1s"], "--timeout 30s"),
-    ],
+    (["no-such.yaml"], "no such file"),
+    (["--hosts", "a", "a"], "a is there twice"),
+    (["--timeout", "1s"], "--timeout 30s"),
 )
-def test_faults_of_the_command_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_faults_of_the_command_line(words: list[str], said: str, *, capsys):
     assert main(["check", *words]) == 1
     assert said in capsys.readouterr().err
 

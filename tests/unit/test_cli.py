@@ -9,13 +9,10 @@ from pathlib import Path
 import pytest
 
 from isles.cli import main
-from isles.run.paths import RunDir
-from isles.run.records import write_record
 from tests.deadline import run_program
 from tests.each import each
 from tests.runs import bare_run
-
-Capture = pytest.CaptureFixture[str]
+from tests.unit.test_begin import add_checkpoint
 
 
 @pytest.fixture
@@ -42,36 +39,29 @@ def test_help_imports_nothing_that_it_does_not_need() -> None:
 
 
 @each(
-    ("words", "hint"),
-    [
-        ("trian run.yaml", 'Did you mean "train"?'),
-        ("train run.yaml --resum no", "Did you mean --resume?"),
-        ("logs --rank x", "--rank"),
-        ("train", "RUN_FILE"),
-        ("stop --timeout soon", "--timeout"),
-        ("eval a training.eval_samples=10", "`isles eval` does not take training.eval_samples=10"),
-        ("status a b", "`isles status --help` shows what it takes"),
-        ("init --template quikstart", "did you mean quickstart?"),
-    ],
+    ("trian run.yaml", 'Did you mean "train"?'),
+    ("train run.yaml --resum no", "Did you mean --resume?"),
+    ("logs --rank x", "--rank"),
+    ("train", "RUN_FILE"),
+    ("stop --timeout soon", "--timeout"),
+    ("eval a training.eval_samples=10", "`isles eval` does not take training.eval_samples=10"),
+    ("status a b", "`isles status --help` shows what it takes"),
+    ("init --template quikstart", "did you mean quickstart?"),
 )
-def test_a_wrong_command_line_is_exit_code_1(
-    here: Path, capsys: Capture, words: str, hint: str
-) -> None:
+def test_a_wrong_command_line_is_exit_code_1(words: str, hint: str, *, here, capsys):
     assert main(words.split()) == 1
     captured = capsys.readouterr()
-    assert captured.err.startswith("error: ")
-    assert hint in captured.err
-    assert "Traceback" not in captured.err
-    assert captured.out == ""
+    assert captured.err.startswith("error: ") and hint in captured.err
+    assert "Traceback" not in captured.err and captured.out == ""
 
 
-@each("verb", ["status x", "logs", "stop", "checkpoint list", "eval", "generate"])
-def test_a_run_that_is_not_there_is_exit_code_1(here: Path, capsys: Capture, verb: str) -> None:
+@each("status x", "logs", "stop", "checkpoint list", "eval", "generate")
+def test_a_run_that_is_not_there_is_exit_code_1(verb: str, *, here: Path, capsys) -> None:
     assert main(verb.split()) == 1
     assert "error: there is no run" in capsys.readouterr().err
 
 
-def test_init_replaces_a_file_only_with_force(here: Path, capsys: Capture) -> None:
+def test_init_replaces_a_file_only_with_force(here: Path, capsys) -> None:
     assert main(["init"]) == 0
     first = Path("run.yaml").read_text()
     assert main(["init", "--template", "finetune"]) == 1
@@ -81,7 +71,7 @@ def test_init_replaces_a_file_only_with_force(here: Path, capsys: Capture) -> No
     assert main(["init", "--output", "no/such/folder.yaml"]) == 1
 
 
-def test_config_show_and_schema(here: Path, capsys: Capture) -> None:
+def test_config_show_and_schema(here: Path, capsys) -> None:
     main(["init"])
     capsys.readouterr()
     assert main(["config", "show", "run.yaml", "--training.max-steps", "77"]) == 0
@@ -94,13 +84,7 @@ def test_without_torch_train_says_what_to_install(here: Path) -> None:
     main(["init"])
     code = """
 import sys
-from importlib.machinery import PathFinder
-class Without:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        missing = name.split(".")[0] in ("torch", "transformers", "numpy")
-        return None if missing else PathFinder.find_spec(name, path, target)
-sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+sys.modules.update(torch=None, transformers=None, numpy=None)  # as find_spec sees it
 from isles.cli import main
 assert main(["train", "run.yaml", "--dry-run"]) == 0
 sys.exit(main(["train", "run.yaml"]))
@@ -113,40 +97,31 @@ sys.exit(main(["train", "run.yaml"]))
     assert not (here / "runs").exists()
 
 
-def test_verify_names_the_broken_checkpoint(here: Path, capsys: Capture) -> None:
+def test_verify_names_the_broken_checkpoint(here: Path, capsys) -> None:
     run_dir = bare_run(Path("runs/a-1"))
-    for step in (10, 20):
-        folder = run_dir.checkpoints / f"step-{step:08d}"
-        folder.mkdir(parents=True)
-        files = {"x": {"size": 5, "sha256": "0"}} if step == 20 else {}
-        manifest = {"version": 1, "step": step, "files": files, "created_at": 1.0}
-        write_record(folder / "manifest.json", manifest)
+    add_checkpoint(run_dir, 10)
+    add_checkpoint(run_dir, 20, files={"x": {"size": 5, "sha256": "0"}})
     assert main(["checkpoint", "list", "a"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert main(["checkpoint", "verify", "a"]) == 3
     out = capsys.readouterr().out
-    assert "step-00000010: whole" in out
-    assert "step-00000020: NOT whole" in out
+    assert "step-00000010: whole" in out and "step-00000020: NOT whole" in out
     assert main(["checkpoint", "verify", "a", "--step", "10"]) == 0
     assert main(["checkpoint", "verify", "a", "--step", "11"]) == 1
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(here: Path) -> None:
-    log = RunDir(bare_run(Path("runs/a-1")).path).attempt(1).rank_log(0)
+    log = bare_run(Path("runs/a-1")).attempt(1).rank_log(0)
     log.parent.mkdir(parents=True)
     log.write_text("x" * 80 + "\n" * 200_000)
     command = f"{sys.executable} -m isles logs -n 200000 | head -1; echo ${{PIPESTATUS[0]}}"
     result = run_program(["bash", "-c", command])
-    assert result.stdout.splitlines() == ["x" * 80, "0"]
-    assert result.stderr == ""
+    assert (result.stdout.splitlines(), result.stderr) == (["x" * 80, "0"], "")
 
 
-def test_an_error_of_ours_keeps_its_traceback(here: Path, capsys: Capture) -> None:
-    bare_run(Path("runs/a-1")).resolved.chmod(0o644)
-    attempt = RunDir(Path("runs/a-1")).attempt(1)
-    attempt.path.mkdir(parents=True)
-    attempt.launch.mkdir()  # nothing of ours leaves a folder there
+def test_an_error_of_ours_keeps_its_traceback(here: Path, capsys) -> None:
+    attempt = bare_run(Path("runs/a-1")).attempt(1)
+    attempt.launch.mkdir(parents=True)  # nothing of ours leaves a folder there
     assert main(["status"]) == 1
     err = capsys.readouterr().err
-    assert "Traceback" in err
-    assert "please report it" in err
+    assert "Traceback" in err and "please report it" in err

@@ -14,17 +14,9 @@ from isles.config.files import data_issues, shape_issues
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.config.rules.shape import check_shape
-from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError, ConfigErrors, UserError
+from isles.facts import models
 from isles.facts.memory.architecture import Architecture
-from isles.facts.models import (
-    CONTEXT_PARALLEL,
-    ISOLATED,
-    PIPELINE,
-    REASONS,
-    TENSOR_PARALLEL,
-    load_shape,
-)
 from isles.launch.base import resolve_here
 from isles.models.attention import check_attention
 from isles.run.env import hub_cache
@@ -47,13 +39,8 @@ LLAMA: dict[str, Any] = {
 }
 
 
-@each(
-    ("balance", "what"),
-    [("{'7': 1}", "balance names rank 7, and there are 2"), ("{'0': 0, '1': 0}", "a share of 0")],
-)
-def test_shares_of_ranks_are_compared_with_the_ranks(
-    tmp_path: Path, balance: str, what: str
-) -> None:
+@each(("{'7': 1}", "balance names rank 7, and there are 2"), ("{'0': 0, '1': 0}", "a share of 0"))
+def test_shares_of_ranks_are_compared_with_the_ranks(balance: str, what: str, *, tmp_path):
     loaded = load(tmp_path, GOOD, f"balance={balance}", "clusters.0.gpus_per_node=2")
     with pytest.raises(ConfigError, match=what) as raised:
         resolve(loaded, num_gpus=0)
@@ -66,49 +53,48 @@ def shape_with(tmp_path: Path, strategy: str, **changes: Any) -> list[tuple[str,
     return [(v.what, v.fix) for v in check_shape(loaded.config, {**LLAMA, **changes})]
 
 
+ORIGINAL = "original_max_position_embeddings"
+LONG = {"rope_type": "longrope", ORIGINAL: 512}
+
+
 @each(
-    ("strategy", "changes", "what", "fix"),
-    [
-        ("tp_size: 3", {}, "heads 8, num_key_value_heads 4, inter", "use 2 or 4"),
-        ("tp_size: 2", {"model_type": "apertus"}, "activations", "kind: fsdp"),
-        ("tp_size: 2", {"residual_dropout": 0.1}, "residual_dropout is 0.1", "to 0"),
-        ("tp_size: 2, cp_size: 4, cp_method: ulysses", {}, "over tp_size 2 do not", "allgather"),
-        ("cp_size: 2", {"sliding_window": 512}, "window of 512 tokens", "cp_size: 1"),
-        ("pp_size: 2", {"layer_types": ["linear_attention"]}, "linear_attention", "pp_size: 1"),
-        ("pp_size: 2", {"tie_word_embeddings": True}, "tie_word_embeddings", "pp_size"),
-        ("pp_size: 8", {}, "pp_size 8 needs 8 layers, and the model has 6", "6 or less"),
-        ("pp_size: 4, pp_schedule: zbv", {}, "by pp_schedule zbv, needs 8 layers", "3 or less"),
-        ("cp_size: 1", {"max_position_embeddings": None, "n_positions": 9}, "1024", "9 or"),
-    ],
+    ("tp_size: 3", {}, "heads 8, num_key_value_heads 4, inter", "use 2 or 4"),
+    ("tp_size: 2", {"model_type": "apertus"}, "activations", "kind: fsdp"),
+    ("tp_size: 2", {"residual_dropout": 0.1}, "residual_dropout is 0.1", "to 0"),
+    ("tp_size: 2, cp_size: 4, cp_method: ulysses", {}, "over tp_size 2 do not", "allgather"),
+    ("cp_size: 2", {"sliding_window": 512}, "window of 512 tokens", "cp_size: 1"),
+    ("cp_size: 2", {"rope_parameters": LONG}, "(longrope) change beyond 512", "512 or less"),
+    ("cp_size: 2", {"rope_scaling": {"type": "longrope"}, ORIGINAL: 512}, "longrope", "cp_size: 1"),
+    ("pp_size: 2", {"layer_types": ["linear_attention"]}, "linear_attention", "pp_size: 1"),
+    ("pp_size: 2", {"tie_word_embeddings": True}, "tie_word_embeddings", "pp_size"),
+    ("pp_size: 8", {}, "pp_size 8 needs 8 layers, and the model has 6", "6 or less"),
+    ("pp_size: 4, pp_schedule: zbv", {}, "by pp_schedule zbv, needs 8 layers", "3 or less"),
+    ("cp_size: 1", {"max_position_embeddings": None, "n_positions": 9}, "1024", "9 or"),
 )
-def test_a_shape_that_does_not_fit_is_one_fault(
-    tmp_path: Path, strategy: str, changes: dict[str, Any], what: str, fix: str
-) -> None:
+def test_a_shape_that_does_not_fit_is_one_fault(strategy, changes, what, fix, *, tmp_path):
     ((found, mended),) = shape_with(tmp_path, f"{{kind: ddp, {strategy}}}", **changes)
     assert what in found
     assert fix in mended
 
 
 @each(
-    ("strategy", "changes"),
-    [
-        ("{kind: ddp, tp_size: 4, cp_size: 2, pp_size: 3}", {}),
-        ("{kind: ddp, cp_size: 2}", {"sliding_window": 512, "use_sliding_window": False}),
-        ("{kind: fsdp}", {"model_type": "mamba2", "sliding_window": 3}),
-        ("{kind: ddp, tp_size: 2}", {"model_type": "mistral", "sliding_window": 512}),
-        ("{kind: ddp, pp_size: 2}", {"tie_word_embeddings": None}),
-    ],
+    ("{kind: ddp, tp_size: 4, cp_size: 2, pp_size: 3}", {}),
+    ("{kind: ddp, cp_size: 2}", {"sliding_window": 512, "use_sliding_window": False}),
+    ("{kind: ddp}", {"rope_parameters": LONG}),
+    ("{kind: fsdp, cp_size: 2}", {"rope_parameters": LONG | {ORIGINAL: 1024}}),
+    ("{kind: fsdp, cp_size: 2}", {"rope_parameters": LONG | {"rope_type": "llama3"}}),
+    ("{kind: fsdp}", {"model_type": "mamba2", "sliding_window": 3}),
+    ("{kind: ddp, tp_size: 2}", {"model_type": "mistral", "sliding_window": 512}),
+    ("{kind: ddp, pp_size: 2}", {"tie_word_embeddings": None}),
 )
-def test_a_shape_that_fits_is_accepted(
-    tmp_path: Path, strategy: str, changes: dict[str, Any]
-) -> None:
+def test_a_shape_that_fits_is_accepted(strategy: str, changes: dict[str, Any], *, tmp_path):
     assert shape_with(tmp_path, strategy, **changes) == []
 
 
 def test_what_is_known_to_be_exact_has_no_reason_against_it() -> None:
-    known = {"tp_size": TENSOR_PARALLEL, "cp_size": CONTEXT_PARALLEL, "pp_size": PIPELINE}
-    known["isolate_documents"] = ISOLATED
-    for key, reasons in REASONS.items():
+    known = {"tp_size": models.TENSOR_PARALLEL, "cp_size": models.CONTEXT_PARALLEL}
+    known |= {"pp_size": models.PIPELINE, "isolate_documents": models.ISOLATED}
+    for key, reasons in models.REASONS.items():
         assert not known[key] & set(reasons)
 
 
@@ -116,28 +102,20 @@ CHAT, TEXT = GOOD.replace("a/b", "a/b, type: chat"), "data.sources=[{path: a}]"
 
 
 @each(
-    ("kind", "overrides", "what"),
-    [
-        ("mamba", [], "by model_type mamba: its layers carry a state from token to token"),
-        ("bloom", [], "by model_type bloom: it takes no positions"),
-        ("their_own", [TEXT, "data.isolate_documents=true"], "kept apart by model_type their_own"),
-        ("opt", ["model.attn_implementation=flex_attention"], "flex_attention does not keep"),
-        ("gptj", ["model.attn_implementation=flash_attention_2"], "flash_attention_2 does"),
-        ("mamba", ["data.packing=false"], None),
-        ("mamba", ["data.isolate_documents=false"], None),
-        ("mamba", [TEXT], None),
-        ("opt", [], None),
-    ],
+    ("mamba", [], "by model_type mamba: its layers carry a state from token to token"),
+    ("bloom", [], "by model_type bloom: it takes no positions"),
+    ("their_own", [TEXT, "data.isolate_documents=true"], "kept apart by model_type their_own"),
+    ("opt", ["model.attn_implementation=flex_attention"], "flex_attention does not keep"),
+    ("gptj", ["model.attn_implementation=flash_attention_2"], "flash_attention_2 does"),
+    ("mamba", ["data.packing=false"], None),
+    ("mamba", ["data.isolate_documents=false"], None),
+    ("mamba", [TEXT], None),
+    ("opt", [], None),
 )
-def test_models_that_do_not_heed_borders_are_refused(
-    tmp_path: Path, kind: str, overrides: list[str], what: str | None
-) -> None:
+def test_models_that_do_not_heed_borders_are_refused(kind, overrides, what, *, tmp_path):
     found = check_shape(load(tmp_path, CHAT, *overrides).config, {"model_type": kind})
-    if what is None:
-        assert not found
-    else:
-        (issue,) = found
-        assert what in issue.what and "data.packing: false" in issue.fix
+    assert len(found) == (what is not None)
+    assert all(what in issue.what and "data.packing: false" in issue.fix for issue in found)
 
 
 def test_attention_for_gpus_is_refused_without_one() -> None:
@@ -149,51 +127,27 @@ def test_attention_for_gpus_is_refused_without_one() -> None:
     check_attention("eager", torch.device("cpu"))
 
 
-LLAMA_8B = load_shape("llama-8b")
-SHAPES = {
-    "1b": load_shape("llama-1b"),
-    "8b": LLAMA_8B,
-    "70b": LLAMA_8B
-    | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
-}
-GIB = 2**30
-
-
-def run_of(**training: object) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"name_or_path": "llama-8b"},
-            "data": {"sources": [{"type": "fake"}], "seq_length": 2048},
-            "training": {"max_steps": 1, "gradient_checkpointing": "full", **training},
-        }
-    )
+LARGE = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+SHAPES = {"1b": models.load_shape("llama-1b"), "8b": models.load_shape("llama-8b")}
+SHAPES["70b"] = SHAPES["8b"] | LARGE | {"num_attention_heads": 64}
 
 
 @each(
-    "row",
-    [
-        ("1b", 8, 8, 80, None, "ddp", "the whole model fits"),
-        ("8b", 1, 1, 80, None, "ddp", "one rank"),
-        ("8b", 8, 8, 80, 200e9, "FULL_SHARD", "cut over 8 ranks it needs"),
-        ("8b", 8, 8, 80, 1e9, "SHARD_GRAD_OP", "links carry"),
-        ("8b", 16, 8, 80, 1e9, "HYBRID_SHARD", "8 ranks of a node"),
-        ("8b", 16, 8, 24, 1e9, "FULL_SHARD", "cut over 16 ranks it needs"),
-        ("70b", 8, 8, 80, 200e9, "FULL_SHARD", "even that may not fit"),
-        ("70b", 64, 8, 80, 100e9, "FULL_SHARD", "cut over 64 ranks it needs"),
-    ],
+    ("1b", 8, 8, 80, None, "ddp", "the whole model fits"),
+    ("8b", 1, 1, 80, None, "ddp", "one rank"),
+    ("8b", 8, 8, 80, 200e9, "FULL_SHARD", "cut over 8 ranks it needs"),
+    ("8b", 8, 8, 80, 1e9, "SHARD_GRAD_OP", "links carry"),
+    ("8b", 16, 8, 80, 1e9, "HYBRID_SHARD", "8 ranks of a node"),
+    ("8b", 16, 8, 24, 1e9, "FULL_SHARD", "cut over 16 ranks it needs"),
+    ("70b", 8, 8, 80, 200e9, "FULL_SHARD", "even that may not fit"),
 )
-def test_the_choice_and_its_reason(row: tuple[Any, ...]) -> None:
-    size, ranks, per_node, memory_gib, link, chosen, why = row
-    machine = Machine(ranks, per_node, memory_gib * GIB, link)
-    strategy, reason = choose_strategy(Architecture.of(SHAPES[size]), run_of(), machine)
+def test_the_choice_and_its_reason(size, ranks, per_node, gib, link, chosen, why, *, tmp_path):
+    more = ("data.seq_length=2048", "training.gradient_checkpointing=full")
+    config = load(tmp_path, GOOD, *more).config
+    machine = Machine(ranks, per_node, gib * 2**30, link)
+    strategy, reason = choose_strategy(Architecture.of(SHAPES[size]), config, machine)
     assert describe(strategy).split()[-1] == chosen
-    assert why in reason
-    assert "\n" not in reason
+    assert why in reason and "\n" not in reason
 
 
 SHORT = json.dumps({**LLAMA, "max_position_embeddings": 8})
@@ -211,18 +165,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @each(
-    ("key", "value", "what", "fix"),
-    [
-        ("data.sources.0.path", "note.txt", "there is no such file", "did you mean notes.txt?"),
-        ("data.sources.0.path", "/nowhere/x", "there is no such file", "the path ends at /"),
-        ("data.sources.0.path", "*.jsonl", "matches no file", "try it with ls"),
-        ("model.name_or_path", "./bse", "there is no such folder", "did you mean base?"),
-        ("tokenizer.chat_template", "chatlm", "there is no chat template", "use chatml"),
-    ],
+    ("data.sources.0.path", "note.txt", "there is no such file", "did you mean notes.txt?"),
+    ("data.sources.0.path", "/nowhere/x", "there is no such file", "the path ends at /"),
+    ("data.sources.0.path", "*.jsonl", "matches no file", "try it with ls"),
+    ("model.name_or_path", "./bse", "there is no such folder", "did you mean base?"),
+    ("tokenizer.chat_template", "chatlm", "there is no chat template", "use chatml"),
 )
-def test_what_is_not_there_is_named(
-    here: Path, key: str, value: str, *, what: str, fix: str
-) -> None:
+def test_what_is_not_there_is_named(key: str, value: str, what: str, fix: str, *, here):
     chat = "data.sources.0.type=chat"
     (issue,) = data_issues(load(here, GOOD, chat, f"{key}='{value}'"))
     assert what in issue.what

@@ -1,9 +1,10 @@
-"""Containers without one: scripts word for word, the command lines of each runtime, what is seen
-and passed on inside, and why one could not be entered."""
+"""Containers without one: scripts, command lines, what is seen inside, and why none is entered."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,7 @@ import pytest
 
 from isles.config.load import load_run_file
 from isles.errors import ConfigErrors, PreflightError
-from isles.launch.container.enter import (
-    Container,
-    command_line,
-    container_record,
-    entry,
-    find_runtime,
-    gpu_makers,
-    mounts_of,
-    names_inside,
-    step_options,
-)
+from isles.launch.container import enter
 from isles.launch.container.failure import MARK, explain
 from isles.launch.render import Kind, render
 from isles.run.env import CONTAINER
@@ -41,94 +32,67 @@ def run_file(tmp_path: Path, container: str, *overrides: str) -> Any:
     return load_run_file(path, [chosen, *overrides])
 
 
-def container_of(tmp_path: Path, container: str, *overrides: str) -> Container:
-    config = run_file(tmp_path, container, *overrides).config
-    record = container_record(config.clusters[0], config)
-    assert record is not None
-    return Container.of(record)
+PLAIN = enter.Container(OCI, "auto", "python3", (), (), (), (), "local", "cpu")
 
 
 @each(
-    ("golden", "to", "container"),
-    [
-        ("slurm-apptainer.sh", "sbatch", "images/train.sif"),
-        ("slurm-pyxis.sh", "sbatch", f"{{image: {OCI}, runtime: pyxis, binds: [/scratch]}}"),
-        ("pbs-apptainer.sh", "pbs", OCI),
-    ],
+    ("slurm-apptainer.sh", "sbatch", "images/train.sif"),
+    ("slurm-pyxis.sh", "sbatch", f"{{image: {OCI}, runtime: pyxis, binds: [/scratch]}}"),
+    ("pbs-apptainer.sh", "pbs", OCI),
 )
-def test_rendered_scripts_word_for_word(
-    tmp_path: Path, golden: str, to: Kind, container: str
-) -> None:
+def test_rendered_scripts_word_for_word(golden: str, to: Kind, container: str, *, tmp_path):
     loaded = run_file(tmp_path, container, "clusters.0.workdir=/home/me/train")
     check_golden(golden, render(loaded, to).text.replace(str(tmp_path), "."))
 
 
-LOCAL = "clusters.0={gpus_per_node: 4, environment: {container: IMAGE}}"
-
-
 @each(
-    "row",
-    [
-        ("a.sif", "slurm", "apptainer srun", "apptainer"),
-        ("a.sif", "local", "podman singularity", "singularity"),
-        (OCI, "slurm", "apptainer pyxis", "srun"),
-        (OCI, "pbs", "apptainer podman", "apptainer"),
-        (OCI, "local", "apptainer podman", "podman"),
-        ("/images/folder", "local", "podman", "podman"),
-        (OCI, "local", "", "there is no podman or apptainer or singularity"),
-        ("a.sif", "pbs", "podman", "there is no apptainer or singularity"),
-    ],
+    ("a.sif", "slurm", "apptainer srun", "apptainer"),
+    ("a.sif", "local", "podman singularity", "singularity"),
+    (OCI, "slurm", "apptainer pyxis", "srun"),
+    (OCI, "pbs", "apptainer podman", "apptainer"),
+    (OCI, "local", "apptainer podman", "podman"),
+    ("/images/folder", "local", "podman", "podman"),
+    (OCI, "local", "", "there is no podman or apptainer or singularity"),
+    ("a.sif", "pbs", "podman", "there is no apptainer or singularity"),
 )
-def test_the_runtime_of_a_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: tuple[str, ...]
-) -> None:
+def test_the_runtime_of_a_node(row: tuple[str, ...], *, tmp_path, monkeypatch):
     image, launcher, programs, expected = row
     for name in programs.split():
-        write_program(
-            tmp_path / ("srun" if name == "pyxis" else name), HAS_PYXIS * (name == "pyxis")
-        )
+        is_pyxis = name == "pyxis"
+        write_program(tmp_path / ("srun" if is_pyxis else name), HAS_PYXIS * is_pyxis)
     monkeypatch.setenv("PATH", str(tmp_path))
-    container = Container(image, "auto", "python3", (), (), (), (), launcher, "auto")
+    container = replace(PLAIN, image=image, launcher=launcher)
     if " " not in expected:
-        assert find_runtime(container)[1] == expected
+        assert enter.find_runtime(container)[1] == expected
         return
     with pytest.raises(PreflightError, match=expected) as caught:
-        find_runtime(container)
+        enter.find_runtime(container)
     assert caught.value.id == "container.runtime" and caught.value.fix
 
 
-def test_no_value_of_a_variable_stands_on_a_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("podman", "apptainer"):
-        write_program(tmp_path / name, "true")
+def test_no_value_of_a_variable_stands_on_a_command_line(tmp_path, monkeypatch):
     secret = {"HF_TOKEN": "hf_secretsecret", "NCCL_DEBUG": "INFO", "VIRTUAL_ENV": "/home/me/venv"}
-    for name, value in {**secret, "PATH": str(tmp_path), "PYTHONPATH": "/home/me/lib"}.items():
+    secret |= {"PATH": str(tmp_path), "PYTHONPATH": "/home/me/lib", "HOME": str(tmp_path)}
+    for name, value in secret.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("HOME", str(tmp_path))
     for runtime in ("podman", "apptainer"):
-        given = f"{{image: {OCI}, runtime: {runtime}}}"
-        container = container_of(
-            tmp_path, given, "clusters.0.launcher={kind: manual, hosts: [a, b]}"
-        )
-        found = entry(container, ["-m", "isles.agent"], [tmp_path])
+        write_program(tmp_path / runtime, "true")
+        found = enter.entry(replace(PLAIN, runtime=runtime), ["-m", "isles.agent"], [tmp_path])
         assert not any("secret" in word for word in found.words)
         assert found.environ["HF_TOKEN"] == secret["HF_TOKEN"]
         assert found.environ[CONTAINER].startswith(f"{os.getpid()} ")
         assert found.environ["PYTHONNOUSERSITE"] == "1"
-        assert found.words[-4:-2] == [found.words[-4], "python3"]
+        assert found.words[-3:] == ["python3", "-m", "isles.agent"]
         if runtime == "apptainer":  # it passes on what it has
             assert "PYTHONPATH" not in found.environ and "VIRTUAL_ENV" not in found.environ
         else:
-            named = [b for a, b in zip(found.words, found.words[1:], strict=False) if a == "--env"]
+            named = [name for word, name in pairwise(found.words) if word == "--env"]
             assert {"HF_TOKEN", "NCCL_DEBUG", CONTAINER} <= set(named)
             assert not {"PATH", "PYTHONPATH", "VIRTUAL_ENV"} & set(named)
-
-
-def test_a_variable_of_the_run_file_goes_inside_whatever_it_is() -> None:
-    container = Container(OCI, "auto", "python3", (), (), (), ("PYTHONPATH",), "local", "cpu")
+    # One of the run file goes inside whatever it is.
     environ = {"PYTHONPATH": "/a", "LD_PRELOAD": "/b", "BASH_FUNC_x%%": "()", "RANK": "0"}
-    assert names_inside(container, environ) == ["PYTHONPATH", "RANK"]
+    inside = enter.names_inside(replace(PLAIN, variables=("PYTHONPATH",)), environ)
+    assert inside == ["PYTHONPATH", "RANK"]
 
 
 def test_what_is_seen_inside(tmp_path: Path) -> None:
@@ -136,23 +100,12 @@ def test_what_is_seen_inside(tmp_path: Path) -> None:
     for folder in there.values():
         folder.mkdir(parents=True)
     (there["work"] / "data").symlink_to(there["far"])
-    paths = (
-        "data",
-        "../models/*/a.jsonl",
-        "sshleifer/tiny",
-        str(tmp_path / "none"),
-        "/usr/lib",
-        "/",
-    )
-    binds = ("../x", "/a:/b:ro")
-    container = Container(OCI, "auto", "python3", binds, (), paths, (), "local", "cpu")
-    environ = {
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_DATASETS_CACHE": str(tmp_path / "sets"),
-        "TMPDIR": str(there["scratch"]),
-    }
-    seen = mounts_of(container, [there["work"], there["work"] / "runs"], environ)
+    paths = ("data", "../models/*/a.jsonl", "sshleifer/tiny", f"{tmp_path}/none", "/usr/lib", "/")
+    container = replace(PLAIN, binds=("../x", "/a:/b:ro"), paths=paths)
+    environ = {"XDG_CACHE_HOME": "cache", "HF_HOME": "hf", "HF_DATASETS_CACHE": "sets"}
+    environ = {name: str(tmp_path / folder) for name, folder in environ.items()}
+    environ["TMPDIR"] = str(there["scratch"])
+    seen = enter.mounts_of(container, [there["work"], there["work"] / "runs"], environ)
     same = [str(tmp_path / n) for n in ("cache/isles", "far", "hf", "models", "scratch", "sets")]
     expected = [f"{path}:{path}" for path in sorted([*same, str(there["work"]), "/usr/lib"])]
     other = str(there["work"] / "../x")
@@ -160,26 +113,27 @@ def test_what_is_seen_inside(tmp_path: Path) -> None:
 
 
 def test_gpus_by_what_the_node_has(tmp_path: Path) -> None:
-    container = Container(OCI, "podman", "python3", (), (), (), (), "local", "auto")
-    assert gpu_makers(container, tmp_path) == []
+    container = replace(PLAIN, runtime="podman", device="auto")
+    assert enter.gpu_makers(container, tmp_path) == []
     (tmp_path / "nvidiactl").touch()
     (tmp_path / "kfd").touch()
-    assert gpu_makers(container, tmp_path) == ["nvidia", "amd"]
-    line = " ".join(command_line(container, "podman", "podman", [], [], [], "/w", ["nvidia"]))
-    assert "--device nvidia.com/gpu=all" in line and "/dev/kfd" not in line
-    line = " ".join(command_line(container, "apptainer", "apptainer", [], [], [], "/w", ["amd"]))
-    assert "--rocm" in line and "--nv" not in line
+    assert enter.gpu_makers(container, tmp_path) == ["nvidia", "amd"]
+    words = enter.command_line(container, "podman", "podman", [], [], [], "/w", ["nvidia"])
+    assert "nvidia.com/gpu=all" in words and "/dev/kfd" not in words
+    words = enter.command_line(container, "apptainer", "apptainer", [], [], [], "/w", ["amd"])
+    assert "--rocm" in words and "--nv" not in words
 
 
 def test_a_step_of_pyxis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_program(tmp_path / "srun", HAS_PYXIS)
     monkeypatch.setenv("HOME", str(tmp_path))
-    container = container_of(tmp_path, OCI)
-    options = step_options(container, str(tmp_path / "srun"), [tmp_path])
+    config = run_file(tmp_path, OCI).config
+    container = enter.Container.of(enter.container_record(config.clusters[0], config) or {})
+    options = enter.step_options(container, str(tmp_path / "srun"), [tmp_path])
     assert options is not None and "--container-image=ghcr.io#me/train:1.2" in options
     assert f"--container-workdir={tmp_path}" in options
     write_program(tmp_path / "srun", "true")
-    assert step_options(container, str(tmp_path / "srun"), [tmp_path]) is None
+    assert enter.step_options(container, str(tmp_path / "srun"), [tmp_path]) is None
 
 
 # What the programs have written, the first three seen of podman 4.3.1.

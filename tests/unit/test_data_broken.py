@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from isles.config.sections.data import COLUMNS, SourceConfig
 from isles.data.sources.rows import Row, Tally
 from isles.data.tokens.encode import Encoder, encode_each
-from isles.data.tokens.store import TokenStore
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.errors import DataError
 from tests import chat_templates as templates
@@ -25,17 +23,12 @@ USER = {"role": "user", "content": "Hi"}
 SAID = {"role": "assistant", "content": "Hello"}
 TOKENS = {"input_ids": [5, 6, 7]}
 PAIR = {"prompt": "Say", "chosen": "yes", "rejected": "no"}
-GOOD: dict[str, Any] = {
-    "text": {"text": "good"},
-    "chat": {"messages": [USER, SAID]},
-    "instruct": {"instruction": "Say", "output": "yes"},
-    "tokens": TOKENS,
-    "preference": PAIR,
-}
+GOOD: dict[str, Any] = {"text": {"text": "good"}, "tokens": TOKENS, "preference": PAIR}
+GOOD |= {"chat": {"messages": [USER, SAID]}, "instruct": {"instruction": "Say", "output": "yes"}}
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer():
     made = train_tokenizer(["Say yes, no, hello, good"], 280)
     made.add_special_tokens({"bos_token": "<s>"})
     made.chat_template = templates.MISTRAL
@@ -62,13 +55,14 @@ CUT_ARRAY = b'[\n{"instruction": "a", "output": "b"},\n{"instr'
 ITEMS = b'[{"text": "a"},\n"b"]'
 # Kind of the source, name, content or what writes it, and what the error says: what, fix, and what
 # follows the file's path in its place.
-FILES: list[tuple[str, str, bytes | Callable[[Path], object], str, str, str]] = [
+FILES: list[tuple[Any, ...]] = [
     ("text", "a.txt.gz", CUT_GZIP, "damaged", "gzip -t", ""),
     ("text", "a.txt", b"a\nb\xe9c", "not UTF-8: byte 0xe9", "iconv", ":2"),
     ("chat", "a.json", "[{}]".encode("utf-16"), "not UTF-8", "UTF-16", ":1"),
     ("text", "a.jsonl", b'{"text": "\xe2\x82', "byte 0xe2 at offset 10", "cut off", ":1"),
     ("chat", "a.jsonl", b'{"a": 1},', "not JSON: Extra data", "one JSON object", ":1"),
     ("chat", "a.json", b'{\n"messages": []\n}', "not JSON", "a line", ""),
+    ("text", "a.jsonl", b'[{"text": "a"},\n', "not JSON", "NAME.json", ":1"),
     ("instruct", "a.json", CUT_ARRAY, "not JSON", "json.tool", ":3"),
     ("text", "a.json", ITEMS, "not a JSON object but str", "objects", " row 2"),
     ("text", "a.parquet", cut_parquet, "damaged", "fetch it again", ""),
@@ -82,41 +76,6 @@ FILES: list[tuple[str, str, bytes | Callable[[Path], object], str, str, str]] = 
 ]
 
 
-def check(tokenizer: Any, file: Path, where: str, what: str, fix: str, kind: str) -> None:
-    """Whether a file is refused with these words, and leaves nothing in the cache."""
-    cache = file.parent / "cache"
-    with pytest.raises(DataError) as caught:
-        prepare_file(tokenizer, file, cache, type=kind)
-    error = caught.value
-    if "rows cannot be trained on" in error.what:  # several rows of one file, listed
-        assert f"{file}:1: " in error.what
-    else:
-        assert error.where == f"{file}{where}"
-    assert what in error.what and fix in error.fix, str(error)
-    assert len(error.what.splitlines()[0]) < 400
-    assert not [entry.name for entry in cache.iterdir() if entry.is_dir()]
-    assert not list(cache.rglob("*.bin"))
-
-
-@each(("kind", "name", "data", "what", "fix", "where"), FILES)
-def test_a_broken_file_is_named_and_leaves_no_cache(
-    tokenizer: Any, tmp_path: Path, kind: str, name: str, data: Any, what: str, fix: str, where: str
-):
-    file = tmp_path / name
-    if isinstance(data, bytes):
-        file.write_bytes(data)
-    else:
-        data(file)
-    check(tokenizer, file, where, what, fix, kind)
-
-
-def test_a_column_that_is_named_and_not_there(tokenizer: Any, tmp_path: Path):
-    file = write_parquet(tmp_path / "a.parquet", {"messages": ["[]"], "tool": ["[]"]})
-    with pytest.raises(DataError, match="no column 'tols'") as caught:
-        prepare_file(tokenizer, file, tmp_path / "c", type="chat", columns={"tools": "tols"})
-    assert "{tools: tool}" in caught.value.fix
-
-
 def chat(*messages: Any, **columns: Any) -> dict[str, Any]:
     return {"messages": list(messages), **columns}
 
@@ -126,6 +85,7 @@ def said(content: Any, **keys: Any) -> dict[str, Any]:
 
 
 BOTH = {"instruction": "a", "output": "b", "prompt": "c", "completion": "d"}
+# Of the second row of three: kind, content, and what the error says.
 ROWS: list[tuple[str, Any, str, str]] = [
     ("instruct", [1], "not a JSON object but list", "jq"),
     ("text", {"text": "a\ud800"}, "surrogate", "repair"),
@@ -155,21 +115,47 @@ ROWS: list[tuple[str, Any, str, str]] = [
     ("preference", {**PAIR, "rejected": "yes"}, "are the same", "remove"),
     ("preference", {"chosen": [USER, SAID], "rejected": [USER]}, "'rejected' has no", "remove"),
 ]
+FILES += [
+    (kind, "a.jsonl", [GOOD[kind], row, GOOD[kind]], what, fix, ":2")
+    for kind, row, what, fix in ROWS
+]
 
 
-@each(("kind", "row", "what", "fix"), ROWS)
-def test_a_broken_row_is_named_and_leaves_no_cache(
-    tokenizer: Any, tmp_path: Path, kind: str, row: Any, what: str, fix: str
+@each(*FILES)
+def test_what_is_broken_is_named_and_leaves_no_cache(
+    kind, name, data, what, fix, where, *, tokenizer, tmp_path
 ):
-    file = write_rows(tmp_path / "a.jsonl", [GOOD[kind], row, GOOD[kind]])
-    check(tokenizer, file, ":2", what, fix, kind)
+    file, cache = tmp_path / name, tmp_path / "cache"
+    if isinstance(data, list):
+        write_rows(file, data)
+    elif isinstance(data, bytes):
+        file.write_bytes(data)
+    else:
+        data(file)
+    with pytest.raises(DataError) as caught:
+        prepare_file(tokenizer, file, cache, type=kind)
+    error = caught.value
+    if "rows cannot be trained on" in error.what:  # several rows of one file, listed
+        assert f"{file}:1: " in error.what
+    else:
+        assert error.where == f"{file}{where}"
+    assert what in error.what and fix in error.fix, str(error)
+    assert len(error.what.splitlines()[0]) < 400
+    assert not [entry.name for entry in cache.iterdir() if entry.is_dir()]
+    assert not list(cache.rglob("*.bin"))
+
+
+def test_a_column_that_is_named_and_not_there(tokenizer, tmp_path):
+    file = write_parquet(tmp_path / "a.parquet", {"messages": ["[]"], "tool": ["[]"]})
+    with pytest.raises(DataError, match="no column 'tols'") as caught:
+        prepare_file(tokenizer, file, tmp_path / "c", type="chat", columns={"tools": "tols"})
+    assert "{tools: tool}" in caught.value.fix
 
 
 KEYS = sorted({name for names in COLUMNS.values() for name in names})
 KEYS += ["conversations", "from", "value", "tool_calls", "function", "arguments", "type"]
 ATOMS: list[Any] = [None, 0, -1, 2**70, 1.5, True, "", "a", "user", "assistant", "\ud800", b"ab"]
-ATOMS += ["[", "[1, 2]", "{}", '[{"role": "user", "content": "x"}]']
-ATOMS += ["\n\nHuman: x\n\nAssistant: y"]
+ATOMS += ["[", "[1, 2]", "{}", '[{"role": "user", "content": "x"}]', "\n\nHuman: x\n\nAssistant: y"]
 
 
 def anything(rng: random.Random, depth: int) -> Any:
@@ -180,8 +166,8 @@ def anything(rng: random.Random, depth: int) -> Any:
     return {rng.choice(KEYS): anything(rng, depth - 1) for _ in range(rng.randint(0, 4))}
 
 
-@each("kind", ["chat", "instruct", "tokens", "preference"])
-def test_any_row_is_either_trained_on_or_named(tokenizer: Any, kind: str):
+@each("chat", "instruct", "tokens", "preference")
+def test_any_row_is_either_trained_on_or_named(kind, *, tokenizer):
     """No row that JSON or Parquet can hold ends in another error than ours."""
     rng = random.Random(kind)
     rows = [
@@ -196,15 +182,13 @@ def test_any_row_is_either_trained_on_or_named(tokenizer: Any, kind: str):
     assert all(mask is not None and mask[1:].any() for mask in masks)
 
 
-def test_many_bad_rows_are_listed_and_few_are_left_out(
-    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_many_bad_rows_are_listed_and_few_are_left_out(tokenizer, tmp_path, caplog):
     rows = [{"messages": []} if n % 4 == 0 else GOOD["chat"] for n in range(4000)]
     file = write_rows(tmp_path / "a.jsonl", rows)
 
-    def make(limit: float) -> TokenStore:
+    def make(limit: float) -> Any:
         keys = {"type": "chat", "max_bad_fraction": limit}
-        return TokenStore.open(prepare_file(tokenizer, file, tmp_path / "c", **keys))
+        return prepare_file(tokenizer, file, tmp_path / "c", **keys)
 
     # Nobody waits for the rest of a large file to learn of its first bad rows.
     with pytest.raises(DataError, match="256 of the first 1024 rows") as caught:

@@ -12,16 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.builders import (
-    Ranges,
-    best_fit,
-    cut,
-    make_table,
-    packed,
-    pairs,
-    split_store,
-    whole,
-)
+from isles.data import builders
+from isles.data.builders import Ranges
 from isles.data.mix import split_samples
 from isles.data.samples import FakeSamples, SampleTable
 from isles.data.tokens.store import TokenStore
@@ -30,13 +22,14 @@ from isles.errors import DataError
 from tests.data import END, numbered
 
 documents = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+kinds = st.sampled_from(["text", "chat", "preference"])
 ways = st.sampled_from(["truncate", "drop"])
+hows = st.fixed_dictionaries({"packs": st.booleans(), "isolates": st.booleans(), "too_long": ways})
+two = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=20)
 
 
 def tokens_of(ranges: Ranges | None) -> list[int]:
-    if ranges is None:
-        return []
-    pieces = zip(ranges.starts, ranges.ends, strict=True)
+    pieces = zip(ranges.starts, ranges.ends, strict=True) if ranges else ()
     return [token for start, end in pieces for token in range(start, end)]
 
 
@@ -64,25 +57,15 @@ def read_all(part: SampleTable, width: int) -> tuple[np.ndarray, np.ndarray, np.
     return inputs, targets, positions
 
 
-# What is held out
-
-
-@given(
-    documents,
-    st.sampled_from(["text", "chat", "preference"]),
-    st.floats(0, 0.5),
-    st.integers(0, 10**9),
-)
+@given(documents, kinds, st.floats(0, 0.5), st.integers(0, 10**9))
 @settings(max_examples=100, deadline=None)
-def test_each_token_is_trained_on_or_held_out(
-    lengths: list[int], kind: str, fraction: float, seed: int
-) -> None:
+def test_each_token_is_trained_on_or_held_out(lengths, kind, fraction, seed):
     each = 2 if kind == "preference" else 1
     store = numbered(lengths * each, kind)
-    training, validation = split_store(store, fraction, seed)
+    training, validation = builders.split_store(store, fraction, seed)
     assert sorted(tokens_of(training) + tokens_of(validation)) == list(range(len(store.tokens)))
     assert tokens_of(training)
-    assert tokens_of(split_store(store, fraction, seed)[0]) == tokens_of(training)
+    assert tokens_of(builders.split_store(store, fraction, seed)[0]) == tokens_of(training)
     if fraction == 0 or (len(lengths) == 1 and kind != "text"):
         assert validation is None
     elif len(lengths) > 1:
@@ -95,21 +78,14 @@ def test_each_token_is_trained_on_or_held_out(
             assert (held_out[0::2] % 2 == 0).all() and (held_out[1::2] == held_out[0::2] + 1).all()
 
 
-# Text
-
-
 @given(documents, st.integers(2, 50), st.floats(0, 0.5), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_packed_text_is_one_stream(
-    lengths: list[int], seq_length: int, fraction: float, isolated: bool
-) -> None:
+def test_packed_text_is_one_stream(lengths, seq_length, fraction, isolated):
     """Also where parts are held out. Isolated, no document predicts the next."""
     store = numbered(lengths)
-    for ranges in split_store(store, fraction, seed=1):
-        if ranges is None:
-            continue
+    for ranges in filter(None, builders.split_store(store, fraction, seed=1)):
         stream = np.array(tokens_of(ranges))
-        part = packed(store, ranges, seq_length, isolates=isolated)
+        part = builders.packed(store, ranges, seq_length, isolates=isolated)
         if len(stream) == 1:
             assert part.num_samples == 0
             continue
@@ -130,11 +106,9 @@ def test_packed_text_is_one_stream(
 
 @given(documents, st.integers(2, 17))
 @settings(max_examples=100, deadline=None)
-def test_each_token_but_a_documents_first_is_a_target_once(
-    lengths: list[int], seq_length: int
-) -> None:
+def test_each_token_but_a_documents_first_is_a_target_once(lengths, seq_length):
     store = numbered(lengths)
-    part = cut(store, Ranges.of(store), seq_length)
+    part = builders.cut(store, Ranges.of(store), seq_length)
     if part.num_samples == 0:
         assert max(lengths) == 1
         return
@@ -145,9 +119,6 @@ def test_each_token_but_a_documents_first_is_a_target_once(
     assert np.array_equal(inputs[trained], targets[trained] - 1)
     owners = np.searchsorted(store.document_ends, targets, side="right")
     assert all(len({*row[some]}) == 1 for row, some in zip(owners, trained, strict=True))
-
-
-# Whole documents
 
 
 def expected_targets(store: TokenStore, seq_length: int, too_long: str) -> list[int]:
@@ -162,17 +133,14 @@ def expected_targets(store: TokenStore, seq_length: int, too_long: str) -> list[
     return found
 
 
-@given(documents, st.integers(2, 45), st.booleans(), st.booleans(), ways, st.integers(0, 9))
+@given(documents, st.integers(2, 45), hows, st.integers(0, 9))
 @settings(max_examples=200, deadline=None)
-def test_whole_documents_train_on_what_is_marked_and_nothing_else(
-    lengths: list[int], seq_length: int, packs: bool, isolated: bool, too_long: Any, seed: int
-) -> None:
+def test_whole_documents_train_on_what_is_marked_and_nothing_else(lengths, seq_length, how, seed):
     store = numbered(lengths, "chat", seed=seed)
     if seed == 0:  # as with train_on: all
         store = replace(store, trained=None)
-    how = {"packs": packs, "isolates": isolated, "too_long": too_long}
-    part = whole(store, Ranges.of(store), seq_length, **how)
-    expected = expected_targets(store, seq_length, too_long)
+    part = builders.whole(store, Ranges.of(store), seq_length, **how)
+    expected = expected_targets(store, seq_length, how["too_long"])
     if part.num_samples == 0:
         assert not expected
         return
@@ -185,33 +153,27 @@ def test_whole_documents_train_on_what_is_marked_and_nothing_else(
     firsts = np.concatenate([[0], store.document_ends[:-1]])
     used = inputs != END
     owner = np.searchsorted(store.document_ends, inputs, side="right")
-    if packs and isolated:
+    if how["packs"] and how["isolates"]:
         assert np.array_equal(positions[used], inputs[used] - firsts[owner[used]])
     else:
         assert (positions == np.arange(seq_length)).all()
-    if not packs:
+    if not how["packs"]:
         assert all(len(set(o[u])) == 1 for o, u in zip(owner, used, strict=True))
     counts = part.counts
     assert counts.documents - counts.dropped == len(set(owner[used].tolist()))
     cut_off = sum(n > seq_length + 1 for n in lengths)
-    if too_long == "drop":
+    if how["too_long"] == "drop":
         assert counts.too_long == cut_off and counts.truncated == 0
     else:
         assert counts.too_long == 0 and counts.truncated <= cut_off
     assert counts.padding_share == pytest.approx(1 - used.sum() / used.size)
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=20),
-    st.integers(2, 35),
-    ways,
-)
+@given(two, st.integers(2, 35), ways)
 @settings(max_examples=100, deadline=None)
-def test_pairs_stay_together(
-    lengths: list[tuple[int, int]], seq_length: int, too_long: Any
-) -> None:
+def test_pairs_stay_together(lengths, seq_length, too_long):
     store = numbered([n for pair in lengths for n in pair], "preference")
-    part = pairs(store, Ranges.of(store), seq_length, too_long=too_long)
+    part = builders.pairs(store, Ranges.of(store), seq_length, too_long=too_long)
     if part.num_samples == 0:
         return
     inputs, targets, positions = read_all(part, seq_length)
@@ -227,44 +189,32 @@ def test_pairs_stay_together(
         assert all(max(lengths[owner // 2]) <= seq_length + 1 for owner in owners[:, 0])
 
 
-# Which documents share a sample
-
-
-def test_packing_is_close_to_perfect_quick_and_always_the_same() -> None:
+def test_packing_is_close_to_perfect_quick_and_always_the_same():
     """On lengths as chats have them: a million documents, hardly any padding."""
     lengths = np.random.default_rng(0).lognormal(np.log(300), 0.9, 10**6)
     sizes = np.clip(lengths.astype(np.int64), 1, 2048)
     start = time.process_time()
-    _, ends = best_fit(sizes, 2048)
+    _, ends = builders.best_fit(sizes, 2048)
     assert time.process_time() - start < 30, "it is not done in a loop over documents"
     assert 0 <= 1 - sizes.sum() / (2048 * len(ends)) < 0.001
-    first, second = best_fit(sizes[:5000], 2048), best_fit(sizes[:5000].copy(), 2048)
+    first, second = (builders.best_fit(sizes[:5000].copy(), 2048) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-# Made up
-
-
-def test_fake_samples_depend_on_seed_and_index_alone() -> None:
-    def read(seed: int) -> tuple[np.ndarray, np.ndarray]:
-        part = FakeSamples(100, 64, seed=seed, num_samples=50)
-        inputs, targets = np.full((2, 50, 1, 64), -7, dtype=np.int64)
+def test_fake_samples_depend_on_seed_and_index_alone_and_pairs_begin_alike():
+    def read(seed: int, width: int = 64, **keys: Any) -> tuple[FakeSamples, np.ndarray, np.ndarray]:
+        part = FakeSamples(100, width, seed=seed, num_samples=50, **keys)
+        inputs, targets = np.full((2, 50, part.rows_per_sample, width), -7, dtype=np.int64)
         for sample in reversed(range(50)):
             part.read(sample, inputs[sample], targets[sample])
-        return inputs[:, 0], targets[:, 0]
+        return part, inputs, targets
 
-    inputs, targets = read(1)
-    assert np.array_equal(inputs[:, 1:], targets[:, :-1])
+    _, inputs, targets = read(1)
+    assert np.array_equal(inputs[:, 0, 1:], targets[:, 0, :-1])
     assert inputs.min() == 0 and inputs.max() == 99
-    assert len({tuple(row) for row in inputs.tolist()}) == 50
-    assert np.array_equal(inputs, read(1)[0]) and not np.array_equal(inputs, read(2)[0])
-
-
-def test_fake_pairs_begin_alike_and_train_on_the_rest() -> None:
-    part = FakeSamples(100, 9, seed=1, num_samples=5, pairs=True)
-    inputs, targets = np.zeros((2, 5, 2, 9), dtype=np.int64)
-    for sample in range(5):
-        part.read(sample, inputs[sample], targets[sample])
+    assert len({tuple(row) for row in inputs[:, 0].tolist()}) == 50
+    assert np.array_equal(inputs, read(1)[1]) and not np.array_equal(inputs, read(2)[1])
+    part, inputs, targets = read(1, 9, pairs=True)
     assert part.rows_per_sample == 2 and np.array_equal(inputs[:, 0, :5], inputs[:, 1, :5])
     assert (inputs[:, 0, 5:] != inputs[:, 1, 5:]).any(axis=1).all()
     assert (targets[:, :, :4] == IGNORE_INDEX).all() and (targets[:, :, 4:] >= 0).all()
@@ -272,21 +222,18 @@ def test_fake_pairs_begin_alike_and_train_on_the_rest() -> None:
     assert part.num_targets(np.arange(5)).tolist() == [10] * 5
 
 
-# From the run file
-
-
 def section(**keys: object) -> DataConfig:
     keys = {"seq_length": 64, "validation_fraction": 0.0, **keys}
     return DataConfig.model_validate({"sources": [{"path": "x", "type": "chat"}], **keys})
 
 
-def test_the_run_file_says_what_is_packed_and_kept_apart() -> None:
+def test_the_run_file_says_what_is_packed_and_kept_apart():
     found = {}
     for kind in ("chat", "text"):
         store = numbered([20] * 30, kind)
         source = SourceConfig.model_validate({"path": "x", "type": kind})
         for keys in ({}, {"packing": False}, {"isolate_documents": False}):
-            part = make_table(section(**keys), source, store, Ranges.of(store))
+            part = builders.make_table(section(**keys), source, store, Ranges.of(store))
             how = part.content.split(":")[2]
             found[kind, *keys] = how, part.isolates, part.num_samples
     assert found == {
@@ -299,7 +246,7 @@ def test_the_run_file_says_what_is_packed_and_kept_apart() -> None:
     }
 
 
-def test_what_cannot_be_used_is_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_used_is_counted_and_named_and_nothing_at_all_is_an_error(caplog):
     store = numbered([10] * 30 + [200] * 4, "chat", share=1.0)
     assert store.trained is not None
     store.trained[:20] = False  # the first two documents
@@ -308,9 +255,6 @@ def test_what_cannot_be_used_is_counted_and_named(caplog: pytest.LogCaptureFixtu
     assert held_out is None
     assert (train.counts.too_long, train.counts.untrained, train.counts.dropped) == (4, 2, 6)
     assert "6 of 34 documents are left out: 4 longer than seq_length 64, 2 without" in caplog.text
-
-
-def test_nothing_to_train_on_is_an_error() -> None:
     store = numbered([200] * 4, "chat")
     drops, cuts = section(too_long="drop"), section()
     with pytest.raises(DataError, match="none of 4 documents can be trained on: 4 are longer") as e:

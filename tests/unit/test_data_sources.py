@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from isles.data.mix import documents_for_tokenizer
 from isles.data.sources import read
 from isles.data.sources.find import HubStream, open_hub, open_source
 from isles.data.sources.parse import TextParser, make_parser
-from isles.data.sources.read import PIECE_BYTES, WHOLE_BYTES, file_chunks
+from isles.data.sources.read import file_chunks
 from isles.data.sources.rows import PLAIN, Chunk, Row
 from isles.data.stream import segments as stream_segments
 from isles.data.stream.segments import HoldOut, SegmentRecord, Stream, make_segment, segment_table
@@ -29,7 +30,9 @@ from tests.data import write_parquet, write_rows
 from tests.each import each
 
 TEXTS = [f"document {i} " + "word " * (i * 7919 % 60) for i in range(700)]
+ROWS = [{"text": text} for text in TEXTS]
 COLUMNS = TextParser("text")
+LINES = b'{"text": "a\\u00e9\\ud83d\\ude00", "n": 1}\n\n{"text": ""}\n{"text": "b\\nc"}'
 
 
 def documents(path: Path | str, **keys: Any) -> list[str]:
@@ -43,56 +46,23 @@ def error_of(path: Path | str, **keys: Any) -> DataError:
     return caught.value
 
 
-# Files
-
-
 @each(
-    ("name", "content", "texts"),
-    [
-        ("a.txt", "\ufeffzwölf\r\n\nBoxkämpfer".encode(), ["zwölf\r\n\nBoxkämpfer"]),
-        (
-            "a.jsonl",
-            b'{"text": "a\\u00e9\\ud83d\\ude00", "n": 1}\n\n{"text": ""}\n{"text": "b\\nc"}',
-            ["aé😀", "b\nc"],
-        ),
-        ("a.json", b'{"text": "a"}\n{"text": "b"}\n', ["a", "b"]),
-        ("b.json", b'\xef\xbb\xbf \n[\n{"text": "a"},\n  {"text": "b"}\n]\n', ["a", "b"]),
-        ("a.csv", b'n,text\n1,"a, ""b""\nc"\n\n2,d\n', ['a, "b"\nc', "d"]),
-        ("long.csv", b"text\n" + b"x" * 200_000 + b"\n", ["x" * 200_000]),
-        ("a.tsv", b"text\tn\nx y\t1\n", ["x y"]),
-    ],
-    ids=lambda row: row[0],
+    ("a.txt", "\ufeffzwölf\r\n\nBoxkämpfer".encode(), ["zwölf\r\n\nBoxkämpfer"]),
+    ("a.jsonl", LINES, ["aé😀", "b\nc"]),
+    ("a.json", b'{"text": "a"}\n{"text": "b"}\n', ["a", "b"]),
+    ("b.json", b'\xef\xbb\xbf \n[\n{"text": "a"},\n  {"text": "b"}\n]\n', ["a", "b"]),
+    ("a.csv", b'n,text\n1,"a, ""b""\nc"\n\n2,d\n', ['a, "b"\nc', "d"]),
+    ("long.csv", b"text\n" + b"x" * 200_000 + b"\n", ["x" * 200_000]),
+    ("a.tsv", b"text\tn\nx y\t1\n", ["x y"]),
 )
-def test_a_file_is_read_by_its_ending_packed_or_not(
-    tmp_path: Path, name: str, content: bytes, texts: list[str]
-):
+def test_a_file_is_read_by_its_ending_packed_or_not(name, content, texts, *, tmp_path):
     (tmp_path / name).write_bytes(content)
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
     assert documents(tmp_path / name) == documents(tmp_path / f"{name}.gz") == texts
 
 
-def test_an_array_under_the_name_of_lines_is_told(tmp_path: Path):
-    (tmp_path / "a.jsonl").write_bytes(b'[{"text": "a"}\n]')
-    assert "NAME.json" in error_of(tmp_path / "a.jsonl").fix
-
-
-def test_a_large_text_file_is_cut_at_lines(tmp_path: Path):
-    file = tmp_path / "large.txt"
-    line = "ä" * 1000 + "\n"
-    file.write_text(line * (WHOLE_BYTES // 2001 + 1), encoding="utf-8")
-    pieces = documents(file)
-    assert len(pieces) > 3
-    assert all(piece.endswith("\n") and len(piece.encode()) <= PIECE_BYTES for piece in pieces)
-    assert "".join(pieces) == file.read_text(encoding="utf-8")
-    size = file.stat().st_size
-    with file.open("ab") as stream:
-        stream.write(b"\xff\n")
-    error = error_of(file)
-    assert f"offset {size}" in error.what and error.where == f"{file}:{size // 2001 + 1}"
-
-
-@each("closed", ["file", "folder"])
-def test_no_read_permission(closed: str):
+@each("file", "folder")
+def test_no_read_permission(closed):
     with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to other users
         folder = Path(name) / "folder"
         folder.mkdir()
@@ -112,21 +82,13 @@ def test_no_read_permission(closed: str):
     assert "chmod" in error.fix
 
 
-# Paths
-
-
-def test_a_glob_is_sorted_and_goes_deep(tmp_path: Path):
+def test_a_glob_goes_deep_and_a_path_that_names_nothing_says_what_is_near(tmp_path, monkeypatch):
     for name in ("b.txt", "x/c.txt", "a.txt", "x/y/d.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "empty.txt").write_text("")
     assert documents(tmp_path / "*.txt") == ["a.txt", "b.txt"]
     assert documents(tmp_path / "**/*.txt") == ["a.txt", "b.txt", "x/c.txt", "x/y/d.txt"]
-
-
-def test_a_path_that_names_nothing_says_what_is_near(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
     Path("data/corpus").write_text("x")
@@ -138,10 +100,7 @@ def test_a_path_that_names_nothing_says_what_is_near(
     assert "data/*.jsonl" in error.what and str(tmp_path) in error.where
 
 
-# Datasets
-
-
-def test_saved_datasets(tmp_path: Path):
+def test_saved_datasets_are_read_also_from_any_row_on(tmp_path):
     import datasets
 
     train = datasets.Dataset.from_dict({"text": ["a", "b"], "n": [1, 2]})
@@ -159,9 +118,12 @@ def test_saved_datasets(tmp_path: Path):
     for arrow in (tmp_path / "one").glob("*.arrow"):
         arrow.write_bytes(b"junk")
     assert "cannot be loaded" in error_of(tmp_path / "one").what
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "long")
+    source = open_source(SourceConfig(path=str(tmp_path / "long")), streams=True)
+    assert_read_on(partial(source.chunks, COLUMNS), TEXTS)
 
 
-def test_hub_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hub_datasets_and_an_id_that_cannot_be_reached(tmp_path, monkeypatch):
     import datasets
 
     # A folder laid out like a repository of the hub takes the same way through load_dataset.
@@ -177,9 +139,6 @@ def test_hub_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         open_hub(repo, None, "validation")
     with pytest.raises(DataError, match="no-such-subset"):
         open_hub(repo, "no-such-subset", "train")
-
-
-def test_a_hub_id_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     error = error_of("no-such-owner/no-such-data")
     assert error.what.startswith("cannot be loaded") and error.where == "no-such-owner/no-such-data"
@@ -198,9 +157,6 @@ def test_what_every_python_carries():
     assert "python" in library.identity()
 
 
-# From any place on, for streams
-
-
 def texts_of(chunks: Any) -> list[str]:
     rows = [row for chunk in chunks for row in chunk.rows]
     assert all(isinstance(row, Row) for row in rows), rows
@@ -209,7 +165,7 @@ def texts_of(chunks: Any) -> list[str]:
 
 def assert_read_on(chunks: Callable[[Any], Any], texts: list[str]) -> None:
     """What is read from each chunk on, by where it begins, is what follows in the whole."""
-    whole: list[Chunk] = list(chunks(None))
+    whole: list[Chunk] = list(chunks({}))
     assert len(whole) >= 3 and texts_of(whole) == texts
     for number, chunk in enumerate(whole):
         begin = json.loads(json.dumps(chunk.begin))
@@ -220,73 +176,51 @@ def assert_read_on(chunks: Callable[[Any], Any], texts: list[str]) -> None:
     assert [chunk.end for chunk in whole[:-1]] == [chunk.begin for chunk in whole[1:]]
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> dict[str, Path]:
-    """The same texts in files of all kinds."""
-    lines = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS]).read_text()
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in TEXTS]))
+def test_a_file_is_read_on_from_any_place(tmp_path):
+    lines = write_rows(tmp_path / "a.jsonl", ROWS).read_bytes()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "a.json").write_text(json.dumps(ROWS))
     (tmp_path / "a.csv").write_text("text\n" + "".join(f'"{text}"\n' for text in TEXTS))
     columns = {"n": range(len(TEXTS)), "text": TEXTS}
     write_parquet(tmp_path / "a.parquet", columns, row_group_size=300)
-    return {path.name: path for path in tmp_path.glob("a.*")}
+    for path in tmp_path.glob("a.*"):
+        assert_read_on(partial(file_chunks, path, COLUMNS), TEXTS)
 
 
-@each("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.parquet"])
-def test_a_file_is_read_on_from_any_place(files: dict[str, Path], name: str):
-    assert_read_on(lambda begin: file_chunks(files[name], COLUMNS, begin or {}), TEXTS)
-
-
-@each("name", ["a.txt", "a.txt.gz"])
-def test_a_long_text_is_read_on_from_any_piece(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-):
-    """It is cut between characters where it has no lines."""
+@each("a.txt", "a.txt.gz")
+def test_a_long_text_is_cut_at_lines_and_read_on_from_any_piece(name, *, tmp_path, monkeypatch):
+    """And where it has no lines, between characters."""
     monkeypatch.setattr(read, "WHOLE_BYTES", 2000)
     monkeypatch.setattr(read, "PIECE_BYTES", 703)  # three bytes behind the start of a character
     path, text = tmp_path / name, "\n".join(TEXTS[:100]) + "x" + "😀" * 1500
-    path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    pack = gzip.compress if name.endswith("gz") else bytes
+    path.write_bytes(pack(text.encode()))
     pieces = texts_of(file_chunks(path, COLUMNS, {}))
     assert len(pieces) > 10 and "".join(pieces) == text
-    assert_read_on(lambda begin: file_chunks(path, COLUMNS, begin or {}), pieces)
+    assert max(len(piece.encode()) for piece in pieces) <= 703
+    assert all(piece.endswith("\n") for piece in pieces if "😀" not in piece)
+    assert_read_on(partial(file_chunks, path, COLUMNS), pieces)
+    path.write_bytes(pack(text.encode() + b"\n\xff\n"))
+    error = error_of(path)
+    assert f"offset {len(text.encode()) + 1}" in error.what and error.where == f"{path}:101"
 
 
-def test_saved_datasets_are_read_on_from_any_row(tmp_path: Path):
+def test_hub_datasets_are_read_on_from_the_librarys_state(tmp_path):
     import datasets
 
-    dataset = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(len(TEXTS)))})
-    dataset.save_to_disk(str(tmp_path / "saved"))
-    source = open_source(SourceConfig(path=str(tmp_path / "saved")), streams=True)
-    assert_read_on(lambda begin: source.chunks(COLUMNS, begin), TEXTS)
-
-
-def test_hub_datasets_are_read_on_from_the_librarys_state(tmp_path: Path):
-    import datasets
-
-    names = []
-    for part in range(3):
-        rows = [{"text": text} for text in TEXTS[part * 240 : part * 240 + 240]]
-        names.append(str(write_rows(tmp_path / f"{part}.jsonl", rows)))
+    parts = [ROWS[start : start + 240] for start in (0, 240, 480)]
+    names = [str(write_rows(tmp_path / f"{n}.jsonl", part)) for n, part in enumerate(parts)]
     cache = str(tmp_path / "cache")
     builder = datasets.load_dataset_builder("json", data_files=names, cache_dir=cache)
     source = HubStream("three files", builder, "train")
-    assert_read_on(lambda begin: source.chunks(COLUMNS, begin), TEXTS)
-
-
-ROWS = [{"text": text} for text in TEXTS]
-
-Made = list[tuple[SegmentRecord, TokenStore]]
+    assert_read_on(partial(source.chunks, COLUMNS), TEXTS)
 
 
 @pytest.fixture
-def tokenizer() -> Any:
-    return train_tokenizer(TEXTS, 300)
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments of a few thousand tokens."""
+def tokenizer(monkeypatch):
+    """Of its tokens a segment of a stream has a few thousand."""
     monkeypatch.setattr(stream_segments, "SEGMENT_TOKENS", 6000)
+    return train_tokenizer(TEXTS, 300)
 
 
 def stream_of(path: Path, tokenizer: Any, **keys: Any) -> Stream:
@@ -294,9 +228,9 @@ def stream_of(path: Path, tokenizer: Any, **keys: Any) -> Stream:
     return Stream(DataConfig.model_validate(data), 0, tokenizer, 5)
 
 
-def segments(stream: Stream, folder: Path, count: int, before: SegmentRecord | None = None) -> Made:
-    """The next segments of a stream."""
-    made: Made = []
+def segments(stream: Stream, folder: Path, count: int, before: SegmentRecord | None = None) -> Any:
+    """The next segments of a stream, and their tokens."""
+    made = []
     folder.mkdir(exist_ok=True)
     for _ in range(count):
         number = before.number + 1 if before else 0
@@ -305,7 +239,7 @@ def segments(stream: Stream, folder: Path, count: int, before: SegmentRecord | N
     return made
 
 
-def tokens_read(stream: Stream, made: Made) -> list[int]:
+def tokens_read(stream: Stream, made: Any) -> list[int]:
     """Targets of all samples in order, with the first input before them."""
     tokens: list[int] = []
     for record, store in made:
@@ -318,10 +252,8 @@ def tokens_read(stream: Stream, made: Made) -> list[int]:
     return tokens
 
 
-@each(("name", "packing"), [("a.jsonl", True), ("a.parquet", True), ("a.jsonl", False)])
-def test_segments_follow_on_without_losing_a_token(
-    tmp_path: Path, tokenizer: Any, name: str, packing: bool
-):
+@each(("a.jsonl", True), ("a.parquet", True), ("a.jsonl", False))
+def test_segments_follow_on_without_losing_a_token(name, packing, *, tmp_path, tokenizer):
     write_rows(tmp_path / "a.jsonl", ROWS)
     write_parquet(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=300)
     stream = stream_of(tmp_path / name, tokenizer, validation_fraction=0.1, packing=packing)
@@ -342,7 +274,7 @@ def test_segments_follow_on_without_losing_a_token(
     assert starts == [0, *np.cumsum([record.num_samples for record, _ in made]).tolist()][:-1]
 
 
-def test_a_stream_reads_nothing_of_what_came_before(tmp_path: Path, tokenizer: Any):
+def test_a_stream_reads_nothing_of_what_came_before(tmp_path, tokenizer):
     """Any segment is made again from the record of the one before it, even where the first files,
     which are read, are gone."""
     for part in range(4):
@@ -357,8 +289,8 @@ def test_a_stream_reads_nothing_of_what_came_before(tmp_path: Path, tokenizer: A
     assert again == made[at][0]
 
 
-@each("content", ["", '{"text": " "}\n' * 10])
-def test_nothing_to_train_on_is_an_error(tmp_path: Path, tokenizer: Any, content: str):
+@each("", '{"text": " "}\n' * 10)
+def test_nothing_to_train_on_is_an_error(content, *, tmp_path, tokenizer):
     path = tmp_path / "empty.jsonl"
     path.write_text(content)
     with pytest.raises(DataError, match="no document to train on"):

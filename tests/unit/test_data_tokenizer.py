@@ -21,20 +21,10 @@ from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.mix import documents_for_tokenizer
 from isles.data.sources.find import BuiltIn, open_source
 from isles.data.sources.rows import PLAIN, Parser, Row, Rows
+from isles.data.tokens import tokenizer as tokens
 from isles.data.tokens.encode import Encoder
 from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
-from isles.data.tokens.tokenizer import (
-    END_OF_TEXT,
-    PIECE_CHARS,
-    check_vocabulary,
-    encode,
-    end_of_text_id,
-    load_tokenizer,
-    tokenizer_digest,
-    train_tokenizer,
-    vocabulary_size,
-)
 from isles.errors import CommunicationError, DataError
 from isles.run.checkpoints import hash_file
 from tests.data import quiet, write_rows
@@ -42,11 +32,12 @@ from tests.deadline import DEADLINE_S, run_program
 from tests.disks import small_disk
 from tests.each import each
 
+ROOT = Path(__file__).parents[2]
 DOCS = DataConfig(sources=(SourceConfig(path="python-docs"),))
 
 
 def train_on_docs():
-    return train_tokenizer(documents_for_tokenizer(DOCS), 600)
+    return tokens.train_tokenizer(documents_for_tokenizer(DOCS), 600)
 
 
 @pytest.fixture(scope="module")
@@ -54,86 +45,33 @@ def trained():
     return train_on_docs()
 
 
-def test_a_trained_tokenizer_gives_text_back(trained):
-    assert len(trained) == vocabulary_size(trained) == 600
-    assert trained.eos_token == trained.bos_token == trained.pad_token == END_OF_TEXT
-    assert end_of_text_id(trained) == 0
+def test_a_trained_tokenizer_gives_text_back_and_is_the_same_in_another_process(trained):
+    assert len(trained) == tokens.vocabulary_size(trained) == 600
+    assert trained.eos_token == trained.bos_token == trained.pad_token == tokens.END_OF_TEXT
+    assert tokens.end_of_text_id(trained) == 0
     text = 'The "for" statement\n\n\tzwölf 😀 \x00'
-    (ids,) = encode(trained, [text])
+    (ids,) = tokens.encode(trained, [text])
     assert trained.decode(ids) == text and 0 not in ids
-
-
-def test_training_is_deterministic_over_processes(trained):
-    script = (
-        "from tests.unit.test_data_tokenizer import tokenizer_digest, train_on_docs\n"
-        "print(tokenizer_digest(train_on_docs()))\n"
-    )
+    script = "from tests.unit.test_data_tokenizer import tokens, train_on_docs\n"
+    script += "print(tokens.tokenizer_digest(train_on_docs()))"
     other = run_program([sys.executable, "-c", script])
-    assert other.returncode == 0, other.stderr
-    assert other.stdout.strip() == tokenizer_digest(trained)
+    assert other.stdout.strip() == tokens.tokenizer_digest(trained), other.stderr
 
 
-def test_the_digest_survives_saving_and_use(trained, tmp_path: Path):
-    digest = tokenizer_digest(trained)
+def test_saving_and_use_keep_the_digest_and_tokens_beyond_the_model_are_named(trained, tmp_path):
+    digest = tokens.tokenizer_digest(trained)
     trained.save_pretrained(tmp_path)
-    loaded = load_tokenizer(str(tmp_path))
-    assert tokenizer_digest(loaded) == digest
+    loaded = tokens.load_tokenizer(str(tmp_path))
+    assert tokens.tokenizer_digest(loaded) == digest
     loaded(["a", "b c"], truncation=True, max_length=1, padding="max_length")
-    assert tokenizer_digest(loaded) == digest
-    loaded.add_tokens(["another"])
-    assert tokenizer_digest(loaded) != digest
-
-
-@each("border", ["\n", " ", ""])
-def test_long_documents_are_tokenized_in_pieces(border: str):
-    sizes: list[int] = []
-
-    class Letters:
-        def __call__(self, texts, **_):
-            sizes.extend(len(text) for text in texts)
-            return {"input_ids": [list(text) for text in texts]}
-
-    text = ("x" * 999 + (border or "x")) * (3 * PIECE_CHARS // 1000)
-    assert encode(Letters(), ["short", text, ""]) == [list("short"), list(text), []]
-    assert max(sizes) <= PIECE_CHARS and min(sizes[1:-2]) > PIECE_CHARS // 2
-
-
-def test_what_is_no_tokenizer_is_an_error(trained, tmp_path: Path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
-    trained.save_pretrained(tmp_path / "damaged")
-    (tmp_path / "damaged" / "tokenizer.json").write_text("{broken")
-    for name, what in [
-        ("none", "no such folder"),
-        ("model", "holds no tokenizer"),
-        ("damaged", "cannot be loaded"),
-    ]:
-        with pytest.raises(DataError, match=what) as caught:
-            load_tokenizer(str(tmp_path / name))
-        assert "train_vocab_size" in caught.value.fix
-
-
-def test_a_tokenizer_without_end_of_text_is_an_error():
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
-    with pytest.raises(DataError, match="no eos_token"):
-        end_of_text_id(bare)
-
-
-def test_a_tokenizer_that_is_larger_than_the_model(trained, tmp_path: Path):
-    trained.save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert check_vocabulary(tokenizer, 600) == ""
+    assert tokens.tokenizer_digest(loaded) == digest
+    assert tokens.check_vocabulary(loaded, 600) == ""
     with pytest.raises(DataError, match=r"has 600 tokens, the model knows 590.*token 590\) and 9"):
-        check_vocabulary(tokenizer, 590)
-    assert "590" in check_vocabulary(tokenizer, 590, is_trained=True)
-    tokenizer.add_tokens(["<image>"])
-    assert "lacks '<image>' (token 600); no text" in check_vocabulary(tokenizer, 600)
-
-
-ROOT = Path(__file__).parents[2]
+        tokens.check_vocabulary(loaded, 590)
+    assert "590" in tokens.check_vocabulary(loaded, 590, is_trained=True)
+    loaded.add_tokens(["<image>"])
+    assert tokens.tokenizer_digest(loaded) != digest
+    assert "lacks '<image>' (token 600); no text" in tokens.check_vocabulary(loaded, 600)
 
 
 class Letters:
@@ -145,6 +83,7 @@ class Letters:
 
     def __init__(self, size: int = 300) -> None:
         self.size = size
+        self.lengths: list[int] = []
 
     def __len__(self) -> int:
         return self.size
@@ -153,11 +92,41 @@ class Letters:
         return {chr(number): number for number in range(self.size)}
 
     def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        self.lengths += map(len, texts)
         return {"input_ids": [[ord(character) for character in text] for text in texts]}
 
 
+@each("\n", " ", "")
+def test_long_documents_are_tokenized_in_pieces(border):
+    slow, long = Letters(), ("x" * 999 + (border or "x")) * (3 * tokens.PIECE_CHARS // 1000)
+    texts = ["short", long, ""]
+    assert tokens.encode(slow, texts) == [[*map(ord, text)] for text in texts]
+    assert max(slow.lengths) <= tokens.PIECE_CHARS
+    assert min(slow.lengths[1:-2]) > tokens.PIECE_CHARS // 2
+
+
+def test_what_is_no_tokenizer_or_has_no_end_of_text_is_an_error(trained, tmp_path):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    trained.save_pretrained(tmp_path / "damaged")
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{broken")
+    for name, what in [
+        ("none", "no such folder"),
+        ("model", "holds no tokenizer"),
+        ("damaged", "cannot be loaded"),
+    ]:
+        with pytest.raises(DataError, match=what) as caught:
+            tokens.load_tokenizer(str(tmp_path / name))
+        assert "train_vocab_size" in caught.value.fix
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
+    with pytest.raises(DataError, match="no eos_token"):
+        tokens.end_of_text_id(bare)
+
+
 def letters(tokenizer: Any = None) -> Encoder:
-    """Text to ids by Letters, or by another tokenizer."""
     return Encoder(SourceConfig(path="any"), tokenizer or Letters())
 
 
@@ -178,9 +147,9 @@ class Told:
             sys.stdout.flush()
 
 
-def prepare_told(cache: Path, lines: list[str], **options: Any) -> int:
+def prepare_told(cache: Path, progress: Any = quiet, **options: Any) -> int:
     """Prepare what is told; the number of documents."""
-    folder = prepare(Told(), letters(), cache, progress=lines.append, **options)
+    folder = prepare(Told(), letters(), cache, progress=progress, **options)
     # One that is killed lets go of its lock before it is dead: what it leaves may go with the next.
     assert folder.name in leftovers(cache)
     return TokenStore.open(folder).document_ends.size
@@ -194,40 +163,31 @@ def preparing(cache: Path) -> Iterator[subprocess.Popen[str]]:
         "from tests.unit.test_data_tokenizer import Told, letters, prepare, quiet\n"
         "prepare(Told(), letters(), pathlib.Path(sys.argv[1]), progress=quiet)\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(cache)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write("more\nmore\n")
-        process.stdin.flush()
-        # When the second is asked for, the first batch lies on the disk.
-        assert process.stdout.readline() == "written\n", process.communicate()[1]
-        yield process
-    finally:
-        if process.poll() is None:
+    command = [sys.executable, "-c", script, str(cache)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        try:
+            process.stdin.write("more\nmore\n")
+            process.stdin.flush()
+            # When the second is asked for, the first batch lies on the disk.
+            assert process.stdout.readline() == "written\n", process.communicate()[1]
+            yield process
+        finally:
             process.kill()
-        process.communicate(timeout=DEADLINE_S)
 
 
 def leftovers(cache: Path) -> list[str]:
-    """The folders in a cache."""
     return [entry.name for entry in cache.iterdir() if entry.is_dir()]
 
 
 @pytest.fixture
-def source(tmp_path: Path):
+def source(tmp_path):
     rows = ["alpha", "", "be\n", "gamma delta"]
     file = write_rows(tmp_path / "rows.jsonl", [{"text": row} for row in rows])
     return open_source(SourceConfig(path=str(file)))
 
 
-def test_tokens_of_the_documents_in_order(source, tmp_path: Path):
+def test_tokens_of_the_documents_in_order(source, tmp_path):
     lines: list[str] = []
     folder = prepare(source, letters(), tmp_path / "cache", progress=lines.append)
     store = TokenStore.open(folder)
@@ -240,9 +200,12 @@ def test_tokens_of_the_documents_in_order(source, tmp_path: Path):
     assert store.tokens.dtype == np.uint16
     assert lines == [f"{source.name}: 3 documents, 22 tokens"]
     assert leftovers(tmp_path / "cache") == [folder.name]
+    large = prepare(source, letters(Letters(70_000)), tmp_path / "cache", progress=quiet)
+    assert TokenStore.open(large).tokens.dtype == np.uint32
+    assert (large / "tokens.bin").stat().st_size == 22 * 4
 
 
-def test_prepared_once_and_the_same_bytes_again(source, tmp_path: Path):
+def test_prepared_once_and_the_same_bytes_again(source, tmp_path):
     first = prepare(source, letters(), tmp_path / "a", progress=quiet)
     stamp = (first / "tokens.bin").stat().st_mtime_ns
     assert prepare(source, letters(), tmp_path / "a", progress=quiet) == first
@@ -255,19 +218,8 @@ def test_prepared_once_and_the_same_bytes_again(source, tmp_path: Path):
     assert prepare(source, letters(), tmp_path / "a", progress=quiet) != first
 
 
-def test_large_vocabularies_take_four_bytes(source, tmp_path: Path):
-    folder = prepare(source, letters(Letters(70_000)), tmp_path, progress=quiet)
-    assert TokenStore.open(folder).tokens.dtype == np.uint32
-    assert (folder / "tokens.bin").stat().st_size == 22 * 4
-
-
-@each(
-    ("file", "size"),
-    [("tokens.bin", 42), ("tokens.bin", None), ("manifest.json", 50), ("manifest.json", None)],
-)
-def test_a_damaged_folder_is_noticed_and_prepared_anew(
-    source, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, size: int | None
-):
+@each(("tokens.bin", 42), ("tokens.bin", None), ("manifest.json", 50), ("manifest.json", None))
+def test_a_damaged_folder_is_noticed_and_prepared_anew(file, size, *, source, tmp_path, caplog):
     folder = prepare(source, letters(), tmp_path, progress=quiet)
     whole = (folder / "tokens.bin").read_bytes()
     if size is None:
@@ -282,7 +234,7 @@ def test_a_damaged_folder_is_noticed_and_prepared_anew(
     assert leftovers(tmp_path) == [folder.name]
 
 
-def test_a_source_that_changes_meanwhile(tmp_path: Path):
+def test_a_source_that_changes_meanwhile_and_a_cache_that_cannot_be_a_folder(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("text")
 
@@ -295,16 +247,13 @@ def test_a_source_that_changes_meanwhile(tmp_path: Path):
     with pytest.raises(DataError, match="changed while it was read"):
         prepare(opened, letters(Growing()), tmp_path / "c", progress=quiet)
     assert leftovers(tmp_path / "c") == []
-
-
-def test_a_cache_that_cannot_be_a_folder(source, tmp_path: Path):
-    (tmp_path / "file").write_text("")
+    opened = open_source(SourceConfig(path=str(file)))
     with pytest.raises(DataError, match="cannot be written") as caught:
-        prepare(source, letters(), tmp_path / "file" / "cache", progress=quiet)
+        prepare(opened, letters(), file / "cache", progress=quiet)
     assert "data.cache_dir" in caught.value.fix
 
 
-def test_kill_9_leaves_nothing_that_is_taken_for_whole(tmp_path: Path):
+def test_kill_9_leaves_nothing_that_is_taken_for_whole(tmp_path):
     with preparing(tmp_path) as process:
         (half,) = [name for name in leftovers(tmp_path) if name.startswith(".tmp-")]
         assert (tmp_path / half / "tokens.bin").stat().st_size > 2**20
@@ -318,27 +267,23 @@ def test_kill_9_leaves_nothing_that_is_taken_for_whole(tmp_path: Path):
         prepare(docs, letters(Letters(10_001)), tmp_path, progress=quiet)
         process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0  # what a living one writes is not
-    folder = prepare(Told(), letters(), tmp_path, progress=quiet)
-    assert len(leftovers(tmp_path)) == 3
-    assert TokenStore.open(folder).document_ends.size == 3
+    assert prepare_told(tmp_path) == len(leftovers(tmp_path)) == 3
 
 
-@each("dies", [False, True])
+@each(False, True)
 def test_who_waits_takes_what_the_other_made_or_goes_on_when_it_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+    dies, *, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(sys, "stdin", io.StringIO("more\n"))
     waits = threading.Event()
-    counts: list[int] = []
+    counts, lines = list[int](), list[str]()
 
-    class Lines(list[str]):
-        def append(self, line: str) -> None:
-            super().append(line)
-            waits.set()
+    def say(line: str) -> None:
+        lines.append(line)
+        waits.set()
 
-    lines = Lines()
     with preparing(tmp_path) as first:
-        thread = threading.Thread(target=lambda: counts.append(prepare_told(tmp_path, lines)))
+        thread = threading.Thread(target=lambda: counts.append(prepare_told(tmp_path, say)))
         thread.start()
         assert waits.wait(DEADLINE_S) and "another process prepares it" in lines[0]
         if dies:
@@ -348,15 +293,14 @@ def test_who_waits_takes_what_the_other_made_or_goes_on_when_it_dies(
     assert counts == [2 if dies else 3], "its own has one less"
 
 
-def test_who_waits_does_not_wait_for_ever(tmp_path: Path):
+def test_who_waits_does_not_wait_for_ever(tmp_path):
     with preparing(tmp_path) as process:
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(CommunicationError, match="has written nothing for 0 s"):
-            prepare_told(tmp_path, [], no_progress_s=0.3)
-        process.send_signal(signal.SIGCONT)
+            prepare_told(tmp_path, no_progress_s=0.3)
 
 
-def test_a_full_disk(tmp_path: Path):
+def test_a_full_disk(tmp_path):
     disk, text = tmp_path / "disk", tmp_path / "a.txt"
     source = SourceConfig(path=str(text))
     with small_disk(disk, "1m"):
@@ -371,7 +315,7 @@ def test_a_full_disk(tmp_path: Path):
         prepare(open_source(source), letters(), disk / "cache", progress=quiet)
 
 
-def test_a_file_that_may_not_grow(tmp_path: Path):
+def test_a_file_that_may_not_grow(tmp_path):
     encoder, docs = letters(Letters(70_000)), BuiltIn("python-docs")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))

@@ -1,30 +1,35 @@
-"""Conversations, instructions, token ids and preferences as tokens, with the mask of training."""
+"""Conversations, instructions, ids, preferences as tokens; what is trained is what is shown."""
 
 from __future__ import annotations
 
 import csv
 import gzip
 import json
-from pathlib import Path
+import os
+import sys
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import GenerationConfig
 
+from isles.checkpoint.export import export_model
 from isles.config.sections.data import SourceConfig
 from isles.data.chat.template import chat_prompt, stop_at_turns, use_template
+from isles.data.show import SHOWN_TOKENS, shown_documents
 from isles.data.sources.rows import Row, Tally
 from isles.data.tokens.encode import Encoded, Encoder, encode_each
-from isles.data.tokens.store import TokenStore
 from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer
 from isles.errors import DataError
+from isles.facts.units import printable
 from tests import chat_templates as templates
 from tests.data import prepare_file, write_rows
+from tests.deadline import run_program
 from tests.each import each
+from tests.small_models import small_model
 
-TEXT = [
-    "The quick brown fox says hello there, fine thanks. assistant user system model think 0 1 2"
-]
+TEXT = ["The quick brown fox says hello there, fine thanks. assistant user system model think 0"]
 
 
 def user(content: str) -> dict[str, Any]:
@@ -39,9 +44,17 @@ CHAT = [user("Hi there"), assistant(" Hello, zwölf 😀!\n"), user("ok"), assis
 
 
 @pytest.fixture
-def plain() -> Any:
+def plain():
     """A tokenizer without special tokens for chats and without a template, as of a base model."""
     return train_tokenizer(TEXT * 5, 320)
+
+
+@pytest.fixture
+def chatml():
+    """A tokenizer with the tokens of ChatML."""
+    made = train_tokenizer(TEXT * 5, 320, is_chat=True)
+    use_template(made, "chatml")
+    return made
 
 
 def with_template(name: str, *, bos: str = "<s>", eos: str = "</s>") -> Any:
@@ -69,72 +82,53 @@ def encode_chat(tokenizer: Any, messages: Any, **source: Any) -> Encoded:
 
 def runs(tokenizer: Any, document: Encoded) -> list[str]:
     """The trained stretches of a document as text."""
-    assert document.trained is not None and len(document.trained) == len(document.ids)
-    stretches: list[list[int]] = []
-    before = False
-    for token, trained in zip(document.ids, document.trained, strict=True):
-        if trained:
-            stretches += [] if before else [[]]
-            stretches[-1].append(token)
-        before = bool(trained)
-    return [tokenizer.decode(stretch) for stretch in stretches]
+    places = zip(document.ids, document.trained, strict=True)
+    stretches = groupby(places, key=lambda place: bool(place[1]))
+    return [
+        tokenizer.decode([token for token, _ in part]) for trained, part in stretches if trained
+    ]
 
 
 def chat_runs(tokenizer: Any, messages: Any, **source: Any) -> list[str]:
     return runs(tokenizer, encode_chat(tokenizer, messages, **source))
 
 
-# What the assistant says, by template
-
-
-HARMONY = [
-    "<|channel|>final<|message|> Hello, zwölf 😀!\n<|end|>",
-    "<|channel|>final<|message|>fine<|return|>",
-]
+FINAL = "<|channel|>final<|message|>"
 
 
 @each(
-    ("template", "answers"),
-    [
-        ("LLAMA_3", ["Hello, zwölf 😀!<|eot_id|>", "fine<|eot_id|>"]),
-        ("MISTRAL", [" Hello, zwölf 😀!</s>", " fine</s>"]),
-        ("GEMMA", ["Hello, zwölf 😀!<end_of_turn>", "fine<end_of_turn>"]),
-        ("ZEPHYR", [" Hello, zwölf 😀!\n</s>", "fine</s>"]),
-        ("QWEN_3", [" Hello, zwölf 😀!\n<|im_end|>", "<think>\n\n</think>\n\nfine<|im_end|>"]),
-        ("PHI_3", [" Hello, zwölf 😀!\n<|end|>", "fine<|end|>"]),
-        ("DEEPSEEK", [" Hello, zwölf 😀!\n</s>", "fine</s>"]),
-        ("HARMONY", HARMONY),
-        ("MARKED", [" Hello, zwölf 😀!\n<|im_end|>", "<|im_end|>"]),
-        # Its turns end with nothing at which generation could stop.
-        ("PLAIN", ["  Hello, zwölf 😀!\n\n", " fine\n</s>"]),
-    ],
+    ("LLAMA_3", ["Hello, zwölf 😀!<|eot_id|>", "fine<|eot_id|>"]),
+    ("MISTRAL", [" Hello, zwölf 😀!</s>", " fine</s>"]),
+    ("GEMMA", ["Hello, zwölf 😀!<end_of_turn>", "fine<end_of_turn>"]),
+    ("ZEPHYR", [" Hello, zwölf 😀!\n</s>", "fine</s>"]),
+    ("QWEN_3", [" Hello, zwölf 😀!\n<|im_end|>", "<think>\n\n</think>\n\nfine<|im_end|>"]),
+    ("PHI_3", [" Hello, zwölf 😀!\n<|end|>", "fine<|end|>"]),
+    ("DEEPSEEK", [" Hello, zwölf 😀!\n</s>", "fine</s>"]),
+    ("HARMONY", [f"{FINAL} Hello, zwölf 😀!\n<|end|>", f"{FINAL}fine<|return|>"]),
+    ("MARKED", [" Hello, zwölf 😀!\n<|im_end|>", "<|im_end|>"]),
+    # Its turns end with nothing at which generation could stop.
+    ("PLAIN", ["  Hello, zwölf 😀!\n\n", " fine\n</s>"]),
 )
-def test_only_what_the_assistant_says_is_trained(template: str, answers: list[str]):
+def test_only_what_the_assistant_says_is_trained(template, answers):
     tokenizer = with_template(template)
     document = encode_chat(tokenizer, CHAT)
     reference = tokenizer.apply_chat_template(CHAT, tokenize=True)["input_ids"]
     reference += [tokenizer.eos_token_id] * (template == "PLAIN")
     assert document.ids == reference  # what generation is prompted with later
     assert runs(tokenizer, document) == answers
-    assert chat_runs(tokenizer, CHAT, train_on="last") == answers[-1:]
     whole = encode_chat(tokenizer, CHAT, train_on="all")
     assert whole.trained is None and whole.ids == document.ids
+    last = encode_chat(tokenizer, CHAT, train_on="last")
+    assert runs(tokenizer, last) == answers[-1:]
+    if template in ("LLAMA_3", "MISTRAL", "GEMMA", "ZEPHYR", "QWEN_3", "PHI_3"):
+        prompt = tokenizer.apply_chat_template(CHAT[:3], add_generation_prompt=True)["input_ids"]
+        assert last.ids[: len(prompt)] == prompt
+        assert np.flatnonzero(last.trained)[0] == len(prompt)
 
 
-@each("template", ["LLAMA_3", "MISTRAL", "GEMMA", "ZEPHYR", "QWEN_3", "PHI_3"])
-def test_what_is_generated_is_what_was_trained(template: str):
-    """The ids before a trained answer are those that generation is prompted with."""
-    tokenizer = with_template(template)
-    document = encode_chat(tokenizer, CHAT, train_on="last")
-    prompt = tokenizer.apply_chat_template(CHAT[:3], add_generation_prompt=True)["input_ids"]
-    assert document.ids[: len(prompt)] == prompt
-    assert np.flatnonzero(document.trained)[0] == len(prompt)
-
-
-def test_chatml_with_tokens_of_its_own_and_without(plain: Any, tmp_path: Path):
-    trained = train_tokenizer(TEXT * 5, 320, is_chat=True)
-    for tokenizer, end in ((trained, "<|im_end|>"), (plain, "<|im_end|><|endoftext|>")):
-        use_template(tokenizer, "chatml")
+def test_chatml_with_tokens_of_its_own_and_without(plain, chatml, tmp_path):
+    use_template(plain, "chatml")
+    for tokenizer, end in ((chatml, "<|im_end|>"), (plain, "<|im_end|><|endoftext|>")):
         document = encode_chat(tokenizer, CHAT)
         assert runs(tokenizer, document) == [f" Hello, zwölf 😀!\n{end}", f"fine{end}"]
         assert end.endswith(tokenizer.eos_token) and len(tokenizer) <= 320
@@ -144,24 +138,18 @@ def test_chatml_with_tokens_of_its_own_and_without(plain: Any, tmp_path: Path):
         assert encode_chat(loaded, CHAT).ids == document.ids
     assert document.ids.count(plain.eos_token_id) == 2  # one for each answer
     with pytest.raises(DataError, match="no form for tools"):
-        encode_one(trained, {"messages": CHAT, "tools": [{"name": "f"}]})
+        encode_one(chatml, {"messages": CHAT, "tools": [{"name": "f"}]})
 
 
-def test_old_reasoning_is_dropped_and_the_last_is_trained():
+def test_tool_calls_and_the_last_reasoning_are_what_the_assistant_says():
+    tokenizer = with_template("QWEN_3")
     old, new = ("<think>\nold\n</think>\n\nfirst", "<think>\nnew\n</think>\n\nsecond")
     messages = [user("one"), assistant(old), user("two"), assistant(new)]
-    assert chat_runs(with_template("QWEN_3"), messages) == ["first<|im_end|>", f"{new}<|im_end|>"]
-
-
-def test_tool_calls_are_what_the_assistant_says():
-    tokenizer = with_template("QWEN_3")
+    assert chat_runs(tokenizer, messages) == ["first<|im_end|>", f"{new}<|im_end|>"]
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    messages = [
-        user("sum"),
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "2"},
-        {"role": "assistant", "content": "two", "tool_calls": None},
-    ]
+    calls, result = {"role": "assistant", "content": None}, {"role": "tool", "content": "2"}
+    last = {**assistant("two"), "tool_calls": None}
+    messages = [user("sum"), {**calls, "tool_calls": [call]}, result, last]
     tools = json.dumps([{"type": "function", "function": {"name": "add"}}])
     (document,) = encode_one(tokenizer, {"messages": messages, "tools": tools})
     said, last = runs(tokenizer, document)
@@ -173,13 +161,10 @@ def test_tool_calls_are_what_the_assistant_says():
         encode_chat(with_template("LLAMA_3"), messages)
 
 
-def test_an_answer_that_holds_what_stands_around_answers():
+def test_answers_are_told_from_what_stands_around_them_or_it_is_an_error():
     trap = "no</s>\n<|user|>\nok</s>\n<|assistant|>\nyes"
     messages = [CHAT[0], assistant(trap), *CHAT[2:]]
     assert chat_runs(with_template("ZEPHYR"), messages) == [f"{trap}</s>", "fine</s>"]
-
-
-def test_a_template_of_which_nobody_can_tell_what_is_said():
     tokenizer = with_template("COUNTING_DOWN")
     with pytest.raises(DataError, match="renders message 1 otherwise") as caught:
         encode_chat(tokenizer, CHAT)
@@ -187,21 +172,16 @@ def test_a_template_of_which_nobody_can_tell_what_is_said():
     assert encode_chat(tokenizer, CHAT, train_on="all").trained is None
 
 
-def test_a_slow_tokenizer_has_the_same_mask():
-    from transformers import ByT5Tokenizer
+def test_tokenizers_that_are_slow_or_have_spaces_in_their_tokens_have_the_same_mask():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = templates.ZEPHYR
     assert not tokenizer.is_fast
     messages = [CHAT[0], assistant("Hello, zwölf 😀!"), *CHAT[2:]]
     assert chat_runs(tokenizer, messages) == ["Hello, zwölf 😀!</s>", "fine</s>"]
-
-
-def test_a_tokenizer_with_spaces_in_its_tokens_has_the_same_mask():
-    """Bytes and words of sentencepiece, as Llama 2, Mistral and Gemma have them."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
+    # Bytes and words of sentencepiece, as Llama 2, Mistral and Gemma have them.
     pieces = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     pieces.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     pieces.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
@@ -211,8 +191,8 @@ def test_a_tokenizer_with_spaces_in_its_tokens_has_the_same_mask():
     state = json.loads(pieces.to_str())
     size = len(state["model"]["vocab"])
     state["model"]["vocab"] |= {f"<0x{n:02X}>": size + n for n in range(256)}
-    core = Tokenizer.from_str(json.dumps(state))
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    core = Tokenizer.from_str(json.dumps(state))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **names)
     tokenizer.chat_template = templates.MISTRAL
     document = encode_chat(tokenizer, CHAT)
@@ -224,53 +204,30 @@ def test_a_tokenizer_with_spaces_in_its_tokens_has_the_same_mask():
     assert tokens[start - 1] == "[/INST]" and tokens[start].startswith("▁")
 
 
-# Templates and the end of a turn
-
-
-@each(
-    ("template", "stop"),
-    [
-        ("LLAMA_3", "<|eot_id|>"),
+def test_generation_stops_where_a_turn_ends_also_by_an_exported_model(tmp_path):
+    for template, stop in (
         ("HARMONY", "<|return|>"),
         ("PHI_3", "</s>"),  # it writes eos_token itself
         ("MISTRAL", "</s>"),
         ("PLAIN", "</s>"),  # it has no other
-    ],
-)
-def test_generation_stops_where_a_turn_ends(template: str, stop: str):
-    tokenizer = with_template(template)
-    stop_at_turns(tokenizer)
-    assert tokenizer.eos_token == stop
-
-
-def test_an_exported_model_stops_where_a_turn_ends(tmp_path: Path):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from isles.checkpoint.export import export_model
-
-    tokenizer = with_template("LLAMA_3")
+        ("LLAMA_3", "<|eot_id|>"),
+    ):
+        tokenizer = with_template(template)
+        stop_at_turns(tokenizer)
+        assert tokenizer.eos_token == stop, template
     ends = tokenizer.convert_tokens_to_ids(["</s>", "<|eot_id|>"])
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": len(tokenizer)}
-    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, eos_token_id=ends[0]))
-    stop_at_turns(tokenizer)
-    export_model(model, tokenizer, tmp_path / "model", max_shard_bytes=10**9)
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
-    assert loaded.generation_config.eos_token_id == ends
+    model = small_model(vocab_size=len(tokenizer), eos_token_id=ends[0])
+    export_model(model, tokenizer, tmp_path, max_shard_bytes=10**9)
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == ends
 
 
 @each(
-    ("content", "what", "where"),
-    [
-        (None, "there is no chat template", "tokenizer.chat_template"),
-        (b" \n", "is empty", "t.jinja"),
-        (b"a\n{% for %}", "is no Jinja", "t.jinja:2"),
-        (b"a\n\xff", "not UTF-8", "t.jinja:2"),
-    ],
+    (None, "there is no chat template", "tokenizer.chat_template"),
+    (b" \n", "is empty", "t.jinja"),
+    (b"a\n{% for %}", "is no Jinja", "t.jinja:2"),
+    (b"a\n\xff", "not UTF-8", "t.jinja:2"),
 )
-def test_a_broken_template_is_named(
-    plain: Any, tmp_path: Path, content: bytes | None, what: str, where: str
-):
+def test_a_broken_template_is_named(content, what, where, *, plain, tmp_path):
     file = tmp_path / "t.jinja"
     if content is not None:
         file.write_bytes(content)
@@ -279,20 +236,16 @@ def test_a_broken_template_is_named(
     assert caught.value.where.endswith(where) and caught.value.fix
 
 
-def test_messages_need_a_template(plain: Any):
+def test_messages_need_a_template(plain):
     prompt = chat_prompt(with_template("GEMMA"), "Hi")
     assert prompt == "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"
-    with pytest.raises(DataError, match="no chat template"):
-        chat_prompt(plain, "Hi")
-    with pytest.raises(DataError, match="no chat template") as caught:
-        encode_chat(plain, CHAT)
+    for needs_one in (lambda: chat_prompt(plain, "Hi"), lambda: encode_chat(plain, CHAT)):
+        with pytest.raises(DataError, match="no chat template") as caught:
+            needs_one()
     assert "tokenizer.chat_template: chatml" in caught.value.fix
 
 
-# Forms of rows
-
-
-def test_the_same_rows_from_any_kind_of_file(tmp_path: Path):
+def test_the_same_rows_from_any_kind_of_file(tmp_path):
     import datasets
 
     tokenizer = with_template("LLAMA_3")
@@ -307,7 +260,7 @@ def test_the_same_rows_from_any_kind_of_file(tmp_path: Path):
     dataset.to_parquet(tmp_path / "e.parquet")
     dataset.save_to_disk(tmp_path / "f")
     digests = {
-        TokenStore.open(prepare_file(tokenizer, path, tmp_path / "cache", type="chat")).digest
+        prepare_file(tokenizer, path, tmp_path / "cache", type="chat").digest
         for path in sorted(tmp_path.iterdir())
     }
     assert len(digests) == 1 and len(list((tmp_path / "cache").glob("tokens-*"))) == 6
@@ -331,7 +284,7 @@ def test_forms_of_conversations():
     assert encode_one(tokenizer, row)[0].ids == encode_chat(tokenizer, system).ids
 
 
-def test_instructions_with_a_template():
+def test_instructions_with_a_template_and_without(plain):
     tokenizer = with_template("LLAMA_3")
     wanted = encode_chat(tokenizer, [user("Say\n\nit"), assistant("yes")])
     assert runs(tokenizer, wanted) == ["yes<|eot_id|>"]
@@ -344,9 +297,6 @@ def test_instructions_with_a_template():
     ]:
         (document,) = encode_one(tokenizer, row, type="instruct", columns=columns)
         assert document.ids == wanted.ids and np.array_equal(document.trained, wanted.trained)
-
-
-def test_instructions_without_a_template(plain: Any):
     row = {"instruction": "Say", "input": "it", "output": "yes"}
     (document,) = encode_one(plain, row, type="instruct")
     assert plain.decode(document.ids) == (
@@ -375,23 +325,17 @@ def test_the_token_that_begins_a_text_is_there_once():
     assert encode_chat(tokenizer, CHAT).ids.count(tokenizer.bos_token_id) == 1
 
 
-@each(
-    ("row", "ids", "trained"),
-    [
-        ({"input_ids": [5, 6, 7]}, [5, 6, 7], [True, True, True]),
+def test_token_ids_as_they_are(plain):
+    for row, ids, trained in (
         ({"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}, [5, 6, 7], [False, False, True]),
         ({"input_ids": [9, 5, 6, 9], "attention_mask": [0, 1, 1, 0]}, [5, 6], [True, True]),
         ({"input_ids": "[5, 6]"}, [5, 6], [True, True]),
-    ],
-)
-def test_token_ids_as_they_are(
-    plain: Any, row: dict[str, Any], ids: list[int], trained: list[bool]
-):
-    (document,) = encode_one(plain, row, type="tokens")
-    assert document.ids == ids and document.trained.tolist() == trained
+    ):
+        (document,) = encode_one(plain, row, type="tokens")
+        assert document.ids == ids and document.trained.tolist() == trained
 
 
-def test_preferences_in_their_forms(plain: Any):
+def test_preferences_in_their_forms(plain):
     tokenizer = with_template("LLAMA_3")
     ask, yes, no = user("Say"), assistant("yes"), assistant("no")
     human = "\n\nHuman: Say\n\nAssistant: "
@@ -419,16 +363,14 @@ def test_preferences_in_their_forms(plain: Any):
     assert runs(plain, rejected) == [" no<|endoftext|>"]
 
 
-# Prepared
-
-
-def test_the_key_follows_all_that_the_ids_depend_on(tmp_path: Path):
+def test_the_key_follows_all_that_the_ids_depend_on(tmp_path):
     row = {"messages": CHAT, "conversations": CHAT, "prompt": "a", "completion": "b"}
     row |= {"text": "a", "input_ids": [5, 6], "chosen": "c", "rejected": "d"}
     file = write_rows(tmp_path / "a.jsonl", [row])
 
     def key(tokenizer: Any, **source: Any) -> str:
-        return prepare_file(tokenizer, file, tmp_path / "c", **{"type": "chat", **source}).name
+        source = {"type": "chat", **source}
+        return prepare_file(tokenizer, file, tmp_path / "c", **source).folder.name
 
     llama, gemma = with_template("LLAMA_3"), with_template("GEMMA")
     types = ("chat", "text", "instruct", "preference", "tokens")
@@ -440,3 +382,59 @@ def test_the_key_follows_all_that_the_ids_depend_on(tmp_path: Path):
     # And nothing else: what decides on later steps only is not part of it.
     assert key(llama, weight=2.0, split="train") == keys[0]
     assert key(gemma, type="tokens") == keys[4]
+
+
+def test_samples_and_counts_are_printed(tmp_path, run_file):
+    chats = [[user(f"Number {n}?"), assistant("It is " + "so " * n)] for n in range(30)]
+    write_rows(tmp_path / "chat.jsonl", [{"messages": chat} for chat in chats])
+    rows = [{"instruction": "Say it", "output": f"[red]{n}[/red]"} for n in range(7)]
+    write_rows(tmp_path / "alpaca.jsonl", rows)
+    chat, tasks = "{path: chat.jsonl, type: chat}", "{path: alpaca.jsonl, type: instruct"
+    data = [f"data.sources=[{chat}, {tasks}, train_on: all}}]", f"data.cache_dir={tmp_path}/made"]
+
+    def show(*arguments: str, **environment: str) -> tuple[str, str]:
+        names = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+        command = [sys.executable, "-m", "isles", "data", "show", run_file, *data, *arguments]
+        ended = run_program(command, tmp_path, {**names, "COLUMNS": "100", **environment})
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout, ended.stderr
+
+    out, _ = show("--samples", "2", "data.seq_length=24")
+    assert "1. chat.jsonl: type chat · template chatml · train_on assistant\n" in out
+    assert "Number 0?<|im_end|>\n<|im_start|>assistant\n⟦It is <|im_end|>⟧\n" in out
+    assert out.count("── chat ") == 2 and "chat 30 of 30" in out
+    assert "longer than seq_length 24" in out
+    assert "type instruct · template chatml · train_on all · every token is trained" in out
+    assert "[red]6[/red]<|im_end|>" in out
+    table = {line[:26].strip(): line[26:].split() for line in out.splitlines()}
+    assert table["rows"] == table["documents"] == ["30", "7"]
+    assert table["truncated"][0] == table["longer than seq_length"][0] != "0"
+    assert table["trained tokens"][-1] == "(100.0%)"
+    # A training that follows finds it ready: the second time nothing is prepared.
+    before = sorted(path.name for path in (tmp_path / "made").glob("tokens-*"))
+    out, said = show("--samples=1", FORCE_COLOR="1")
+    assert said.count("(prepared before)") == len(before) == 2
+    assert sorted(path.name for path in (tmp_path / "made").glob("tokens-*")) == before
+    assert "\x1b[1;32mIt is <|im_end|>" in out and "⟦" not in out
+    assert not list(tmp_path.glob("runs*"))
+
+
+def test_documents_are_shown_whole_and_marked_exactly_and_pairs_together(chatml, tmp_path):
+    messages = [user("hello 😀"), assistant(" zwölf"), user("x"), assistant("y" * 2000)]
+    file = write_rows(tmp_path / "chat.jsonl", [{"messages": messages}])
+    store = prepare_file(chatml, file, tmp_path / "c", type="chat")
+    (shown,) = shown_documents(store, chatml.decode, 100, 5)
+    texts = [stretch.text for stretch in shown.stretches if stretch.is_trained]
+    assert texts[0] == " zwölf<|im_end|>" and set(texts[1]) == {"y"}
+    assert shown.num_hidden == len(store.tokens) - SHOWN_TOKENS > 0
+    whole = chatml.decode(store.tokens[:SHOWN_TOKENS].tolist())
+    assert "".join(stretch.text for stretch in shown.stretches) == whole
+    assert printable("a\x1b[31m\r\x00\tb\nä") == "a\\x1b[31m\\r\\x00\tb\nä"
+    rows = [{"prompt": f"{n}", "chosen": "yes", "rejected": "no"} for n in range(9)]
+    file = write_rows(tmp_path / "pairs.jsonl", rows)
+    store = prepare_file(chatml, file, tmp_path / "c", type="preference")
+    shown = list(shown_documents(store, chatml.decode, 100, 2))
+    titles = [one.title.split(":")[0].removeprefix("preference ") for one in shown]
+    assert titles == [f"{n} of 9, {which}" for n in (1, 9) for which in ("chosen", "rejected")]
+    said = [one.stretches[1].text for one in shown]
+    assert said == ["yes<|im_end|>", "no<|im_end|>"] * 2

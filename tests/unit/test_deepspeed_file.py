@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import json
 import re
 import sys
@@ -12,14 +10,8 @@ from typing import Any
 
 import pytest
 
-from isles.config.interop.deepspeed import (
-    check_accumulation,
-    deepspeed_file_issues,
-    deepspeed_keys,
-    deepspeed_settings,
-    missing_deepspeed,
-    resolve_stage,
-)
+from isles.config.interop import deepspeed
+from isles.config.interop.deepspeed import check_accumulation, deepspeed_file_issues
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig
 from isles.errors import ConfigError
@@ -37,17 +29,10 @@ NVME = {"device": "nvme"}
 def run_config(
     path: Path | None, strategy: dict[str, Any] | None = None, **training: Any
 ) -> RunConfig:
-    chosen: dict[str, Any] = {"kind": "deepspeed", **(strategy or {})}
-    if path is not None:
-        chosen["config_file"] = str(path)
-    return RunConfig.model_validate(
-        {
-            "model": {"name_or_path": "llama-2m", "init": "scratch"},
-            "data": {"sources": [{"type": "fake"}]},
-            "training": {"max_steps": 100, **training},
-            "strategy": chosen,
-        }
-    )
+    chosen = {"kind": "deepspeed", "config_file": path and str(path), **(strategy or {})}
+    content = {"model": {"name_or_path": "llama-2m", "init": "scratch"}, "strategy": chosen}
+    content["data"] = {"sources": [{"type": "fake"}]}
+    return RunConfig.model_validate({**content, "training": {"max_steps": 100, **training}})
 
 
 def write(folder: Path, content: dict[str, Any]) -> Path:
@@ -58,7 +43,7 @@ def write(folder: Path, content: dict[str, Any]) -> Path:
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
     assert isinstance(config.strategy, DeepSpeedStrategyConfig)
-    return deepspeed_settings(config, config.strategy)
+    return deepspeed.deepspeed_settings(config, config.strategy)
 
 
 def test_the_documents_example_loads_and_is_used_as_it_is(tmp_path: Path) -> None:
@@ -79,8 +64,7 @@ def test_the_documents_offloading_of_both_loads_with_stage_3(tmp_path: Path) -> 
     path = write(tmp_path, {"zero_optimization": zero})
     config = run_config(path)
     assert deepspeed_file_issues(path, config) == []
-    assert isinstance(config.strategy, DeepSpeedStrategyConfig)
-    assert resolve_stage(config.strategy) == 3
+    assert deepspeed.resolve_stage(config.strategy) == 3
     assert settings_of(config)["zero_optimization"]["offload_param"] == CPU
 
 
@@ -101,14 +85,9 @@ def test_all_that_is_auto_comes_from_the_run_file(tmp_path: Path) -> None:
         "zero_optimization": auto(*zero) | {"offload_optimizer": CPU | auto("device")},
     }
     path = write(tmp_path, content)
-    config = run_config(
-        path,
-        {"zero_stage": 1, "reduce_bucket_size": 1000, "offload_optimizer": "cpu"},
-        precision="fp16-mixed",
-        lr_scheduler_type="linear",
-        max_grad_norm=None,
-        micro_batch_size=4,
-    )
+    strategy = {"zero_stage": 1, "reduce_bucket_size": 1000, "offload_optimizer": "cpu"}
+    training = {"precision": "fp16-mixed", "lr_scheduler_type": "linear", "max_grad_norm": None}
+    config = run_config(path, strategy, micro_batch_size=4, **training)
     assert deepspeed_file_issues(path, config) == []
     settings = settings_of(config)
     found = settings["zero_optimization"]
@@ -124,33 +103,27 @@ def test_all_that_is_auto_comes_from_the_run_file(tmp_path: Path) -> None:
 ADAM = {"type": "AdamW"}
 DECAY = {"type": "WarmupDecayLR", "params": {"warmup_type": "log"}}
 FP16 = {"fp16": {"enabled": True, "loss_scale": 128}}
-MICRO = "train_micro_batch_size_per_gpu"
 
 
 @each(
-    ("content", "training", "words"),
-    [
-        ({"train_batch_size": 64}, {"global_batch_size": 32}, "train_batch_size is 64.* is 32"),
-        ({"gradient_accumulation_steps": 5}, {}, "accumulation_steps is 5.*no number"),
-        ({"gradient_clipping": 0.3}, {}, "gradient_clipping is 0.3.*max_grad_norm is 1"),
-        ({"bf16": {"enabled": True}}, {"precision": "32-true"}, "bf16.enabled is true.*32-true"),
-        (FP16, {"precision": "fp16-mixed"}, "fp16.loss_scale is 128.*adapts it"),
-        ({"optimizer": ADAM | {"params": {"lr": 1e-5}}}, {}, "params.lr is 1e-05.* is 0.0004"),
-        ({"optimizer": {"type": "Lamb"}}, {}, "optimizer.type is Lamb.*adamw"),
-        ({"scheduler": {"type": "WarmupLR", "params": {}}}, {}, "type is WarmupLR.*cosine"),
-        ({"scheduler": DECAY}, {"lr_scheduler_type": "linear"}, "type is log.*straight line"),
-        ({"zero_optimization": {"stage": 0}}, {}, "stage is 0"),
-        ({"zero_optimization": {"stage": 2, "offload_param": CPU}}, {}, "with ZeRO stage 3 only"),
-        ({"zero_optimization": {"stage": 3, "offload_param": NVME}}, {}, "nvme needs a folder"),
-        ({"zero_optimization": {"cpu_offload": True}}, {}, "cpu_offload is not DeepSpeed's to say"),
-        ({"zero_optimization": {"stag": 2}}, {}, "stag is no key of DeepSpeed"),
-        ({"zero_optimization": True}, {}, "zero_optimization is true, not an object"),
-        ({"zero_force_ds_cpu_optimizer": True}, {}, "zero_force_ds_cpu_optimizer is true"),
-    ],
+    ({"train_batch_size": 64}, {"global_batch_size": 32}, "train_batch_size is 64.* is 32"),
+    ({"gradient_accumulation_steps": 5}, {}, "accumulation_steps is 5.*no number"),
+    ({"gradient_clipping": 0.3}, {}, "gradient_clipping is 0.3.*max_grad_norm is 1"),
+    ({"bf16": {"enabled": True}}, {"precision": "32-true"}, "bf16.enabled is true.*32-true"),
+    (FP16, {"precision": "fp16-mixed"}, "fp16.loss_scale is 128.*adapts it"),
+    ({"optimizer": ADAM | {"params": {"lr": 1e-5}}}, {}, "params.lr is 1e-05.* is 0.0004"),
+    ({"optimizer": {"type": "Lamb"}}, {}, "optimizer.type is Lamb.*adamw"),
+    ({"scheduler": {"type": "WarmupLR", "params": {}}}, {}, "type is WarmupLR.*cosine"),
+    ({"scheduler": DECAY}, {"lr_scheduler_type": "linear"}, "type is log.*straight line"),
+    ({"zero_optimization": {"stage": 0}}, {}, "stage is 0"),
+    ({"zero_optimization": {"stage": 2, "offload_param": CPU}}, {}, "with ZeRO stage 3 only"),
+    ({"zero_optimization": {"stage": 3, "offload_param": NVME}}, {}, "nvme needs a folder"),
+    ({"zero_optimization": {"cpu_offload": True}}, {}, "cpu_offload is not DeepSpeed's to say"),
+    ({"zero_optimization": {"stag": 2}}, {}, "stag is no key of DeepSpeed"),
+    ({"zero_optimization": True}, {}, "zero_optimization is true, not an object"),
+    ({"zero_force_ds_cpu_optimizer": True}, {}, "zero_force_ds_cpu_optimizer is true"),
 )
-def test_a_contradiction_is_named_with_both_values(
-    tmp_path: Path, content: dict[str, Any], training: dict[str, Any], words: str
-) -> None:
+def test_a_contradiction_is_named_with_both_values(content, training, words, *, tmp_path):
     path = write(tmp_path, content)
     (issue,) = deepspeed_file_issues(path, run_config(path, **training))
     assert issue.what.startswith(f"{path}:"), "file and line"
@@ -170,14 +143,9 @@ def test_every_contradiction_is_named_at_once_with_its_line(tmp_path: Path) -> N
         line = lines[int(where.rpartition(":")[2]) - 1]
         assert json.dumps(key.rpartition(".")[2]) in line, issue
         found.append(key)
-    assert found == [
-        "zero_optimisation",
-        "gradient_clipping",
-        "zero_optimization.stage",
-        "zero_optimization.offload_optimizer.device",
-        "gradient_accumulation_steps",
-        "bf16.enabled",
-    ]
+    zero = ["zero_optimization.stage", "zero_optimization.offload_optimizer.device"]
+    rest = ["gradient_accumulation_steps", "bf16.enabled"]
+    assert found == ["zero_optimisation", "gradient_clipping", *zero, *rest]
 
 
 def test_accumulation_is_checked_against_the_ranks(tmp_path: Path) -> None:
@@ -192,17 +160,14 @@ def test_accumulation_is_checked_against_the_ranks(tmp_path: Path) -> None:
 
 
 @each(
-    ("text", "words"),
-    [
-        ("{", "no JSON"),
-        ("[]", "no JSON object"),
-        ('{"fp16": {"a": 1, "a": 2}}', "a stands here and on line 1"),
-        (None, "no such file"),
-        # Lines are known between tabs, too.
-        ('{\n\t"zero_optimization":\t{\n\t\t"stag":\t2\n\t}\n}\n', ":3 zero_optimization.stag"),
-    ],
+    ("{", "no JSON"),
+    ("[]", "no JSON object"),
+    ('{"fp16": {"a": 1, "a": 2}}', "a stands here and on line 1"),
+    (None, "no such file"),
+    # Lines are known between tabs, too.
+    ('{\n\t"zero_optimization":\t{\n\t\t"stag":\t2\n\t}\n}\n', ":3 zero_optimization.stag"),
 )
-def test_what_is_no_deepspeed_file_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
+def test_what_is_no_deepspeed_file_is_refused(text: str | None, words: str, *, tmp_path):
     path = tmp_path / "ds_config.json"
     if text is not None:
         path.write_text(text)
@@ -222,14 +187,9 @@ def test_settings_without_a_file_come_from_the_strategy() -> None:
     assert "bf16" not in settings_of(run_config(None, precision="32-true"))
 
 
-def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-
-    def without(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
-        return None if name == "deepspeed" else find(name, package)
-
-    monkeypatch.setattr(importlib.util, "find_spec", without)
-    issue = missing_deepspeed()
+def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    issue = deepspeed.missing_deepspeed()
     assert issue is not None and "pip install 'isles[deepspeed]'" in issue.fix
 
 
@@ -246,7 +206,7 @@ print(json.dumps([zero, [*Optimizer.model_fields, *Param.model_fields]]))
     result = run_program([sys.executable, "-c", code])
     assert result.returncode == 0, result.stderr
     zero, offload = json.loads(result.stdout.splitlines()[-1])
-    table = deepspeed_keys()
+    table = deepspeed.deepspeed_keys()
     named = [*table["same"], *table["fixed"]]
 
     def known(section: str) -> set[str]:

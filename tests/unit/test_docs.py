@@ -11,11 +11,10 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-import pytest
 import yaml
 
 from isles.check.finding import IDS
@@ -49,50 +48,34 @@ BASE: Mapping[str, object] = {
     "data": {"sources": [{"path": "python-docs"}]},
     "training": {"max_steps": 1000},
 }
-LENGTHS = ("max_steps", "num_train_epochs", "max_time")
 # Blocks that nothing here can run. Each one more is one fewer that is known to work.
 MOST_NEEDS = 21
-FILES = (".py", ".json", ".yaml", ".sqlite", ".sif", ".sqsh")
 # What looks like a key or an id: Python's names, and keys that a page says are none.
 NO_KEYS = {
     *("isles.report", "torch.distributed", "torch.float32", "torch.bfloat16"),
     *("model.dtype", "training.mixed_precision"),
 }
-GROUPS = (["checkpoint"], ["config"], ["data"])
 
 
-def faults(judge: Callable[[Path, Block], object]) -> list[str]:
-    """What a judge finds wrong with the blocks of all pages."""
-    return [
-        f"{page.relative_to(ROOT)}:{block.line}: {fault}"
-        for page in ALL_PAGES
-        if not page.is_symlink()
-        for block in blocks(page)
-        if (fault := judge(page, block))
-    ]
-
-
-def test_the_pages_link_to_what_there_is() -> None:
+def test_the_pages_link_to_what_there_is():
     broken = {page.name: found for page in ALL_PAGES if (found := broken_links(page))}
     assert not broken, broken
 
 
-def test_every_page_is_in_the_navigation_once() -> None:
-    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+def test_every_page_is_in_the_navigation_once():
+    text = read(ROOT / "mkdocs.yml")
     named = re.findall(r"^ +- .+: (\S+\.md)$", text, re.M)
     assert sorted(named) == [page.name for page in PAGES[1:]]
 
 
-def test_the_reference_is_what_the_schema_says() -> None:
+def test_the_reference_is_what_the_schema_says():
     """And the tables of names of other tools are those that isles reads."""
     for script in ("make_run_file.py", "make_coming_from.py"):
         done = run_program([sys.executable, ROOT / "docs" / script, "--check"])
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_example_of_an_error_is_what_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_of_an_error_is_what_is_printed(tmp_path, capsys):
     page = read(ROOT / "docs" / "coming-from.md")
     (shown,) = re.findall(r"^\$ isles config show run\.yaml\n(.*?)^```", page, re.M | re.S)
     path = tmp_path / "run.yaml"
@@ -106,9 +89,9 @@ def test_the_example_of_an_error_is_what_is_printed(
     assert capsys.readouterr().err.replace(f"{path}", "run.yaml") == shown
 
 
-def test_paths_named_in_the_architecture_exist() -> None:
+def test_paths_named_in_the_architecture_exist():
     """But for x.py, which stands for a file that somebody adds."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = read(ROOT / "docs" / "architecture.md")
     named = [name for name in re.findall(r"`([\w/]+/\w+\.py)", text) if not name.endswith("/x.py")]
     assert len(named) > 40
     places = (ROOT, ROOT / "src" / "isles")
@@ -116,21 +99,19 @@ def test_paths_named_in_the_architecture_exist() -> None:
     assert not missing, missing
 
 
-def test_commands_between_backticks_exist() -> None:
+def test_commands_between_backticks_exist():
     """Or are messages of isles, which also begin with its name."""
-    source = "".join(
-        file.read_text(encoding="utf-8") for file in sorted((ROOT / "src" / "isles").rglob("*.py"))
-    )
+    source = "".join(map(read, (ROOT / "src" / "isles").rglob("*.py")))
     unknown = [
         f"{page.name}: {text}: {word}"
         for page in ALL_PAGES
-        for text, word in named_in_text(page.read_text(encoding="utf-8"))
+        for text, word in named_in_text(read(page))
         if word.startswith("-") or " ".join(text.split()[:3]) not in source
     ]
     assert not unknown, unknown
 
 
-def test_keys_and_ids_between_backticks_exist() -> None:
+def test_keys_and_ids_between_backticks_exist():
     sections = {*run_schema()["properties"], "launcher"}
     roots = sections | {id.partition(".")[0] for id in (*by_id(), *IDS)}
     unknown = [
@@ -138,60 +119,46 @@ def test_keys_and_ids_between_backticks_exist() -> None:
         for page in ALL_PAGES
         for name in re.findall(r"`([a-z_]+(?:\.[a-z0-9_]+)+)(?:`|: )", without_others(page))
         if name.partition(".")[0] in roots
-        and not name.endswith(FILES)
+        and not name.endswith((".py", ".json", ".yaml", ".sqlite", ".sif", ".sqsh"))
         and not (is_key(name) or name in by_id() or name in IDS or name in NO_KEYS)
     ]
     assert not unknown, unknown
 
 
-def test_commands_of_blocks_are_understood() -> None:
-    found = faults(
-        lambda _, block: (
-            "; ".join(fault for line in block.lines if (fault := fault_of(line, block)))
-            if block.kind != "not isles" and (block.is_shell or is_isles(block))
-            else ""
-        )
-    )
+def test_every_block_is_right_and_few_need_what_is_not_here():
+    """Commands are understood, run files and sections of one resolve, and marks are true."""
+    pages = [page for page in ALL_PAGES if not page.is_symlink()]
+    all_blocks = [(page, block) for page in pages for block in blocks(page)]
+    found = [
+        f"{page.relative_to(ROOT)}:{block.line}: {fault}"
+        for page, block in all_blocks
+        for fault in faults_of(page, block)
+        if fault
+    ]
     assert not found, "\n".join(found)
-
-
-def test_run_files_and_sections_resolve() -> None:
-    found = faults(
-        lambda page, block: (
-            "; ".join(
-                fault for text in documents_of(block.text) if (fault := run_file_fault(text, page))
-            )
-            if block.language == "yaml" and not block.kind
-            else ""
-        )
-    )
-    assert not found, "\n".join(found)
-
-
-def test_python_and_json_of_blocks_can_be_read() -> None:
-    for page in ALL_PAGES:
-        for block in blocks(page):
-            if block.language == "python":
-                ast.parse(block.text, f"{page.name}:{block.line}")
-            elif block.language == "json":
-                whole = block.text.startswith("{\n")
-                for text in [block.text] if whole else block.text.splitlines():
-                    json.loads(text)
-
-
-def test_every_mark_is_true() -> None:
-    found = faults(lambda _, block: mark_fault(block) if block.is_shell and block.kind else "")
-    assert not found, "\n".join(found)
-    needs = faults(lambda _, block: block.is_shell and block.kind == "needs")
+    needs = [block for _, block in all_blocks if block.is_shell and block.kind == "needs"]
     assert len(needs) <= MOST_NEEDS, needs
 
 
+def faults_of(page: Path, block: Block) -> Iterator[str]:
+    """What is wrong with a block, with empty texts for what is right. Python and JSON raise."""
+    # A block without a language, or of text, may begin with a command of isles.
+    is_typed = block.language in ("", "text") and re.match("isles |python -m isles", block.text)
+    if block.kind != "not isles" and (block.is_shell or is_typed):
+        yield from (fault_of(line, block) for line in block.lines)
+    if block.is_shell and block.kind:
+        yield mark_fault(block)
+    if block.language == "yaml" and not block.kind:
+        yield from (run_file_fault(text, page) for text in documents_of(block.text))
+    if block.language == "python":
+        ast.parse(block.text, f"{page.name}:{block.line}")
+    if block.language == "json":
+        whole = block.text.startswith("{\n")
+        for text in [block.text] if whole else block.text.splitlines():
+            json.loads(text)
+
+
 # Commands.
-
-
-def is_isles(block: Block) -> bool:
-    """A block without a language, or of text, that begins with a command of isles."""
-    return block.language in ("", "text") and block.text.startswith(("isles ", "python -m isles"))
 
 
 def fault_of(line: str, block: Block) -> str:
@@ -212,9 +179,8 @@ def command_fault(program: str, *words: str) -> str:
             targets = re.findall(r"^([a-z-]+):", read(ROOT / "Makefile"), re.M)
             return ", ".join(name for name in words if "=" not in name and name not in targets)
         case "python" | "python3" | "torchrun" | "bash" | "sbatch" | "qsub":
-            name = next(
-                (word for word in words if re.fullmatch(r"[\w./-]+\.(py|sh|pbs)", word)), ""
-            )
+            scripts = (word for word in words if re.fullmatch(r"[\w./-]+\.(py|sh|pbs)", word))
+            name = next(scripts, "")
             return "" if is_script(name) else f"there is no {name}"
     return ""
 
@@ -259,7 +225,7 @@ def run_file_fault(text: str, page: Path) -> str:
         base["model"] = {"name_or_path": "someone/a-model"}
     if "model" in given or "adapter" in given:
         base.pop("tokenizer", None)
-    if any(training.get(key) for key in LENGTHS):
+    if any(training.get(key) for key in ("max_steps", "num_train_epochs", "max_time")):
         base.pop("training")
     if "script" in training:
         base = {}
@@ -315,8 +281,9 @@ def mark_fault(block: Block) -> str:
 def wanted(words: list[str]) -> list[str]:
     """The verb of isles that a line types, and the flags of any program."""
     rest = words[words.index("isles") + 1 :] if "isles" in words else []
+    verb = rest[: 2 if rest[:1] in (["checkpoint"], ["config"], ["data"]) else 1]
     flags = [word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)]
-    return [word.replace("_", "-") for word in (*rest[: 2 if rest[:1] in GROUPS else 1], *flags)]
+    return [word.replace("_", "-") for word in (*verb, *flags)]
 
 
 @cache

@@ -9,7 +9,6 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,17 +19,7 @@ from isles.agent.failure import failure_report
 from isles.agent.protocol import refusal
 from isles.check.finding import IDS
 from isles.cli import main
-from isles.errors import (
-    CommunicationError,
-    ConfigError,
-    ConfigErrors,
-    DataError,
-    ExitCode,
-    PreflightError,
-    UserError,
-    cut_more,
-    more_lines,
-)
+from isles.errors import ConfigError, ExitCode, PreflightError, UserError
 from isles.facts import troubleshooting as page
 from isles.launch.remote.setup import wheel_bytes
 from isles.launch.ssh.hosts import refuse
@@ -43,7 +32,7 @@ from tests.documents import ROOT, is_key
 from tests.each import each
 
 
-def test_out_of_memory_has_its_code_and_its_levers(tmp_path: Path) -> None:
+def test_out_of_memory_has_its_code_and_its_levers(tmp_path):
     """More than any machine has: the allocator's real error."""
     attempt = Attempt(tmp_path, 1)
     try:
@@ -56,9 +45,7 @@ def test_out_of_memory_has_its_code_and_its_levers(tmp_path: Path) -> None:
     assert "micro_batch_size" in record["fix"]
 
 
-def test_who_has_lost_another_is_no_culprit_even_where_its_disk_holds_no_word(
-    tmp_path: Path,
-) -> None:
+def test_who_has_lost_another_is_no_culprit_even_where_its_disk_holds_no_word(tmp_path):
     """Its exit code says so, to the agents of several nodes and to itself."""
     attempt = Attempt(tmp_path, 1)
     attempt.rank_error(0).mkdir(parents=True)  # nothing can be written there
@@ -73,9 +60,6 @@ def test_who_has_lost_another_is_no_culprit_even_where_its_disk_holds_no_word(
     assert found["what"] == "rank 1 ended with exit code 1"
     found = failure_report(attempt, 0, [0, 1], 3, {0: code, 1: -9})["root_cause"]
     assert found["what"] == "rank 1 was killed by SIGKILL"
-
-
-Capture = pytest.CaptureFixture[str]
 
 
 def ids_of_code(text: str) -> set[str]:
@@ -104,7 +88,7 @@ def _given(node: ast.AST) -> Iterator[ast.expr]:
             yield from (value for name, value in pairs if name.arg == "id" and value is not None)
 
 
-def test_every_id_has_one_paragraph_and_every_paragraph_an_id_that_is_used() -> None:
+def test_every_id_has_one_paragraph_and_every_paragraph_an_id_that_is_used():
     assert ids_of_code('DataError("x", id="a.b" if many else "c")') == {"a.b", "c"}
     used = set(IDS)
     for path in (ROOT / "src" / "isles").rglob("*.py"):
@@ -118,24 +102,22 @@ def test_every_id_has_one_paragraph_and_every_paragraph_an_id_that_is_used() -> 
     assert [id for id in on_page if "." in id and is_key(id)] == [], "keys of the run file"
 
 
-def test_the_wheel_for_hosts_has_the_page() -> None:
+def test_the_wheel_for_hosts_has_the_page():
     with zipfile.ZipFile(io.BytesIO(wheel_bytes())) as wheel:
         content = wheel.read("isles/facts/troubleshooting.md")
     assert content == (ROOT / "docs" / "troubleshooting.md").read_bytes()
 
 
-@each("id", sorted(page.by_id()))
-def test_explain_prints_the_paragraph(id: str, capsys: Capture) -> None:
+@each(*sorted(page.by_id()))
+def test_explain_prints_the_paragraph(id: str, *, capsys):
     assert main(["explain", id]) == ExitCode.OK
     out = capsys.readouterr().out
     head, _, body = out.partition("\n\n")
-    assert f"`{id}`" in head
-    assert body.strip()
-    assert "](" not in out
-    assert "**" not in out
+    assert f"`{id}`" in head and body.strip()
+    assert "](" not in out and "**" not in out
 
 
-def test_explain_lists_every_id_once_and_knows_exit_codes(capsys: Capture) -> None:
+def test_explain_lists_every_id_once_and_knows_exit_codes(capsys):
     assert main(["explain"]) == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
     firsts = [line.split()[0] for line in lines if line]
@@ -148,15 +130,14 @@ def test_explain_lists_every_id_once_and_knows_exit_codes(capsys: Capture) -> No
         assert f"exit code {int(code)}: " in capsys.readouterr().out
 
 
-def test_a_wrong_id_names_the_nearest(capsys: Capture) -> None:
+def test_a_wrong_id_names_the_nearest(capsys):
     for given, meant in (("data.rwos", "data.rows"), ("ssh", "ssh.connect"), ("0", "lists them")):
         assert main(["explain", given]) == ExitCode.USER
         error = capsys.readouterr().err
-        assert f"there is no id '{given}'" in error
-        assert meant in error
+        assert f"there is no id '{given}'" in error and meant in error
 
 
-def test_a_printed_error_ends_with_its_id(tmp_path: Path, capsys: Capture) -> None:
+def test_a_printed_error_ends_with_its_id(tmp_path, capsys):
     wrong = tmp_path / "run.yaml"
     wrong.write_text("modle: {}\ndata: {seq_lenght: 4}\n")
     for command, id in (
@@ -171,40 +152,40 @@ def test_a_printed_error_ends_with_its_id(tmp_path: Path, capsys: Capture) -> No
         assert error.count("more: ") == 1
 
 
-def test_several_errors_keep_their_ids_each_once() -> None:
-    two = ConfigErrors([ConfigError("a"), ConfigError("b", id="files.data"), ConfigError("c")])
-    assert two.ids == ("config", "files.data")
+def test_several_errors_keep_their_ids_each_once():
+    given = [ConfigError("a"), ConfigError("b", id="files.data"), ConfigError("c")]
+    assert errors.ConfigErrors(given).ids == ("config", "files.data")
     issues = [PreflightError("a", id="ssh.connect"), PreflightError("b", id="gpu.count")]
     with pytest.raises(PreflightError) as caught:
         refuse([*issues, issues[0]], 3)
     assert caught.value.ids == ("ssh.connect", "gpu.count")
 
 
-def test_an_error_that_is_quoted_is_not_followed_by_a_second_line() -> None:
+def test_an_error_that_is_quoted_is_not_followed_by_a_second_line():
     said = "a1: no run\n  fix: start one\n  more: isles explain run.unknown"
-    assert more_lines(["usage"], said) == []
-    assert cut_more(said) == ("a1: no run\n  fix: start one", "run.unknown")
-    assert cut_more("a1: no run") == ("a1: no run", "")
+    assert errors.more_lines(["usage"], said) == []
+    assert errors.cut_more(said) == ("a1: no run\n  fix: start one", "run.unknown")
+    assert errors.cut_more("a1: no run") == ("a1: no run", "")
     # What is no id has no line.
-    assert more_lines(["", None, 5, "; rm -rf ~", "a b", "A.B", "data.rows\nx"]) == []
+    assert errors.more_lines(["", None, 5, "; rm -rf ~", "a b", "A.B", "data.rows\nx"]) == []
 
 
-def test_a_refusal_keeps_its_id_on_its_way() -> None:
+def test_a_refusal_keeps_its_id_on_its_way():
     told: dict[str, Any] = {"what": "full", "where": "a1", "fix": "go", "exit_code": 2}
     assert refusal({**told, "id": "start.refused"}).ids == ("start.refused",)
     assert refusal(told).ids == ("",)
 
 
-def test_the_error_of_a_rank_shows_its_id(tmp_path: Path) -> None:
+def test_the_error_of_a_rank_shows_its_id(tmp_path):
     def failed_rank(name: str, error: Exception) -> list[str]:
         attempt = Attempt(tmp_path / name, 1)
         attempt.path.mkdir(parents=True)
         record_error(attempt, RankEnv(1, 1, 2, 2, 1, None), error)
         return failure_lines(attempt, ["  nothing was saved"])
 
-    lines = failed_rank("rows", DataError("12 rows", id="data.rows"))
+    lines = failed_rank("rows", errors.DataError("12 rows", id="data.rows"))
     assert lines[-2:] == ["  nothing was saved", "  more: isles explain data.rows"]
-    lines = failed_rank("lost", CommunicationError("silence"))
+    lines = failed_rank("lost", errors.CommunicationError("silence"))
     assert lines[-1] == "  more: isles explain communication"
     assert "more: " not in "\n".join(failed_rank("unforeseen", ZeroDivisionError("x")))
     attempt = Attempt(tmp_path / "queue", 1)  # a record without an id

@@ -63,8 +63,8 @@ def typed(place: Path, line: str, *, has_conda: bool = True) -> subprocess.Compl
 LINES = sorted(set(re.findall(r"^(?:\w+=\S+ )*\./cluster_train\.sh (?!\[).*$", DOCUMENT, re.M)))
 
 
-@each("line", [line for line in LINES if "$" not in line and "help" not in line])
-def test_a_line_of_the_document(place: Path, line: str) -> None:
+@each(*[line for line in LINES if "$" not in line and "help" not in line])
+def test_a_line_of_the_document(line: str, *, place: Path) -> None:
     """Word for word: its words are what is started, and everything else is as documented."""
     logs = place / "logs" / "distributed_training"
     shutil.rmtree(logs, ignore_errors=True)
@@ -98,17 +98,14 @@ def test_help_and_the_environment_that_it_would_have(place: Path) -> None:
 
 
 @each(
-    ("line", "what", "fix"),
-    [
-        ("./cluster_train.sh x.yaml 2 2", "node_rank is '2'", "from 0 to 1"),
-        ("./cluster_train.sh x.yaml 08 7 h 99999", "master_port is '99999'", "from 1 to 65535"),
-        ("./cluster_train.sh x.yaml 1 0 h 29500 more", "there are 6 words", "--help"),
-        ("./cluster_train.sh --nodes=2", "no option --nodes=2", "--help"),
-        ("BACKEND=mpi ./cluster_train.sh", "BACKEND is 'mpi'", "nccl gloo"),
-        ("NPROC_PER_NODE=0 ./cluster_train.sh", "NPROC_PER_NODE is '0'", "from 1 to 1024"),
-    ],
+    ("./cluster_train.sh x.yaml 2 2", "node_rank is '2'", "from 0 to 1"),
+    ("./cluster_train.sh x.yaml 08 7 h 99999", "master_port is '99999'", "from 1 to 65535"),
+    ("./cluster_train.sh x.yaml 1 0 h 29500 more", "there are 6 words", "--help"),
+    ("./cluster_train.sh --nodes=2", "no option --nodes=2", "--help"),
+    ("BACKEND=mpi ./cluster_train.sh", "BACKEND is 'mpi'", "nccl gloo"),
+    ("NPROC_PER_NODE=0 ./cluster_train.sh", "NPROC_PER_NODE is '0'", "from 1 to 1024"),
 )
-def test_a_wrong_word_is_refused(place: Path, line: str, what: str, fix: str) -> None:
+def test_a_wrong_word_is_refused(line: str, what: str, fix: str, *, place: Path) -> None:
     done = typed(place, line)
     assert done.returncode == 1 and what in done.stderr and fix in done.stderr, done.stderr
     assert not (place / "logs").exists()
@@ -143,20 +140,15 @@ def start(place: Path, config: str, **variables: str) -> subprocess.CompletedPro
 
 
 @each(
-    ("text", "said"),
-    [
-        ("epochs: many\n", "epochs: input should be a valid integer"),
-        ("epochs: [3\n", "config/bad.yaml:"),
-        ("model: {name_or_path: llama-2m}\nlr: 1\n", "config/bad.yaml:2"),
-        (None, "cannot be read"),
-    ],
+    (None, "cannot be read"),
+    ("epochs: many\n", "epochs: input should be a valid integer"),
+    ("epochs: [3\n", "config/bad.yaml:"),
+    ("model: {name_or_path: llama-2m}\nlr: 1\n", "config/bad.yaml:2"),
 )
-def test_a_wrong_configuration(place: Path, text: str | None, said: str) -> None:
+def test_a_wrong_configuration(text: str | None, said: str, *, place: Path) -> None:
     """Also of a run file of isles, which isles itself judges."""
-    file = place / "config" / "bad.yaml"
-    file.unlink(missing_ok=True)
     if text is not None:
-        file.write_text(text)
+        (place / "config" / "bad.yaml").write_text(text)
     done = start(place, "config/bad.yaml")
     assert done.returncode == 1 and said in done.stdout, done.stdout + done.stderr
     assert "fix:" in done.stdout and "Traceback" not in done.stderr
@@ -183,9 +175,10 @@ def inside(place: Path, code: str, **variables: str) -> subprocess.CompletedProc
     head += "from isles.errors import UserError\n"
     head += "node = Node(Path('x'), 2, NODE, '127.0.0.1', PORT, Path('node.log'))\n"
     head += "output = Output(open('node.log', 'w'), 'node', 'INFO')\n"
+    text = head + code
     for name, value in variables.items():
-        head = head.replace(name, value)
-    return run_program([sys.executable, "-c", head + code], place)
+        text = text.replace(name, value)
+    return run_program([sys.executable, "-c", text], place)
 
 
 NETWORK = """
@@ -220,12 +213,6 @@ sys.exit(conclude(node, ranks, status, WAIT, output))
 """
 
 
-def at_the_end(place: Path, script: str, wait_s: int = 60) -> subprocess.CompletedProcess[str]:
-    """What is said, and the exit code, where torchrun is this script of bash."""
-    code = END.replace("SCRIPT", repr(script)).replace("WAIT", str(wait_s))
-    return inside(place, code, NODE="0", PORT="29500")
-
-
 MET = "echo 'check 5/5 PyTorch distributed: right'; "
 FULL = "echo 'torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB'"  # torch's words
 TERM = "kill -TERM $PPID; while :; do read -rt 1 <> <(:); done"
@@ -233,20 +220,19 @@ LEVERS = ("Reduce batch size in config", "Use gradient accumulation", "Enable mi
 
 
 @each(
-    ("script", "code", "words"),
-    [
-        (MET, 0, ("training has finished",)),
-        (f"{MET}{FULL}; exit 1", 4, ("error: CUDA out of memory\n", *LEVERS)),
-        ("echo 'error: NCCL initialization failed: rank 3'; exit 1", 2, ("rank 3",)),
-        (MET + "exit 7", 3, ("training has ended with exit code 7", "LOG_LEVEL=DEBUG")),
-        ("exit 1", 5, ("the ranks of 2 nodes have not met at 127.0.0.1:", "node_rank")),
-        ("exec sleep 100", 5, ("have not met at", "within 1 s")),
-        (f"{MET}trap 'echo saving; exit 9' TERM; {TERM}", 143, ("saving\n", "ended by SIGTERM")),
-    ],
+    (MET, 0, ("training has finished",)),
+    (f"{MET}{FULL}; exit 1", 4, ("error: CUDA out of memory\n", *LEVERS)),
+    ("echo 'error: NCCL initialization failed: rank 3'; exit 1", 2, ("rank 3",)),
+    (MET + "exit 7", 3, ("training has ended with exit code 7", "LOG_LEVEL=DEBUG")),
+    ("exit 1", 5, ("the ranks of 2 nodes have not met at 127.0.0.1:", "node_rank")),
+    ("exec sleep 100", 5, ("have not met at", "within 1 s")),
+    (f"{MET}trap 'echo saving; exit 9' TERM; {TERM}", 143, ("saving\n", "ended by SIGTERM")),
 )
-def test_its_end_is_told(place: Path, script: str, code: int, words: tuple[str, ...]) -> None:
-    """By what torchrun and its ranks print, by their exit code, and by what did not come."""
-    done = at_the_end(place, script, wait_s=1 if script.startswith("exec sleep") else 60)
+def test_its_end_is_told(script: str, code: int, words: tuple[str, ...], *, place: Path) -> None:
+    """Where torchrun is this script: by what is printed, its exit code, and what did not come."""
+    wait_s = "1" if script.startswith("exec sleep") else "60"
+    values = {"SCRIPT": repr(script), "WAIT": wait_s, "NODE": "0", "PORT": "29500"}
+    done = inside(place, END, **values)
     assert done.returncode == code, done.stdout + done.stderr
     for text in words:
         assert text in done.stdout

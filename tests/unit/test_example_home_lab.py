@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -38,10 +39,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(EXAMPLE))
     monkeypatch.delenv("CONDA_DEFAULT_ENV", raising=False)
     monkeypatch.delitem(sys.modules, "train_distributed", raising=False)
-    import train_distributed  # type: ignore[import-not-found,unused-ignore]
-
-    module: ModuleType = train_distributed
-    return module
+    return importlib.import_module("train_distributed")
 
 
 def test_the_settings_are_those_of_the_guide(script: ModuleType) -> None:
@@ -59,15 +57,9 @@ def test_each_setting_reaches_the_run(script: ModuleType, monkeypatch: pytest.Mo
     plain = load_run_file(EXAMPLE / "home_lab.yaml").config
     same = load_run_file(EXAMPLE / "home_lab.yaml", script.settings(3)).config
     assert same == plain  # the file says what the script does
-    for name, value in {
-        "MODEL_NAME": "a/b",
-        "DATASET_NAME": "data/x y: *.jsonl",
-        "DATASET_CONFIG": None,
-        "EPOCHS": 7,
-        "LEARNING_RATE": 1e-5,
-        "BATCH_SIZE": 2,
-        "GRADIENT_ACCUMULATION": 16,
-    }.items():
+    values = {"MODEL_NAME": "a/b", "DATASET_NAME": "data/x y: *.jsonl", "DATASET_CONFIG": None}
+    values |= {"EPOCHS": 7, "LEARNING_RATE": 1e-5, "BATCH_SIZE": 2, "GRADIENT_ACCUMULATION": 16}
+    for name, value in values.items():
         monkeypatch.setattr(script, name, value)
     config = load_run_file(EXAMPLE / "home_lab.yaml", script.settings(4)).config
     assert config.model.name_or_path == "a/b"
@@ -82,14 +74,11 @@ def test_hosts_become_a_cluster(script: ModuleType, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(script, "PROJECT", Path.home() / "some where/ai-cluster")
     monkeypatch.setenv("CONDA_DEFAULT_ENV", "dist-train")
     values = [*script.settings(3), *script.clusters(hosts)]
-    loaded = load_run_file(EXAMPLE / "home_lab.yaml", values)
-    resolved = resolve(loaded, num_gpus=0)
+    resolved = resolve(load_run_file(EXAMPLE / "home_lab.yaml", values), num_gpus=0)
     (cluster,) = resolved.config.clusters
-    assert cluster.launcher.kind == "ssh"
-    assert list(cluster.launcher.hosts) == list(hosts)
+    assert (cluster.launcher.kind, tuple(cluster.launcher.hosts)) == ("ssh", hosts)
     assert cluster.workdir == "~/some where/ai-cluster"
-    assert cluster.environment.conda == "dist-train"
-    assert resolved.world_size == 3
+    assert cluster.environment.conda == "dist-train" and resolved.world_size == 3
 
 
 def test_without_torchrun_it_is_isles_train(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch._C._distributed_c10d import HashStore
 
-from isles.config.load import load_run_file
 from isles.run.env import RankEnv
 from isles.run.hang import Position, find_hang
 from isles.run.live import ask_for_stacks
@@ -21,6 +20,7 @@ from isles.train.clock import StepClock
 from isles.train.hang import Watchdog
 from isles.train.record import Recorder
 from tests.each import each
+from tests.run_files import load
 
 LOADS = Position(7, "data loading", "at my.py:88 read()")
 SPINS = Position(7, "forward and backward", "at my.py:3 spin()")
@@ -30,30 +30,19 @@ AHEAD = Position(8, "agreeing", "at loop.py:1 train()", "self._work.wait()")
 
 
 @each(
-    ("ranks", "root_causes", "text"),
-    [
-        ([WAITS, LOADS, None, WAITS], (2,), "rank 2 on b has not been heard of for 10 s: it is"),
-        ([WAITS, WAITS, WAITS, LOADS], (3,), "rank 3 on b is behind: in data loading, at my.py:88"),
-        ([AHEAD, WAITS, AHEAD, AHEAD], (1,), "rank 1 on a is behind: in forward and backward"),
-        ([WAITS, WAITS, SPINS, WAITS], (2,), "rank 2 on b is behind: in forward and backward"),
-        ([WAITS, WAITS, WAITS, WAITS], (), "all ranks wait for one another, in the backward pass"),
-        ([SPINS, SPINS, SPINS, SPINS], (), "all ranks are busy; rank 0 on a is in forward"),
-        ([SPINS], (0,), "it is in forward and backward, at my.py:3 spin()"),
-    ],
+    ([WAITS, LOADS, None, WAITS], (2,), "rank 2 on b has not been heard of for 10 s: it is"),
+    ([WAITS, WAITS, WAITS, LOADS], (3,), "rank 3 on b is behind: in data loading, at my.py:88"),
+    ([AHEAD, WAITS, AHEAD, AHEAD], (1,), "rank 1 on a is behind: in forward and backward"),
+    ([WAITS, WAITS, SPINS, WAITS], (2,), "rank 2 on b is behind: in forward and backward"),
+    ([WAITS, WAITS, WAITS, WAITS], (), "all ranks wait for one another, in the backward pass"),
+    ([SPINS, SPINS, SPINS, SPINS], (), "all ranks are busy; rank 0 on a is in forward"),
+    ([SPINS], (0,), "it is in forward and backward, at my.py:3 spin()"),
+    ([*[None] * 5, WAITS], (0, 1, 2, 3, 4), "; and 2 more"),
 )
-def test_the_rank_that_the_others_wait_for_is_named(
-    ranks: list[Position | None], root_causes: tuple[int, ...], text: str
-) -> None:
+def test_the_rank_that_the_others_wait_for_is_named(ranks, root_causes, text):
     answers = {rank: position for rank, position in enumerate(ranks) if position is not None}
-    hang = find_hang(answers, ["a", "a", "b", "b"][: len(ranks)], silent_s=9.6)
-    assert hang.root_causes == root_causes
-    assert hang.text.startswith(text)
-
-
-def test_many_culprits_are_cut_short() -> None:
-    hang = find_hang({5: WAITS}, ["h"] * 6, silent_s=5.0)
-    assert hang.root_causes == (0, 1, 2, 3, 4)
-    assert hang.text.endswith("; and 2 more")
+    hang = find_hang(answers, ["a", "a", "b", "b", "b", "b"][: len(ranks)], silent_s=9.6)
+    assert hang.root_causes == root_causes and text in hang.text
 
 
 def test_the_clock_keeps_steps_and_evaluations_apart() -> None:
@@ -68,13 +57,7 @@ def test_the_clock_keeps_steps_and_evaluations_apart() -> None:
     assert clock.longest_evaluation_s == 4.0
 
 
-RUN = """\
-name: a
-model: {name_or_path: llama-2m, init: scratch}
-data: {sources: [{type: fake}], seq_length: 32}
-training: {max_steps: 20, global_batch_size: 32}
-checkpoint: {timeout: 100s}
-"""
+RUN = "model: {name_or_path: gpt2}\ndata: {sources: [{path: a}]}\ntraining: {max_steps: 20}\n"
 NOW = 5_000.0
 """By the clock that is passed in; the machine's own may be anything."""
 
@@ -83,15 +66,9 @@ class Rank:
     """The watchdog of one of two ranks, long in a phase at NOW, which looks when it is told to."""
 
     def __init__(
-        self,
-        folder: Path,
-        phase: str,
-        rank: int = 0,
-        took_s: float = 2_000.0,
-        moved_at: float = 0.0,
+        self, folder: Path, phase: str, rank: int = 0, took_s: float = 2_000.0, moved_at: float = 0
     ) -> None:
         folder.mkdir(exist_ok=True)
-        (folder / "run.yaml").write_text(RUN)
         self.folder, self.rank, self.store = folder, rank, HashStore()
         self.is_cut = False
         self._now = NOW - took_s
@@ -100,17 +77,11 @@ class Rank:
         clock.step(7)
         if phase != "step":
             clock.begin(phase)
-        self._watchdog = Watchdog(
-            load_run_file(folder / "run.yaml", ()).config,
-            Attempt(folder, 1),
-            RankEnv(rank, rank, 2, 2, 1, None),
-            ["box", "other"],
-            clock,
-            self._connect,
-            Recorder(RunDir(folder), is_main=False, world_size=2),
-            is_gpu=False,
-            saving_moved_at=lambda: moved_at,
-        )
+        config = load(folder, RUN, "checkpoint.timeout=100s").config
+        run = (config, Attempt(folder, 1), RankEnv(rank, rank, 2, 2, 1, None))
+        recorder = Recorder(RunDir(folder), is_main=False, world_size=2)
+        given = (*run, ["box", "other"], clock, self._connect, recorder)
+        self._watchdog = Watchdog(*given, is_gpu=False, saving_moved_at=lambda: moved_at)
 
     def _connect(self) -> HashStore:
         if self.is_cut:
@@ -121,6 +92,11 @@ class Rank:
         """One look at that moment, after it has looked all the time."""
         self._now = self._watchdog._looked_at = now
         self._watchdog.look()
+
+    def view(self, now: float) -> None:
+        """The same, and then it sees to what a watcher wants to see."""
+        self.look(now)
+        self._watchdog._view()
 
     def hear(self, phase: str) -> None:
         """The other rank answers, from a phase of step 7."""
@@ -139,38 +115,26 @@ class Rank:
         return self.found()
 
 
-@each(("phase", "judges"), [("saving", True), ("step", False)])
-def test_a_rank_that_hangs_in_a_save_is_named_by_those_that_wait(
-    tmp_path: Path, phase: str, judges: bool
-) -> None:
+@each(("saving", True), ("step", False))
+def test_a_rank_that_hangs_in_a_save_is_named_by_those_that_wait(phase, judges, *, tmp_path):
     """It has the long deadline of a save itself; in the same phase the lowest rank judges."""
     rank = Rank(tmp_path, "step", rank=1)
     rank.hear(phase)
     assert (rank.judge() is not None) == judges
 
 
-def test_a_rank_without_an_answer_is_named(tmp_path: Path) -> None:
-    found = Rank(tmp_path, "step").judge()
-    assert found is not None
-    assert found["root_causes"] == [1]
-    assert "rank 1 on other has not been heard of for 7 s" in found["text"]
-    assert "step 7, asking" in (tmp_path / "hangs" / "step-7-rank-0.txt").read_text()
-
-
-def test_an_evaluation_may_take_five_times_as_long_as_a_step(tmp_path: Path) -> None:
-    """Of min_time, which is a minute here."""
-    found = {
-        (phase, took_s): Rank(tmp_path / f"{phase}-{took_s}", phase, took_s=took_s).judge()
-        for phase in ("step", "evaluating")
-        for took_s in (40.0, 200.0, 400.0)
-    }
-    hangs = [case for case, record in found.items() if record is not None]
-    assert hangs == [("step", 200.0), ("step", 400.0), ("evaluating", 400.0)]
-
-
-def test_a_save_whose_parts_move_is_no_hang(tmp_path: Path) -> None:
-    assert Rank(tmp_path, "saving", moved_at=NOW - 5.0).judge() is None
-    assert Rank(tmp_path / "still", "saving").judge() is not None
+@each(
+    ("step", 40.0, 0.0, False),
+    ("step", 200.0, 0.0, True),
+    ("evaluating", 200.0, 0.0, False),
+    ("evaluating", 400.0, 0.0, True),
+    ("saving", 2_000.0, NOW - 5.0, False),
+    ("saving", 2_000.0, 0.0, True),
+)
+def test_how_long_a_phase_may_take(phase, took_s, moved_at, is_hang, *, tmp_path):
+    """A step: min_time, a minute here; an evaluation: five times that; a save: while it moves."""
+    found = Rank(tmp_path, phase, took_s=took_s, moved_at=moved_at).judge()
+    assert (found is not None) == is_hang
 
 
 def test_time_in_which_a_process_did_not_run_is_no_hang(tmp_path: Path) -> None:
@@ -201,30 +165,25 @@ def test_a_store_that_is_away_is_asked_again_and_then_named(tmp_path: Path) -> N
 def test_who_asks_for_stacks_gets_them_and_nothing_else_happens(tmp_path: Path) -> None:
     rank = Rank(tmp_path, "step", took_s=1.0)
     attempt = Attempt(tmp_path, 1)
-    rank.look(NOW)
-    rank._watchdog._view()
+    rank.view(NOW)
     assert not rank.store.check(["asked"])
     asked = ask_for_stacks(attempt)
-    rank._watchdog._view()
-    rank.look(NOW + 1.0)
-    rank._watchdog._view()
+    rank.view(NOW)
+    rank.view(NOW + 1.0)
     assert read_record(attempt.stacks) is None, "the other has not answered"
     rank.hear("step")
-    rank._watchdog._view()
+    rank.view(NOW + 1.0)
     answer = read_record(attempt.stacks) or {}
     assert answer["asked_at"] == asked and list(answer["ranks"]) == ["0", "1"]
     own = answer["ranks"]["0"]
     assert (own["host"], own["step"], own["stage"]) == ("box", 7, "asking")
     assert "test_who_asks_for_stacks" in own["stacks"]
-    rank.look(NOW + 2.0)
-    rank._watchdog._view()
+    rank.view(NOW + 2.0)
     assert int(rank.store.get("asked")) == 1, "one answer for each request"
     assert not attempt.hangs.exists()
     again = ask_for_stacks(attempt)
-    rank._watchdog._view()
-    rank.look(NOW + 9.0)
-    rank._watchdog._view()
+    rank.view(NOW + 2.0)
+    rank.view(NOW + 9.0)
     answer = read_record(attempt.stacks) or {}
-    assert answer["asked_at"] == again and list(answer["ranks"]) == ["0"], (
-        "who is silent is left out"
-    )
+    assert answer["asked_at"] == again
+    assert list(answer["ranks"]) == ["0"], "who is silent is left out"

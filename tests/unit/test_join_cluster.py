@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import ssl
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -20,20 +18,22 @@ from isles.config.clusters import shared_text
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
 from isles.errors import CommunicationError, ConfigError, ConfigErrors, PreflightError, UserError
-from isles.launch.base import Started, StartOptions
+from isles.launch.base import StartOptions
 from isles.launch.hub import end_hub, listen_address, local_line, open_hub
 from isles.launch.join import Joiner, joining_run, read_join_line
 from isles.launch.join import _warn as warn_of
 from isles.launch.remote.login import copied_file_script, place_there
-from isles.launch.ssh.channel import READY
+from isles.launch.ssh.channel import open_channel
+from isles.launch.ssh.shell import Shell
 from isles.launch.start import start
 from isles.run.join_line import JoinLine, ask_hub
 from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import RunDir
-from tests.deadline import run_program
+from tests.deadline import DEADLINE_S, run_program
 from tests.each import each
 from tests.ports import listening
 from tests.programs import write_program
+from tests.run_files import load
 
 RUN = """\
 name: tiny
@@ -58,10 +58,8 @@ def given(tmp_path: Path, text: str = RUN, **changes: Any) -> str:
     """What a hub gives to others of a run file, with some values changed in it."""
     content = yaml.safe_load(text)
     for key, value in changes.items():
-        content[key] = {**content[key], **value}
-    path = tmp_path / "theirs.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return shared_text(load_run_file(path).config)
+        content[key] |= value
+    return shared_text(load(tmp_path, yaml.safe_dump(content)).config)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +86,7 @@ def issues(line: JoinLine, joiner: Joiner) -> str:
     return str(caught.value)
 
 
-def test_what_is_given_says_nothing_of_machines_folders_or_people(tmp_path: Path) -> None:
+def test_what_is_given_says_nothing_of_machines_folders_or_people(tmp_path):
     text = given(tmp_path)
     own = ("/home/a", "wandb", "alps", "evil", "WHO", "hub.example", "max_rate", "1h", "  mic")
     assert [word for word in own if word in text] == []
@@ -97,11 +95,11 @@ def test_what_is_given_says_nothing_of_machines_folders_or_people(tmp_path: Path
     assert yaml.safe_load(given(tmp_path, limited))["training"]["max_time"] == "1h", "its length"
 
 
-def test_a_cluster_needs_no_run_file(line: JoinLine) -> None:
-    words = ("launcher.partition=gpu", "nodes=4", "gpus-per-node=8", "output_dir=/x")
+def test_a_cluster_needs_no_run_file(line, tmp_path):
+    words = ("launcher.partition=gpu", "nodes=4", "gpus-per-node=8", f"output_dir={tmp_path}")
     found = joining_run(line, Joiner(None, words, "home", "slurm"))
     config = found.config
-    assert config.name == "tiny-home" and config.output_dir == "/x"
+    assert config.name == "tiny-home" and config.output_dir == str(tmp_path)
     (cluster,) = config.clusters
     assert (cluster.name, cluster.nodes, cluster.gpus_per_node) == ("home", 4, 8)
     assert cluster.launcher.model_dump()["partition"] == "gpu"
@@ -113,25 +111,19 @@ def test_a_cluster_needs_no_run_file(line: JoinLine) -> None:
     assert found.origins["training.max_steps"] == f"tiny@{line.address}"
     assert found.origins["clusters.0.nodes"] == "command line"
     assert load_run_file(Path("again.yaml"), text=found.text).config == config
-
-
-def test_a_name_that_lives_already_is_told_before_the_queue(line: JoinLine, tmp_path: Path) -> None:
-    found = joining_run(line, Joiner(None, (f"output_dir={tmp_path}",), "home"))
+    # That its name lives already is told before the queue.
     answer = {"members": [{"name": "home", "state": "living"}, {"name": "b", "state": "left"}]}
-
-    def told(name: str) -> list[str]:
-        said: list[str] = []
-        warn_of(answer, line, found, name, said.append)
-        return said
-
-    assert told("b") == []
-    (text,) = told("home")
-    assert "home takes part already" in text and "--name" in text
+    said: list[str] = []
+    warn_of(answer, line, found, "b", said.append)
+    assert said == []
+    warn_of(answer, line, found, "home", said.append)
+    assert "home takes part already" in said[0] and "--name" in said[0]
     (tmp_path / "tiny-home-1").mkdir()
-    assert told("home") == [], "it may be this one that goes on"
+    warn_of(answer, line, found, "home", said.append)
+    assert len(said) == 1, "it may be this one that goes on"
 
 
-def test_a_run_file_of_the_site_needs_only_its_clusters(line: JoinLine, tmp_path: Path) -> None:
+def test_a_run_file_of_the_site_needs_only_its_clusters(line, tmp_path):
     path = tmp_path / "site.yaml"
     path.write_text("clusters: [{name: a, nodes: 2}, {name: b, device: cpu}]\ntrack: []\n")
     found = joining_run(line, Joiner(path, ("strategy.kind=fsdp",), "b"))
@@ -146,7 +138,7 @@ def test_a_run_file_of_the_site_needs_only_its_clusters(line: JoinLine, tmp_path
     assert "--on ssh, and d has local" in issues(line, Joiner(path, (), "d", "ssh"))
 
 
-def test_what_must_be_equal_is_compared_by_key(line: JoinLine, tmp_path: Path) -> None:
+def test_what_must_be_equal_is_compared_by_key(line, tmp_path):
     path = tmp_path / "site.yaml"
     path.write_text(RUN.replace("max_steps: 8", "max_steps: 9").replace("alps", "b"))
     joiner = Joiner(path, ("outer.lr=0.5", "outer.outlier=20", "seed=3"), "b")
@@ -155,37 +147,25 @@ def test_what_must_be_equal_is_compared_by_key(line: JoinLine, tmp_path: Path) -
     assert "command line outer.lr: 0.5 here, and 0.7" in text
     assert "outer.outlier: 20.0 here, and 10.0" in text and "seed: 3 here" in text
     assert text.count(" here, and ") == 4
-    own = (
-        "data.sources.0.path=x.txt",
-        "training.global_batch_size=8",
-        "training.precision=32-true",
-    )
+    own = ("data.sources.0.path=x", "training.global_batch_size=8", "training.precision=32-true")
     path.write_text(RUN.replace("alps", "b"))
     assert joining_run(line, Joiner(path, own)).config.training.global_batch_size == 8
 
 
-@each(
-    ("changes", "typed", "what"),
-    [
+def test_nothing_from_elsewhere_is_trusted(line, state, tmp_path):
+    data = "data.sources.0.path="
+    for changes, typed, what in (
         ({"model": {"trust_remote_code": True}}, "model.trust_remote_code=true", "Python code"),
         ({"model": {"name_or_path": "/home/a/m"}}, "model.name_or_path=m", "a path of their own"),
-        (
-            {"data": {"sources": [{"path": "../../.ssh/id"}]}},
-            "data.sources.0.path=text",
-            "data.sources.0.path=PATH",
-        ),
-        ({"data": {"sources": [{"path": "~/x"}]}}, "data.sources.0.path=~/x", "~/x"),
-    ],
-)
-def test_nothing_from_elsewhere_is_trusted(
-    line: JoinLine, state: Path, tmp_path: Path, changes: dict[str, Any], typed: str, what: str
-) -> None:
-    (state / "run.yaml").write_text(given(tmp_path, **changes))
-    assert what in issues(line, Joiner(name="b"))
-    joining_run(line, Joiner(None, (typed,), "b"))
+        ({"data": {"sources": [{"path": "../../.ssh/id"}]}}, f"{data}text", f"{data}PATH"),
+        ({"data": {"sources": [{"path": "~/x"}]}}, f"{data}~/x", "~/x"),
+    ):
+        (state / "run.yaml").write_text(given(tmp_path, **changes))
+        assert what in issues(line, Joiner(name="b"))
+        joining_run(line, Joiner(None, (typed,), "b"))
 
 
-def test_a_hub_may_say_what_it_likes(line: JoinLine, state: Path) -> None:
+def test_a_hub_may_say_what_it_likes(line, state):
     for text, what in (
         ("name: x\n", "does not take"),
         ("!!python/object/apply:os.system [touch /tmp/x]", "does not take"),
@@ -202,70 +182,60 @@ def test_a_hub_may_say_what_it_likes(line: JoinLine, state: Path) -> None:
     assert found.config.output_dir == "runs" and "evil" not in found.text
 
 
-def test_who_does_not_answer_is_named(line: JoinLine, state: Path) -> None:
+def test_who_does_not_answer_is_named_and_a_stranger_gets_no_token(line, state):
     assert ask_hub(line, "/v1/status", 20)["run"] == "tiny"
     assert local_line(state) == line
-    with listening(lambda other: other.sendall(b"SSH-2.0\r\n" * 9)) as port:
-        other = replace(line, port=port)
-        with pytest.raises(PreflightError, match="no hub"):
-            ask_hub(other, "/v1/status", 20)
-    with (
-        listening(lambda _: None) as port,
-        pytest.raises(CommunicationError, match=r"within 0\.2 s"),
-    ):
+    silence = pytest.raises(CommunicationError, match=r"within 0\.2 s")
+    with listening(lambda _: None) as port, silence:
         ask_hub(replace(line, port=port), "/v1/status", 0.2)
-    for wrong, kind, what in (
-        (other, CommunicationError, "no hub listens"),
-        (replace(line, token=TOKEN), PreflightError, "token"),
-        (replace(line, fingerprint=b"x" * 32), PreflightError, "certificate"),
-        (replace(line, host="nowhere.invalid"), CommunicationError, "no host nowhere.invalid"),
-    ):
-        with pytest.raises(kind, match=what) as caught:
-            ask_hub(wrong, "/v1/status", 20)
-        assert line.token not in str(caught.value) and caught.value.fix
-
-
-def test_a_stranger_with_a_certificate_of_its_own_gets_no_token(
-    line: JoinLine, state: Path
-) -> None:
-    """It is told nothing before its certificate is looked at."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(state / "certificate.pem", state / "key.pem")
     heard: list[bytes] = []
 
-    def talk(connection: socket.socket) -> None:
+    def talk(connection):
         with context.wrap_socket(connection, server_side=True) as tls:
             heard.append(tls.recv(1 << 16))
 
-    with listening(talk) as port, pytest.raises(PreflightError, match="certificate"):
-        ask_hub(replace(line, port=port, fingerprint=b"x" * 32), "/v1/status", 20)
+    with listening(lambda other: other.sendall(b"SSH-2.0\r\n" * 9)) as ssh, listening(talk) as tls:
+        for wrong, kind, what in (
+            (replace(line, port=ssh), PreflightError, "no hub"),
+            # It is told nothing before its certificate is looked at.
+            (replace(line, port=tls, fingerprint=b"x" * 32), PreflightError, "certificate"),
+            (replace(line, port=1), CommunicationError, "no hub listens"),
+            (replace(line, token=TOKEN), PreflightError, "token"),
+            (replace(line, host="nowhere.invalid"), CommunicationError, "no host nowhere.invalid"),
+        ):
+            with pytest.raises(kind, match=what) as caught:
+                ask_hub(wrong, "/v1/status", 20)
+            assert line.token not in str(caught.value) and caught.value.fix
     assert heard == [b""] or not heard
 
 
-def test_a_hub_is_found_again_and_not_changed_under_way(state: Path, tmp_path: Path) -> None:
+def test_a_hub_is_found_again_and_not_changed_under_way(state, tmp_path):
     line = JoinLine.read(state / "join")
-    same = {"run": "tiny", "settings": {}, "listen": "127.0.0.1:0"}
-    assert open_hub(state, **same) == (line, False)  # type: ignore[arg-type]
+    same: dict[str, Any] = {"run": "tiny", "settings": {}, "listen": "127.0.0.1:0"}
+    assert open_hub(state, **same) == (line, False)
     with pytest.raises(ConfigError, match=r"runs already .* with another settings"):
-        open_hub(state, **{**same, "settings": {"min_clusters": 2}})  # type: ignore[arg-type]
+        open_hub(state, **same | {"settings": {"min_clusters": 2}})
     with pytest.raises(PreflightError, match=f"cannot listen at 127.0.0.1:{line.port}"):
-        open_hub(tmp_path / "other", run="tiny", settings={}, listen=f"127.0.0.1:{line.port}")
+        open_hub(tmp_path / "other", **same | {"listen": f"127.0.0.1:{line.port}"})
 
 
-def test_where_a_hub_listens() -> None:
-    assert listen_address("", "") == "127.0.0.1:0", "nobody else, unless it is said"
-    assert listen_address("127.0.0.1:29400", "") == "127.0.0.1:29400"
-    assert listen_address("192.0.2.77:29400", "") == "0.0.0.0:29400", "behind a router"
-    assert listen_address("192.0.2.77:443", "127.0.0.1:29400") == "127.0.0.1:29400"
+def test_where_a_hub_listens():
+    for public, listen, at in (
+        ("", "", "127.0.0.1:0"),  # nobody else, unless it is said
+        ("127.0.0.1:29400", "", "127.0.0.1:29400"),
+        ("192.0.2.77:29400", "", "0.0.0.0:29400"),  # behind a router
+        ("192.0.2.77:443", "127.0.0.1:29400", "127.0.0.1:29400"),
+    ):
+        assert listen_address(public, listen) == at
     for public, listen in (("", "0.0.0.0:29400"), ("nothing", ""), ("", "x:y")):
         with pytest.raises(ConfigError) as caught:
             listen_address(public, listen)
         assert caught.value.where in ("--listen", "--public") and caught.value.fix
 
 
-def test_the_line_is_read_from_a_file_stdin_or_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_line_is_read_from_a_file_stdin_or_the_command(tmp_path, monkeypatch, capsys):
     (tmp_path / "line").write_text(f"{LINE}\n")
     with (tmp_path / "line").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
@@ -302,10 +272,8 @@ def assert_only_in_its_file(run_dir: RunDir) -> None:
 PBS_STATE = "[ $1 = --version ] && echo pbs_version = 23 || echo '    job_state = Q'"
 
 
-@each(("kind", "program"), [("pbs", "qsub"), ("slurm", "sbatch")])
-def test_a_queue_is_given_no_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, program: str
-) -> None:
+@each(("pbs", "qsub"), ("slurm", "sbatch"))
+def test_a_queue_is_given_no_secret(kind, program, *, tmp_path, monkeypatch):
     folder, said = tmp_path / "bin", tmp_path / "said"
     told = f'{{ env; echo "$@"; for f; do :; done; cat "$f"; }} > {said}; echo 7'
     write_program(folder / program, told)
@@ -316,71 +284,44 @@ def test_a_queue_is_given_no_secret(
     asked = options(tmp_path, launcher)
     assert TOKEN not in repr(asked)
     shown = start(replace(asked, dry_run=True))
-    assert isinstance(shown, str) and TOKEN not in shown
+    assert TOKEN not in shown
     started = start(asked)
-    assert isinstance(started, Started)
     assert "isles.agent" in said.read_text() and TOKEN not in said.read_text()
     assert_only_in_its_file(started.run_dir)
 
 
-def test_by_hand_it_lies_on_the_first_node_and_a_new_one_replaces_it(tmp_path: Path) -> None:
+def test_by_hand_it_lies_on_the_first_node_and_a_new_one_replaces_it(tmp_path):
     asked = options(tmp_path, "clusters.0.launcher={kind: manual, hosts: [127.0.0.1]}")
     started = start(asked)
-    assert isinstance(started, Started) and TOKEN not in started.text
+    assert TOKEN not in started.text
     assert_only_in_its_file(started.run_dir)
-    for path in started.attempt.path.iterdir():
-        path.unlink()
-    started.attempt.path.rmdir()
+    rmtree(started.attempt.path)
     for join, kept in (("", LINE), (other := LINE.replace("127.0.0.1", "127.0.0.2"), other)):
         again = start(replace(asked, resume=str(started.run_dir.path), join=join))
-        assert isinstance(again, Started) and again.run_dir.path == started.run_dir.path
+        assert again.run_dir.path == started.run_dir.path
         assert again.run_dir.join_line.read_text() == f"{kept}\n"
         (again.attempt.path / "launch.json").unlink()
 
 
-def test_a_run_of_one_cluster_is_given_none(tmp_path: Path) -> None:
+def test_a_run_of_one_cluster_is_given_none(tmp_path):
     with pytest.raises(UserError, match="averages with no other") as caught:
         start(options(tmp_path, "outer={kind: none}"))
     assert "outer" in caught.value.where and TOKEN not in str(caught.value)
 
 
-def test_over_ssh_it_travels_by_stdin_to_the_first_host(run_file: Path) -> None:
-    """`isles.launch.ssh.node` there is what ssh starts."""
+def test_over_ssh_it_travels_by_stdin_to_the_first_host(run_file):
     loaded = load_run_file(run_file, ["outer={kind: diloco, sync_every: 5}"])
-    fleet = Fleet(
-        launcher="ssh",
-        nodes=(FleetNode(0, "a", "a", "127.0.0.1", 1),),
-        port=29500,
-        min_nodes=1,
-        device="cpu",
-        start_timeout_s=60.0,
-        digest="",
-    )
-    begin = {
-        "resolved": dump_resolved(resolve(loaded, num_gpus=0)),
-        "text": loaded.text,
-        "resume": "auto",
-        "join": LINE,
-        "typed": "",
-        "fleet": fleet.record(),
-        "dry_run": False,
-    }
-    command = [sys.executable, "-m", "isles.launch.ssh.node"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as node:
-        assert node.stdin is not None and node.stdout is not None
-        said = node.stdout.readline()
-        for op, values in (("begin", begin), ("end", {"what": "enough"})):
-            node.stdin.write(json.dumps({"id": 1, "op": op, "args": values}) + "\n")
-            node.stdin.flush()
-            said += node.stdout.readline()
-        node.stdin.close()
-    assert said.startswith(READY) and "begun_at" in said and "error" not in said
-    assert TOKEN not in said
+    fleet = Fleet("ssh", (FleetNode(0, "a", "a", "127.0.0.1", 1),), 29500, 1, "cpu", 60.0, "")
+    begin = {"resume": "auto", "join": LINE, "typed": "", "dry_run": False, "text": loaded.text}
+    begin |= {"resolved": dump_resolved(resolve(loaded, num_gpus=0)), "fleet": fleet.record()}
+    with open_channel(Shell(), python=sys.executable) as channel:
+        said = channel.call("begin", timeout_s=DEADLINE_S, **begin)
+        channel.call("end", timeout_s=DEADLINE_S, what="enough")
+    assert "begun_at" in said and TOKEN not in str(said)
     assert_only_in_its_file(RunDir(run_file.parent / "runs" / "tiny-1"))
 
 
-def test_over_a_login_node_it_is_the_first_line_of_stdin(tmp_path: Path) -> None:
+def test_over_a_login_node_it_is_the_first_line_of_stdin(tmp_path):
     """By bash there, which starts isles; here a small program stands for it."""
     there = place_there(load_run_file(options(tmp_path).path))
     lines = 'echo "$@"\nshift 2\ncat "$1" "$2"; stat -c %a $(dirname "$1")'

@@ -3,7 +3,6 @@ rules by which pods come again; what is refused, in words."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from isles.config.load import load_run_file
 from isles.errors import ConfigErrors, PreflightError, UserError
 from isles.launch.base import StartOptions
 from isles.launch.kubernetes.kubectl import Kubectl
@@ -20,9 +18,11 @@ from isles.launch.kubernetes.manifest import FILES, SECRET, Manifest, job_name
 from isles.launch.kubernetes.start import resolve_pods, start_kubernetes
 from isles.launch.render import render
 from tests.deadline import run_program
+from tests.documents import ROOT
 from tests.each import each
+from tests.programs import write_program
+from tests.run_files import load
 
-REPO = Path(__file__).parent.parent.parent
 RUN = """\
 name: My_Run.7
 output_dir: {output_dir}
@@ -45,32 +45,28 @@ clusters:
       save_within: 90s
 """
 VOLUMES = "[{claim: runs, path: /runs}, {claim: sets, path: /data, read_only: true}]"
+WHOLE = RUN.format(output_dir="/runs", volumes=VOLUMES)
 # Of the schemas of Kubeflow's own package: which class an object is.
 KUBEFLOW = {"JobSet": "JobsetV1alpha2JobSet", "TrainJob": "TrainerV1alpha1TrainJob",
             "TrainingRuntime": "TrainerV1alpha1TrainingRuntime"}  # fmt: skip
 
 
 def manifest(tmp_path: Path, *overrides: str) -> Manifest:
-    path = tmp_path / "run.yaml"
-    path.write_text(RUN.format(output_dir="/runs", volumes=VOLUMES))
-    loaded = load_run_file(path, overrides)
+    loaded = load(tmp_path, WHOLE, *overrides)
     return Manifest("isles-run-1a2b3c", loaded, resolve_pods(loaded), suspend=True)
 
 
-def job_spec(item: dict[str, Any]) -> dict[str, Any]:
-    match item["kind"]:
-        case "Job":
-            found = item["spec"]
-        case "JobSet":
-            found = item["spec"]["replicatedJobs"][0]["template"]["spec"]
-        case _:
-            found = item["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
-    assert isinstance(found, dict)
-    return found
+def job_spec(item: dict[str, Any]) -> Any:
+    spec = item["spec"]
+    if item["kind"] == "TrainingRuntime":
+        spec = spec["template"]["spec"]
+    return spec if item["kind"] == "Job" else spec["replicatedJobs"][0]["template"]["spec"]
 
 
-@each("flavour", ["job", "jobset", "trainjob"])
-def test_all_objects_are_valid_and_hold_the_same_pods(tmp_path: Path, flavour: str) -> None:
+@each("job", "jobset", "trainjob")
+def test_all_objects_are_valid_and_hold_the_same_pods(flavour: str, *, tmp_path: Path) -> None:
+    from kubeflow_trainer_api import models
+
     made = manifest(tmp_path, f"clusters.0.launcher.flavour={flavour}")
     objects = list(yaml.safe_load_all(made.text()))
     assert objects == made.objects(), "YAML says the same"
@@ -80,8 +76,7 @@ def test_all_objects_are_valid_and_hold_the_same_pods(tmp_path: Path, flavour: s
     for item in [*objects, *inner, *([made.reader()] if flavour == "job" else [])]:
         if item["kind"] in KUBEFLOW:
             # What a model does not know it leaves out.
-            model = getattr(importlib.import_module("kubeflow_trainer_api.models"),
-                            KUBEFLOW[item["kind"]])  # fmt: skip
+            model = getattr(models, KUBEFLOW[item["kind"]])
             assert model.from_dict(item).to_dict() == item
         else:
             kubernetes_validate.validate(item, "1.37", strict=True)
@@ -109,42 +104,40 @@ def test_all_objects_are_valid_and_hold_the_same_pods(tmp_path: Path, flavour: s
 
 
 def test_a_rendered_file_has_no_secret_and_one_owner(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(RUN.format(output_dir="/runs", volumes=VOLUMES))
-    text = render(load_run_file(path), "kubernetes").text
+    text = render(load(tmp_path, WHOLE), "kubernetes").text
     kinds = [item["kind"] for item in yaml.safe_load_all(text)]
     assert kinds == ["Job", "ConfigMap", "Service"]
     assert "kubectl create secret generic isles-my-run-7-" in text and "suspend" not in text
     with pytest.raises(UserError, match="says no image"):
-        render(load_run_file(path, ["clusters.0.launcher={kind: local}"]), "kubernetes")
+        render(load(tmp_path, WHOLE, "clusters.0.launcher={kind: local}"), "kubernetes")
 
 
 @each(
-    ("output_dir", "volumes", "says"),
-    [
-        ("/runs", "[]", "would be in /runs of a pod, and goes with it: no claim"),
-        ("runs", VOLUMES, "would be in runs of a pod"),
-        ("/data/runs", VOLUMES, "of volumes that pods can write to there is /runs"),
-        ("/runs", "[{claim: Runs, path: /runs}]", "claim"),
-        ("/runs", "[{claim: runs, path: runs}]", "path"),
-    ],
+    ("/runs", "[]", "would be in /runs of a pod, and goes with it: no claim"),
+    ("runs", VOLUMES, "would be in runs of a pod"),
+    ("/data/runs", VOLUMES, "of volumes that pods can write to there is /runs"),
+    ("/runs", "[{claim: Runs, path: /runs}]", "claim"),
+    ("/runs", "[{claim: runs, path: runs}]", "path"),
 )
-def test_a_run_directory_that_would_be_lost_is_refused(
-    tmp_path: Path, output_dir: str, volumes: str, says: str
-) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(RUN.format(output_dir=output_dir, volumes=volumes))
+def test_a_run_directory_that_would_be_lost_is_refused(output_dir, volumes, says, *, tmp_path):
     with pytest.raises(ConfigErrors) as caught:
-        load_run_file(path)
+        load(tmp_path, RUN.format(output_dir=output_dir, volumes=volumes))
     assert says in str(caught.value) and "run.yaml:" in str(caught.value)
 
 
-def test_without_kubectl_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kubectl_refuses_is_told_in_its_words_and_where_there_is_none(tmp_path, monkeypatch):
     made = manifest(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     options = StartOptions(tmp_path / "run.yaml", (), "auto", False, print, print)
     with pytest.raises(PreflightError, match="no program kubectl"):
         start_kubernetes(made.loaded, made.launcher, options)
+    words = 'Error from server (Forbidden): jobs.batch is forbidden: User "me" cannot create'
+    write_program(tmp_path / "kubectl", f"echo '{words}' >&2\nexit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(UserError, match='User "me" cannot create') as caught:
+        Kubectl("lab", "team").create({"kind": "Job"})
+    assert "--context=lab --namespace=team" in caught.value.where
+    assert "ask who runs the cluster" in caught.value.fix
 
 
 def test_names_are_short_lower_case_and_unique() -> None:
@@ -153,23 +146,7 @@ def test_names_are_short_lower_case_and_unique() -> None:
     assert first.startswith("isles-") and second.startswith("isles-run-")
 
 
-def test_what_kubectl_refuses_is_told_in_its_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "kubectl"
-    words = 'Error from server (Forbidden): jobs.batch is forbidden: User "me" cannot create'
-    program.write_text(f"#!/bin/sh\necho '{words}' >&2\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(UserError, match='User "me" cannot create') as caught:
-        Kubectl("lab", "team").create({"kind": "Job"})
-    assert "--context=lab --namespace=team" in caught.value.where
-    assert "ask who runs the cluster" in caught.value.fix
-
-
 def test_the_dockerfile_has_no_fault_that_hadolint_finds() -> None:
     program = Path(sys.executable).with_name("hadolint")
-    done = run_program([program, REPO / "examples" / "Dockerfile"])
+    done = run_program([program, ROOT / "examples" / "Dockerfile"])
     assert done.returncode == 0, done.stdout
-    faulty = run_program([program, "-"], input="FROM debian\nRUN cd /tmp && apt-get install x\n")
-    assert faulty.returncode == 1 and "DL3006" in faulty.stdout, "it finds what is wrong"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,15 +10,12 @@ from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
 from isles.run.env import RUN_DIR
 from isles.run.paths import RunDir
-from tests.deadline import DEADLINE_S
+from tests.deadline import run_program
 
 
 def words_of(program: str, **env: str) -> list[str]:
     """What a Python program says on stderr."""
-    words = [sys.executable, "-c", program]
-    done = subprocess.run(
-        words, env=os.environ | env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    done = run_program([sys.executable, "-c", program], env=os.environ | env)
     assert done.returncode == 0, done.stderr
     return done.stderr.splitlines()
 

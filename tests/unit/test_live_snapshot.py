@@ -9,6 +9,8 @@ import random
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from isles.monitor.live.plain import plain_lines
 from isles.monitor.live.readers import Several
 from isles.monitor.live.several import HubAnswer, SeveralView
 from isles.monitor.live.snapshot import RunReader
-from isles.monitor.live.source import Watch, snapshot, stack_of
+from isles.monitor.live.source import Watch, snapshot
 from isles.monitor.live.waits import Stage, Step, Waits, late
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -28,33 +30,15 @@ from isles.run.records import write_record
 from isles.run.relay import LONGEST, pack, unpack
 from isles.run.remote import ClusterRun, MultiClusterRun
 from isles.run.restarts import record_restart
+from tests import live_records
 from tests.deadline import DEADLINE_S, until
-from tests.live_records import (
-    gpu_record,
-    live_record,
-    metrics_row,
-    node_record,
-    rank_record,
-    write_live,
-    write_metrics,
-)
+from tests.live_records import gpu_record, metrics_row, node_record, rank_record, write_live
 from tests.run_records import GONE, recorded_run, two_hosts
 
 STATUS = {"phase": "training", "step": 40, "total_steps": 100, "loss": 0.2, "world_size": 4}
-OUTER = {
-    "outer_step": 6,
-    "round": 6,
-    "sync_every": 20,
-    "is_connected": True,
-    "is_behind": False,
-    "sent_bytes": 6000,
-    "received_bytes": 5000,
-    "bytes_per_s": 1e6,
-    "exposed_s": 1.0,
-    "hidden_s": 3.0,
-    "hidden_share": 0.75,
-    "last_outer_step": {"outer_step": 5, "step": 30, "weights": {"a": 300, "b": 100}},
-}
+OUTER = {"outer_step": 6, "is_connected": True, "sent_bytes": 6000, "received_bytes": 5000}
+OUTER |= {"bytes_per_s": 1e6, "exposed_s": 1.0, "hidden_s": 3.0, "hidden_share": 0.75}
+OUTER["last_outer_step"] = {"step": 30, "weights": {"a": 300, "b": 100}}
 
 
 def running(path: Path, **status: Any) -> tuple[RunDir, Attempt]:
@@ -82,7 +66,7 @@ def assert_fits(shown: Snapshot) -> None:
 def test_all_that_is_well_is_shown_and_nothing_is_marked(tmp_path: Path) -> None:
     run_dir, attempt = running(tmp_path / "far-1", eta_s=30.0, tokens_per_second=3000.0)
     write_live(attempt, *two_nodes())
-    write_metrics(run_dir, *(metrics_row(step) for step in range(10, 50, 10)))
+    live_records.write_metrics(run_dir, *map(metrics_row, range(10, 50, 10)))
     pairs = {"h0": {"h1": {"bytes_per_s": 1e9, "rtt_s": 2e-4}}, "other": {"h0": None}}
     write_record(tmp_path / ".links.json", {"at": 1.0, "pairs": pairs})
     shown = snapshot(run_dir)
@@ -109,46 +93,33 @@ def test_each_fault_is_named_and_the_worst_first(tmp_path: Path) -> None:
     run_dir, attempt = running(tmp_path / "far-1")
     hot = gpu_record(0, throttle="heat", temperature_c=92.0, clock_mhz=1100.0)
     busy = gpu_record(1, throttle="its power limit")
-    nodes = [
-        node_record("h0", 0, [rank_record(gpu=0), rank_record(gpu=1)], [hot, busy]),
-        node_record(
-            "h1",
-            2,
-            [rank_record(communication_s=0.02), rank_record(alive=False, exit=-9)],
-            [gpu_record(0), gpu_record(1)],
-        ),
-        node_record("h2", 4, [rank_record(), rank_record()], heard_s_ago=9.0),
-    ]
-    write_live(attempt, *nodes)
+    slow = {**busy, "index": 2, "clock_mhz": 900.0}
+    ranks = [rank_record(gpu=n) for n in range(3)]
+    held, dead = rank_record(communication_s=0.02), rank_record(alive=False, exit=-9)
+    write_live(
+        attempt,
+        node_record("h0", 0, ranks, [hot, busy, slow]),
+        node_record("h1", 3, [held, dead], [gpu_record(0), gpu_record(1)]),
+        node_record("h2", 5, ranks[:2], heard_s_ago=9.0),
+    )
     shown = snapshot(run_dir)
-    assert marks(shown) == {
-        0: "throttled",
-        1: "",
-        2: "straggler",
-        3: "dead",
-        4: "silent",
-        5: "silent",
-    }
-    dead, silent, straggler, throttled = shown.notes
-    assert dead == "rank 3 on h1: its process was ended by signal 9 (SIGKILL)"
-    assert silent == "h2 has not been heard of for 9s: its machine or its link is down"
-    assert straggler == "rank 2 on h1: the others wait for it: 0.18 s of each 0.50 s step"
-    assert throttled.startswith("rank 0 on h0: its card is slowed down by heat: 92 °C, 640 W, 1100")
+    found = ["throttled", "", "throttled", "straggler", "dead", "silent", "silent"]
+    assert marks(shown) == dict(enumerate(found)), "at its power limit any busy card is"
+    assert shown.notes[:3] == (
+        "rank 4 on h1: its process was ended by signal 9 (SIGKILL)",
+        "h2 has not been heard of for 9s: its machine or its link is down",
+        "rank 3 on h1: the others wait for it: 0.18 s of each 0.50 s step",
+    )
+    hot_note, slow_note = shown.notes[3:]
+    assert hot_note.startswith("rank 0 on h0: its card is slowed down by heat: 92 °C, 640 W, 1100")
+    assert slow_note.startswith("rank 2 on h0: its card is slowed down by its power limit: 61 °C")
     assert shown.links[2].state == "cut: h2 has not been heard of for 9s"
     waits = [row.parts.waiting_s for row in shown.ranks if row.parts is not None]
-    assert waits[2] == 0.0 and waits[0] == pytest.approx(0.18)
+    assert waits[3] == 0.0 and waits[0] == pytest.approx(0.18)
     assert_fits(shown)
 
 
-def test_a_card_at_its_power_limit_is_throttled_where_the_others_are_faster(tmp_path: Path) -> None:
-    run_dir, attempt = running(tmp_path / "far-1")
-    gpus = [gpu_record(n, throttle="its power limit") for n in range(4)]
-    gpus[2]["clock_mhz"] = 900.0
-    write_live(attempt, node_record("h0", 0, [rank_record(gpu=n) for n in range(4)], gpus))
-    assert marks(snapshot(run_dir)) == {0: "", 1: "", 2: "throttled", 3: ""}
-
-
-def test_a_rank_or_a_leader_that_says_nothing_is_silent(tmp_path: Path) -> None:
+def test_who_says_nothing_and_who_was_killed_is_named_until_he_is_back(tmp_path: Path) -> None:
     run_dir, attempt = running(tmp_path / "far-1")
     write_live(attempt, *two_nodes(r1={"at": time.time() - 12}))
     shown = snapshot(run_dir)
@@ -166,10 +137,7 @@ def test_a_rank_or_a_leader_that_says_nothing_is_silent(tmp_path: Path) -> None:
     assert marks(shown) == {0: "silent", 1: "silent", 2: "", 3: ""}
     assert shown.ranks[0].heard_s is not None and shown.ranks[0].heard_s > 55
     assert shown.notes[0].startswith("h0 has not been sampled for")
-
-
-def test_who_made_all_start_again_is_named_until_he_is_back(tmp_path: Path) -> None:
-    run_dir, attempt = running(tmp_path / "far-1")
+    # One has made all start again.
     cause = {"rank": 2, "host": "h1", "what": "rank 2 on h1 was killed by SIGKILL"}
     record_restart(
         run_dir, attempt, 1, cause["what"], max_restarts=3, root_cause=cause, is_counted=True
@@ -198,9 +166,6 @@ def test_a_run_that_is_over_has_no_marks_but_of_who_ended_it(tmp_path: Path) -> 
     assert shown.notes[0] == "the run is failed: rank 1 was killed"
 
 
-# Noise.
-
-
 def noisy(rng: random.Random, slow: Mapping[int, float], noise: float) -> dict[int, Step]:
     """The last step of eight ranks; `slow`: how many seconds more some compute."""
     computes = {n: 0.5 + slow.get(n, 0.0) + rng.gauss(0, noise) for n in range(8)}
@@ -208,26 +173,20 @@ def noisy(rng: random.Random, slow: Mapping[int, float], noise: float) -> dict[i
     return {n: Step(longest - own + 0.05, longest + 0.05) for n, own in computes.items()}
 
 
-def test_equal_ranks_are_never_marked_and_a_slow_one_at_the_second_look() -> None:
-    rng = random.Random(0)
-    waits, seen = Waits(), list[set[int]]()
-    for _ in range(500):
-        seen.append(set(waits.look(noisy(rng, {}, 0.02))))
-    assert not any(seen)
-    assert [set(waits.look(noisy(rng, {3: 0.5}, 0.02))) for _ in range(4)][1:] == [{3}] * 3
-    slow = [set(waits.look(noisy(rng, {3: 0.5}, 0.05))) for _ in range(200)]
-    assert slow == [{3}] * 200, "steadily"
-    after = [set(waits.look(noisy(rng, {}, 0.02))) for _ in range(20)]
-    assert not any(after[6:])
+def test_equal_ranks_are_never_marked_and_slow_ones_soon_and_steadily() -> None:
+    rng, waits = random.Random(0), Waits()
 
+    def looks(num: int, slow: Mapping[int, float], noise: float) -> list[set[int]]:
+        return [set(waits.look(noisy(rng, slow, noise))) for _ in range(num)]
 
-def test_a_little_slower_is_told_after_some_looks_and_both_ranks_of_a_slow_host() -> None:
+    assert not any(looks(500, {}, 0.02))
+    assert looks(4, {3: 0.5}, 0.02)[1:] == [{3}] * 3, "at the second look"
+    assert looks(200, {3: 0.5}, 0.05) == [{3}] * 200
+    assert not any(looks(20, {}, 0.02)[6:])
     rng, waits = random.Random(1), Waits()
-    seen = [set(waits.look(noisy(rng, {5: 0.1}, 0.01))) for _ in range(20)]
-    assert seen[10:] == [{5}] * 10
+    assert looks(20, {5: 0.1}, 0.01)[10:] == [{5}] * 10, "a little slower"
     waits = Waits()
-    seen = [set(waits.look(noisy(rng, {4: 0.4, 5: 0.4}, 0.02))) for _ in range(20)]
-    assert seen[2:] == [{4, 5}] * 18
+    assert looks(20, {4: 0.4, 5: 0.4}, 0.02)[2:] == [{4, 5}] * 18, "both of a slow host"
 
 
 def test_a_rank_that_stands_in_a_step_while_the_others_wait_is_late() -> None:
@@ -239,10 +198,8 @@ def test_a_rank_that_stands_in_a_step_while_the_others_wait_is_late() -> None:
     assert late({0: ahead, 1: Stage(7, "saving", 12.0)}, 0.5) == {}
 
 
-# Records that are old, or broken.
-
-
-def test_a_run_of_an_earlier_version_names_its_hosts_and_ranks(tmp_path: Path) -> None:
+def test_records_of_an_earlier_version_and_broken_ones_are_shown_as_unknown(tmp_path) -> None:
+    """Also what json reads and arithmetic does not bear: NaN, infinity, words, lists, deep ones."""
     run_dir, attempt = running(tmp_path / "far-1")
     two_hosts(attempt, "ssh")
     shown = snapshot(run_dir)
@@ -250,41 +207,27 @@ def test_a_run_of_an_earlier_version_names_its_hosts_and_ranks(tmp_path: Path) -
     assert [row.host for row in shown.hosts] == ["h0", "h1"]
     assert shown.run.goodput is None and shown.curve == ()
     assert_fits(shown)
-
-
-def test_records_that_are_broken_are_shown_as_unknown(tmp_path: Path) -> None:
-    run_dir, attempt = running(tmp_path / "far-1")
-    nodes = {"0": {"host": [], "gpus": 3, "ranks": {"0": 7}, "name": "h\x1b[2J", "first_rank": 0}}
-    nodes["0"] |= {"num_ranks": 10**9, "at": "x", "heard_at": None}
-    for text in ("", "{", "[]", "{}", '{"nodes": 3}', json.dumps({"at": 1e400, "nodes": nodes})):
-        attempt.live.write_text(text)
-        run_dir.metrics.write_bytes(b'{"kind": "train", "step": \n\xff\n{"kind": "train"}\n' + b"[")
-        (tmp_path / ".links.json").write_text('{"pairs": {"h0": 3}}')
-        shown = snapshot(run_dir)
-        assert len(shown.ranks) <= 1024
-        Snapshot.model_validate_json(shown.model_dump_json())
-        assert_fits(shown)
-
-
-def test_figures_that_are_none_are_left_out(tmp_path: Path) -> None:
-    """What json reads and arithmetic does not bear: NaN, infinity, words, lists, huge and deep."""
-    run_dir, attempt = running(tmp_path / "far-1")
     odd = ("NaN", "Infinity", str(10**400), '"7"', "[1]", "null", "[" * 30_000)
     keys = ("step", "loss", "tokens", "elapsed_s", "step_time_s")
-    good = '{"kind": "train", "step": 7, "loss": 1.5}\n'
-    rows = (f'{{"kind": "train", "step": 6, "{key}": {value}}}\n' for key in keys for value in odd)
-    run_dir.metrics.write_text("".join(rows) + good)
-    for value in odd[:-1]:
+    rows = [f'{{"kind": "train", "step": 6, "{key}": {value}}}' for key in keys for value in odd]
+    rows += ['{"kind": "train", "step": ', "\xff", '{"kind": "train"}']
+    rows += ['{"kind": "train", "step": 7, "loss": 1.5}', "["]
+    run_dir.metrics.write_text("\n".join(rows), encoding="latin-1")
+    (tmp_path / ".links.json").write_text('{"pairs": {"h0": 3}}')
+    node = {"host": [], "gpus": 3, "ranks": {"0": 7}, "name": "h\x1b[2J", "first_rank": 0}
+    node |= {"num_ranks": 10**9, "at": "x", "heard_at": None}
+    whole = '{"at": ODD, "nodes": {"²": {}, "0": ODD, "1": NODE}}'.replace("NODE", json.dumps(node))
+    lives = [*product(odd[:-1], [whole]), *product(["0"], ("", "{", "[]", '{"nodes": 3}'))]
+    for value, live in lives:
         status = json.dumps({**STATUS, "eta_s": 0, "outer": OUTER | {"exposed_s": 0}})
         status = status.replace('"eta_s": 0', f'"eta_s": {value}').replace("300", value)
         run_dir.status.write_text(status.replace('"exposed_s": 0', f'"exposed_s": {value}'))
-        attempt.live.write_text(f'{{"at": {value}, "nodes": {{"²": {{}}, "0": {value}}}}}')
+        attempt.live.write_text(live.replace("ODD", value))
         shown = snapshot(run_dir)
         assert shown.curve[-1].step == 7 and shown.curve[-1].loss == 1.5
+        assert len(shown.ranks) <= 1024
+        Snapshot.model_validate_json(shown.model_dump_json())
         assert_fits(shown)
-
-
-# metrics.jsonl.
 
 
 def test_a_long_curve_is_thinned_and_read_as_it_grows(tmp_path: Path) -> None:
@@ -322,22 +265,15 @@ def test_a_long_curve_is_thinned_and_read_as_it_grows(tmp_path: Path) -> None:
 
 def test_goodput_counts_each_step_once_and_no_time_between_attempts(tmp_path: Path) -> None:
     now = time.time()
-    run_dir, first = recorded_run(
-        tmp_path / "x-1", {"launcher": "local", "begun_at": now - 1000}, {"at": now - 900}
-    )
-    second = run_dir.attempt(2)
-    second.path.mkdir()
-    write_record(second.launch, {"launcher": "local", "begun_at": now - 100})
-    spans = spans_of(run_dir, now, is_alive=True)
-    assert sum(end - begin for begin, end in spans) == pytest.approx(200.0)
-    assert goodput(150.0, spans) == pytest.approx(0.75)
+    launches = [{"launcher": "local", "begun_at": now - ago} for ago in (1000, 100)]
+    run_dir, first = recorded_run(tmp_path / "x-1", launches[0], {"at": now - 900})
+    run_dir.attempt(2).path.mkdir()
+    write_record(run_dir.attempt(2).launch, launches[1])
+    assert goodput(150.0, spans_of(run_dir, now, is_alive=True)) == pytest.approx(150 / 200)
     first.outcome.unlink()  # it was killed: its last sign of life counts
     first.last_step.write_text("0 1\n")
     os.utime(first.last_step, (now - 950, now - 950))
-    assert sum(e - b for b, e in spans_of(run_dir, now, is_alive=True)) == pytest.approx(150.0)
-
-
-# Several clusters.
+    assert goodput(90.0, spans_of(run_dir, now, is_alive=True)) == pytest.approx(90 / 150)
 
 
 def cluster_snapshot(path: Path, **changes: Any) -> tuple[RunDir, Attempt, Snapshot]:
@@ -349,23 +285,8 @@ def cluster_snapshot(path: Path, **changes: Any) -> tuple[RunDir, Attempt, Snaps
 
 def member(name: str, **changes: Any) -> dict[str, Any]:
     """A cluster as the hub knows it."""
-    return {
-        "name": name,
-        "state": "living",
-        "step": 40,
-        "tokens_per_s": 900.0,
-        "since": 7,
-        "is_behind": False,
-        "heard_s": 1.0,
-        "weight": 0.5,
-        "refused": "",
-        "slow": "",
-        "sent_bytes": 10,
-        "received_bytes": 20,
-        "phase": "training",
-        "loss": 0.3,
-        **changes,
-    }
+    own = {"name": name, "state": "living", "since": 7, "weight": 0.5, "heard_s": 1.0}
+    return {**own, "phase": "training", "is_behind": False, "refused": "", **changes}
 
 
 def test_clusters_hub_and_links_between_them(tmp_path: Path) -> None:
@@ -376,8 +297,7 @@ def test_clusters_hub_and_links_between_them(tmp_path: Path) -> None:
     members = [member("a"), member("b", heard_s=9.0)]
     status = {"round": 7, "members": members, "open": [waiting]}
     view = SeveralView("t-1", "/runs/t-1", {"a": "local", "b": "ssh", "c": "slurm"})
-    answer = HubAnswer("hub:29400", status)
-    shown = view.snapshot({"a": a, "b": b}, {}, answer)
+    shown = view.snapshot({"a": a, "b": b}, {}, HubAnswer("hub:29400", status))
     rows = {row.name: row for row in shown.clusters}
     assert list(rows) == ["a", "b", "c"] and rows["c"].state == "never started"
     assert (rows["a"].mark, rows["a"].lag, rows["a"].inner_steps) == ("", 1, 7)
@@ -385,9 +305,7 @@ def test_clusters_hub_and_links_between_them(tmp_path: Path) -> None:
     assert (rows["b"].mark, rows["b"].lag, rows["b"].launcher) == ("silent", 2, "ssh")
     assert shown.notes[0] == "b: the hub has not heard of it for 9s"
     assert shown.notes[-1].startswith("round 7 waits for b (training: 7 inner steps")
-    assert {(row.cluster, row.rank) for row in shown.ranks} == {
-        (c, n) for c in "ab" for n in range(4)
-    }
+    assert [(row.cluster, row.rank) for row in shown.ranks] == [*product("ab", range(4))]
     links = {(row.source, row.target): row for row in shown.links}
     assert links["b", "hub"].state.startswith("cut: ") and links["a", "hub"].state == "ok"
     assert links["hub", "a"].measured == 1e6
@@ -409,97 +327,71 @@ def test_a_cluster_that_only_the_hub_reaches_is_shown_by_what_it_sends(tmp_path:
     view = SeveralView("t-hub-1", "/runs/t-hub-1", {})
     bad = base64.b64encode(zlib.compress(b"[" * 10_000)).decode()
     bomb = base64.b64encode(zlib.compress(bytes(2**26))).decode()
-    members = [member(name) for name in ("far", "bad", "bomb", "none")]
-    status = {"round": 7, "members": members}
-    shown = view.snapshot(
-        {},
-        {},
-        HubAnswer(
-            "h:1", status, shown={"far": (2.0, text), "bad": (0.0, bad), "bomb": (0.0, bomb)}
-        ),
-    )
-    assert {row.name: row.state for row in shown.clusters} == dict.fromkeys(
-        ("far", "bad", "bomb", "none"), "running"
-    )
+    names = ("far", "bad", "bomb", "none")
+    status = {"round": 7, "members": [*map(member, names)]}
+    sent = {"far": (2.0, text), "bad": (0.0, bad), "bomb": (0.0, bomb)}
+    shown = view.snapshot({}, {}, HubAnswer("h:1", status, shown=sent))
+    states = {row.name: row.state for row in shown.clusters}
+    assert states == dict.fromkeys(names, "running")
     assert [row.host for row in shown.hosts if row.cluster == "far"] == ["h0", "h1"]
     assert shown.notes[0] == "far: rank 3 on h1: its process has ended with exit code 1"
     assert_fits(shown)
-
-
-def test_records_that_are_too_large_to_send_are_cut_to_the_status(tmp_path: Path) -> None:
-    run_dir, attempt = running(tmp_path / "t-a-1")
     attempt.live.write_text(json.dumps({"noise": os.urandom(LONGEST).hex()}))
-    assert set(unpack(pack(run_dir))) == {"status"}
+    assert set(unpack(pack(run_dir))) == {"status"}, "it would be too large"
     assert pack(RunDir(tmp_path / "nowhere")) == ""
 
 
 def test_the_clusters_of_this_machine_are_read_from_their_directories(tmp_path: Path) -> None:
-    clusters = []
+    clusters = [ClusterRun("c", "ssh")]
     for name in "ab":
         run_dir, _, _ = cluster_snapshot(tmp_path / f"t-{name}-1")
         clusters.append(ClusterRun(name, "local", str(run_dir.path), "", 1))
-    path = tmp_path / "t-1"
-    path.mkdir()
-    run = MultiClusterRun(path, (*clusters, ClusterRun("c", "ssh")), 1.0, time.time(), {})
+    (tmp_path / "t-1").mkdir()
+    run = MultiClusterRun(tmp_path / "t-1", tuple(clusters), 1.0, time.time(), {})
     run.write()
-    reader = Several(run, 2.0)
-    shown = reader.look()
+    with closing(Several(run, 2.0)) as reader:
+        shown = reader.look()
     assert shown is not None and shown.hub is not None and shown.hub.error == "it does not run"
-    assert [(row.name, row.state) for row in shown.clusters] == [
-        ("a", "running"),
-        ("b", "running"),
-        ("c", "never started"),
-    ]
+    states = {row.name: row.state for row in shown.clusters}
+    assert states == {"c": "never started", "a": "running", "b": "running"}
     assert len(shown.ranks) == 8
-    reader.close()
 
 
-def test_a_watch_gives_one_snapshot_after_the_other(tmp_path: Path) -> None:
+def test_a_watch_gives_one_snapshot_after_the_other_logs_and_stacks(tmp_path: Path) -> None:
     run_dir, attempt = running(tmp_path / "far-1")
     write_live(attempt, *two_nodes())
     with Watch(run_dir, tmp_path, 0.2) as watch:
-        first = watch.wait(0.0, DEADLINE_S)
-        assert first is not None
+        first = second = watch.wait(0.0, DEADLINE_S)
         write_live(attempt, *two_nodes(r1={"alive": False, "exit": -9}))
-        second = watch.wait(first.at, DEADLINE_S)
-        assert second is not None and second.at > first.at
         while marks(second)[1] != "dead":
             second = watch.wait(second.at, DEADLINE_S)
-            assert second is not None
+        assert second.at > first.at
         assert watch.error == "" and watch.typed == str(run_dir.path)
         attempt.rank_log(1).write_text("one\ntwo\nthree\n")
         assert watch.log_lines(RankRow(rank=1), 2) == ["two", "three"]
+        answer = {"host": "h0", "step": 5, "stage": "data loading", "at": "at x.py:3"}
+        ranks = {"1": {**answer, "waits_in": "", "stacks": "thread MainThread:\n  x.py"}}
+        write_record(attempt.stacks, {"asked_at": time.time() + 60, "ranks": ranks})
+        text = watch.stack(RankRow(rank=1))
+        assert text.startswith("rank 1 on h0: step 5, data loading, at x.py:3\n\nthread MainThread")
+        assert attempt.stacks_request.exists()
         run_dir.path.rename(tmp_path / "elsewhere")
         until(lambda: "was deleted or moved away" in watch.error)
         assert watch.latest is not None and len(watch.latest.ranks) == 4
 
 
-def test_the_stack_of_a_rank_is_asked_for_by_a_record(tmp_path: Path) -> None:
-    run_dir, attempt = running(tmp_path / "far-1")
-    answer = {"host": "h0", "step": 5, "stage": "data loading", "at": "at x.py:3", "waits_in": ""}
-    ranks = {"1": {**answer, "stacks": "thread MainThread:\n  x.py"}}
-    write_record(attempt.stacks, {"asked_at": time.time() + 60, "ranks": ranks})
-    text = stack_of(run_dir, 1)
-    assert text.startswith("rank 1 on h0: step 5, data loading, at x.py:3\n\nthread MainThread")
-    assert attempt.stacks_request.exists()
-
-
 def test_sixty_four_nodes_of_eight_cards_are_a_small_snapshot(tmp_path: Path) -> None:
     run_dir, attempt = running(tmp_path / "big-1", world_size=512)
-    gpus = [gpu_record(n) for n in range(8)]
+    gpus, names = [gpu_record(n) for n in range(8)], [f"node{k:02d}" for k in range(64)]
     nodes = [
-        node_record(f"node{k:02d}", 8 * k, [rank_record(gpu=n) for n in range(8)], gpus)
-        for k in range(64)
+        node_record(name, 8 * k, [rank_record(gpu=n) for n in range(8)], gpus)
+        for k, name in enumerate(names)
     ]
     write_live(attempt, *nodes)
-    names = [f"node{k:02d}" for k in range(64)]
     pairs = {a: {b: {"bytes_per_s": 1e9, "rtt_s": 1e-4} for b in names} for a in names}
     write_record(tmp_path / ".links.json", {"at": 1.0, "pairs": pairs})
     shown = snapshot(run_dir)
     assert len(shown.ranks) == 512 and len(shown.links) == 64
-    size = len(shown.model_dump_json())
-    assert size < 400_000, size
-    packed = len(zlib.compress(shown.model_dump_json().encode()))
-    assert packed < 40_000, packed
+    text = shown.model_dump_json()
+    assert len(text) < 400_000 and len(zlib.compress(text.encode())) < 40_000
     assert len(pack(run_dir)) < LONGEST // 2
-    assert live_record(*nodes)["nodes"].keys() == {str(k) for k in range(64)}

@@ -3,14 +3,13 @@ in hundreds of settings, of which a few are held here."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks import plan_memory as benchmark
+from benchmarks import plan_published as published
+from transformers import AutoModelForCausalLM
 
 from isles.config.layout import make_layout
 from isles.config.memory import step_memory
@@ -23,37 +22,10 @@ from isles.config.sections.strategy import (
 from isles.facts.memory.architecture import KINDS, Architecture, UnknownShapeError
 from isles.facts.models import load_shape
 
-ROOT = Path(__file__).parents[2]
 LLAMA_8B = Architecture.of(load_shape("llama-8b"))
 
 
-def run_config(**training: Any) -> RunConfig:
-    return RunConfig(
-        model={"name_or_path": "llama-8b"},
-        data={"sources": ({"type": "fake"},), "seq_length": 2048},
-        training={"max_steps": 1, **training},
-    )
-
-
-def load_benchmark(name: str) -> Any:
-    """A file of benchmarks/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def benchmark() -> Iterator[Any]:
-    """The benchmark that counts."""
-    yield load_benchmark("plan_memory")
-    del sys.modules["plan_memory"]
-
-
-def test_every_kind_has_as_many_numbers_as_transformers_gives_it(benchmark: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
+def test_every_kind_has_as_many_numbers_as_transformers_gives_it():
     wrong = {}
     for kind in KINDS:
         if kind == "helium":  # the same as Llama, and heavy in its default sizes
@@ -83,7 +55,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
 
 @pytest.mark.brief("some")
 @pytest.mark.parametrize("settings", [SETTINGS[:4], SETTINGS[4:]], ids=["some", "others"])
-def test_the_peak_of_a_step_is_that_of_a_real_one(benchmark: Any, settings: tuple[Any, ...]):
+def test_the_peak_of_a_step_is_that_of_a_real_one(settings):
     for kind, training, more in settings:
         case = benchmark.Case("", kind, rows=1, length=256, training=training, **more)
         shape = benchmark.hf_config(case)
@@ -94,28 +66,26 @@ def test_the_peak_of_a_step_is_that_of_a_real_one(benchmark: Any, settings: tupl
         assert paper.saved == pytest.approx(real.saved, rel=0.01), what
 
 
-def test_peaks_that_others_have_measured() -> None:
+def test_peaks_that_others_have_measured():
     """Of other trainers, whose step differs from isles' in ways that are not all written down."""
-    published = load_benchmark("plan_published")
-    del sys.modules["plan_published"]
-    off = {
-        peak.name: paper / peak.measured - 1
-        for peak in published.PEAKS
-        for paper, _ in [published.on_paper(peak)]
-    }
+    off = {p.name: published.on_paper(p)[0] / p.measured - 1 for p in published.PEAKS}
     far = {name for name, error in off.items() if abs(error) > published.BAR}
     assert far == {"Mistral-7B LoRA, 4x4096, FSDP 2"}, off
     assert len(off) - len(far) >= 10
 
 
-def test_what_each_way_to_save_memory_saves() -> None:
+def test_what_each_way_to_save_memory_saves():
     """Of Llama 3 8B: 16 bytes a weight for AdamW, 2 for autocast's copy; less where more is cut."""
 
-    def peak(strategy: Any = None, ranks: int = 1, **training: Any) -> float:
-        strategy = strategy or DDPStrategyConfig()
+    def memory(strategy: Any, ranks: int, **training: Any) -> Any:
         layout = make_layout(strategy, ranks, local_world_size=8)
-        config = run_config(**training)
-        return step_memory(LLAMA_8B, config, strategy, layout, rows=1).peak.total
+        data = {"sources": ({"type": "fake"},), "seq_length": 2048}
+        training = {"max_steps": 1, **training}
+        config = RunConfig(model={"name_or_path": "llama-8b"}, data=data, training=training)
+        return step_memory(LLAMA_8B, config, strategy, layout, rows=1)
+
+    def peak(strategy: Any = None, ranks: int = 1, **training: Any) -> float:
+        return memory(strategy or DDPStrategyConfig(), ranks, **training).peak.total
 
     full = peak(gradient_checkpointing="full")
     assert 18 < full / LLAMA_8B.params < 18.6
@@ -131,13 +101,10 @@ def test_what_each_way_to_save_memory_saves() -> None:
     assert stages == sorted(stages, reverse=True)
     offloaded = FSDPStrategyConfig(cpu_offload=True)
     assert peak(offloaded, 8) < cut[2]
-    layout = make_layout(offloaded, 8, local_world_size=8)
-    assert step_memory(LLAMA_8B, run_config(), offloaded, layout, rows=1).host == pytest.approx(
-        16 * LLAMA_8B.params / 8
-    )
+    assert memory(offloaded, 8).host == pytest.approx(16 * LLAMA_8B.params / 8)
 
 
-def test_a_config_that_does_not_say_its_size_and_a_kind_that_nobody_knows() -> None:
+def test_a_config_that_does_not_say_its_size_and_a_kind_that_nobody_knows():
     with pytest.raises(UnknownShapeError, match="hidden_size, vocab_size"):
         Architecture.of({"num_hidden_layers": 2, "num_attention_heads": 2})
     guess = Architecture.of({**load_shape("llama-15m"), "model_type": "llama_next"})

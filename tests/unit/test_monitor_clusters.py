@@ -21,7 +21,6 @@ from isles.monitor.clusters import (
     multi_cluster_lines,
     multi_cluster_report,
     outcome_lines,
-    worst,
 )
 from isles.monitor.multi_cluster import choose
 from isles.outer.hub.journal import Journal
@@ -31,26 +30,21 @@ from isles.outer.hub.samples import Samples
 from isles.run.find import find_any, find_cluster, run_of
 from isles.run.paths import RunDir
 from isles.run.remote import ClusterRun, MultiClusterRun, RemoteRun, write_remote
-from tests.each import each
 from tests.run_records import recorded_run
 from tests.runs import bare_run
 from tests.unit.test_begin import add_checkpoint
 from tests.unit.test_launch import four_gpus
 
-CONTENT = {
-    "name": "t",
-    "model": {"name_or_path": "llama-2m", "init": "scratch"},
-    "data": {"sources": [{"type": "fake"}]},
-    "training": {"max_steps": 1000},
-    "outer": {"kind": "diloco"},
-}
 TWO = "[{name: a}, {name: b}]"
 THREE = "[{name: a}, {name: b}, {name: c}]"
 
 
 def load(folder: Path, clusters: str, *overrides: str) -> Loaded:
+    content = {"name": "t", "output_dir": str(folder / "runs"), "outer": {"kind": "diloco"}}
+    content |= {"model": {"name_or_path": "llama-2m", "init": "scratch"}}
+    content |= {"data": {"sources": [{"type": "fake"}]}, "training": {"max_steps": 1000}}
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump({**CONTENT, "output_dir": str(folder / "runs")}))
+    path.write_text(yaml.safe_dump(content))
     return load_run_file(path, (f"clusters={clusters}", *overrides))
 
 
@@ -79,8 +73,8 @@ def test_a_run_is_found_by_any_of_its_names(tmp_path: Path) -> None:
     run = several(loaded, cluster_run(tmp_path, "a"), there)
     for given in (None, "t", "t-1", str(run.path)):
         assert find_any(given, output_dir) == run
-    here = find_any("t-a-1", output_dir)
-    assert isinstance(here, RunDir) and here == run_of(run, run.clusters[0])
+    here = RunDir(Path(run.clusters[0].path))
+    assert find_any("t-a-1", output_dir) == here == run_of(run, run.clusters[0])
     assert find_cluster("t", output_dir) == here
     assert find_cluster("t", output_dir, "b") == far
     bare_run(output_dir / "t-2")
@@ -127,17 +121,13 @@ def test_other_mathematics_is_no_resume(tmp_path: Path) -> None:
         choose(load(tmp_path, TWO, "training.max_steps=500"), "auto")
 
 
-def test_clusters_of_one_machine_share_its_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clusters_of_one_machine_share_its_gpus_and_meet_on_loopback(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", four_gpus(tmp_path)["PATH"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     auto = local_environs(load(tmp_path, "[{name: a}, {name: b, gpus_per_node: 1}]"))
-    assert auto == {
-        "a": {"CUDA_VISIBLE_DEVICES": "0,1,2"},
-        "b": {"CUDA_VISIBLE_DEVICES": "3"},
-    }
+    cards = {"a": "0,1,2", "b": "3"}
+    assert auto == {name: {"CUDA_VISIBLE_DEVICES": own} for name, own in cards.items()}
     own = "{name: b, environment: {variables: {CUDA_VISIBLE_DEVICES: '7'}}}"
     mixed = local_environs(load(tmp_path, f"[{{name: a, device: cpu, gpus_per_node: 2}}, {own}]"))
     assert mixed["b"] == {"CUDA_VISIBLE_DEVICES": "7"} and list(mixed["a"]) == ["OMP_NUM_THREADS"]
@@ -145,9 +135,6 @@ def test_clusters_of_one_machine_share_its_gpus(
         local_environs(load(tmp_path, "[{name: a, gpus_per_node: 4}, {name: b}]"))
     assert "device: cpu" in caught.value.fix
     assert local_environs(load(tmp_path, "[{name: a}]")) == {}
-
-
-def test_a_hub_listens_only_where_its_clusters_are(tmp_path: Path) -> None:
     assert hub_place(load(tmp_path, TWO)) == ("127.0.0.1:0", "")
     public = load(tmp_path, TWO, "outer.public=127.0.0.1:29400")
     assert hub_place(public) == ("127.0.0.1:29400", "127.0.0.1:29400")
@@ -168,12 +155,10 @@ def test_status_says_who_is_slow_and_who_is_away(tmp_path: Path) -> None:
     run = several(load(tmp_path, TWO), *clusters)
     found = multi_cluster_report(run)
     assert (found.state, found.hub_error) == ("failed", "it does not run")
-    speeds = {"a": 1000.0, "b": 100.0}
+    training = {"state": "running", "phase": "training"}
     reports = {
-        name: found.clusters[name].model_copy(
-            update={"state": "running", "phase": "training", "tokens_per_second": speed}
-        )
-        for name, speed in speeds.items()
+        name: found.clusters[name].model_copy(update={**training, "tokens_per_second": speed})
+        for name, speed in (("a", 1000.0), ("b", 100.0))
     }
     members = [
         {"name": "a", "state": "living", "is_behind": False, "heard_s": 1.0},
@@ -189,14 +174,12 @@ def test_status_says_who_is_slow_and_who_is_away(tmp_path: Path) -> None:
     assert "b: computes 100 tokens/s, the fastest 1.0k" in text
 
 
-def test_a_failure_counts_before_a_stop() -> None:
-    assert [worst(codes) for codes in ([0, 0], [0, 130], [130, 3, 0], [85, 5])] == [0, 130, 3, 5]
-
-
-def test_the_end_says_the_whole_command_that_goes_on(tmp_path: Path) -> None:
+def test_a_failure_counts_before_a_stop_and_the_end_says_what_goes_on(tmp_path: Path) -> None:
     stopped = cluster_run(tmp_path, "a", "stopped", step=5)
     run = several(load(tmp_path, TWO), stopped, typed="isles train run.yaml seed=3")
-    lines, _ = outcome_lines(run, {"a": 130})
+    for codes, expected in (((0, 0), 0), ((0, 130), 130), ((130, 3, 0), 3), ((85, 5), 5)):
+        lines, code = outcome_lines(run, dict(enumerate(codes)))
+        assert code == expected
     assert lines[-1] == "  `isles train run.yaml seed=3` goes on with all of them"
 
 
@@ -205,8 +188,8 @@ def test_only_clusters_of_the_same_turns_are_said_to_hold_the_same(tmp_path: Pat
     turns = {"a": (7, True), "b": (9, True), "c": (9, True), "d": (9, False)}
     clusters = []
     for name, (step, is_averaged) in turns.items():
-        last = {"digest": str(step)}
-        outer = {"outer_step": step, "last_outer_step": last, "is_averaged": is_averaged}
+        outer = {"outer_step": step, "is_averaged": is_averaged}
+        outer["last_outer_step"] = {"digest": str(step)}
         clusters.append(cluster_run(tmp_path, name, "finished", outer=outer))
     lines, code = outcome_lines(several(loaded, *clusters), dict.fromkeys("abcd", 0))
     text = "\n".join(lines)
@@ -218,55 +201,36 @@ def test_only_clusters_of_the_same_turns_are_said_to_hold_the_same(tmp_path: Pat
 
 
 def test_clusters_that_begin_together_wait_for_one_another_at_first(tmp_path: Path) -> None:
-    now = [100.0]
-    book = Journal(tmp_path / "book.sqlite")
-    settings = Settings(gather=2, gather_s=30.0)
-    membership = Membership(book, settings, Samples(book), lambda: now[0])
+    now, book = [100.0], Journal(tmp_path / "book.sqlite")
+    started = (book, Settings(gather=2, gather_s=30.0), Samples(book), lambda: now[0])
+    membership = Membership(*started)
     membership.touch(1)
-    least = [membership.least]
-    now[0] += 31.0  # the other has not come
-    least.append(membership.least)
-    membership = Membership(book, settings, Samples(book), lambda: now[0])  # after a restart
-    for number in (1, 2):
-        membership.touch(number)
-        least.append(membership.least)
-    assert least == [2, 1, 2, 1]
+    assert membership.least == 2
+    now[0] += 31.0
+    assert membership.least == 1, "the other has not come"
+    membership = Membership(*started)  # after a restart
+    membership.touch(1)
+    assert membership.least == 2
+    membership.touch(2)
+    assert membership.least == 1
 
 
-PEER = "/ip4/127.0.0.1/tcp/30001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-LISTENS = "host_maddrs: [/ip4/0.0.0.0/tcp/30002]"
-TWO_SITES = "[{name: a}, {name: b, launcher: {kind: ssh, hosts: [me@b]}, workdir: /w}]"
-
-
-@each(
-    ("clusters", "hivemind", "words"),
-    [
-        (TWO, "{}", "there is none"),
-        (TWO_SITES, f"{{initial_peers: [{PEER}]}}", "b would listen there on other machines"),
-        (
-            TWO,
-            f"{{initial_peers: [{PEER}], {LISTENS}}}",
-            "a, b are on this machine and would share /ip4/0.0.0.0/tcp/30002",
-        ),
-        (
-            TWO,
-            f"{{initial_peers: [{PEER}], identity_path: key.pem}}",
-            "would share identity_path key.pem",
-        ),
-    ],
-)
-def test_peers_that_cannot_find_one_another(
-    tmp_path: Path, clusters: str, hivemind: str, words: str
-) -> None:
+def test_peers_that_cannot_find_one_another_are_refused(tmp_path: Path) -> None:
     """Engine hivemind from one run file."""
-    more = ("outer.engine=hivemind", f"outer.hivemind={hivemind}")
-    loaded = load(tmp_path, clusters, *more)
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        refuse_peers(loaded)
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        run_check(loaded.path, (f"clusters={clusters}", *more), (), Extent(), print)
-
-
-def test_peers_that_find_one_another(tmp_path: Path) -> None:
-    hivemind = f"outer.hivemind={{initial_peers: [{PEER}], {LISTENS}}}"
-    refuse_peers(load(tmp_path, TWO_SITES, "outer.engine=hivemind", hivemind))
+    peer = "/ip4/127.0.0.1/tcp/30001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+    known, listens = f"initial_peers: [{peer}]", "host_maddrs: [/ip4/0.0.0.0/tcp/30002]"
+    two_sites = "[{name: a}, {name: b, launcher: {kind: ssh, hosts: [me@b]}, workdir: /w}]"
+    shared = "a, b are on this machine and would share /ip4/0.0.0.0/tcp/30002, identity_path k.pem"
+    for clusters, hivemind, words in (
+        (TWO, "", "there is none"),
+        (two_sites, known, "b would listen there on other machines"),
+        (TWO, f"{known}, {listens}, identity_path: k.pem", shared),
+    ):
+        more = ("outer.engine=hivemind", f"outer.hivemind={{{hivemind}}}")
+        loaded = load(tmp_path, clusters, *more)
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            refuse_peers(loaded)
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            run_check(loaded.path, (f"clusters={clusters}", *more), (), Extent(), print)
+    more = ("outer.engine=hivemind", f"outer.hivemind={{{known}, {listens}}}")
+    refuse_peers(load(tmp_path, two_sites, *more))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +13,6 @@ from isles.monitor.follow import RunFollower, progress_text
 from isles.monitor.logs import LineTail, LogChoice, log_lines
 from isles.monitor.stop import Signals, wait_for_end
 from tests.deadline import DEADLINE_S
-from tests.each import each
 from tests.runs import Agent, bare_run, running_agent
 
 ROW = {"kind": "train", "step": 10, "loss": 5.25, "learning_rate": 0.003, "tokens_per_second": 1234}
@@ -50,11 +50,17 @@ def end(agent: Agent) -> None:
 def test_plain_lines_for_phases_rows_and_saves(tmp_path: Path) -> None:
     running = {"phase": "training", "step": 10, "total_steps": 60, "loss": 5.25, "eta_s": 65.0}
     bytes_and_seconds = {"sent_bytes": 2048, "received_bytes": 0, "exposed_s": 1.25}
-    with running_agent(bare_run(tmp_path / "a-1")) as agent:
+    run_dir, cut = bare_run(tmp_path / "a-1"), tmp_path / "cut"
+    # Of an earlier attempt, which is not shown again. The next one cuts the rows after its
+    # checkpoint: another file comes in the place of the first.
+    run_dir.metrics.write_text('{"kind": "train", "step": 1, "loss": 9.0, "at": 5.0}\n')
+    cut.touch()
+    with running_agent(run_dir) as agent:
         text = follow(
             agent,
             lambda: agent.order("status", phase="preparing data", detail="tokens 1.2M"),
             lambda: agent.order("status", **running),
+            lambda: cut.replace(run_dir.metrics),
             lambda: agent.order("row", **ROW),
             lambda: agent.order("status", **{**running, "phase": "evaluating"}),
             lambda: agent.order("row", kind="eval", step=10, loss=5.0, perplexity=148.41),
@@ -84,8 +90,7 @@ def test_a_terminal_gets_a_bar_and_the_results(tmp_path: Path) -> None:
             width=120,
             is_terminal=True,
         )
-    assert "building model" in text
-    assert "eval loss 5.0000" in text
+    assert "building model" in text and "eval loss 5.0000" in text
 
 
 def test_the_bars_text_drops_the_least_important_first() -> None:
@@ -96,51 +101,22 @@ def test_the_bars_text_drops_the_least_important_first() -> None:
     assert progress_text({"step": 0, "detail": "compiling"}, 80) == "compiling"
 
 
-def test_rows_of_earlier_attempts_are_not_shown_again(tmp_path: Path) -> None:
-    run_dir = bare_run(tmp_path / "a-1")
-    run_dir.metrics.write_text('{"kind": "train", "step": 1, "loss": 9.0, "at": 5.0}\n')
-
-    def resume() -> None:
-        # It cuts the rows after the checkpoint: another file in the place of the first.
-        cut = tmp_path / "cut"
-        cut.touch()
-        cut.replace(run_dir.metrics)
-        agent.order("row", **ROW)
-
-    with running_agent(run_dir) as agent:
-        text = follow(agent, resume)
-    steps = [line for line in text.splitlines() if line.startswith("step")]
-    assert [line.split()[1] for line in steps] == ["10"]
-
-
 def test_followed_logs_end_with_the_run(tmp_path: Path) -> None:
     run_dir = bare_run(tmp_path / "a-1")
     with running_agent(run_dir) as agent:
-        lines = log_lines(
-            run_dir,
-            agent.attempt,
-            LogChoice(rank=0, last=0, follow=True),  # of what is there already
-            pause=script(
-                lambda: agent.order("log", rank=0, text="first\nsec"),
-                lambda: agent.order("log", rank=0, text="ond\n"),
-                lambda: agent.order("log", rank=0, text="no end"),
-                lambda: end(agent),
-            ),
-        )
+        choice = LogChoice(rank=0, last=0, follow=True)  # of what is there already
+        texts = ("first\nsec", "ond\n", "no end")
+        written = [partial(agent.order, "log", rank=0, text=text) for text in texts]
+        pause = script(*written, lambda: end(agent))
+        lines = log_lines(run_dir, agent.attempt, choice, pause=pause)
         assert list(lines) == ["first", "second", "no end"]
 
 
-@each(
-    ("last", "expected"), [(None, ["a", "b", "c"]), (0, []), (2, ["b", "c"]), (9, ["a", "b", "c"])]
-)
-def test_the_last_lines(tmp_path: Path, last: int | None, expected: list[str]) -> None:
+def test_the_last_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"a\nb\r\nc\n")
-    assert LineTail(path, last=last).read() == expected
-
-
-def test_the_last_lines_of_a_long_file(tmp_path: Path) -> None:
-    path = tmp_path / "log"
+    for last, expected in ((None, "abc"), (0, ""), (2, "bc"), (9, "abc")):
+        assert LineTail(path, last=last).read() == [*expected]
     path.write_text("".join(f"{number:09d}\n" for number in range(50_000)))
     tail = LineTail(path, last=10_000)
     lines = tail.read()

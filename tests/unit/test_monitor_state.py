@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -22,40 +20,36 @@ from isles.run.process import ProcessId
 from isles.run.records import read_record, write_record
 from isles.run.state import FRESH_S, attempt_state
 from isles.run.stop import kill_now, read_stop_request, send_signal
-from tests.deadline import DEADLINE_S
-from tests.each import each
+from tests.deadline import DEADLINE_S, until
 from tests.run_records import FAR, GONE, rank_error, recorded_run, two_hosts
 from tests.runs import bare_run, running_agent
 
 
-def stop(run_dir: RunDir, *, now: bool = False, timeout_s: float = DEADLINE_S) -> str:
+def stop(run_dir: RunDir, *, now: bool = False) -> str:
     said: list[str] = []
-    code = stop_run(run_dir, now=now, timeout_s=timeout_s, print_line=said.append)
+    code = stop_run(run_dir, now=now, timeout_s=DEADLINE_S, print_line=said.append)
     assert code == ExitCode.OK
     return "\n".join(said)
 
 
-@each(
-    ("job", "outcome", "state", "is_alive"),
-    [
-        ("pending", None, "queued", True),
-        ("requeued", {"state": "stopped", "exit_code": 85}, "queued", True),
-        ("running", None, "running", True),
-        ("running", {"state": "finished"}, "finished", True),
-        ("ended", {"state": "finished"}, "finished", False),
-        ("ended", None, "killed", False),
-        ("unknown", None, "unknown", False),
-        (None, {"state": "failed", "exit_code": 3}, "failed", False),
-    ],
-)
-def test_a_job_stands_as_its_queue_says(
-    tmp_path: Path, job: str | None, outcome: dict[str, Any] | None, state: str, is_alive: bool
-) -> None:
-    run_dir, attempt = recorded_run(tmp_path / "a-1", {"launcher": "slurm"}, outcome)
-    if job:
-        write_record(attempt.job, {"at": time.time(), "state": job, "reason": "why"})
-    found = attempt_state(run_dir, attempt)
-    assert (found.state, found.is_alive, found.reason) == (state, is_alive, "why" if job else "")
+def test_a_job_stands_as_its_queue_says(tmp_path: Path) -> None:
+    for number, (job, outcome, state, is_alive) in enumerate(
+        (
+            ("pending", None, "queued", True),
+            ("requeued", {"state": "stopped", "exit_code": 85}, "queued", True),
+            ("running", None, "running", True),
+            ("running", {"state": "finished"}, "finished", True),
+            ("ended", {"state": "finished"}, "finished", False),
+            ("ended", None, "killed", False),
+            ("unknown", None, "unknown", False),
+            (None, {"state": "failed", "exit_code": 3}, "failed", False),
+        )
+    ):
+        run_dir, attempt = recorded_run(tmp_path / f"a-{number}", {"launcher": "slurm"}, outcome)
+        if job:
+            write_record(attempt.job, {"at": time.time(), "state": job, "reason": "why"})
+        found, reason = attempt_state(run_dir, attempt), "why" if job else ""
+        assert (found.state, found.is_alive, found.reason) == (state, is_alive, reason), number
 
 
 def test_a_sign_of_life_is_newer_than_the_queues_word(tmp_path: Path) -> None:
@@ -68,18 +62,35 @@ def test_a_sign_of_life_is_newer_than_the_queues_word(tmp_path: Path) -> None:
     assert later.state == "queued"
 
 
-def test_what_an_earlier_attempt_left_is_no_status_and_silence_is_told(tmp_path: Path) -> None:
+def test_a_run_stands_as_it_says_and_a_stop_that_is_not_heard_ends(tmp_path: Path) -> None:
     run_dir = bare_run(tmp_path / "a-1")
+    # What an earlier attempt has left.
     write_record(run_dir.status, {"phase": "training", "step": 99, "updated_at": time.time() - 9})
     with running_agent(run_dir, world_size=2) as agent:
         report = collect(run_dir)
         assert (report.state, report.phase, report.step) == ("running", "starting", None)
-        agent.order("status", phase="training", step=30)
+        agent.order("status", phase="saving", detail="step 7", step=30)
         report = collect(run_dir)
-        assert (report.state, report.phase, report.step) == ("running", "training", 30)
+        assert (report.state, report.phase, report.step) == ("running", "saving", 30)
         assert (report.pid, report.attempt, report.world_size) == (agent.process.pid, 1, 2)
         later = collect(run_dir, lambda: time.time() + 400)
         assert "reported nothing for 6m 40s" in later.hint
+        agent.order("deaf")
+        said: list[str] = []
+        with pytest.raises(UserError, match="has not ended within"):
+            stop_run(run_dir, now=False, timeout_s=0.2, print_line=said.append)
+        assert said[-1] == "  waiting: saving, step 7" and agent.process.is_alive()
+        assert "was ended without saving" in stop(run_dir, now=True)
+        assert not agent.process.is_alive()
+    assert collect(run_dir).state == "killed"
+
+
+def test_stop_lets_the_run_save(tmp_path: Path) -> None:
+    run_dir = bare_run(tmp_path / "a-1")
+    with running_agent(run_dir) as agent:
+        assert "has ended: stopped at step 7 (SIGTERM)" in stop(run_dir)
+        assert not agent.process.is_alive()
+    assert collect(run_dir).state == "stopped"
 
 
 def test_a_silent_run_on_another_host_is_unknown(tmp_path: Path) -> None:
@@ -106,50 +117,18 @@ def test_a_clock_that_is_ahead_keeps_no_run_alive(tmp_path: Path) -> None:
     assert attempt_state(run_dir, attempt, lambda: now + FRESH_S + 5).state == "unknown"
 
 
-@each(
-    ("now", "says", "state"),
-    [
-        (False, "has ended: stopped at step 7 (SIGTERM)", "stopped"),
-        (True, "was ended without saving", "killed"),
-    ],
-)
-def test_stop_lets_the_run_save_or_kills_it(
-    tmp_path: Path, now: bool, says: str, state: str
-) -> None:
-    run_dir = bare_run(tmp_path / "a-1")
-    with running_agent(run_dir) as agent:
-        assert says in stop(run_dir, now=now)
-        assert not agent.process.is_alive()
-    assert collect(run_dir).state == state
-
-
-def test_stop_has_a_deadline_and_says_what_it_waits_for(tmp_path: Path) -> None:
-    run_dir = bare_run(tmp_path / "a-1")
-    with running_agent(run_dir) as agent:
-        agent.order("deaf")
-        agent.order("status", phase="saving", detail="step 7")
-        said: list[str] = []
-        with pytest.raises(UserError, match="has not ended within"):
-            stop_run(run_dir, now=False, timeout_s=0.2, print_line=said.append)
-        assert said[-1] == "  waiting: saving, step 7"
-        assert agent.process.is_alive()
-
-
 def test_a_run_that_is_seen_by_its_files_only_is_stopped_by_them(tmp_path: Path) -> None:
     run_dir, attempt = recorded_run(tmp_path / "a-1", FAR, status={"phase": "training"})
 
     def rank_0() -> None:
-        while not attempt.stop_request.exists():
-            os.sched_yield()
-        outcome = {"state": "stopped", "exit_code": 85, "step": 5, "at": time.time()}
-        write_record(attempt.outcome, outcome)
+        until(attempt.stop_request.exists)
+        write_record(attempt.outcome, {"state": "stopped", "exit_code": 85, "step": 5})
 
     thread = threading.Thread(target=rank_0)
     thread.start()
     said = stop(run_dir)
     thread.join()
-    request = read_stop_request(attempt)
-    assert request is not None and request.kind == "save"
+    assert read_stop_request(attempt).kind == "save"
     assert "far" in said and "has ended: stopped at step 5" in said
 
 
@@ -175,7 +154,8 @@ def test_the_rank_that_failed_by_itself_is_shown_first(tmp_path: Path) -> None:
     rank_error(attempt, 0, "time-out", at=10.0, is_communication=True)
     rank_error(attempt, 2, "later", at=12.0)
     fields = {"where": "batch 5", "fix": "lower the rate"}
-    rank_error(attempt, 1, "loss is nan at step 7", at=11.0, **fields)
+    trace = "".join(f"line {number}\n" for number in range(40))
+    rank_error(attempt, 1, "loss is nan at step 7", at=11.0, traceback=trace, **fields)
     attempt.rank_log(1).write_text("x")
     assert failure_lines(attempt) == [
         "error: loss is nan at step 7",
@@ -184,21 +164,12 @@ def test_the_rank_that_failed_by_itself_is_shown_first(tmp_path: Path) -> None:
         f"  log: {attempt.rank_log(1)}",
         "  2 other ranks stopped because of it",
     ]
-
-
-def test_only_an_unforeseen_error_shows_its_traceback(tmp_path: Path) -> None:
-    _, attempt = recorded_run(tmp_path / "a-1", GONE, {"state": "failed", "exit_code": 3})
-    trace = "".join(f"line {number}\n" for number in range(40))
-    rank_error(attempt, 0, "ValueError: x", traceback=trace)
+    rank_error(attempt, 1, "ValueError: x", at=11.0, traceback=trace)
     text = "\n".join(failure_lines(attempt))
-    assert "line 39" in text and "line 10" not in text
-    rank_error(attempt, 0, "no memory", traceback=trace, fix="a smaller batch")
-    assert "line 39" not in "\n".join(failure_lines(attempt))
+    assert "line 39" in text and "line 10" not in text, "of what nobody has foreseen"
 
 
-def test_a_run_that_found_no_room_for_its_end_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_found_no_room_for_its_end_says_so(tmp_path, monkeypatch) -> None:
     _, attempt = recorded_run(tmp_path / "a-1", GONE)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4096))
     full = f"the disk of {attempt.path} is full, 4.0 KiB are left"
@@ -211,9 +182,7 @@ def test_a_run_that_found_no_room_for_its_end_says_so(
     assert "  fix: free some of it first" in lines
 
 
-def test_a_record_that_another_host_replaces_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_another_host_replaces_is_read_again(tmp_path, monkeypatch) -> None:
     """On NFS what was opened is gone then: ESTALE."""
     path = tmp_path / "status.json"
     write_record(path, {"step": 1})

@@ -1,4 +1,4 @@
-"""What status, logs, stop, checkpoint and follow print, word for word: tests/golden/monitor-*.txt.
+"""What is printed word for word: tests/golden/monitor-*.txt, and before a run terminal-*.txt.
 
 The records are written by hand. `ssh` is a program that runs its last argument on this machine.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import sys
 import time
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from isles.cli import main
+from isles.cli import app, main
 from isles.run.records import write_record
 from isles.run.remote import ClusterRun, MultiClusterRun, RemoteRun, write_remote
 from tests.golden import check_golden
@@ -39,37 +41,25 @@ def finished(path: Path) -> None:
         attempt.rank_log(rank).write_text(f"one of {rank}\ntwo of {rank}\nthe end of {rank}")
 
 
-def of_a_chat_model(path: Path) -> None:
-    finished(path)
-    (path / "tokenizer").mkdir()
-    (path / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
-
-
 def failed(path: Path) -> None:
     launch = {**FAR, "world_size": 2, "device": "cuda"}
     end = {"state": "failed", "exit_code": 4, "reason": "rank 1 failed", "step": 7}
-    steps = {"step": 7, "total_steps": 60}
-    _, attempt = recorded_run(path, launch, end, status=steps)
+    _, attempt = recorded_run(path, launch, end, status={"step": 7, "total_steps": 60})
     rank_error(attempt, 1, "the GPU is full", id="memory", where="batch 5", fix="a smaller batch")
     attempt.rank_log(1).write_text("x\n")
 
 
-def killed(path: Path) -> None:
-    _, attempt = recorded_run(path, {**GONE, "world_size": 1, "device": "cpu"})
-    attempt.agent_log.write_text("agent is ready\n")
-
-
 def on_two_hosts(path: Path) -> None:
     status = {"phase": "training", "step": 30, "total_steps": 60, "loss": 4.5, "eta_s": 65.0}
-    status |= {"tokens_per_second": 5e3}
     launch = {**FAR, "launcher": "ssh", "world_size": 3, "device": "cuda"}
-    _, attempt = recorded_run(path, launch, status=status)
+    _, attempt = recorded_run(path, launch, status={**status, "tokens_per_second": 5e3})
     two_hosts(attempt, "ssh", "me@down")
     node = {"address": "10.0.0.1", "ranks": 2, "host": "far", "pid": 5, "started": 1.0, "why": ""}
     there = {**node, "node": 0, "name": "h0", "first_rank": 0, "state": "there"}
+    there["last_seen_at"] = time.time()
     lost = {**node, "node": 1, "name": "h1", "first_rank": 2, "ranks": 1, "state": "lost"}
     lost |= {"address": "10.0.0.2", "why": "silent"}
-    write_record(attempt.nodes, {"nodes": [{**there, "last_seen_at": time.time()}, lost]})
+    write_record(attempt.nodes, {"nodes": [there, lost]})
     found = [{"level": "warning", "text": "slow link", "where": "h1"}]
     write_record(attempt.findings, {"findings": found})
     attempt.hangs.mkdir()
@@ -80,36 +70,21 @@ def on_two_hosts(path: Path) -> None:
     attempt.agent_log.write_text("the supervisor\n")
 
 
-def on_hosts_that_have_not_come(path: Path) -> None:
-    launch = {**FAR, "launcher": "manual", "world_size": 3, "device": "cuda"}
-    _, attempt = recorded_run(path, launch, status={"phase": "starting"}, began_s_ago=0.0)
-    two_hosts(attempt, "manual")
-
-
-def in_a_queue(path: Path) -> None:
-    launch = {"launcher": "slurm", "job_id": "4711", "bin_path": "/nowhere"}
-    _, attempt = recorded_run(path, {**launch, "world_size": 8, "device": "cuda"})
-    job = {"state": "pending", "reason": "waiting for free nodes", "job_id": "4711"}
-    write_record(attempt.job, {**job, "at": time.time() - 60})
-
-
 def of_clusters(folder: Path) -> None:
+    last = {"outer_step": 7, "digest": "d", "weights": {"a": 300, "b": 100}}
     outer: dict[str, Any] = {"outer_step": 7, "sent_bytes": 2048, "received_bytes": 4096}
-    outer |= {"exposed_s": 30.0, "hidden_s": 90.0, "hidden_share": 0.75}
-    outer |= {"last_outer_step": {"outer_step": 7, "digest": "d", "weights": {"a": 300, "b": 100}}}
-    last = {"step": 8, "total_steps": 8, "loss": 2.0, "outer": {**outer, "is_averaged": True}}
+    outer |= {"exposed_s": 30.0, "hidden_s": 90.0, "hidden_share": 0.75, "last_outer_step": last}
+    status = {"step": 8, "total_steps": 8, "loss": 2.0, "outer": {**outer, "is_averaged": True}}
+    launch = {**FAR, "world_size": 1, "device": "cpu"}
     clusters = []
     for name, end in (("a", {"state": "finished", "step": 8}), ("b", {"state": "stopped"})):
-        launch = {**FAR, "world_size": 1, "device": "cpu"}
-        run_dir, attempt = recorded_run(folder / f"t-{name}-1", launch, end, status=last)
+        run_dir, attempt = recorded_run(folder / f"t-{name}-1", launch, end, status=status)
         attempt.rank_log(0).write_text(f"one of {name}\ntwo of {name}\n")
         clusters.append(ClusterRun(name, "local", str(run_dir.path), "", 1))
     clusters.append(ClusterRun("centre", "pbs"))
-    path = folder / "t-1"
-    path.mkdir()
-    config = {"outer": {"kind": "diloco"}}
-    typed = "isles train t.yaml"
-    MultiClusterRun(path, tuple(clusters), 1.0, time.time() - 50, config, typed=typed).write()
+    (folder / "t-1").mkdir()
+    about = (1.0, time.time() - 50, {"outer": {"kind": "diloco"}})
+    MultiClusterRun(folder / "t-1", tuple(clusters), *about, typed="isles train t.yaml").write()
 
 
 def remembered(folder: Path, name: str, host: str, path: Path) -> None:
@@ -119,7 +94,7 @@ def remembered(folder: Path, name: str, host: str, path: Path) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch) -> Path:
     """Runs of every kind, and the only ssh there is."""
     programs, folder = tmp_path / "bin", tmp_path / "runs"
     write_ssh(programs)
@@ -127,100 +102,137 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     finished(folder / "plain-1")
     failed(folder / "failed-1")
-    killed(folder / "killed-1")
+    _, killed = recorded_run(folder / "killed-1", {**GONE, "world_size": 1, "device": "cpu"})
+    killed.agent_log.write_text("agent is ready\n")
     on_two_hosts(folder / "two-1")
-    in_a_queue(folder / "queue-1")
+    launch = {"launcher": "slurm", "job_id": "4711", "bin_path": "/nowhere"}
+    _, queued = recorded_run(folder / "queue-1", {**launch, "world_size": 8, "device": "cuda"})
+    job = {"state": "pending", "reason": "waiting for free nodes", "job_id": "4711"}
+    write_record(queued.job, {**job, "at": time.time() - 60})
     bare_run(folder / "new-1")
     of_clusters(folder)
-    on_hosts_that_have_not_come(folder / "late-1")
-    of_a_chat_model(tmp_path / "far" / "far-1")
-    remembered(folder, "far-1", "me@far", tmp_path / "far" / "far-1")
+    launch = {**FAR, "launcher": "manual", "world_size": 3, "device": "cuda"}
+    starting = {"phase": "starting"}
+    _, late = recorded_run(folder / "late-1", launch, status=starting, began_s_ago=0.0)
+    two_hosts(late, "manual")
+    far = tmp_path / "far" / "far-1"
+    finished(far)
+    (far / "tokenizer").mkdir()
+    (far / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
+    remembered(folder, "far-1", "me@far", far)
     remembered(folder, "lost-1", "me@down", tmp_path / "far" / "lost-1")
     return folder
 
 
-Said = Callable[..., str]
+def printed(capfd, line: str) -> str:
+    """A command with all that it prints."""
+    code = main(line.split())
+    out, err = capfd.readouterr()
+    err = "".join(f"! {line}\n" for line in err.splitlines())
+    text = f"$ isles {line}\n{out}{err}({int(code)})\n"
+    return re.sub(r" +\n", "\n", text.replace(str(Path.cwd()), "/T"))
 
 
 @pytest.fixture
-def said(folder: Path, capfd: pytest.CaptureFixture[str]) -> Said:
-    """What commands print, without times, ages and names of this machine."""
+def said(folder: Path, capfd) -> Callable[..., str]:
+    """What a verb prints with each of some endings, without times, ages and this machine's name."""
 
     def one(line: str) -> str:
         for status in folder.glob("*/status.json"):
             os.utime(status)  # a heartbeat, however long the commands before have taken
-        code = main(line.split())
-        out, err = capfd.readouterr()
-        err = "".join(f"! {line}\n" for line in err.splitlines())
-        text = f"$ isles {line}\n{out}{err}({code})\n"
-        text = text.replace(str(folder.parent), "/T").replace(socket.gethostname(), "HERE")
+        text = printed(capfd, line.strip()).replace(socket.gethostname(), "HERE")
         text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "DATE TIME", text)
         text = re.sub(r"\d[\dhms ]* ago", "AGE ago", text)
-        text = re.sub(r" +\n", "\n", text)
         return re.sub(r'("\w+_(?:at|s)": )[\d.]{3,}', r"\g<1>0", text)
 
-    return lambda *lines: "\n".join(one(line) for line in lines)
+    return lambda verb, *endings: "\n".join(one(f"{verb} {ending}") for ending in endings)
 
 
-def test_status(said: Said) -> None:
-    here = ["plain", "failed", "killed", "two", "late", "queue", "new", "t"]
-    commands = ["status", *(f"status {run}" for run in (*here, "far", "lost", "nothing"))]
-    check_golden("monitor-status.txt", said(*commands, "status two --json", "status t --json"))
+def test_status(said) -> None:
+    here = ("plain", "failed", "killed", "two", "late", "queue", "new", "t")
+    as_json = ("two --json", "t --json")
+    text = said("status", "", *here, "far", "lost", "nothing", *as_json)
+    check_golden("monitor-status.txt", text)
 
 
-def test_logs(said: Said) -> None:
-    commands = [
-        "logs plain",
-        "logs plain -n 1",
-        "logs plain --rank 1",
-        "logs plain --rank 5",
-        "logs plain --attempt 5",
-        "logs plain -f",
-        "logs plain --by-node -n 1",
-        "logs plain --by-node -f",
-        "logs two",
-        "logs two --node 1",
-        "logs two --node 3",
-        "logs two --rank 2",
-        "logs two --by-node",
-        "logs new",
-        "logs far --rank 0 -n 2",
-        "logs lost",
-        "logs t -n 1",
-        "logs t --cluster b",
-        "logs t --cluster centre",
-        "logs t --cluster c",
-        "logs plain --cluster b",
+def test_logs(said) -> None:
+    whole = ("", "-n 1", "--rank 1", "--rank 5", "--attempt 5", "-f")
+    texts = [
+        said("logs plain", *whole, "--by-node -n 1", "--by-node -f"),
+        said("logs two", "", "--node 1", "--node 3", "--rank 2", "--by-node"),
+        said("logs", "new", "far --rank 0 -n 2", "lost"),
+        said("logs t", "-n 1", "--cluster b", "--cluster centre", "--cluster c"),
+        said("logs plain", "--cluster b"),
     ]
-    check_golden("monitor-logs.txt", said(*commands))
+    check_golden("monitor-logs.txt", "\n".join(texts))
 
 
-def test_stop_and_follow(said: Said) -> None:
-    commands = [
-        "stop plain",
-        "stop killed",
-        "stop new",
-        "stop two --timeout 1s",
-        "stop two --timeout soon",
-        "stop far",
-        "stop far --now",
-        "stop lost",
-        "stop t --cluster a",
-        "checkpoint list plain",
-        "checkpoint list far",
-        "checkpoint list new",
-        "checkpoint verify far --step 60",
-        "checkpoint list t",
-        "follow plain",
-        "follow failed",
-        "follow killed",
-        "follow t-b-1",
-        "follow two --attempt 3",
+def test_stop_and_follow(said) -> None:
+    late = ("two --timeout 1s", "two --timeout soon")
+    saved = ("list plain", "list far", "list new", "verify far --step 60", "list t")
+    texts = [
+        said("stop", "plain", "killed", "new", *late, "far", "far --now", "lost", "t --cluster a"),
+        said("checkpoint", *saved),
+        said("follow", "plain", "failed", "killed", "t-b-1", "two --attempt 3"),
     ]
-    check_golden("monitor-stop.txt", said(*commands))
+    check_golden("monitor-stop.txt", "\n".join(texts))
 
 
-def test_stop_of_all_clusters(said: Said) -> None:
+def test_stop_of_all_clusters(said) -> None:
     """They are stopped at once, so that their lines come as they come."""
-    head, *lines, code = said("stop t").splitlines()
+    head, *lines, code = said("stop", "t").splitlines()
     check_golden("monitor-stop-clusters.txt", "\n".join([head, *sorted(lines), code, ""]))
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BAD = """\
+name: bad run
+model: {name_or_path: llama-2m, init: scrach}
+tokenizer: {train_vocab_size: 2048}
+data: {sources: [{path: missing.jsonl, colums: {text: body}}], seq_length: 12q}
+training: {max_steps: 10, warmup_steps: 20, learning_rate: 3, precision: fp17, per_device_batch: 2}
+clusters: [{launcher: {kind: slrum}, gpus_per_node: 0}]
+"""
+
+
+@pytest.fixture
+def before_a_run(tmp_path: Path, monkeypatch, capfd) -> Callable[..., str]:
+    """What commands print in a folder with the example and a bad run file, without a GPU."""
+    shutil.copy(EXAMPLES / "quickstart.yaml", tmp_path / "run.yaml")
+    (tmp_path / "bad.yaml").write_text(BAD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("COLUMNS", "100")
+    # cyclopts keeps the console, and with it the width, of the first help that a process prints.
+    monkeypatch.setattr(app, "console", Console(width=100))
+
+    def said(*lines: str) -> str:
+        text = "\n".join(printed(capfd, line) for line in lines)
+        return re.sub(r"(?m)^env .*$", "env …", text)  # variables that depend on the machine
+
+    return said
+
+
+def test_help_of_every_verb(before_a_run) -> None:
+    verbs = [name for name in app if not name.startswith("-")]
+    under = [f"{verb} {name}" for verb in verbs for name in app[verb] if not name.startswith("-")]
+    helps = ["--help", *(f"{words} --help" for words in (*verbs, *under))]
+    check_golden("terminal-help.txt", before_a_run(*helps))
+
+
+def test_what_is_said_before_a_run(before_a_run) -> None:
+    commands = [
+        "init --output new.yaml",
+        "init",
+        "init --template lora --output lora.yaml",
+        "train run.yaml --dry-run",
+        "train run.yaml training.max_step=10",
+        "train bad.yaml",
+        "train none.yaml",
+        "render run.yaml --to slurm",
+        "status",
+        "checkpoint list none",
+        "explain config.batch",
+        "explain config.bath",
+    ]
+    check_golden("terminal-before.txt", before_a_run(*commands))

@@ -1,11 +1,12 @@
-"""When a cluster contributes, what it asks for, and what it makes of what it hears."""
+"""When a cluster contributes, what it asks for, what it makes of what it hears, what it keeps."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from isles.config.sections.outer import DiLoCoConfig
@@ -14,70 +15,41 @@ from isles.outer.client.client import Alone
 from isles.outer.client.spool import Spool
 from isles.outer.codec import parse_codec
 from isles.outer.layout import make_layout
-from isles.outer.messages import Adopt, Apply, Command, Contribute, Lease, UseReserve
+from isles.outer.messages import Adopt, Apply, Contribute, Lease, RoundAnswer, UseReserve
 from isles.outer.trainer.sync import LEAST, MOST, Coordinator
 from isles.run.paths import RunDir
 from isles.train.record import Recorder
-from tests.each import each
 
 BATCH = 4
 LAYOUT = make_layout({"a": (8,), "b": (8,)}, parse_codec("none"), num_fragments=2)
 
 
-@dataclass
-class State:
-    """What a coordinator reads of an `Exchange`."""
-
-    config: DiLoCoConfig = field(default_factory=DiLoCoConfig)
-    num_fragments: int = 2
-    version: int = 0
-    steps: int = 0
-    contributed_at: int = 0
-    sent: tuple[int, ...] = ()
-    has_learnt: bool = True
-    step: int = 0
-    samples_left: int = 10**6
-
-    @property
-    def progress(self) -> State:
-        return self
-
-
-def at(step: int, **more: Any) -> State:
-    """After so many inner steps, all of them of this cluster."""
-    return State(steps=step, step=step, **more)
-
-
-class Told(Alone):
-    """A line on which a test speaks."""
-
-    def send(self, *commands: Command) -> None:
-        for command in commands:
-            self.emit(command)
+def at(step: int = 0, **more: Any) -> Any:
+    """What is read of an `Exchange` after so many inner steps, all of them of this cluster."""
+    known = {"num_fragments": 2, "version": 0, "contributed_at": 0, "sent": (), "has_learnt": True}
+    state = SimpleNamespace(steps=step, step=step, **{**known, "samples_left": 10**6, **more})
+    state.progress = state
+    return state
 
 
 class Rank0:
-    """A coordinator, and its line."""
+    """A coordinator, and the line on which a test speaks to it."""
 
     def __init__(
         self, folder: Path, clock: Callable[[], float] = time.monotonic, **settings: Any
     ) -> None:
         spool = Spool(folder / "spool", version=0, kept=0, since=0, most_bytes=0)
-        spool.folder.mkdir()
-        self.line = Told(LAYOUT, "a", spool, next_sample=0)
+        spool.folder.mkdir(exist_ok=True)
+        self.line = Alone(LAYOUT, "a", spool, next_sample=0)
         self.line.poll()
-        config = DiLoCoConfig(**{"sync_every": 8, "fragments": 2, **settings})
+        state = at(config=DiLoCoConfig(**{"sync_every": 8, "fragments": 2, **settings}))
+        recorder = Recorder(RunDir(folder), is_main=False, world_size=1)
         self.coordinator = Coordinator(
-            State(config),  # what it reads of it
-            self.line,
-            batch=BATCH,
-            total_steps=100,
-            recorder=Recorder(RunDir(folder), is_main=False, world_size=1),
-            clock=clock,
+            state, self.line, batch=BATCH, total_steps=100, recorder=recorder, clock=clock
         )
 
-    def plan(self, state: State) -> list[Command]:
-        self.coordinator.exchange = state  # what it reads of it
+    def plan(self, state: Any) -> list[Any]:
+        self.coordinator.exchange = state
         self.coordinator.plan()
         return self.coordinator.take_commands()
 
@@ -98,17 +70,15 @@ def committed(outer_step: int, **fields: Any) -> Apply:
     return Apply(outer_step=outer_step, path=Path("x"), **{**known, **fields})
 
 
-def test_a_turn_is_due_every_so_many_steps(tmp_path: Path) -> None:
-    (tmp_path / "warm").mkdir()
+def test_a_turn_is_due_every_so_many_steps(tmp_path):
     assert Rank0(tmp_path).due_steps(20) == [4, 8, 12, 16, 20]
-    warm = Rank0(tmp_path / "warm", warmup_rounds=2, warmup_sync_every=3)
+    warm = Rank0(tmp_path, warmup_rounds=2, warmup_sync_every=3)
     assert warm.due_steps(22) == [1, 3, 4, 6, 10, 14, 18, 22]
     assert [warm.coordinator.sync_every_at(outer_step) for outer_step in (0, 3, 4)] == [3, 3, 8]
 
 
-@each(
-    ("why", "state", "heard", "contributes"),
-    [
+def test_whether_a_cluster_contributes(tmp_path):
+    for why, state, heard, number in (
         ("its other fragment is under way", at(7, sent=(0,), contributed_at=4), {}, 1),
         ("both are", at(90, sent=(0, 1), contributed_at=8), {}, None),
         ("the first is back", at(90, version=1, sent=(1,), contributed_at=8), {}, 2),
@@ -122,53 +92,43 @@ def test_a_turn_is_due_every_so_many_steps(tmp_path: Path) -> None:
         ("so is the next", at(11, version=1), {"decided": 2, "closing": (1, 1.0)}, None),
         ("the first that is not", at(11, version=2), {"decided": 2}, 2),
         ("nor is this", at(11, version=1, sent=(1,)), {"decided": 2}, 2),
-    ],
-)
-def test_whether_a_cluster_contributes(
-    tmp_path: Path, why: str, state: State, heard: dict[str, Any], contributes: int | None
-) -> None:
-    rank0 = Rank0(tmp_path)
-    for name, value in heard.items():
-        setattr(rank0.line.state, name, value)
-    expected = [] if contributes is None else [Contribute(contributes)]
-    assert rank0.plan(state) == expected, why
+    ):
+        rank0 = Rank0(tmp_path)
+        rank0.line.state = replace(rank0.line.state, **heard)
+        assert rank0.plan(state) == ([] if number is None else [Contribute(number)]), why
 
 
-def test_an_average_takes_the_step_to_that_of_the_others(tmp_path: Path) -> None:
+def test_an_average_takes_the_step_to_that_of_the_others_and_a_state_its_place(tmp_path):
     rank0 = Rank0(tmp_path)
-    rank0.line.send(committed(0), committed(1))
+    rank0.line.emit(committed(0)), rank0.line.emit(committed(1))
     # And no contribution before they are taken in.
     assert rank0.plan(at(3)) == [committed(0, step=4), committed(1, step=8)]
-    rank0.line.send(committed(99))
+    rank0.line.emit(committed(99))
     assert rank0.plan(at(3)) == [committed(99, step=100)], "never beyond the end"
-
-
-def test_a_state_takes_the_place_of_averages(tmp_path: Path) -> None:
-    rank0 = Rank0(tmp_path)
     rank0.line.state.is_behind = True
     state = Adopt(version=5, paths=(), outer_params=(), source="b")
-    rank0.line.send(committed(0), state)
+    rank0.line.emit(committed(0)), rank0.line.emit(state)
     assert rank0.plan(at(3)) == [replace(state, step=20)]
     assert rank0.plan(at(3)) == []
 
 
-def test_samples_are_claimed_ahead_and_no_more_than_are_needed(tmp_path: Path) -> None:
+def test_samples_are_claimed_ahead_and_no_more_than_are_needed(tmp_path):
     rank0 = Rank0(tmp_path)
     for _ in range(3):
-        rank0.coordinator.exchange = State(samples_left=0)
+        rank0.coordinator.exchange = at(samples_left=0)
         rank0.coordinator.plan()
     assert rank0.coordinator.take_commands() == [Lease(((0, 8 * BATCH),))], "asked for once"
-    few = State(samples_left=8 * BATCH - 1)
+    few = at(samples_left=8 * BATCH - 1)
     assert rank0.plan(few) == []  # it is asked for now, and heard of in the next step
     assert rank0.plan(few) == [Lease(((8 * BATCH, 16 * BATCH),))]
     rank0.plan(at(97, contributed_at=97, samples_left=3 * BATCH))
     assert rank0.line.poll() == [], "three steps are left"
-    rank0.plan(State(samples_left=0))
+    rank0.plan(at(samples_left=0))
     rank0.coordinator.restock(is_late=True)
     assert isinstance(rank0.coordinator.take_commands()[-1], UseReserve)
 
 
-def test_who_is_not_let_in_hears_why(tmp_path: Path) -> None:
+def test_who_is_not_let_in_hears_why(tmp_path):
     now = 100.0
     rank0 = Rank0(tmp_path, lambda: now, deadline=5.0)
     coordinator, state = rank0.coordinator, rank0.line.state
@@ -178,21 +138,19 @@ def test_who_is_not_let_in_hears_why(tmp_path: Path) -> None:
     assert coordinator.failure(is_new=True) is None
     now += 2.0
     late = coordinator.failure(is_new=True)
-    assert late is not None
-    assert "has not answered within 5s: hub:1 does not answer" in late.what
+    assert "has not answered within 5s: hub:1 does not answer" in str(late)
     assert coordinator.failure(is_new=False) is None, "it goes on alone"
     state.refusal = UserError("wrong token", where="hub:1", fix="paste it again")
     failure = coordinator.failure(is_new=False)
     assert isinstance(failure, ConfigError) and failure.where == "hub:1"
 
 
-def test_auto_follows_the_slowest_link(tmp_path: Path) -> None:
+def test_auto_follows_the_slowest_link(tmp_path):
     rank0 = Rank0(tmp_path, sync_every="auto", max_sync_overhead=0.1)
     coordinator = rank0.coordinator
 
     def heard(outer_step: int, num_bytes: int, seconds: float) -> int:
-        moved = {"sent_bytes": num_bytes, "send_s": seconds}
-        rank0.line.send(committed(outer_step, **moved))
+        rank0.line.emit(committed(outer_step, sent_bytes=num_bytes, send_s=seconds))
         coordinator.poll()
         return coordinator.sync_every_at(outer_step + 1)
 
@@ -206,3 +164,57 @@ def test_auto_follows_the_slowest_link(tmp_path: Path) -> None:
     assert coordinator.sync_every_at(2) == 120, "another's link is slower"
     rank0.line.state.sync_every = 0
     assert heard(2, 2000, 2e6) == MOST
+
+
+# The files in its spool.
+
+
+def averages(spool: Spool) -> str:
+    """The last digits of the averages that are there."""
+    return "".join(sorted(path.name[-1] for path in spool.folder.glob("average-????????")))
+
+
+def test_the_spool_keeps_what_may_be_asked_for(tmp_path):
+    spool = Spool(tmp_path, version=5, kept=2, since=5, most_bytes=0)
+    for outer_step in range(6):
+        spool.average(outer_step).touch()
+        spool.contribution(outer_step).touch()
+    spool.pulled.mkdir()
+    (tmp_path / "average-00000001.partial").touch()
+    spool.tidy()
+    assert averages(spool) == "345"
+    others = {path.name for path in tmp_path.iterdir() if not path.name.startswith("average-")}
+    assert others == {"contribution-00000005", "pulled"}
+    assert not list(tmp_path.glob("*.partial"))
+    # Averages that a checkpoint lacks stay as long as there is room.
+    spool = Spool(tmp_path, version=2, kept=1, since=2, most_bytes=30)
+    for outer_step in (0, 1, 2, 3, 4, 5, 6, 7, 9):
+        spool.average(outer_step).write_bytes(b"x" * 10)
+    assert spool.has == 8, "one is missing"
+    spool.version = 6
+    spool.tidy()
+    assert averages(spool) == "2345679"
+    spool.version = 7
+    spool.tidy()
+    assert averages(spool) == "345679", "30 bytes"
+    spool.since = 6
+    spool.tidy()
+    assert averages(spool) == "679"
+    spool.version = 2
+    assert spool.has == 2
+
+
+def test_a_new_host_is_given_the_last_turns_without_a_gap(tmp_path):
+    spool = Spool(tmp_path, version=3, kept=8, since=0, most_bytes=0)
+    answers = [RoundAnswer(outer_step=t, state="committed", weights={"a": t}) for t in range(5)]
+    for outer_step in (0, 2, 3, 4):
+        spool.average(outer_step).touch()
+        spool.note_answer(answers[outer_step])
+    spool.note_outer_params(2, "f" * 64)
+    found = [(answer.outer_step, digest) for answer, digest, _ in spool.kept_rounds()]
+    assert found == [(2, "f" * 64), (3, ""), (4, "")]
+    spool.version = 1
+    assert spool.kept_rounds() == [(answers[0], "", spool.average(0))]
+    spool.average(3).unlink()
+    spool.version = 4
+    assert spool.kept_rounds()[0][0].outer_step == 4

@@ -1,5 +1,4 @@
-"""The launcher pbs without a PBS: its script word for word, what the answers of its commands mean,
-the nodes of a job, and a start up to `qsub`."""
+"""The launcher pbs without a PBS: its script, what its commands say, a job's nodes, and a start."""
 
 from __future__ import annotations
 
@@ -7,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from isles.config.load import load_run_file
 from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import CommunicationError, ConfigError, PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.queue.job import QueueJob
 from isles.launch.queue.pbs import Dialect, Pbs, PbsAllocation, write_dialect
-from isles.launch.queue.script import JobText, job_script, rendered_script
 from isles.launch.queue.status import queue_job
 from isles.launch.start import start
 from isles.run.paths import RunDir
@@ -21,97 +18,50 @@ from isles.run.records import read_record, write_record
 from tests.each import each
 from tests.golden import check_golden
 from tests.programs import write_program
+from tests.slurm_job import RUN, RUN_DIR, script_text
 
-RUN = """\
-name: llama-1b
-model: {name_or_path: llama-2m, init: scratch}
-data: {sources: [{type: fake}], seq_length: 32}
-training: {max_steps: 20, global_batch_size: 32}
-clusters:
-  - launcher:
-      kind: pbs
-      queue: gpu
-      account: physics
-      time: 24h
-      save_before: 10m
-      memory_per_node: 200gb
-      cpus_per_node: 32
-      extra: [-m ae]
-    nodes: 2
-    gpus_per_node: 4
-    workdir: /home/me/train
-    environment: {venv: /home/me/venv, modules: [cuda/12.8], variables: {HF_HOME: /scratch/hf}}
-    network: {profile: infiniband}
-"""
-RUN_DIR = "/home/me/train/runs/llama-1b-1"
+PBS = (
+    "clusters.0.launcher={kind: pbs, queue: gpu, account: physics, time: 24h, save_before: 10m, "
+    "memory_per_node: 200gb, cpus_per_node: 32, extra: [-m ae]}",
+    "clusters.0.environment={venv: /home/me/venv, modules: [cuda/12.8], variables: {HF_HOME: "
+    "/scratch/hf}}",
+)
 ONE_NODE = ("clusters.0.nodes=1", "clusters.0.device=cpu")
 NO_LIMIT = ("clusters.0.launcher.time=null", "clusters.0.launcher.requeue=false")
 
 
-def make_script(
-    folder: Path, dialect: Dialect, *overrides: str, run_dir: str | None = RUN_DIR
-) -> str:
-    """The script of a job; without a run directory the one that needs no isles."""
-    (folder / "run.yaml").write_text(RUN)
-    config = load_run_file(folder / "run.yaml", overrides).config
-    cluster = config.clusters[0]
-    launcher = cluster.launcher
-    assert isinstance(launcher, PbsLauncherConfig)
-    job = JobText(
-        launcher=launcher.model_copy(update={"dialect": dialect}),
-        nodes=cluster.max_nodes,
-        nproc=4,
-        device="cpu" if cluster.device == "cpu" else "cuda",
-        workdir="/home/me/train",
-        run_dir=run_dir,
-        attempt=0 if run_dir is None else 1,
-    )
-    if run_dir is not None:
-        return job_script(config, job)
-    command = ["-m", "isles.train", "run.yaml"]
-    return rendered_script(config, job, command, path="/home/me/train/job.sh")
-
-
 @each(
-    ("golden", "dialect", "overrides", "run_dir"),
-    [
-        ("pbs-openpbs.sh", "openpbs", (), RUN_DIR),
-        ("pbs-torque.sh", "torque", (), RUN_DIR),
-        ("pbs-one-node.sh", "openpbs", (*ONE_NODE, *NO_LIMIT), RUN_DIR),
-        ("pbs-alone.sh", "openpbs", (), None),
-    ],
+    ("pbs-openpbs.sh", "openpbs", (), RUN_DIR),
+    ("pbs-torque.sh", "torque", (), RUN_DIR),
+    ("pbs-one-node.sh", "openpbs", (*ONE_NODE, *NO_LIMIT), RUN_DIR),
+    ("pbs-alone.sh", "openpbs", (), None),
 )
-def test_the_script_word_for_word(
-    tmp_path: Path, golden: str, dialect: Dialect, overrides: tuple[str, ...], run_dir: str | None
-) -> None:
-    check_golden(golden, make_script(tmp_path, dialect, *overrides, run_dir=run_dir))
+def test_the_script_word_for_word(golden, dialect, overrides, run_dir, *, tmp_path):
+    text = script_text(tmp_path, *PBS, *overrides, run_dir=run_dir, dialect=dialect)
+    check_golden(golden, text)
 
 
 def test_values_that_pbs_would_misread(tmp_path: Path) -> None:
     overrides = ["queue=my queue", "resources='select=2:ncpus=8:model=bro'"]
     overrides = [f"clusters.0.launcher.{text}" for text in overrides]
-    text = make_script(tmp_path, "openpbs", *overrides, run_dir="/my runs/x-1")
+    text = script_text(tmp_path, *PBS, *overrides, run_dir="/my runs/x-1")
     assert "#PBS -q 'my queue'\n" in text
     assert "#PBS -o '/my runs/x-1/attempts/001/pbs.out'\n" in text
     requests = [line for line in text.splitlines() if line.startswith("#PBS -l")]
     assert requests == ["#PBS -l select=2:ncpus=8:model=bro", "#PBS -l walltime=24:00:00"]
     with pytest.raises(ConfigError, match="before the colon for a host"):
-        make_script(tmp_path, "openpbs", run_dir="/runs:1/x-1")
+        script_text(tmp_path, *PBS, run_dir="/runs:1/x-1")
     with pytest.raises(ConfigError, match="memory_per_node much is no size"):
-        make_script(tmp_path, "torque", "clusters.0.launcher.memory_per_node=much")
+        script_text(tmp_path, *PBS, dialect="torque", memory_per_node="much")
 
 
 @each(
-    ("answer", "dialect"),
-    [
-        ("echo 'pbs_version = 23.06.06'", "openpbs"),
-        ("echo 'pbs_version = PBSPro_13.1.0.160576'", "openpbs"),
-        ("echo 'Version: 6.1.2' >&2; echo 'Commit: 6611' >&2", "torque"),
-        ("echo 'Unknown option: version' >&2; exit 2", None),
-        ("echo GE 8.1.9", None),
-    ],
+    ("echo 'pbs_version = 23.06.06'", "openpbs"),
+    ("echo 'Version: 6.1.2' >&2; echo 'Commit: 6611' >&2", "torque"),
+    ("echo 'Unknown option: version' >&2; exit 2", None),
+    ("echo GE 8.1.9", None),
 )
-def test_which_pbs_it_is_is_asked(tmp_path: Path, answer: str, dialect: str | None) -> None:
+def test_which_pbs_it_is_is_asked(answer: str, dialect: str | None, *, tmp_path: Path) -> None:
     write_program(tmp_path / "qstat", answer)
     if dialect is not None:
         assert Pbs(str(tmp_path)).dialect() == dialect
@@ -123,8 +73,7 @@ def test_which_pbs_it_is_is_asked(tmp_path: Path, answer: str, dialect: str | No
 def test_no_qstat_names_the_folder_that_was_looked_in(tmp_path: Path) -> None:
     with pytest.raises(PreflightError) as caught:
         Pbs(str(tmp_path)).dialect()
-    assert f"{tmp_path}/qstat" in caught.value.where
-    assert "bin_path" in caught.value.fix
+    assert f"{tmp_path}/qstat" in caught.value.where and "bin_path" in caught.value.fix
 
 
 def submitted(folder: Path, qstat: str, dialect: Dialect = "openpbs") -> QueueJob:
@@ -154,28 +103,23 @@ END
 
 
 @each(
-    ("letter", "comment", "status", "words"),
-    [
-        # A long attribute goes on after a tab.
-        ("Q", "Can Never \n\tRun: Insufficient", "", "no nodes of this kind (Can Never Run: Ins"),
-        ("Q", "Not Running: Insufficient amount of resource: ngpus", "", "of this kind are taken"),
-        ("Q", "Not Running: Queue not started", "", "stopped by the administrator"),
-        ("Q", "Not Running: User has reached queue gpu running job limit.", "", "of the user"),
-        ("Q", "Not Running: Would conflict with reservation", "", "run into a reservation"),
-        ("H", "", "", "it is held"),
-        ("W", "", "", "start time"),
-        ("Q", "", "", "has not said why"),
-        ("Q", "Something new", "", "it waits: Something new"),
-        ("R", "Job run at", "", "on a1+a2; its time limit is in 50m"),
-        ("F", "", "0", "its script ended"),
-        ("F", "", "85", "exit status 85"),
-        ("F", "", "265", "killed by signal 9"),
-        ("F", "", "137", "killed by signal 9"),
-        ("F", "", "-27", "limit of memory"),
-        ("F", "", "", "deleted before it ran"),
-    ],
+    # A long attribute goes on after a tab.
+    ("Q", "Can Never \n\tRun: Insufficient", "", "no nodes of this kind (Can Never Run: Ins"),
+    ("Q", "Not Running: Insufficient amount of resource: ngpus", "", "of this kind are taken"),
+    ("Q", "Not Running: User has reached queue gpu running job limit.", "", "of the user"),
+    ("Q", "Not Running: Would conflict with reservation", "", "run into a reservation"),
+    ("H", "", "", "it is held"),
+    ("Q", "", "", "has not said why"),
+    ("Q", "Something new", "", "it waits: Something new"),
+    ("R", "Job run at", "", "on a1+a2; its time limit is in 50m"),
+    ("F", "", "0", "its script ended"),
+    ("F", "", "85", "exit status 85"),
+    ("F", "", "265", "killed by signal 9"),
+    ("F", "", "137", "killed by signal 9"),
+    ("F", "", "-27", "limit of memory"),
+    ("F", "", "", "deleted before it ran"),
 )
-def test_a_job_in_words(tmp_path: Path, letter: str, comment: str, status: str, words: str) -> None:
+def test_a_job_in_words(letter: str, comment: str, status: str, words: str, *, tmp_path):
     report = submitted(tmp_path, job_text(letter, comment, status)).look()
     assert words in report.reason
     assert report.state == {"R": "running", "F": "ended"}.get(letter, "pending")
@@ -193,8 +137,7 @@ def test_a_job_over_its_time_names_the_key_to_change(tmp_path: Path) -> None:
     write_record(job.attempt.stop_request, {"kind": "save", "requeue": True})
     job.write_outcome(job.look())
     outcome = read_record(job.attempt.outcome) or {}
-    assert outcome["state"] == "failed"
-    assert "limit of time" in outcome["error"]["what"]
+    assert outcome["state"] == "failed" and "limit of time" in outcome["error"]["what"]
     assert "launcher.time" in outcome["error"]["fix"]
 
 
@@ -232,10 +175,8 @@ def test_each_host_is_one_node_and_gets_the_jobs_own_script(tmp_path: Path) -> N
     assert [words[4] for words in commands] == ["10.0.0.1", "10.0.0.2"], "by ssh instead"
     with pytest.raises(CommunicationError, match=r"has 1 hosts \(a1\), and the run is for 2"):
         allocation(tmp_path, "a1\na1\n", 2)
-
-
-def test_one_node_opens_no_port_to_the_network(tmp_path: Path) -> None:
-    assert [node.address for node in allocation(tmp_path, "a1\na1\n", 1).nodes] == ["127.0.0.1"]
+    (only,) = allocation(tmp_path, "a1\na1\n", 1).nodes
+    assert only.address == "127.0.0.1", "one node opens no port to the network"
 
 
 def test_it_saves_before_the_time_limit_if_there_is_one(tmp_path: Path) -> None:
@@ -260,15 +201,6 @@ def test_the_job_is_submitted_again_once(tmp_path: Path) -> None:
     assert len(calls.read_text().splitlines()) == 2
 
 
-SMALL = """\
-name: tiny
-model: {name_or_path: llama-2m, init: scratch}
-data: {sources: [{type: fake}], seq_length: 32}
-training: {max_steps: 2, global_batch_size: 4}
-clusters: [{launcher: {kind: pbs, time: 1h}, nodes: 2, gpus_per_node: 1, device: cpu}]
-"""
-
-
 def begin(folder: Path, monkeypatch: pytest.MonkeyPatch, qsub: str, *overrides: str) -> object:
     """Start from a folder that is not `workdir`."""
     version = "[ $1 = --version ] && echo pbs_version = 23 || echo '    job_state = Q'"
@@ -277,16 +209,17 @@ def begin(folder: Path, monkeypatch: pytest.MonkeyPatch, qsub: str, *overrides: 
     (folder / "here").mkdir()
     (folder / "my work").mkdir()
     monkeypatch.chdir(folder / "here")
-    Path("run.yaml").write_text(SMALL)
+    Path("run.yaml").write_text(RUN)
+    small = "clusters=[{launcher: {kind: pbs, time: 1h}, nodes: 2, gpus_per_node: 1, device: cpu}]"
     places = f"clusters.0.launcher.bin_path={folder}/bin", f"clusters.0.workdir={folder}/my work"
-    options = StartOptions(Path("run.yaml"), (*places, *overrides), "auto", False, str, str)
-    return start(options)
+    values = (small, *places, *overrides)
+    return start(StartOptions(Path("run.yaml"), values, "auto", False, str, str))
 
 
 def test_paths_are_those_of_workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = begin(tmp_path, monkeypatch, "echo 7.server")
     assert isinstance(started, Started)
-    assert started.run_dir.path == tmp_path / "my work" / "runs" / "tiny-1"
+    assert started.run_dir.path == tmp_path / "my work" / "runs" / "llama-1b-1"
     assert (read_record(started.attempt.launch) or {})["job_id"] == "7.server"
     text = started.attempt.script.read_text()
     assert f"cd '{tmp_path}/my work' || exit 1" in text
@@ -294,19 +227,12 @@ def test_paths_are_those_of_workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not list((tmp_path / "here").glob("runs*"))
 
 
-def test_a_job_that_is_refused_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(UserError, match="Unknown queue") as error:
-        begin(tmp_path, monkeypatch, "echo 'qsub: Unknown queue' >&2; exit 1")
-    assert "run.yaml" in error.value.where and "qstat -Q" in error.value.fix
-    assert not list(tmp_path.rglob("tiny-*"))
-
-
-@each("option", ["-J 1-4", "-t 0-3"])
-def test_an_array_of_jobs_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
-) -> None:
-    extra = f"clusters.0.launcher.extra=[{option}]"
-    with pytest.raises(ConfigError, match="would start the same run many times"):
-        begin(tmp_path, monkeypatch, "echo 7[].server", extra)
+@each(
+    ("", "echo 'qsub: Unknown queue' >&2; exit 1", "Unknown queue"),
+    ("-J 1-4", "echo 7[].server", "would start the same run many times"),
+    ("-t 0-3", "echo 7[].server", "would start the same run many times"),
+)
+def test_a_job_that_is_refused_leaves_nothing(extra, qsub, words, *, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=words):
+        begin(tmp_path, monkeypatch, qsub, f"clusters.0.launcher.extra=[{extra}]")
+    assert not list(tmp_path.rglob("llama-1b-*"))

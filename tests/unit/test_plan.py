@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 import shlex
 import struct
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 
 from isles.cli import main
 from isles.config.load import load_run_file
 from isles.config.sections.outer import DiLoCoConfig
-from isles.config.sections.strategy import FSDPStrategyConfig
 from isles.errors import ExitCode, UserError
 from isles.facts.gpus import GPUS, find_gpu, named_gpu, short_name
 from isles.facts.models import load_shape
@@ -37,10 +31,9 @@ from isles.run.links import keep_links, read_links
 from tests.deadline import run_program
 from tests.documents import ROOT, blocks
 from tests.each import each
+from tests.model_hub import model_hub
 from tests.programs import write_program
 from tests.test_architecture import HEAVY
-
-Capture = pytest.CaptureFixture[str]
 
 RUN = """\
 name: trial   # a comment
@@ -60,20 +53,22 @@ checkpoint: {every_steps: 100}
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with an 8B model's config.json and a run file, on a machine without GPUs."""
+    """A folder with an 8B model's config.json and a run file, on a machine without GPUs; programs
+    are looked for in its folder bin first."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(load_shape("llama-8b")))
     (tmp_path / "run.yaml").write_text(RUN.replace("MODEL", "./model"))
     return tmp_path
 
 
-def planned(*overrides: str, gpus: str = "", nodes: int | None = None, link: str = "") -> Plan:
+def planned(*overrides: str, gpus: str = "", nodes: int | None = None) -> Plan:
     """The plan of run.yaml."""
     loaded = load_run_file(Path("run.yaml"), overrides)
-    return plan_of(loaded, PlanOptions(gpus=gpus, nodes=nodes, link=link))
+    return plan_of(loaded, PlanOptions(gpus=gpus, nodes=nodes))
 
 
 def only(plan: Plan) -> ClusterPlan:
@@ -83,41 +78,31 @@ def only(plan: Plan) -> ClusterPlan:
 
 
 @each(
-    ("text", "hosts", "rate"),
-    [
-        ("4090", [["RTX 4090"]], None),
-        ("2x4090+3090", [["RTX 4090", "RTX 4090", "RTX 3090"]], None),
-        ("4090,3070ti@1gbe", [["RTX 4090"], ["RTX 3070 Ti"]], 125e6),
-        (" 2 * a100-80 , rtx a6000 @ 20MB", [["A100-SXM4-80GB"] * 2, ["RTX A6000"]], 20e6),
-        ("h100,h100@8xndr+3us", [["H100"], ["H100"]], 400e9),
-    ],
+    ("4090", [["RTX 4090"]], None),
+    ("2x4090+3090", [["RTX 4090", "RTX 4090", "RTX 3090"]], None),
+    ("4090,3070ti@1gbe", [["RTX 4090"], ["RTX 3070 Ti"]], 125e6),
+    (" 2 * a100-80 , rtx a6000 @ 20MB", [["A100-SXM4-80GB"] * 2, ["RTX A6000"]], 20e6),
+    ("h100,h100@8xndr+3us", [["H100"], ["H100"]], 400e9),
 )
-def test_machines_as_typed(text: str, hosts: list[list[str]], rate: float | None) -> None:
+def test_machines_as_typed(text: str, hosts: list[list[str]], rate: float | None):
     ((found, network),) = parse_gpus(text)
     assert [[device.name for device in host.devices] for host in found] == hosts
     assert (network.bytes_per_s if network else None) == rate
-    assert len(parse_gpus("8xh100;4090;t4")) == 3
-    assert len(parse_gpus("8xh100", nodes=2)[0][0]) == 2
 
 
 @each(
-    ("words", "hint"),
-    [
-        ("--gpus 3075ti", "did you mean 3070ti"),
-        ("--gpus 4090,", "there is no card ''"),
-        ("--gpus 4090@fast", "fast is no rate"),
-        ("--gpus 4090@1gbe+soon", "soon is no latency"),
-        ("--gpus 4090,3090 --nodes 2", "--gpus names 2 machines"),
-        ("--nodes 2", "--gpus 8xh100 --nodes 2"),
-        ("--gpus 4090 --nodes 0", "1 to 1024"),
-        ("--gpus 4090;3090", "names 2 clusters, and the run file has 1"),
-        ("--link 1gbe;1gbe", "2 lines for 1 clusters"),
-        ("--price 3", "0.30/kWh"),
-    ],
+    ("--gpus 3075ti", "did you mean 3070ti"),
+    ("--gpus 4090,", "there is no card ''"),
+    ("--gpus 4090@fast", "fast is no rate"),
+    ("--gpus 4090@1gbe+soon", "soon is no latency"),
+    ("--gpus 4090,3090 --nodes 2", "--gpus names 2 machines"),
+    ("--nodes 2", "--gpus 8xh100 --nodes 2"),
+    ("--gpus 4090 --nodes 0", "1 to 1024"),
+    ("--gpus 4090;3090", "names 2 clusters, and the run file has 1"),
+    ("--link 1gbe;1gbe", "2 lines for 1 clusters"),
+    ("--price 3", "0.30/kWh"),
 )
-def test_a_wrong_command_line_names_the_fix(
-    here: Path, capsys: Capture, words: str, hint: str
-) -> None:
+def test_a_wrong_command_line_names_the_fix(words: str, hint: str, *, here, capsys):
     assert main(["plan", "run.yaml", *shlex.split(words.replace(";", "';'"))]) == ExitCode.USER
     error = capsys.readouterr().err
     assert hint in error and "Traceback" not in error
@@ -129,35 +114,32 @@ def test_every_card_has_a_short_name_of_its_own_and_is_never_guessed() -> None:
     assert all(named_gpu(short_name(gpu)) is gpu for gpu in GPUS)
     assert all(find_gpu(f"NVIDIA {gpu.name}") is gpu for gpu in GPUS)
     assert all(gpu.source and gpu.watts and gpu.memory_bytes >= 8 << 30 for gpu in GPUS)
-    for unknown in ("RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 3070 Mobile", "Quadro RTX 6000"):
-        assert find_gpu(f"NVIDIA GeForce {unknown}") is None
+    assert all(gpu.bf16_flops > 1e12 for gpu in GPUS)
+    unknown = ("RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 3070 Mobile", "RTX 2080 SUPER")
+    for name in (*unknown, "Quadro RTX 6000", "of 2031"):
+        assert find_gpu(f"NVIDIA GeForce {name}") is None
+    for reported, name in (("NVIDIA H100 80GB HBM3", "h100"), ("Tesla T4", "t4")):
+        assert find_gpu(reported) is named_gpu(name)
     # By SMs, clock and FLOPs a clock come out what the whitepapers print.
     published = {"5090": 209.5, "5080": 112.6, "5070ti": 87.9, "3080ti": 68.2, "4070ti": 80.2}
     for name, tflops in published.items():
         assert named_gpu(name).bf16_flops / 1e12 == pytest.approx(tflops, abs=0.06)
 
 
-def test_a_run_that_fits_and_one_that_does_not(here: Path, capsys: Capture) -> None:
+def test_a_run_that_fits_and_one_that_does_not(here, capsys):
     assert main(["plan", "run.yaml", "--gpus", "8xh100"]) == ExitCode.OK
     assert "run.yaml: fits" in capsys.readouterr().out
     assert main(["plan", "run.yaml", "--gpus", "4090,3080,3070@1gbe"]) == ExitCode.PREFLIGHT
     shown = capsys.readouterr().out
     assert "does NOT fit as written; first that fits: adapter" in shown
     assert max(map(len, shown.splitlines())) <= 100
-    assert "-> fits adapter" in shown
-    assert "Traceback" not in shown
 
 
-def test_each_rung_needs_no_more_than_those_it_keeps(here: Path) -> None:
+def test_each_rung_needs_no_more_than_those_it_keeps(here):
     cluster = only(planned("strategy={kind: ddp}", gpus="2x3070"))
     peaks = {rung.name: rung.outcome.tightest.least.peak.total for rung in cluster.ladder}
-    chain = [
-        "as written",
-        "optimizer: adamw_8bit",
-        "gradient_checkpointing: selective",
-        "gradient_checkpointing: full",
-        "strategy: {kind: fsdp}",
-    ]
+    chain = ["as written", "optimizer: adamw_8bit", "gradient_checkpointing: selective"]
+    chain += ["gradient_checkpointing: full", "strategy: {kind: fsdp}"]
     found = [peaks[name] for name in chain]
     assert found == sorted(found, reverse=True)
     assert peaks["adapter: {type: qlora}"] < peaks["adapter: {type: lora}"] < found[0]
@@ -169,18 +151,13 @@ def test_each_rung_needs_no_more_than_those_it_keeps(here: Path) -> None:
 
 
 @each(
-    "text",
-    [
-        RUN,
-        "# one line\n{name: f, model: {name_or_path: MODEL}, data: {sources: [{path: "
-        "python-docs}]}, training: {max_steps: 5, micro_batch_size: 8}}  # all of it\n",
-        RUN + "clusters:\n  - name: own   # a host\n    strategy:   # its own\n      kind: ddp\n",
-        RUN.replace("2e-4", "2e-4\n  optimizer:   # soon") + "adapter: {type: none}\n",
-    ],
+    RUN,
+    "# one line\n{name: f, model: {name_or_path: MODEL}, data: {sources: [{path: "
+    "python-docs}]}, training: {max_steps: 5, micro_batch_size: 8}}  # all of it\n",
+    RUN + "clusters:\n  - name: own   # a host\n    strategy:   # its own\n      kind: ddp\n",
+    RUN.replace("2e-4", "2e-4\n  optimizer:   # soon") + "adapter: {type: none}\n",
 )
-def test_apply_keeps_comments_and_the_file_then_fits(
-    here: Path, capsys: Capture, text: str
-) -> None:
+def test_apply_keeps_comments_and_the_file_then_fits(text: str, *, here, capsys):
     text = text.replace("MODEL", "./model").replace("optimizer:   #", "optimizer: adamw   #")
     Path("run.yaml").write_text(text)
     words = ["plan", "run.yaml", "--gpus", "4090,3080@1gbe", "--apply"]
@@ -195,31 +172,25 @@ def test_apply_keeps_comments_and_the_file_then_fits(
     assert Path("run.yaml").read_text() == after
 
 
-def test_apply_on_a_full_disk_changes_nothing(
-    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_apply_changes_nothing_on_a_full_disk_nor_where_nothing_fits(here, capsys, monkeypatch):
     def refuse(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(plan_verb, "write_text_atomic", refuse)
     before = Path("run.yaml").read_text()
-    assert main(["plan", "run.yaml", "--gpus", "4090,3080@1gbe", "--apply"]) == ExitCode.USER
+    with monkeypatch.context() as patch:
+        patch.setattr(plan_verb, "write_text_atomic", refuse)
+        assert main(["plan", "run.yaml", "--gpus", "4090,3080@1gbe", "--apply"]) == ExitCode.USER
     assert "No space left" in capsys.readouterr().err
-    assert Path("run.yaml").read_text() == before
-
-
-def test_apply_changes_nothing_where_nothing_fits(here: Path, capsys: Capture) -> None:
     shape = {**load_shape("llama-8b"), "num_hidden_layers": 400}
     Path("model/config.json").write_text(json.dumps(shape))
-    before = Path("run.yaml").read_text()
     assert main(["plan", "run.yaml", "--gpus", "3070", "--apply"]) == ExitCode.PREFLIGHT
     assert "Nothing on the ladder fits" in capsys.readouterr().out
     assert Path("run.yaml").read_text() == before
 
 
-def test_json_has_the_same_facts(here: Path, capsys: Capture) -> None:
+def test_json_has_the_same_facts(here, capsys):
     assert main(["plan", "run.yaml", "--gpus", "4090,3080@1gbe", "--json"]) == ExitCode.PREFLIGHT
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)
     assert found["fits"] is False and found["tokens_per_step"] == 24 * 1024
     assert found["model"]["params"] == found["model"]["trained"] == 8_030_261_248
     assert found["machines"][0]["network"]["confidence"] == "given"
@@ -231,8 +202,7 @@ def test_json_has_the_same_facts(here: Path, capsys: Capture) -> None:
     for moment in first["moments"]:
         assert moment["total"] == pytest.approx(sum(moment[cause] for cause in causes))
     assert max(moment["total"] for moment in first["moments"]) == first["peak_bytes"]
-    assert cluster["strategies"][0]["is_chosen"]
-    assert sum(rung["is_first"] for rung in cluster["ladder"]) == 1
+    assert cluster["strategies"][0]["is_chosen"] and cluster["ladder"]
     parts = ("compute_s", "optimizer_s", "exposed_s", "idle_s", "bubble_s")
     time = cluster["time"]
     assert time["total_s"] == pytest.approx(sum(time[part] for part in parts))
@@ -240,19 +210,12 @@ def test_json_has_the_same_facts(here: Path, capsys: Capture) -> None:
     assert found["assumptions"] and found["outer"] is None
 
 
-def test_planning_imports_nothing_heavy(here: Path) -> None:
-    code = f"""
-import sys
-from isles.cli import main
-for name in {sorted(HEAVY)!r}:
-    sys.modules[name] = None
-code = main(["plan", "run.yaml", "--gpus", "8xh100"])
-print("loaded:", *[name for name in ("aiohttp", "jinja2") if name in sys.modules])
-sys.exit(code)
-"""
-    result = run_program([sys.executable, "-c", code])
+def test_planning_imports_nothing_heavy(here):
+    words = [sys.executable, "-X", "importtime", "-m", "isles", "plan", "run.yaml", "--gpus=8xh100"]
+    result = run_program(words)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == "loaded:"
+    loaded = set(re.findall(r"\| +(\w+)$", result.stderr, re.M))
+    assert "isles" in loaded and not loaded & (HEAVY | {"aiohttp", "jinja2"})
 
 
 def test_bytes_between_clusters_are_those_of_the_codec() -> None:
@@ -266,10 +229,8 @@ def test_bytes_between_clusters_are_those_of_the_codec() -> None:
         ("int4", 56, 102, 13),
         ("topk", 23, 45, 5.4),
     ):
-        found = outer_plan(
-            DiLoCoConfig.model_validate({"codec": codec}), 10**8, sites, line, [1, 1]
-        )
-        first = found.lines[0]
+        config = DiLoCoConfig.model_validate({"codec": codec})
+        first = outer_plan(config, 10**8, sites, line, [1, 1]).lines[0]
         assert first.sent_bytes / 1e6 == pytest.approx(sent, rel=0.02)
         assert first.fetched_bytes / 1e6 == pytest.approx(fetched, rel=0.02)
         assert first.seconds == pytest.approx(seconds, rel=0.03)
@@ -292,7 +253,7 @@ def test_the_smallest_sync_every_keeps_the_sync_below_its_share() -> None:
     assert hidden.overhead == 0.0
 
 
-def test_unequal_cards_are_faster_together_than_alone_and_than_with_even_rows(here: Path) -> None:
+def test_unequal_cards_are_faster_together_than_alone_and_than_with_even_rows(here):
     settings = ("adapter.type=qlora", "training.gradient_checkpointing=full")
     cluster = only(planned(*settings, gpus="4090,3080,3070@10gbe"))
     time, speed = cluster.own.time, cluster.speed
@@ -309,7 +270,7 @@ def test_unequal_cards_are_faster_together_than_alone_and_than_with_even_rows(he
         assert sum(split) == total and split[2] == 0
 
 
-def test_more_cards_never_need_more_memory_each(here: Path) -> None:
+def test_more_cards_never_need_more_memory_each(here):
     small = only(planned("strategy={kind: fsdp}", gpus="8xh100"))
     large = only(planned("strategy={kind: fsdp}", gpus="8xh100", nodes=2))
     peaks = [c.own.tightest.least.peak.total for c in (small, large)]
@@ -317,14 +278,9 @@ def test_more_cards_never_need_more_memory_each(here: Path) -> None:
     names = [each.name for each in large.strategies]
     assert {"ddp", "hsdp HYBRID_SHARD", "deepspeed ZeRO 3", "ddp pp 2"} < set(names)
     assert large.strategies[0].outcome is large.own and large.strategies[0].is_chosen
-    assert isinstance(large.own.strategy, FSDPStrategyConfig)
-    times = [c.outcome.time.total_s for c in large.strategies if c.outcome.time]
-    assert all(math.isfinite(t) and t > 0 for t in times)
 
 
-def test_a_model_of_an_unknown_kind_is_a_guess_and_its_files_are_counted(
-    here: Path, capsys: Capture
-) -> None:
+def test_a_model_of_an_unknown_kind_is_a_guess_and_its_files_are_counted(here, capsys):
     shape = {**load_shape("llama-8b"), "model_type": "nobody_knows"}
     Path("model/config.json").write_text(json.dumps(shape))
     header = json.dumps({"w": {"dtype": "BF16", "shape": [1000, 7], "data_offsets": [0, 14000]}})
@@ -342,72 +298,35 @@ def test_a_model_of_an_unknown_kind_is_a_guess_and_its_files_are_counted(
     assert "does not say how large the model is" in captured.err
 
 
-class Hub(BaseHTTPRequestHandler):
-    """A hub with one open model, one that is gated, and one that it does not know."""
-
-    asked: ClassVar[list[tuple[str, str]]] = []
-
-    def do_GET(self) -> None:
-        Hub.asked.append((self.path, self.headers.get("Authorization", "")))
-        if "/open/" in self.path:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(load_shape("llama-1b")).encode())
-            return
-        is_gated = "/gated/" in self.path
-        self.send_response(401 if is_gated else 404)
-        self.send_header("X-Error-Code", "GatedRepo" if is_gated else "RepoNotFound")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing is printed."""
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A hub on this machine."""
-    server = HTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+def test_of_a_model_on_the_hub_only_its_config_is_fetched(here, capsys, monkeypatch):
+    words = ["plan", "run.yaml", "--gpus", "4090"]
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    Hub.asked.clear()
-    yield
-    server.shutdown()
-    server.server_close()
-
-
-def test_of_a_model_on_the_hub_only_its_config_is_fetched(
-    here: Path, hub: None, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["plan", "run.yaml", "--gpus", "4090"]
-    code = main([*words, "model.name_or_path=open/model", "adapter.type=lora"])
-    shown = capsys.readouterr()
-    assert code == ExitCode.OK, shown.err
-    assert "1.2B parameters" in shown.out and "config.json from the hub" in shown.out
-    assert Hub.asked == [("/open/model/resolve/main/config.json", "Bearer hf_secret")]
-    assert not list(here.rglob("models--*"))
-    for name, hint in (("gated/model", "needs a licence"), ("no/model", "the hub knows no model")):
-        assert main([*words, f"model.name_or_path={name}"]) == ExitCode.USER
+    with model_hub() as (url, asked):
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        code = main([*words, "model.name_or_path=o/open", "adapter.type=lora"])
         shown = capsys.readouterr()
-        assert hint in shown.err and "RTX 4090" in shown.out and "24.6k tokens" in shown.out
-        assert "hf_secret" not in shown.out + shown.err
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    Hub.asked.clear()
-    assert main([*words, "model.name_or_path=open/model"]) == ExitCode.USER
-    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err and not Hub.asked
+        assert code == ExitCode.OK, shown.err
+        assert "1.2B parameters" in shown.out and "config.json from the hub" in shown.out
+        assert asked == [("/o/open/resolve/main/config.json", "Bearer hf_secret")]
+        assert not list(here.rglob("models--*"))
+        for name, hint in (("o/gated", "needs a licence"), ("o/no", "the hub knows no model")):
+            assert main([*words, f"model.name_or_path={name}"]) == ExitCode.USER
+            shown = capsys.readouterr()
+            assert hint in shown.err and "RTX 4090" in shown.out and "24.6k tokens" in shown.out
+            assert "hf_secret" not in shown.out + shown.err
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        assert main([*words, "model.name_or_path=o/open"]) == ExitCode.USER
+        assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err and len(asked) == 3
 
 
-def test_the_cards_of_this_machine_are_measured(
-    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cards_of_this_machine_are_measured(here, capsys, monkeypatch):
     lines = """case "$*" in
 *memory.free*) echo "GPU-aa, 9000"; echo "GPU-bb, 24000";;
 *) echo "0, NVIDIA GeForce RTX 4090, GPU-aa, 24564 MiB"
    echo "1, NVIDIA GeForce RTX 9999, GPU-bb, 30000 MiB";;
 esac"""
     write_program(here / "bin" / "nvidia-smi", lines)
-    monkeypatch.setenv("PATH", f"{here / 'bin'}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     first, second = only(planned("adapter.type=qlora")).own.ranks
     assert first.device.confidence == second.device.confidence == "measured"
@@ -419,15 +338,12 @@ esac"""
     assert "the speed of a card is not in the table" in capsys.readouterr().out
 
 
-def test_hosts_are_asked_and_the_silent_ones_are_unknown(
-    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_are_asked_and_the_silent_ones_are_unknown(here, capsys):
     lines = """case "$*" in
 *desk1*) echo "0, NVIDIA GeForce RTX 3090, GPU-aa, 24576 MiB";;
 *) echo "ssh: connect to host: Connection refused" >&2; exit 255;;
 esac"""
     write_program(here / "bin" / "ssh", lines)
-    monkeypatch.setenv("PATH", f"{here / 'bin'}:{os.environ['PATH']}")
     launcher = "clusters=[{launcher: {kind: ssh, hosts: [me@desk1, me@desk2]}}]"
     plan = planned(launcher, "adapter.type=qlora")
     known, silent = only(plan).own.ranks
@@ -438,7 +354,7 @@ esac"""
     assert "whether it fits is not known" in shown and "no ssh server (" not in shown.split("\n")[0]
 
 
-def test_what_slurm_is_asked_for_names_the_cards(here: Path) -> None:
+def test_what_slurm_is_asked_for_names_the_cards(here):
     cluster = "nodes: 2, gpus_per_node: 8"
     named = f"clusters=[{{launcher: {{kind: slurm, gres: 'gpu:h100:8'}}, {cluster}}}]"
     plan = planned(named)
@@ -449,7 +365,7 @@ def test_what_slurm_is_asked_for_names_the_cards(here: Path) -> None:
     assert "--gpus 8xh100" in unnamed.machines[0].notes[0]
 
 
-def test_a_script_is_not_planned_and_energy_has_its_price(here: Path, capsys: Capture) -> None:
+def test_a_script_is_not_planned_and_energy_has_its_price(here, capsys):
     Path("script.yaml").write_text("name: s\ntraining: {script: a.py}\n")
     assert main(["plan", "script.yaml"]) == ExitCode.USER
     assert "nothing is known beforehand of a script" in capsys.readouterr().err
@@ -462,7 +378,7 @@ def test_a_script_is_not_planned_and_energy_has_its_price(here: Path, capsys: Ca
     assert costs[1]["money"] == pytest.approx(2.5 * costs[1]["gpu_hours"])
 
 
-def test_flops_are_those_of_the_known_formula(here: Path) -> None:
+def test_flops_are_those_of_the_known_formula(here):
     config = load_run_file(Path("run.yaml")).config
     found = model_facts(config, shape_of(config))
     shape = load_shape("llama-8b")
@@ -475,14 +391,7 @@ def test_flops_are_those_of_the_known_formula(here: Path) -> None:
         parse_link("0gbe")
 
 
-LLAMA_2_7B = """\
-{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
- "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
- "max_position_embeddings": 4096, "tie_word_embeddings": false}
-"""
-
-
-def test_the_page_shows_what_is_printed(here: Path, capsys: Capture) -> None:
+def test_the_page_shows_what_is_printed(here, capsys):
     """ISLES_WRITE_GOLDEN=1 writes it anew: plan --gpus --nodes --link --hub-link --price --json
     --apply --details."""
     page = ROOT / "docs" / "plan.md"
@@ -490,37 +399,32 @@ def test_the_page_shows_what_is_printed(here: Path, capsys: Capture) -> None:
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("a")
     (cached / "snapshots" / "a").mkdir(parents=True)
-    (cached / "snapshots" / "a" / "config.json").write_text(LLAMA_2_7B)
+    sizes = {"intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000}
+    llama_2 = load_shape("llama-8b") | sizes | {"max_position_embeddings": 4096}
+    (cached / "snapshots" / "a" / "config.json").write_text(json.dumps(llama_2))
     (here / "examples").symlink_to(ROOT / "examples")
-    text, count = page.read_text(encoding="utf-8"), 0
+    text = page.read_text(encoding="utf-8")
     for block in blocks(page):
         if block.language == "yaml":
             (here / block.text.splitlines()[0].removeprefix("# ")).write_text(block.text)
-        if block.language != "console":
-            continue
-        typed, _, shown = block.text.partition("\n")
+    consoles = [block.text.partition("\n") for block in blocks(page) if block.language == "console"]
+    assert len(consoles) == 4
+    for typed, _, shown in consoles:
         code = main(shlex.split(typed.removeprefix("$ isles ")))
         assert code in (ExitCode.OK, ExitCode.PREFLIGHT)
-        printed, count = capsys.readouterr().out, count + 1
-        if os.environ.get("ISLES_WRITE_GOLDEN"):
-            text = text.replace(f"{typed}\n{shown}```", f"{typed}\n{printed}```")
-        else:
-            assert printed == shown, typed
-    assert count == 4
+        text = text.replace(f"{typed}\n{shown}```", f"{typed}\n{capsys.readouterr().out}```")
     if os.environ.get("ISLES_WRITE_GOLDEN"):
         page.write_text(text, encoding="utf-8")
+    assert text == page.read_text(encoding="utf-8")
 
 
-def test_links_that_check_has_measured_are_those_of_a_plan(
-    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_that_check_has_measured_are_those_of_a_plan(here, capsys):
     """By the hosts' own names or as ssh reaches them; where one is missing it guesses, as ever."""
     write_program(here / "bin" / "ssh", "exit 255")
-    monkeypatch.setenv("PATH", f"{here / 'bin'}:{os.environ['PATH']}")
     launcher = "clusters.0.launcher={kind: ssh, hosts: [me@10.0.0.1, me@10.0.0.2]}"
     words = ["plan", "run.yaml", launcher, "clusters.0.gpus_per_node=1", "--json"]
 
-    def network() -> tuple[dict[str, Any], list[str]]:
+    def network():
         main(words)
         (machines,) = json.loads(capsys.readouterr().out)["machines"]
         return machines["network"], machines["notes"]
@@ -532,11 +436,7 @@ def test_links_that_check_has_measured_are_those_of_a_plan(
     assert network()[0]["confidence"] == "guess", "one way only"
     keep_links(Path("runs"), {"a2": {"a1": {"bytes_per_s": 60e6, "rtt_s": 0.003}}}, names, 1.8e9)
     found, notes = network()
-    assert found == {
-        "bytes_per_s": 60e6,
-        "latency_s": 0.0015,
-        "confidence": "measured",
-        "name": "480 Mbit/s",
-    }
+    assert (found["bytes_per_s"], found["latency_s"]) == (60e6, 0.0015)
+    assert (found["confidence"], found["name"]) == ("measured", "480 Mbit/s")
     assert any("as `isles check` measured on 2023-11-1" in note for note in notes), "the oldest"
     assert set(read_links(Path("runs"))["a1"]) == {"a2", "a3"}, "older pairs are kept"

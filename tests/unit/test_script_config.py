@@ -11,7 +11,7 @@ from isles.config.resolve import dump_resolved, load_resolved, resolve
 from isles.config.resume import changed_mathematics
 from isles.config.show import show
 from isles.launch.render import script_command
-from tests.run_files import faults, load
+from tests.run_files import faults, issues, load
 
 SMALL = """\
 name: own
@@ -21,11 +21,6 @@ training:
 clusters:
   - gpus_per_node: 2
 """
-
-
-def issues(tmp_path: Path, text: str, *overrides: str) -> list[str]:
-    found = faults(tmp_path, text, *overrides)
-    return [f"{f.where} | {f.what}".replace(f"{tmp_path}/", "") for f in found]
 
 
 def test_a_script_needs_neither_model_nor_data(tmp_path: Path) -> None:
@@ -40,6 +35,10 @@ def test_a_script_needs_neither_model_nor_data(tmp_path: Path) -> None:
     # What is shown is a run file that means the same.
     again = resolve(load(tmp_path, show(resolved, origins=False)), num_gpus=0)
     assert again.config == resolved.config
+    # Its time to save survives.
+    resolved = resolve(load(tmp_path, SMALL, "checkpoint.timeout=90s"), num_gpus=0)
+    checkpoint = load_resolved(dump_resolved(resolved)).config.checkpoint
+    assert checkpoint.timeout == 90.0 and "timeout" in checkpoint.model_fields_set
 
 
 def test_what_the_script_never_sees_is_refused(tmp_path: Path) -> None:
@@ -48,23 +47,22 @@ def test_what_the_script_never_sees_is_refused(tmp_path: Path) -> None:
         "checkpoint: {keep: 2, timeout: 90s}\nwatchdog: {action: stop}\ntrack: [jsonl]\n"
     )
     found = issues(tmp_path, text, "balance=even")
-    keys = [line.partition(" | ")[0] for line in found]
-    assert keys == [
-        "run.yaml:3 training.max_steps",
-        "run.yaml:8 model",
-        "run.yaml:9 data",
-        "run.yaml:10 seed",
-        "run.yaml:11 checkpoint.keep",
-        "run.yaml:13 track",
-        "command line balance=even",
-    ]
+    *keys, last = [line.partition(" | ")[0].removeprefix("run.yaml:") for line in found]
+    expected = "3 training.max_steps, 8 model, 9 data, 10 seed, 11 checkpoint.keep, 13 track"
+    assert ", ".join(keys) == expected
+    assert last == "command line balance=even"
     assert "means nothing beside training.script: train_phase2.py is started as it is" in found[0]
 
 
 def test_what_torchrun_is_given(tmp_path: Path) -> None:
     """All arguments as they were written: a truth value is to be quoted."""
     command = ["train_phase2.py", "--epochs", "20", "--lr", "0.0001", "--name", "007"]
-    assert script_command(load(tmp_path, SMALL).config) == command
+    config = load(tmp_path, SMALL).config
+    assert script_command(config) == command
+    # Other arguments are another run.
+    new = ("training.script_args=[--epochs, 3]", "clusters.0.max_restarts=0")
+    (change,) = changed_mathematics(config, load(tmp_path, SMALL, *new).config)
+    assert change.key == "training.script_args"
     quoted = SMALL.replace('"007"', '"true"')
     assert script_command(load(tmp_path, quoted).config)[-1] == "true"
     (issue,) = faults(tmp_path, SMALL.replace('"007"', "true"))
@@ -74,30 +72,13 @@ def test_what_torchrun_is_given(tmp_path: Path) -> None:
 
 
 def test_without_a_script_all_is_as_before(tmp_path: Path) -> None:
-    found = issues(tmp_path, "training: {max_steps: 5}\n")
-    assert [line.partition(" | ")[2] for line in found] == [
-        "the section model is missing",
-        "the section data is missing",
-    ]
+    model, data = issues(tmp_path, "training: {max_steps: 5}\n")
+    assert "the section model is missing" in model and "the section data is missing" in data
     text = "model: {name_or_path: llama-2m, init: scratch}\ndata: {sources: [{type: fake}]}\n"
     found = issues(tmp_path, f"{text}training: {{max_steps: 5, script_args: [x]}}\n")
     assert "script_args are the arguments of a script, and there is none" in found[0]
     found = issues(tmp_path, f"{text}training: {{max_steps: 5}}\nwatchdog: {{max_silence: 5m}}\n")
     assert "max_silence is for a script of your own" in found[0]
-
-
-def test_its_time_to_save_survives(tmp_path: Path) -> None:
-    resolved = resolve(load(tmp_path, SMALL, "checkpoint.timeout=90s"), num_gpus=0)
-    config = load_resolved(dump_resolved(resolved)).config
-    assert config.checkpoint.timeout == 90.0
-    assert "timeout" in config.checkpoint.model_fields_set
-
-
-def test_other_arguments_are_another_run(tmp_path: Path) -> None:
-    old = load(tmp_path, SMALL).config
-    new = ("training.script_args=[--epochs, 3]", "clusters.0.max_restarts=0")
-    found = changed_mathematics(old, load(tmp_path, SMALL, *new).config)
-    assert [change.key for change in found] == ["training.script_args"]
 
 
 def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,11 +20,11 @@ from tests.deadline import DEADLINE_S
 from tests.each import each
 from tests.programs import write_program
 
-FakeSsh = Callable[[str], object]
+CHANGED = "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!\nHost key verification failed"
 
 
 @pytest.fixture
-def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSsh:
+def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], object]:
     """Puts a program ssh first on PATH; `$last` is the command that is to run on the host."""
     folder = tmp_path / "bin"
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -33,9 +36,7 @@ def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSsh:
     # Those of the second line are installed with the test clusters.
     ["sh", "bash", *(pytest.param(name, marks=pytest.mark.lab) for name in ("csh", "fish"))],
 )
-def test_a_command_arrives_word_for_word_in_every_login_shell(
-    fake_ssh: FakeSsh, login: str
-) -> None:
+def test_a_command_arrives_word_for_word_in_every_login_shell(fake_ssh, login: str):
     fake_ssh(f'exec {login} -c "$last"')
     words = ["two  words", "it's", "$HOME", "a\nb", '"', "*", "\\", "!!", "`id`", "ü", "\\x41"]
     words += ["\t", "a long word " * 700]
@@ -49,44 +50,29 @@ def test_a_command_arrives_word_for_word_in_every_login_shell(
 
 
 @each(
-    ("line", "what", "fix"),
-    [
-        ("me@host: Permission denied (publickey).", "refuses the key", "ssh-copy-id me@host"),
-        ("Could not resolve hostname host: Name or service", "no such host", "~/.ssh/config"),
-        ("connect to host host port 22: Connection refused", "no ssh server", "openssh-server"),
-        ("connect to host host port 22: Connection timed out", "does not answer", "ping host"),
-        ("connect to host host port 22: No route to host", "does not answer", "ping host"),
-        ("Host key verification failed.", "key is not known", "by hand, and compare"),
-        (
-            "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!\nHost key verification failed",
-            "another key than it had",
-            "ssh-keygen -R host",
-        ),
-        ("kex_exchange_identification: read: reset", "cannot connect", "by hand: ssh me@host"),
-    ],
+    ("me@host: Permission denied (publickey).", "refuses the key", "ssh-copy-id me@host"),
+    ("Could not resolve hostname host: Name or service", "no such host", "~/.ssh/config"),
+    ("connect to host host port 22: Connection refused", "no ssh server", "openssh-server"),
+    ("connect to host host port 22: Connection timed out", "does not answer", "ping host"),
+    ("connect to host host port 22: No route to host", "does not answer", "ping host"),
+    ("Host key verification failed.", "key is not known", "by hand, and compare"),
+    (CHANGED, "another key than it had", "ssh-keygen -R host"),
+    ("kex_exchange_identification: read: reset", "cannot connect", "by hand: ssh me@host"),
 )
-def test_what_ssh_says_becomes_what_to_type(
-    fake_ssh: FakeSsh, line: str, what: str, fix: str
-) -> None:
+def test_what_ssh_says_becomes_what_to_type(line: str, what: str, fix: str, *, fake_ssh):
     fake_ssh(f'echo "{line}" >&2; exit 255')
     with pytest.raises(PreflightError) as error:
         Shell("me@host").run(["true"])
     assert what in error.value.what and line.splitlines()[-1] in error.value.what
-    assert fix in error.value.fix
-    assert error.value.where == "host me@host"
+    assert fix in error.value.fix and error.value.where == "host me@host"
 
 
-def test_a_host_that_goes_silent_is_named(fake_ssh: FakeSsh) -> None:
+def test_a_host_that_goes_silent_is_named_and_so_is_a_missing_ssh(fake_ssh, monkeypatch):
     fake_ssh("exec sleep 60")
     with pytest.raises(PreflightError, match=r"no answer within 0 s to: uptime") as error:
         Shell("me@host").run(["uptime"], timeout_s=0.2)
     assert error.value.where == "host me@host"
-
-
-def test_without_ssh_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(PreflightError, match="no program ssh") as error:
         Shell("host").run(["true"])
     assert "apt install openssh-client" in error.value.fix
@@ -103,10 +89,24 @@ def test_all_places_are_tried_and_all_failures_kept() -> None:
     assert [(place, failure.what) for place, failure in failures] == [(1, "odd: 1"), (3, "odd: 3")]
 
 
+def test_ctrl_c_does_not_wait_for_the_slowest_host() -> None:
+    gate, ended = threading.Event(), []
+
+    def work(place: int) -> None:
+        if place == 0:
+            raise KeyboardInterrupt
+        gate.wait(DEADLINE_S)
+        ended.append(place)
+
+    with pytest.raises(KeyboardInterrupt):
+        on_all([0, 1], work)
+    assert not ended
+    gate.set()
+
+
 def test_a_node_answers_and_ends_with_its_connection() -> None:
     command = [sys.executable, "-m", "isles.launch.ssh.node"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None and process.stdout is not None
     lost: list[bool] = []
 
     def why(was_ready: bool) -> UserError:
@@ -127,46 +127,39 @@ def test_a_node_answers_and_ends_with_its_connection() -> None:
     assert lost == [True]
 
 
-def test_what_a_login_prints_is_no_answer(fake_ssh: FakeSsh) -> None:
+def test_what_a_login_prints_is_no_answer(fake_ssh) -> None:
     fake_ssh('echo "Welcome!"; echo "{}"; echo hush >&2; exec sh -c "$last"')
     with open_channel(Shell("host"), python=sys.executable, lines=["echo from .bashrc"]) as channel:
-        assert channel.call("facts", timeout_s=DEADLINE_S)["executable"] == sys.executable
+        facts = channel.call("facts", timeout_s=DEADLINE_S)
+        assert facts["executable"] == sys.executable
+        os.kill(facts["pid"], signal.SIGKILL)
+        with pytest.raises(PreflightError, match="has ended"):  # a node that dies is no hang
+            channel.call("facts", timeout_s=DEADLINE_S)
+
+
+def refusal(what: str, **given: Any) -> PreflightError:
+    """What is said of a host where isles cannot run."""
+    refused = pytest.raises(PreflightError, match=what)
+    with open_channel(Shell(), **given) as channel, refused as error:
+        channel.call("facts", timeout_s=DEADLINE_S)
+    return error.value
 
 
 @each(
-    ("lines", "python", "what"),
-    [
-        ([], "/nowhere/python", "/nowhere/python cannot be run there"),
-        (["cd /nowhere || exit 1"], sys.executable, "there is no folder /nowhere"),
-        (["export PYTHONPATH=", "cd /"], f"{sys.base_exec_prefix}/bin/python3", "not installed"),
-    ],
+    ([], "/nowhere/python", "/nowhere/python cannot be run there"),
+    (["cd /nowhere || exit 1"], sys.executable, "there is no folder /nowhere"),
+    (["export PYTHONPATH=", "cd /"], f"{sys.base_exec_prefix}/bin/python3", "not installed"),
 )
 def test_a_host_that_cannot_run_isles_says_why(lines: list[str], python: str, what: str) -> None:
-    with (
-        open_channel(Shell(), python=python, lines=lines, name="a2") as channel,
-        pytest.raises(PreflightError, match=what) as error,
-    ):
-        channel.call("facts", timeout_s=DEADLINE_S)
-    assert error.value.where == "host a2"
-    assert "clusters[0]" in error.value.fix
+    error = refusal(what, python=python, lines=lines, name="a2")
+    assert error.where == "host a2" and "clusters[0]" in error.fix
 
 
-@each("module", ["isles.launch.ssh.node", "isles.later"])
-def test_an_older_isles_there_is_not_taken_for_none(tmp_path: Path, module: str) -> None:
+@each("isles.launch.ssh.node", "isles.later")
+def test_an_older_isles_there_is_not_taken_for_none(module: str, *, tmp_path: Path) -> None:
     (tmp_path / "isles").mkdir()
     (tmp_path / "isles" / "__init__.py").touch()
     older = [f"export PYTHONPATH={tmp_path}", f"cd {tmp_path}"]
-    with (
-        open_channel(Shell(), python=sys.executable, lines=older, module=module) as channel,
-        pytest.raises(PreflightError, match=r"another version of isles, .* isles\.la") as error,
-    ):
-        channel.call("facts", timeout_s=DEADLINE_S)
-    assert error.value.id == "version.isles" and "isles setup" in error.value.fix
-
-
-def test_a_node_that_dies_is_no_hang() -> None:
-    with open_channel(Shell(), python=sys.executable) as channel:
-        pid = channel.call("facts", timeout_s=DEADLINE_S)["pid"]
-        os.kill(pid, 9)
-        with pytest.raises(PreflightError, match="has ended"):
-            channel.call("facts", timeout_s=DEADLINE_S)
+    what = r"another version of isles, .* isles\.la"
+    error = refusal(what, python=sys.executable, lines=older, module=module)
+    assert error.id == "version.isles" and "isles setup" in error.fix

@@ -6,17 +6,26 @@ import json
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from isles.cli import main
 from isles.config.sections.outer import CodecConfig
 from isles.errors import ConfigErrors, ExitCode
 from isles.facts.models import load_shape
+from isles.outer.average import average_size
+from isles.outer.client import http, session
+from isles.outer.codec import Codec, parse_codec
+from isles.outer.hub import rules
+from isles.outer.layout import make_layout
+from isles.outer.messages import CHUNK_BYTES
+from isles.outer.trainer import outer, sync
 from isles.plan.simulate import setting as protocol
+from isles.plan.simulate import sizes
 from isles.plan.simulate.capacity import capacity, with_hubs
 from isles.plan.simulate.engine import simulate
 from isles.plan.simulate.fleet import (
@@ -30,13 +39,6 @@ from isles.plan.simulate.fleet import (
 )
 from isles.plan.simulate.line import Flow, Line
 from isles.plan.simulate.setting import ON_THE_WIRE, Setting
-from isles.plan.simulate.sizes import (
-    average_bytes,
-    contribution_bytes,
-    fragment_numbers,
-    llama_sizes,
-    piece_bytes,
-)
 from tests.each import each
 
 RUN_FILE = """\
@@ -70,45 +72,31 @@ def group(name: str = "a", **changes: object) -> GroupConfig:
 # The protocol is that of the other wing.
 
 
-@each("kind", ["none", "bf16", "int8", "int4", "topk", "topk:0.02"])
-def test_bytes_are_those_of_the_codecs(kind: str) -> None:
-    from isles.outer.average import average_size
-    from isles.outer.codec import parse_codec
-
+@each("none", "bf16", "int8", "int4", "topk", "topk:0.02")
+def test_bytes_are_those_of_the_codecs(kind: str):
     codec = parse_codec(kind)
     own = CodecConfig(kind=codec.kind, density=codec.density)
     for n in (1, 31, 4095, 4096, 100_001, 2**20):
-        assert piece_bytes(own, n) == codec.size(n)
-        assert average_bytes(own, n, 3) == average_size(kind, n, 3)
+        assert sizes.piece_bytes(own, n) == codec.size(n)
+        assert sizes.average_bytes(own, n, 3) == average_size(kind, n, 3)
 
 
-@each(("shape", "num_fragments"), [("llama-15m", 1), ("llama-15m", 4), ("llama-2m", 3)])
-def test_fragments_are_those_of_the_layout(shape: str, num_fragments: int) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from isles.outer.codec import Codec
-    from isles.outer.layout import make_layout
-
+@each(("llama-15m", 1), ("llama-15m", 4), ("llama-2m", 3))
+def test_fragments_are_those_of_the_layout(shape: str, num_fragments: int):
     config = load_shape(shape)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     layout = make_layout(shapes, Codec("int8"), num_fragments=num_fragments)
-    found = fragment_numbers(llama_sizes(config), num_fragments)
+    found = sizes.fragment_numbers(sizes.llama_sizes(config), num_fragments)
     assert found == [sum(layout.piece_counts(index)) for index in range(num_fragments)]
     # What ends between parameters is some bytes for each of them.
     for index, numbers in enumerate(found):
         exact = sum(map(Codec("int8").size, layout.piece_counts(index)))
-        assert exact - 8 * len(shapes) <= contribution_bytes(CodecConfig(), numbers) <= exact
+        assert exact - 8 * len(shapes) <= sizes.contribution_bytes(CodecConfig(), numbers) <= exact
 
 
 def test_schedule_and_constants_are_those_of_the_trainer() -> None:
-    from isles.outer.client import http, session
-    from isles.outer.hub import rules
-    from isles.outer.messages import CHUNK_BYTES
-    from isles.outer.trainer import outer, sync
-
     for fragments, every, rounds, short in [(1, 10, 0, 0), (4, 100, 3, 12), (3, 50, 2, 7)]:
         own = Setting("s", (10,) * fragments, 1, every, CodecConfig(), None, warmup_rounds=rounds)
         own = replace(own, delay=0, warmup_sync_every=short)
@@ -150,13 +138,12 @@ def outer_s(setting: Setting, config: GroupConfig, *, sharing: int = 1) -> float
     )
 
 
-@each("count", [1, 2, 40])
-def test_equal_clusters_take_what_the_formula_says(count: int) -> None:
+@each(1, 2, 40)
+def test_equal_clusters_take_what_the_formula_says(count: int):
     """One alone; two whose own links limit; forty that share the hub's line."""
     setting, config = one_run(), group(count=count)
     found = simulate(fleet(config), setting)
-    sharing = count
-    expected = 200 * 1.0 + 10 * outer_s(setting, config, sharing=sharing)
+    expected = 200 * 1.0 + 10 * outer_s(setting, config, sharing=count)
     assert found.seconds == pytest.approx(expected, rel=1e-6)
     assert found.goodput == pytest.approx(200 / expected, rel=1e-6)
     assert found.share("others") == pytest.approx(0.0, abs=1e-9)
@@ -210,10 +197,8 @@ def test_a_failure_costs_what_the_protocol_says() -> None:
     pair = fleet(group("a"), group("b"), incidents=(killed,))
     late = simulate(pair, one_run(save_every_steps=None))
     # Of what came after the second contribution nothing is in the model; before it, all is.
-    assert (
-        late.groups[0].steps_lost
-        == math.floor(50.5 - 2 * outer_s(one_run(), group(), sharing=2)) - 40
-    )
+    trained = math.floor(50.5 - 2 * outer_s(one_run(), group(), sharing=2))
+    assert late.groups[0].steps_lost == trained - 40
     assert late.groups[0].num_failures == 1 and late.groups[1].steps_lost == 0
     assert late.groups[0].shares["down"] * late.groups[0].present_s == pytest.approx(7.0)
     # A checkpoint after it keeps more.
@@ -229,20 +214,11 @@ def test_a_failure_costs_what_the_protocol_says() -> None:
 def test_who_missed_too_many_averages_takes_the_state_of_another() -> None:
     setting = one_run(max_steps=600)
     size = setting.contribution_bytes(0)
-    short, long = (
-        simulate(
-            fleet(
-                group("a"),
-                group("b"),
-                incidents=(IncidentConfig(cluster="a", kind="cut", at=50.0, lasts=lasts),),
-            ),
-            setting,
-        ).groups[0]
-        for lasts in (100.0, 300.0)
-    )
+    cut = [IncidentConfig(cluster="a", kind="cut", at=50.0, lasts=s) for s in (100.0, 300.0)]
+    pairs = [fleet(group("a"), group("b"), incidents=(incident,)) for incident in cut]
+    short, long = (simulate(pair, setting).groups[0] for pair in pairs)
     assert short.received_bytes == pytest.approx(30 * size, rel=0.1)
-    state = 8 * NUMBERS
-    assert long.received_bytes > state
+    assert long.received_bytes > 8 * NUMBERS
     assert short.steps_lost == long.steps_lost == 0
 
 
@@ -318,32 +294,21 @@ def test_one_hub_ends_somewhere_and_a_second_level_carries_more() -> None:
 
 # The fleet file and the command.
 
+ONE = "clusters: [{name: a, step: 1s}"
+CUT = "{cluster: b, kind: cut, at: 5s, lasts: 3s}"
+
 
 @each(
-    ("text", "place", "words"),
-    [
-        ("clusters:\n  - {name: a, step: 1s, uplnk: 1MB/s}", ":2 clusters.0.uplnk", "mean uplink"),
-        ("clusters:\n  - name: a\n    step: 1s\n    uplink: 100", ":4 clusters.0.uplink", "unit"),
-        ("clusters:\n  - name: a\n    step: 5", ":3 clusters.0.step", "5s"),
-        ("clusters:\n  - {name: a}", ":2 clusters.0", "one of step and tokens_per_s"),
-        ("hub: {}\ncluster: []", ":2 cluster", "mean clusters"),
-        (
-            "clusters: [{name: a, step: 1s}]\n"
-            "incidents:\n  - {cluster: b, kind: cut, at: 5s, lasts: 3s}",
-            ":3 incidents.0.cluster",
-            "use one of a",
-        ),
-        (
-            "clusters: [{name: a, step: 1s}, {name: a, step: 2s}]",
-            ":1 clusters.1.name",
-            "two groups",
-        ),
-        ("hub: {}", ":1 clusters", "is missing"),
-    ],
+    ("clusters:\n  - {name: a, step: 1s, uplnk: 1MB/s}", ":2 clusters.0.uplnk", "mean uplink"),
+    ("clusters:\n  - name: a\n    step: 1s\n    uplink: 100", ":4 clusters.0.uplink", "unit"),
+    ("clusters:\n  - name: a\n    step: 5", ":3 clusters.0.step", "5s"),
+    ("clusters:\n  - {name: a}", ":2 clusters.0", "one of step and tokens_per_s"),
+    ("hub: {}\ncluster: []", ":2 cluster", "mean clusters"),
+    (f"{ONE}]\nincidents:\n  - {CUT}", ":3 incidents.0.cluster", "use one of a"),
+    (f"{ONE}, {{name: a, step: 2s}}]", ":1 clusters.1.name", "two groups"),
+    ("hub: {}", ":1 clusters", "is missing"),
 )
-def test_a_wrong_fleet_file_is_named_by_its_line(
-    tmp_path: Path, text: str, place: str, words: str
-) -> None:
+def test_a_wrong_fleet_file_is_named_by_its_line(text: str, place: str, words: str, *, tmp_path):
     path = tmp_path / "fleet.yaml"
     path.write_text(text + "\n")
     with pytest.raises(ConfigErrors) as raised:
@@ -353,14 +318,12 @@ def test_a_wrong_fleet_file_is_named_by_its_line(
     assert "at least 1 item" not in shown, "a list of wrong groups is not an empty one"
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path, capsys):
     run, path = tmp_path / "run.yaml", tmp_path / "fleet.yaml"
     run.write_text(RUN_FILE)
     path.write_text(
         "parameters: 2M\nclusters:\n  - {name: home, tokens_per_s: 9000, uplink: 20Mbit/s}\n"
-        "  - {name: lab, count: 3, step: 500ms, time_limit: 1h, queue_wait: 10m}\n".replace(
-            "500ms", "0.5s"
-        )
+        "  - {name: lab, count: 3, step: 0.5s, time_limit: 1h, queue_wait: 10m}\n"
     )
     assert main(["plan", str(run), "--simulate"]) == ExitCode.OK
     shown = capsys.readouterr().out
@@ -370,15 +333,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(command) == ExitCode.OK
     found = json.loads(capsys.readouterr().out)
     assert found["clusters"] == 4 and 0 < found["goodput"] < 1
-    assert {trial["key"] for trial in found["search"]["trials"]} == {
-        *("sync_every", "fragments", "delay", "codec"),
-    }
-    assert main(["plan", str(run), "--fleet", str(path)]) == ExitCode.USER
-    assert "--fleet means nothing without --simulate" in capsys.readouterr().err
-    assert main(["plan", str(run), "--simulate", "--gpus", "4090"]) == ExitCode.USER
-    assert "--gpus means nothing beside --simulate" in capsys.readouterr().err
-    assert main(["plan", str(run), "--simulate", "--png", "/nowhere/a.png"]) == ExitCode.USER
-    assert "there is no folder /nowhere" in capsys.readouterr().err
-    run.write_text(RUN_FILE.split("outer:", maxsplit=1)[0])
-    assert main(["plan", str(run), "--simulate"]) == ExitCode.USER
-    assert "has no outer steps" in capsys.readouterr().err
+    keys = {trial["key"] for trial in found["search"]["trials"]}
+    assert keys == {"sync_every", "fragments", "delay", "codec"}
+    run.with_name("plain.yaml").write_text(RUN_FILE.split("outer:", maxsplit=1)[0])
+    for words, said in (
+        (f"{run} --fleet {path}", "--fleet means nothing without --simulate"),
+        (f"{run} --simulate --gpus 4090", "--gpus means nothing beside --simulate"),
+        (f"{run} --simulate --png /nowhere/a.png", "there is no folder /nowhere"),
+        (f"{run.with_name('plain.yaml')} --simulate", "has no outer steps"),
+    ):
+        assert main(["plan", *words.split()]) == ExitCode.USER
+        assert said in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from isles.launch.skypilot.task import TaskText, task_file
 from tests.deadline import run_program
 from tests.each import each
 from tests.golden import check_golden
+from tests.programs import write_program
+from tests.run_files import load
 from tests.skypilot_python import skypilot_python
 
 RUN_FILE = """\
@@ -41,7 +44,6 @@ clusters:
     autostop: 10m
 """
 AT = "clusters.0."
-TEMPLATES = Path(isles.__file__).parent / "config" / "templates"
 ONE_NODE = (
     f"{AT}nodes=1",
     f"{AT}device=cpu",
@@ -50,18 +52,15 @@ ONE_NODE = (
     f"{AT}environment={{venv: /opt/venv, variables: {{A: '1 2'}}}}",
     f"{AT}workdir=~/my work",
 )
-OTHER = (f"{AT}launcher={{kind: slurm, partition: gpu}}",)
 GOLDEN = {
     "skypilot-two-nodes.yaml": (),
     "skypilot-one-node.yaml": ONE_NODE,
-    "skypilot-from-slurm.yaml": OTHER,
+    "skypilot-from-slurm.yaml": (f"{AT}launcher={{kind: slurm, partition: gpu}}",),
 }
 
 
 def rendered(tmp_path: Path, *overrides: str) -> str:
-    path = tmp_path / "run.yaml"
-    path.write_text(RUN_FILE)
-    return render(load_run_file(path, overrides), "skypilot", overrides=overrides).text
+    return render(load(tmp_path, RUN_FILE, *overrides), "skypilot", overrides=overrides).text
 
 
 def test_the_task_word_for_word(tmp_path: Path) -> None:
@@ -77,13 +76,11 @@ def test_the_task_word_for_word(tmp_path: Path) -> None:
 def test_the_run_file_comes_through_the_script_as_it_is(tmp_path: Path) -> None:
     # The first node's Python is a program that keeps what it is given.
     odd = "# it's $HOME, \\, `date` and\n# ISLES_RUN_FILE\nISLES_RUN_FILE"
-    path, kept = tmp_path / "run.yaml", tmp_path / "kept"
-    path.write_text(RUN_FILE)
-    loaded = load_run_file(path, (f"{AT}environment.python={kept}.sh", f"{AT}workdir={tmp_path}"))
-    given = type(loaded)(loaded.config, loaded.origins, f"{odd}\n{RUN_FILE}", path)
-    launcher: Any = loaded.config.clusters[0].launcher
-    kept.with_suffix(".sh").write_text(f'#!/bin/sh\necho "$@" >{kept}.words\ncat >{kept}\n')
-    kept.with_suffix(".sh").chmod(0o755)
+    kept = tmp_path / "kept"
+    places = (f"{AT}environment.python={kept}.sh", f"{AT}workdir={tmp_path}")
+    given = replace(load(tmp_path, RUN_FILE, *places), text=f"{odd}\n{RUN_FILE}")
+    launcher: Any = given.config.clusters[0].launcher
+    write_program(kept.with_suffix(".sh"), f'echo "$@" >{kept}.words\ncat >{kept}')
     task = TaskText(launcher, ("name=it's",), "cpu", resume="no")
     script = yaml.safe_load(task_file(given, task))["run"]
     place = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "ISLES_TOKEN": "secret"}
@@ -99,18 +96,15 @@ def test_the_run_file_comes_through_the_script_as_it_is(tmp_path: Path) -> None:
 
 
 @each(
-    ("override", "words"),
-    [
-        (f"{AT}nodes=1:2", "SkyPilot ends all nodes of a job"),
-        (f"{AT}gpus_per_node=auto", "cannot be counted from here"),
-        (f"{AT}launcher.accelerators=['H100:8']", "gpus_per_node is it"),
-        (f"{AT}device=cpu", "the ranks compute on CPUs, and H100 is asked for"),
-        (f"{AT}launcher.resources={{any_of: []}}", "say which cards will do"),
-        (f"{AT}launcher.resources={{autostop: 5}}", "a key of its own"),
-        (f"{AT}launcher={{kind: skypilot, cluster: a, managed: true}}", "names the cluster"),
-    ],
+    (f"{AT}nodes=1:2", "SkyPilot ends all nodes of a job"),
+    (f"{AT}gpus_per_node=auto", "cannot be counted from here"),
+    (f"{AT}launcher.accelerators=['H100:8']", "gpus_per_node is it"),
+    (f"{AT}device=cpu", "the ranks compute on CPUs, and H100 is asked for"),
+    (f"{AT}launcher.resources={{any_of: []}}", "say which cards will do"),
+    (f"{AT}launcher.resources={{autostop: 5}}", "a key of its own"),
+    (f"{AT}launcher={{kind: skypilot, cluster: a, managed: true}}", "names the cluster"),
 )
-def test_what_skypilot_cannot_do_is_refused(tmp_path: Path, override: str, words: str) -> None:
+def test_what_skypilot_cannot_do_is_refused(override: str, words: str, *, tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors, match=words):
         rendered(tmp_path, override)
 
@@ -133,7 +127,7 @@ def test_the_real_skypilot_loads_every_task(tmp_path: Path) -> None:
         paths.append(tmp_path / name)
         paths[-1].write_text(rendered(tmp_path, *overrides))
     card = "clusters=[{gpus_per_node: 8, launcher: {kind: skypilot, accelerators: [H100]}}]"
-    for template in sorted(TEMPLATES.glob("*.yaml")):
+    for template in sorted(Path(isles.__file__).parent.glob("config/templates/*.yaml")):
         paths.append(tmp_path / f"task-{template.name}")
         loaded = load_run_file(template, [card])
         paths[-1].write_text(render(loaded, "skypilot", overrides=[card]).text)

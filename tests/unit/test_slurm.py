@@ -1,30 +1,31 @@
-"""The launcher slurm without a Slurm: its script word for word, what Slurm's answers mean, and what
-a Slurm that is slow or silent may do to a run."""
+"""The launcher slurm without a Slurm: its script, what Slurm's answers mean, its silence, and a job
+that goes on."""
 
 from __future__ import annotations
 
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from isles.agent.requeue import QueuedRun
 from isles.config.load import load_run_file
-from isles.config.sections.cluster import SlurmLauncherConfig
-from isles.errors import ConfigError
-from isles.launch.queue.script import JobText, clock, job_script, rendered_script
-from isles.launch.queue.slurm import Slurm, pending
+from isles.errors import ConfigError, ExitCode
+from isles.launch.queue.script import clock
+from isles.launch.queue.slurm import Slurm, SlurmAllocation, pending
 from isles.launch.queue.status import read_job, refresh, refresh_all
 from isles.launch.queue.submit import LostSubmission, submission, submit
 from isles.run.begin import Begun
 from isles.run.paths import RunDir
-from isles.run.records import read_record
+from isles.run.records import read_record, write_record
+from isles.run.restarts import list_restarts
 from tests.each import each
 from tests.golden import check_golden
-from tests.slurm_job import COMMAND, OWN, RUN, Job
-from tests.unit.test_agent_failure import queued
+from tests.slurm_job import OWN, RUN, RUN_DIR, Job, script_text
+from tests.unit.test_begin import add_checkpoint
 
-RUN_DIR = "/home/me/train/runs/llama-1b-1"
 RUNNING = "echo JobId=7 JobState=RUNNING Reason=None NodeList=a1 TimeLimit=1:0"
 PENDING = (
     "echo 'JobId=7 JobName=a name UserId=me(1) JobState=PENDING Reason={reason} Requeue=1 "
@@ -38,19 +39,6 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-def make_script(tmp_path: Path, *overrides: str, run_dir: str | None = RUN_DIR) -> str:
-    """The script of a job; without a run directory the one that needs no isles."""
-    path = tmp_path / "run.yaml"
-    path.write_text(RUN)
-    config = load_run_file(path, overrides).config
-    cluster = config.clusters[0]
-    assert isinstance(cluster.launcher, SlurmLauncherConfig)
-    job = JobText(cluster.launcher, cluster.max_nodes, 4, "cuda", "/home/me/train", run_dir)
-    if run_dir is None:
-        return rendered_script(config, job, COMMAND)
-    return job_script(config, job.of(RunDir(Path(run_dir)).attempt(1)))
-
-
 ONE_NODE = (
     "clusters.0.nodes=1",
     "clusters.0.environment={venv: /home/me/venv}",
@@ -59,28 +47,23 @@ ONE_NODE = (
 
 
 @each(
-    ("golden", "overrides", "run_dir"),
-    [
-        ("slurm-two-nodes.sh", (), RUN_DIR),
-        ("slurm-one-node.sh", ONE_NODE, RUN_DIR),
-        ("slurm-interface.sh", ("clusters.0.network={interface: ib0, port: 31000}",), RUN_DIR),
-        ("slurm-alone.sh", (), None),
-    ],
+    ("slurm-two-nodes.sh", (), RUN_DIR),
+    ("slurm-one-node.sh", ONE_NODE, RUN_DIR),
+    ("slurm-interface.sh", ("clusters.0.network={interface: ib0, port: 31000}",), RUN_DIR),
+    ("slurm-alone.sh", (), None),
 )
-def test_the_script_word_for_word(
-    tmp_path: Path, golden: str, overrides: tuple[str, ...], run_dir: str | None
-) -> None:
-    check_golden(golden, make_script(tmp_path, *overrides, run_dir=run_dir))
+def test_the_script_word_for_word(golden: str, overrides: tuple[str, ...], run_dir, *, tmp_path):
+    check_golden(golden, script_text(tmp_path, *overrides, run_dir=run_dir))
 
 
 def test_values_are_quoted_where_sbatch_would_misread_them(tmp_path: Path) -> None:
     odd = """clusters.0.launcher.reservation='a #1 "b" \\c'"""
-    text = make_script(tmp_path, odd, run_dir="/my runs/50%/llama-1b-1")
+    text = script_text(tmp_path, odd, run_dir="/my runs/50%/llama-1b-1")
     assert '\n#SBATCH --reservation="a #1 \\"b\\" \\\\c"\n' in text
     assert '\n#SBATCH --output="/my runs/50%%/llama-1b-1/attempts/001/slurm-%j.out"\n' in text
     assert "\n#SBATCH --constraint=a100|h100\n" in text
     with pytest.raises(ConfigError, match="no path with a backslash"):
-        make_script(tmp_path, run_dir="/my\\runs/llama-1b-1")
+        script_text(tmp_path, run_dir="/my\\runs/llama-1b-1")
 
 
 def test_times_are_never_shorter_than_asked() -> None:
@@ -88,17 +71,14 @@ def test_times_are_never_shorter_than_asked() -> None:
 
 
 @each(
-    ("reason", "meaning", "fix"),
-    [
-        ("Resources", "waiting for nodes that are free", ""),
-        ("BeginTime", "not to start before its time", "scontrol update jobid=7 StartTime=now"),
-        ("ReqNodeNotAvail,_UnavailableNodes:a[1-2]", "nodes that it needs", "sinfo -R"),
-        ("QOSMaxJobsPerUserLimit", "a limit of the qos is reached: jobs of one user", "squeue"),
-        ("AssocGrpGRES", "a limit of the account is reached: GPUs", "wait"),
-        ("AssocGrpCPURunMinutesLimit", "a limit of the account is reached: minutes", "wait"),
-        ("PartitionTimeLimit", "its time limit is longer", "a shorter `time`"),
-        ("Some_New_Reason", "Some New Reason", ""),
-    ],
+    ("Resources", "waiting for nodes that are free", ""),
+    ("BeginTime", "not to start before its time", "scontrol update jobid=7 StartTime=now"),
+    ("ReqNodeNotAvail,_UnavailableNodes:a[1-2]", "nodes that it needs", "sinfo -R"),
+    ("QOSMaxJobsPerUserLimit", "a limit of the qos is reached: jobs of one user", "squeue"),
+    ("AssocGrpGRES", "a limit of the account is reached: GPUs", "wait"),
+    ("AssocGrpCPURunMinutesLimit", "a limit of the account is reached: minutes", "wait"),
+    ("PartitionTimeLimit", "its time limit is longer", "a shorter `time`"),
+    ("Some_New_Reason", "Some New Reason", ""),
 )
 def test_reasons_for_waiting_in_words(reason: str, meaning: str, fix: str) -> None:
     words, what_to_do = pending(reason, "7")
@@ -118,32 +98,25 @@ def test_the_queue_is_asked_and_its_words_are_kept(job: Job) -> None:
     assert job.ask().state == "running"
     job.program("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
     assert job.ask().state == "running", "its last answer stands while it gives none"
+    # A job that Slurm has forgotten is over.
+    job.program("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    job.program("sacct", "echo 'TIMEOUT|0:15|a1'")
+    assert (job.ask().state, job.ask().word) == ("ended", "TIMEOUT")
 
 
 @each(
-    ("state", "code", "words"),
-    [
-        ("TIMEOUT", 3, "time limit"),
-        ("NODE_FAIL", 5, "one of its nodes failed"),
-        ("OUT_OF_MEMORY", 4, "more memory"),
-        ("CANCELLED", 130, "cancelled"),
-    ],
+    ("TIMEOUT", 3, "time limit"),
+    ("NODE_FAIL", 5, "one of its nodes failed"),
+    ("OUT_OF_MEMORY", 4, "more memory"),
+    ("CANCELLED", 130, "cancelled"),
 )
-def test_a_job_that_was_killed_with_its_script_has_an_outcome(
-    tmp_path: Path, state: str, code: int, words: str
-) -> None:
+def test_a_job_that_was_killed_with_its_script_has_an_outcome(state, code, words, *, tmp_path):
     job = Job(tmp_path)
     job.program("scontrol", f"echo JobId=7 JobState={state} Reason=None ExitCode=0:9 NodeList=a1")
     assert job.ask().state == "ended"
     outcome = read_record(job.attempt.outcome) or {}
     assert outcome["exit_code"] == code and words in outcome["reason"]
     assert (outcome["error"] is None) == (code == 130)
-
-
-def test_a_job_that_slurm_has_forgotten_is_over(job: Job) -> None:
-    job.program("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    job.program("sacct", "echo 'TIMEOUT|0:15|a1'")
-    assert (job.ask().state, job.ask().word) == ("ended", "TIMEOUT")
 
 
 def test_only_who_wants_the_run_ends_slurms_pause(job: Job) -> None:
@@ -184,17 +157,12 @@ def test_a_job_of_a_submission_without_an_answer_trains_nothing(job: Job, tmp_pa
 
 
 @each(
-    ("text", "saved", "restarts", "why_not"),
-    [
-        (RUN, 8, 0, None),
-        (RUN, 4, 0, "nothing was saved"),
-        (OWN, 4, 19, None),
-        (OWN, 4, 20, "it has gone on 20 times"),
-    ],
+    (RUN, 8, 0, None),
+    (RUN, 4, 0, "nothing was saved"),
+    (OWN, 4, 19, None),
+    (OWN, 4, 20, "it has gone on 20 times"),
 )
-def test_a_rendered_job_is_not_queued_again_in_vain(
-    tmp_path: Path, text: str, saved: int, restarts: int, why_not: str | None
-) -> None:
+def test_a_rendered_job_is_not_queued_again_in_vain(text, saved, restarts, why_not, *, tmp_path):
     job = Job(tmp_path, text)
     (job.run_dir.checkpoints / "step-00000004").mkdir(parents=True)
     asked = job.bin / "asked"
@@ -207,3 +175,127 @@ def test_a_rendered_job_is_not_queued_again_in_vain(
     assert done.returncode == 1, done.stderr
     assert ("scontrol requeue 7" in job.calls.read_text()) == (why_not is None)
     assert why_not is None or why_not in done.stderr
+
+
+def queued(job: Job, scontrol: str = "exit 1") -> QueuedRun:
+    """The run as its job sees it; `scontrol`: bash that answers all but the names of the nodes."""
+    nodes = 'case "$1 $2" in "show hostnames") echo a1; exit;; esac'
+    job.program("scontrol", f"{nodes}\n{scontrol}")
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a1"}
+    allocation = SlurmAllocation(job.launcher, job.attempt, environ)
+    return QueuedRun(job.run_dir, job.attempt, job.config, allocation)
+
+
+def saved(job: Job, step: int | None = 3, restart: int = 0) -> None:
+    """What rank 0 leaves when it was asked to stop in a job."""
+    write_record(job.attempt.stopped, {"exit_code": 85, "step": step, "reason": "asked to stop"})
+    write_record(job.attempt.rank_record(0), {"restart": restart, "pid": 9})
+
+
+def saved_before_limit(job: Job) -> QueuedRun:
+    """The run after the time limit was near, and its ranks have saved and ended."""
+    run = queued(job)
+    run.limit_is_near()
+    saved(job)
+    run.stopped()
+    assert run.is_requeued
+    return run
+
+
+def outcome(job: Job) -> dict[str, Any]:
+    return read_record(job.attempt.outcome) or {}
+
+
+def test_a_job_that_slurm_does_not_requeue_is_submitted_again(job: Job) -> None:
+    run = saved_before_limit(job)
+    job.program("sbatch", "echo 8")
+    assert run.queue_again() == 0
+    again = f"sbatch --parsable --dependency=afterany:7 {job.attempt.script}"
+    assert again in job.calls.read_text()
+    job.program("scontrol", "echo JobId=$5 JobState=RUNNING Reason=None NodeList=a1")
+    assert job.ask().job_id == "8"
+    job.program("scontrol", "exit 1")
+    job.program("sbatch", "echo 'sbatch: error: QOSMaxSubmitJobPerUserLimit' >&2; exit 1")
+    assert run.queue_again() == ExitCode.REQUEUE
+    assert outcome(job)["state"] == "stopped"
+    assert "everything is saved" in outcome(job)["reason"]
+    assert "QOSMaxSubmit" in outcome(job)["reason"], "why it cannot be"
+
+
+@each(("save", 85), ("interrupt", 130))
+def test_a_stop_that_a_user_wants_is_the_end(kind: str, code: int, *, tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    write_record(job.attempt.stop_request, {"kind": kind, "by": "me", "at": 0})
+    run = queued(job)
+    run.stopped()
+    assert not run.is_requeued
+    assert (outcome(job)["state"], outcome(job)["exit_code"]) == ("stopped", code)
+
+
+def test_a_stop_asked_for_while_the_job_is_queued_again_holds(job: Job) -> None:
+    saved_before_limit(job)
+    write_record(job.attempt.stop_request, {"kind": "save", "by": "me", "at": 1})
+    assert queued(job).begin() == 85
+    assert outcome(job)["state"] == "stopped"
+
+
+def test_a_limit_that_leaves_no_time_ends_the_run(job: Job) -> None:
+    for is_last in (False, True):
+        run = queued(job)
+        assert run.begin() is None
+        run.limit_is_near()
+        write_record(job.attempt.stopped, {"exit_code": 85, "step": None})
+        run.stopped()
+        assert run.is_requeued != is_last
+    error = outcome(job)["error"]
+    assert "no time for a single step" in error["what"] and "save_before" in error["fix"]
+
+
+def test_a_job_that_loses_a_node_or_is_taken_off_all_goes_on_later(job: Job) -> None:
+    run = queued(job)
+    assert run.lost("node 1 (a2) is lost") and run.is_requeued
+    assert "node 1 (a2) is lost" in list_restarts(job.attempt)[0].text
+
+    saved(job, step=5, restart=1)
+    run = queued(job)
+    run.is_terminated = True
+    assert not run.lost("node 1 (a2) is lost"), "the job is being ended: nobody is to blame"
+    run.stopped()
+    assert not run.is_requeued
+    assert outcome(job)["state"] == "stopped", "it may have been scancel"
+    assert queued(job).begin() is None
+    assert not job.attempt.outcome.exists()
+    assert "taken off its nodes" in list_restarts(job.attempt)[1].text
+
+    # Nodes that fail leave no word at all.
+    write_record(job.attempt.rank_record(0), {"restart": 2, "pid": 9})
+    assert queued(job).begin() is None
+    assert len(list_restarts(job.attempt)) == 3
+
+    write_record(job.attempt.outcome, {"state": "finished", "exit_code": 0, "at": 1.0})
+    assert queued(job).begin() == 0, "a run that is over is not started again"
+
+
+def test_a_job_that_loses_its_nodes_again_and_again_is_ended(job: Job) -> None:
+    answers = []
+    for restart in range(14):
+        write_record(job.attempt.rank_record(0), {"restart": restart, "pid": 9})
+        if restart == 3:
+            add_checkpoint(job.run_dir, 8)
+        answers.append(queued(job).begin())
+    assert answers == [None] * 13 + [3], "ten times in vain; a checkpoint makes them ten again"
+    what = outcome(job)["error"]["what"]
+    assert "was taken off its nodes, and it has come no further in 11 starts" in what
+    assert what.endswith("the last step that was saved is 8")
+
+
+def test_a_script_that_asks_to_be_started_again_is_queued_again(tmp_path: Path) -> None:
+    job, requeued = Job(tmp_path, OWN), []
+    for _ in range(21):
+        saved(job, None)
+        run = queued(job, "echo JobId=7 JobState=RUNNING PreemptTime=None X=1")
+        run.stopped()
+        requeued.append(run.is_requeued)
+    assert requeued == [True] * 20 + [False], "it is not started for ever"
+    error = outcome(job)["error"]
+    assert "no further in 21 starts" in error["what"] and "isles.report" in error["fix"]

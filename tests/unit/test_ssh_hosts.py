@@ -1,54 +1,53 @@
-"""What the hosts of an ssh launcher say of themselves, compared; and a run's place on them."""
+"""A start over ssh: what hosts say of themselves, a run's place there, and this machine's side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from isles import __version__
-from isles.config.load import load_run_file
-from isles.config.resolve import resolve
-from isles.config.sections.cluster import ClusterConfig, NetworkConfig
+from isles.config.load import Loaded, load_run_file
+from isles.config.resolve import dump_resolved, resolve
+from isles.config.sections.cluster import ClusterConfig, NetworkConfig, SyncConfig
 from isles.errors import ConfigError, PreflightError, UserError
-from isles.launch.remote.setup import difference_lines
-from isles.launch.ssh.environment import network_line, network_variables
+from isles.launch.base import StartOptions
+from isles.launch.remote import setup as launch_setup
+from isles.launch.remote.login import remember
+from isles.launch.remote.sync import rsync_argv
+from isles.launch.ssh import environment
+from isles.launch.ssh import start as launch_ssh
+from isles.launch.ssh.channel import READY
 from isles.launch.ssh.facts import code_digest
 from isles.launch.ssh.hosts import Host, choose_addresses, compare, resolve_ranks
 from isles.launch.ssh.node import make_place
+from isles.launch.ssh.shell import Shell
 from isles.run.nodes import Fleet, FleetNode, read_fleet
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
-from tests.deadline import at_once
+from isles.run.remote import RemoteRun, list_remotes
+from tests.deadline import DEADLINE_S, at_once, run_program
 from tests.each import each
+from tests.programs import write_program
 
 Facts = dict[str, Any]
 
 
 def facts(name: str, *networks: str, reached: str | None = None, **more: Any) -> Facts:
     """A host with these networks, each `eth0 10.0.0.1/24`."""
-    entries = []
-    for text in networks:
-        interface, _, rest = text.partition(" ")
-        address, _, prefix = rest.partition("/")
-        entries.append({"interface": interface, "address": address, "prefix": int(prefix)})
-    return {
-        "host": name,
-        "machine_id": name,
-        "isles": __version__,
-        "code": code_digest(),
-        "python": "3.12.1",
-        "packages": {"torch": "2.13.0"},
-        "missing": [],
-        "executable": "/usr/bin/python3",
-        "gpus": 0,
-        "gpu_warning": "",
-        "networks": entries,
-        "reached_at": reached,
-        **more,
-    }
+    keys = ("interface", "address", "prefix")
+    entries = [dict(zip(keys, re.split("[ /]", text), strict=True)) for text in networks]
+    own = {"host": name, "machine_id": name, "networks": entries, "reached_at": reached}
+    own |= {"isles": __version__, "code": code_digest(), "gpus": 0, "gpu_warning": ""}
+    own |= {"python": "3.12.1", "executable": "/usr/bin/python3"}
+    return {**own, "packages": {"torch": "2.13.0"}, "missing": [], **more}
 
 
 FAST = (
@@ -71,31 +70,25 @@ ROUTED = (
 
 
 def addresses(
-    hosts: tuple[Facts, ...], second: str | None = None, interface: str | None = None
-) -> list[str]:
+    hosts: tuple[Facts, Facts], second: str | None = None, interface: str | None = None
+) -> str:
     """Interface and address of each; `second`: what the run file says of the second host."""
     names, network = [host["host"] for host in hosts], NetworkConfig(interface=interface)
-    given = [None, second][: len(hosts)]
-    reaches = choose_addresses(names, hosts, given, network)
-    return [f"{reach.interface} {reach.address}" for reach in reaches]
+    reaches = choose_addresses(names, hosts, [None, second], network)
+    return ", ".join(f"{reach.interface} {reach.address}" for reach in reaches)
 
 
 @each(
-    ("hosts", "second", "interface", "expected"),
-    [
-        (FAST, None, None, "eth0 10.0.0.1, eno1 10.0.0.2"),  # of those in common, the one of ssh
-        (FAST, "10.9.0.2", None, "eth0 10.0.0.1, ib0 10.9.0.2"),
-        (FAST, None, "ib0", "ib0 10.9.0.1, ib0 10.9.0.2"),
-        (LAPTOP, None, None, "wlan0 192.168.1.7, eth0 192.168.1.8"),  # no loopback, no docker
-        (LAPTOP, "192.168.1.8", None, "wlan0 192.168.1.7, eth0 192.168.1.8"),
-        (TUNNELS, None, None, "eth0 10.0.0.1, eth0 10.0.0.2"),  # ssh's tunnels end at the laptop
-        (ROUTED, None, None, "eth0 10.1.0.1, eth0 10.2.0.1"),
-    ],
+    (FAST, None, None, "eth0 10.0.0.1, eno1 10.0.0.2"),  # of those in common, the one of ssh
+    (FAST, "10.9.0.2", None, "eth0 10.0.0.1, ib0 10.9.0.2"),
+    (FAST, None, "ib0", "ib0 10.9.0.1, ib0 10.9.0.2"),
+    (LAPTOP, None, None, "wlan0 192.168.1.7, eth0 192.168.1.8"),  # no loopback, no docker
+    (LAPTOP, "192.168.1.8", None, "wlan0 192.168.1.7, eth0 192.168.1.8"),
+    (TUNNELS, None, None, "eth0 10.0.0.1, eth0 10.0.0.2"),  # ssh's tunnels end at the laptop
+    (ROUTED, None, None, "eth0 10.1.0.1, eth0 10.2.0.1"),
 )
-def test_the_address_at_which_the_others_reach_a_host(
-    hosts: tuple[Facts, ...], second: str | None, interface: str | None, expected: str
-) -> None:
-    assert addresses(hosts, second, interface) == expected.split(", ")
+def test_the_address_at_which_the_others_reach_a_host(hosts, second, interface, expected):
+    assert addresses(hosts, second, interface) == expected
 
 
 def test_no_address_that_could_be_meant_is_no_guess() -> None:
@@ -161,21 +154,16 @@ ONE_AND_ALL = ({"ssh": "a", "gpus": 1}, "b")
 
 
 @each(
-    ("section", "gpus", "expected"),
-    [
-        (cluster("a", "b"), (2, 1), ((2, 1), "cuda")),
-        (cluster(*ONE_AND_ALL), (2, 4), ((1, 4), "cuda")),
-        (cluster(*ONE_AND_ALL, gpus_per_node=2), (2, 4), ((1, 2), "cuda")),
-        (cluster("a", "b"), (0, 0), ((1, 1), "cpu")),
-        (cluster(*ONE_AND_ALL, gpus_per_node=3, device="cpu"), (4, 0), ((1, 3), "cpu")),
-        (cluster("a", "b"), (2, 0), "there is no GPU on b, and there are elsewhere"),
-        (cluster("a", "b", device="cuda"), (0, 0), "there is no GPU on a, b, and device is cuda"),
-        (cluster("a", "b", gpus_per_node=2), (2, 1), "2 ranks are asked for, and there are 1"),
-    ],
+    (cluster("a", "b"), (2, 1), ((2, 1), "cuda")),
+    (cluster(*ONE_AND_ALL), (2, 4), ((1, 4), "cuda")),
+    (cluster(*ONE_AND_ALL, gpus_per_node=2), (2, 4), ((1, 2), "cuda")),
+    (cluster("a", "b"), (0, 0), ((1, 1), "cpu")),
+    (cluster(*ONE_AND_ALL, gpus_per_node=3, device="cpu"), (4, 0), ((1, 3), "cpu")),
+    (cluster("a", "b"), (2, 0), "there is no GPU on b, and there are elsewhere"),
+    (cluster("a", "b", device="cuda"), (0, 0), "there is no GPU on a, b, and device is cuda"),
+    (cluster("a", "b", gpus_per_node=2), (2, 1), "2 ranks are asked for, and there are 1"),
 )
-def test_ranks_by_the_gpus_of_each_host(
-    section: ClusterConfig, gpus: tuple[int, ...], expected: tuple[tuple[int, ...], str] | str
-) -> None:
+def test_ranks_by_the_gpus_of_each_host(section, gpus, expected):
     hosts = answered(section, *(facts("host", gpus=num) for num in gpus))
     if isinstance(expected, tuple):
         assert resolve_ranks(section, hosts) == expected
@@ -196,35 +184,25 @@ def test_every_number_of_nodes_that_may_be_left_must_fit(run_file: Path) -> None
 
 
 IFNAMES = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+IB = {"NCCL_IB_DISABLE": "0"}
 
 
 @each(
-    ("network", "interface", "device", "variables"),
-    [
-        ({}, "eth0", "cpu", {"GLOO_SOCKET_IFNAME": "eth0"}),
-        ({"profile": "infiniband"}, "eth0", "cpu", {"GLOO_SOCKET_IFNAME": "eth0"}),
-        ({}, "eth0", "cuda", IFNAMES),
-        ({"profile": "ethernet"}, "eth0", "cuda", {**IFNAMES, "NCCL_IB_DISABLE": "1"}),
-        ({"profile": "infiniband"}, "eth0", "cuda", {**IFNAMES, "NCCL_IB_DISABLE": "0"}),
-        (
-            {"profile": "roce"},
-            "eth0",
-            "cuda",
-            {**IFNAMES, "NCCL_IB_DISABLE": "0", "NCCL_IB_GID_INDEX": "3"},
-        ),
-        ({"interface": "ib0"}, "eth0", "cpu", {"GLOO_SOCKET_IFNAME": "ib0"}),
-        ({}, None, "cuda", {}),
-    ],
+    ({"profile": "infiniband"}, "eth0", "cpu", {"GLOO_SOCKET_IFNAME": "eth0"}),
+    ({}, "eth0", "cuda", IFNAMES),
+    ({"profile": "ethernet"}, "eth0", "cuda", {**IFNAMES, "NCCL_IB_DISABLE": "1"}),
+    ({"profile": "infiniband"}, "eth0", "cuda", {**IFNAMES, **IB}),
+    ({"profile": "roce"}, "eth0", "cuda", {**IFNAMES, **IB, "NCCL_IB_GID_INDEX": "3"}),
+    ({"interface": "ib0"}, "eth0", "cpu", {"GLOO_SOCKET_IFNAME": "ib0"}),
+    ({}, None, "cuda", {}),
 )
-def test_variables_of_the_network(
-    network: dict[str, str], interface: str | None, device: str, variables: dict[str, str]
-) -> None:
+def test_variables_of_the_network(network, interface, device, variables):
     section = NetworkConfig.model_validate(network)
-    assert network_variables(section, interface, device) == variables
-    assert f"network {section.profile}: " in network_line(section, interface, device)
+    assert environment.network_variables(section, interface, device) == variables
+    assert f"network {section.profile}: " in environment.network_line(section, interface, device)
 
 
-Place = Callable[..., bool]
+FLEET = Fleet("ssh", (FleetNode(0, "a1", "a1", "10.0.0.1", 1),), 29500, 1, "cpu", 10.0, "digest")
 
 
 @pytest.fixture
@@ -233,82 +211,243 @@ def host_run(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "host" / "run-1")
 
 
-@pytest.fixture
-def place(host_run: RunDir) -> Place:
-    """Makes the place of its attempt 1."""
-    node = FleetNode(node=0, name="a1", ssh="a1", address="10.0.0.1", nproc=1)
-    fleet = Fleet("ssh", (node,), 29500, 1, "cpu", 10.0, "digest")
-
-    def make(*, born_at: float = 1.0, begun_at: float = 1.0) -> bool:
-        args: dict[str, Any] = {
-            "fleet": fleet.record(),
-            "resolved": "a: 1\n",
-            "text": "b: 2\n",
-            "token": "t",
-        }
-        args |= {"born_at": born_at, "begun_at": begun_at}
-        return make_place(host_run, host_run.attempt(1), args)
-
-    return make
+def place(host_run: RunDir, born_at: float = 1.0, begun_at: float = 1.0) -> bool:
+    """Make the place of its attempt 1."""
+    args = {"fleet": FLEET.record(), "resolved": "a: 1\n", "text": "b: 2\n", "token": "t"}
+    args |= {"born_at": born_at, "begun_at": begun_at}
+    return make_place(host_run, host_run.attempt(1), args)
 
 
-def test_a_place_for_a_run_of_another_host(place: Place, host_run: RunDir) -> None:
+def test_a_folder_that_is_the_host_s_own_is_left_as_it_is(host_run: RunDir) -> None:
     attempt = host_run.attempt(1)
-    assert not place(), "it is not shared"
-    assert host_run.resolved.read_text() == "a: 1\n" and host_run.run_file.read_text() == "b: 2\n"
-    fleet = read_fleet(attempt)
-    assert fleet is not None and fleet.first.address == "10.0.0.1"
+    attempt.path.mkdir(parents=True)
+    host_run.resolved.write_text("its own")
+    with pytest.raises(UserError, match="a run of its own") as error:
+        place(host_run)
+    assert error.value.where == str(host_run.path)
+    launch = {"attempt": 1, "begun_at": 1.0, "pid": 7}
+    write_record(attempt.launch, launch)
+    assert place(host_run), "the first node's own"
+    assert read_record(attempt.launch) == launch
+    assert host_run.resolved.read_text() == "its own" and not attempt.fleet.exists()
+
+
+def test_a_place_for_a_run_of_another_host_is_made_once_by_many_at_once(host_run: RunDir) -> None:
+    # Nodes that share a disk which the first does not see, or a command that is typed twice.
+    attempt, found = host_run.attempt(1), list[bool]()
+
+    def make() -> None:
+        found.append(place(host_run, begun_at=begun_at))
+
+    for begun_at in range(5):
+        at_once(6, make)
+        assert len(found) == 6 * (begun_at + 1), "none has failed"
+        assert found.count(False) == begun_at + 1, "one has made it, which the others share"
+        assert (read_record(attempt.launch) or {})["begun_at"] == begun_at
+        fleet = read_fleet(attempt)
+        assert fleet is not None and fleet.first.address == "10.0.0.1"
+        texts = host_run.resolved.read_text(), host_run.run_file.read_text()
+        assert texts == ("a: 1\n", "b: 2\n")
+        assert {entry.name for entry in attempt.path.parent.iterdir()} - {".old"} == {"001"}
     # What an older run has left goes aside.
     attempt.agent_log.write_text("old")
-    assert not place(born_at=2.0, begun_at=2.0)
+    assert not place(host_run, born_at=2.0, begun_at=9.0)
     assert not attempt.agent_log.exists()
     (old,) = host_run.path.with_name(".old").iterdir()
     assert (old / "attempts" / "001" / "agent.log").read_text() == "old"
 
 
-def test_the_first_node_s_own_folder_is_left_as_it_is(place: Place, host_run: RunDir) -> None:
-    attempt = host_run.attempt(1)
-    attempt.path.mkdir(parents=True)
-    launch = {"attempt": 1, "begun_at": 1.0, "pid": 7}
-    write_record(attempt.launch, launch)
-    assert place(begun_at=1.0)
-    assert read_record(attempt.launch) == launch
-    assert not attempt.fleet.exists()
-
-
-def test_a_run_of_the_host_itself_is_never_written_into(place: Place, host_run: RunDir) -> None:
-    host_run.attempt(1).path.mkdir(parents=True)
-    host_run.resolved.write_text("its own")
-    with pytest.raises(UserError, match="a run of its own") as error:
-        place()
-    assert error.value.where == str(host_run.path)
-    assert host_run.resolved.read_text() == "its own"
-
-
-def test_a_place_that_many_make_at_once_is_made_once(place: Place, host_run: RunDir) -> None:
-    # Nodes that share a disk which the first does not see, or a command that is typed twice.
-    attempt = host_run.attempt(1)
-    found: list[bool | Exception] = []
-
-    def make() -> None:
-        try:
-            found.append(place(begun_at=begun_at))
-        except Exception as error:
-            found.append(error)
-
-    for begun_at in range(5):
-        at_once(6, make)
-        assert set(map(type, found)) == {bool}, found
-        assert (read_record(attempt.launch) or {})["begun_at"] == begun_at
-        assert read_fleet(attempt) is not None
-        assert {entry.name for entry in attempt.path.parent.iterdir()} - {".old"} == {"001"}
-
-
 def test_differences_between_hosts() -> None:
     a = {"python": "3.12.1", "torch": "2.13.0", "datasets": "4.4"}
-    assert difference_lines({"a": a, "b": a}) == ([], False)
-    lines, is_bad = difference_lines({"a": a, "b": a | {"datasets": "4.5", "python": "3.12.4"}})
+    assert launch_setup.difference_lines({"a": a, "b": a}) == ([], False)
+    other = a | {"datasets": "4.5", "python": "3.12.4"}
+    lines, is_bad = launch_setup.difference_lines({"a": a, "b": other})
     assert not is_bad and len(lines) == 2 and all("(this may be)" in line for line in lines)
-    lines, is_bad = difference_lines({"a": a, "b": a | {"torch": "2.12.0"}})
+    lines, is_bad = launch_setup.difference_lines({"a": a, "b": a | {"torch": "2.12.0"}})
     assert is_bad and lines == ["torch differs: 2.13.0 on a, 2.12.0 on b"]
-    assert difference_lines({"a": a, "b": a | {"python": "3.11.1"}})[1]
+    assert launch_setup.difference_lines({"a": a, "b": a | {"python": "3.11.1"}})[1]
+
+
+OVER_SSH = "clusters.0.launcher={kind: ssh, hosts: [a1]}"
+
+
+def test_signals_are_the_run_s_once_it_is_there() -> None:
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: arrived.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), launch_ssh.interruptible():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert not arrived
+        with launch_ssh.interruptible() as hand_back:
+            hand_back()
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert arrived == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def bash(*lines: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return run_program(["bash", "-c", "\n".join(lines)], env={**os.environ, **environ})
+
+
+def test_a_home_is_that_of_the_user_there(tmp_path: Path) -> None:
+    work, activate = tmp_path / "it's my work", tmp_path / "my venv" / "bin" / "activate"
+    work.mkdir()
+    activate.parent.mkdir(parents=True)
+    activate.write_text("echo activated\n")
+    section = cluster("a1", environment={"venv": "~/my venv"})
+    lines = environment.setting_lines(section, "~/it's my work")
+    done = bash(*lines, "pwd", HOME=str(tmp_path))
+    assert (done.stdout, done.stderr) == (f"activated\n{work}\n", "")
+    for given, path in (("~/my work", "my work/"), ("/x", "/x/"), ("~", "./"), ("~/", "./")):
+        assert rsync_argv(Shell("a1"), SyncConfig(paths=(".",)), given)[-1] == f"a1:{path}"
+    for home in ("~", "~/"):
+        done = bash(f"cd {environment.quoted(home)}; pwd", HOME=str(tmp_path))
+        assert done.stdout == f"{tmp_path}\n"
+
+
+@each(
+    ("~/work", "runs", "~/work/runs/a-1"),
+    ("/data", "~/work/runs", "~/work/runs/a-1"),
+    ("/home/ann/work", "runs", "/home/ann/work/runs/a-1"),
+    ("~/work", "/home/ann/work/runs", "/home/ann/work/runs/a-1"),
+)
+def test_a_run_in_a_home_is_in_that_of_each_user(
+    workdir, output_dir, path, *, run_file, monkeypatch
+):
+    monkeypatch.setenv("HOME", "/home/ann")
+    values = [f"output_dir={output_dir}", f"clusters.0.workdir={workdir}", OVER_SSH]
+    config = load_run_file(run_file, values).config
+    assert environment.path_elsewhere(Path("/home/ann/work/runs/a-1"), config) == path
+
+
+def test_module_and_conda_are_found_without_a_login(tmp_path: Path) -> None:
+    # A shell that ssh starts for a command has read no profile, and no interactive .bashrc.
+    conda = tmp_path / "miniconda3" / "condabin" / "conda"
+    write_program(conda, "echo 'conda() { echo conda $*; }'")
+    profile = tmp_path / "profile"
+    profile.write_text("module() { echo module $*; }\n")
+    given = {"setup": ["module use here"], "modules": ["gcc/12"], "conda": "train"}
+    setting = environment.setting_lines(cluster("a1", environment=given), "/")
+    lines = [line.replace("/etc/profile", str(profile)) for line in setting]
+    done = bash(*lines, HOME=str(tmp_path), PATH="/usr/bin:/bin")
+    calls = ["module use here", "module load gcc/12", "conda activate train"]
+    assert (done.stdout.splitlines(), done.stderr) == (calls, "")
+
+
+def test_pip_that_never_ends_is_reported(run_file, tmp_path, monkeypatch):
+    ssh = write_program(tmp_path / "bin" / "ssh", "exec tail -f /dev/null")
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(launch_setup, "_INSTALL_S", 0.5)
+    loaded = load_run_file(run_file, [OVER_SSH])
+    with pytest.raises(PreflightError, match="it has not been set up within 0s") as caught:
+        launch_setup.setup(loaded, check=False, print_line=str)
+    assert caught.value.where == "host a1" and "grep pip" in caught.value.fix
+
+
+OUTER = ("outer={kind: diloco, engine: hivemind}", "training.max_steps=1000")
+HERE = "{name: here}"
+ATTIC = "{name: attic, launcher: {kind: ssh, hosts: [me@a, me@b]}, workdir: /w}"
+CAMPUS = (
+    "{name: campus, launcher: {kind: slurm, login: me@campus, time: 1h}, workdir: /w, "
+    "gpus_per_node: 4, strategy: {kind: deepspeed}}"
+)
+
+
+def test_every_cluster_elsewhere_is_set_up(run_file, monkeypatch) -> None:
+    """Also where an earlier one is not equal; with the packages that its strategy needs."""
+    found: dict[str, list[str]] = {}
+
+    def set_up(loaded: Loaded, cluster: ClusterConfig, **_: object) -> bool:
+        found[cluster.name] = launch_setup.extras_of(loaded.config, cluster)
+        return cluster.name != "attic"
+
+    monkeypatch.setattr(launch_setup, "_setup_cluster", set_up)
+    lines: list[str] = []
+    loaded = load_run_file(run_file, [*OUTER, f"clusters=[{HERE}, {ATTIC}, {CAMPUS}]"])
+    assert not launch_setup.setup(loaded, check=True, print_line=lines.append)
+    assert found == {"attic": ["train", "hivemind"], "campus": ["train", "deepspeed", "hivemind"]}
+    assert lines == ["cluster attic", "cluster campus"]
+    loaded = load_run_file(run_file, [*OUTER, f"clusters=[{HERE}]"])
+    with pytest.raises(ConfigError, match="no other machine to set up"):
+        launch_setup.setup(loaded, check=False, print_line=lines.append)
+
+
+def test_half_a_venv_is_made_again(tmp_path: Path) -> None:
+    # Without Debian's python3-venv there is a bin/python after the failure, and no pip.
+    tools, venv = tmp_path / "tools", tmp_path / "venv"
+    python = tools / "python{}.{}".format(*sys.version_info[:2])
+    half = f'[ "$2" = venv ] || exit 0; mkdir -p {venv}/bin; cp $0 {venv}/bin/python; exit 1'
+    write_program(python, half)
+    given = cluster("a1", environment={"venv": str(venv)}).environment
+    lines = [*launch_setup.make_lines(given, str(tmp_path)), "echo goes on"]
+    for _ in range(2):
+        assert bash(*lines, PATH=f"{tools}:{os.environ['PATH']}").returncode == 1
+
+
+@each(
+    ("m", "m", "runs", False),
+    ("m", "m", "other/runs", True),
+    ("m", "another", "runs", True),
+    ("", "", "runs", True),  # macOS has no number of the boot: they may be two machines
+)
+def test_a_run_that_is_not_in_the_own_folder_is_remembered(row, *, run_file, monkeypatch):
+    """By the number of this machine, that of the first host, and the folder there."""
+    here, first, folder, is_remembered = row
+    monkeypatch.setattr(launch_ssh, "machine_id", lambda: here)
+    launcher = "clusters.0.launcher={kind: ssh, hosts: [{ssh: a1, address: 10.0.0.1}]}"
+    loaded = load_run_file(run_file, [launcher])
+    cluster, run_dir = loaded.config.clusters[0], run_file.parent / folder / "tiny-1"
+    facts = {"machine_id": first, "host": "a1", "gpus": 0, "port": 29500, "reached_at": None}
+    host = Host(0, cluster.hosts[0], None, {**facts, "networks": []})
+    options = StartOptions(run_file, (), "auto", False, str, str)
+    start = launch_ssh._SshStart(loaded, options, cluster, [host], "/")
+    started = start._started({"run_dir": str(run_dir), "elsewhere": str(run_dir), "attempt": 1})
+    assert (started.remote is not None) == is_remembered
+    remembered = [run.path for run in list_remotes(run_file.parent / "runs")]
+    assert (str(run_dir) in remembered) == is_remembered
+
+
+def test_a_run_that_cannot_be_remembered_goes_on_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    warnings: list[str] = []
+    path = "/data/runs/tiny-1"
+    remote = RemoteRun("tiny-1", "me@a1", path, (), "python3", "ssh", ("me@a1",), 1.0)
+    remember(tmp_path / "file" / "runs", remote, warnings.append)
+    (warning,) = warnings
+    assert "tiny-1 has started, and cannot be remembered here" in warning
+    assert f"on me@a1: {path}" in warning
+
+
+_FORGETFUL = """
+import isles.launch.ssh.node as start
+from isles.launch.ssh.node import main
+start.FORGOTTEN_AFTER_S = 2.0
+main()
+"""
+
+
+@each(False, True)
+def test_a_start_that_is_not_heard_of_after_begin_ends(is_given_up: bool, *, run_file, tmp_path):
+    # The launching machine lost its power: the connection stands, and nobody says a word. Also
+    # after it has given the start up: nobody is left to close the connection.
+    loaded = load_run_file(run_file, [f"output_dir={tmp_path}"])
+    args: dict[str, Any] = {"resume": "auto", "dry_run": False, "join": "", "typed": ""}
+    args |= {"resolved": dump_resolved(resolve(loaded, num_gpus=0)), "text": loaded.text}
+    fleet = Fleet("ssh", (FleetNode(0, "a1", "a1", "10.0.0.1", 1),), 29500, 1, "cpu", 10.0, "d")
+    asked = [{"id": 1, "op": "begin", "args": {**args, "fleet": fleet.record()}}]
+    if is_given_up:
+        asked.append({"id": 2, "op": "end", "args": {"what": "another host is down"}})
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", _FORGETFUL], stdin=pipe, stdout=pipe) as node:
+        try:
+            assert node.stdout.readline().startswith(READY.encode())
+            for ask in asked:
+                node.stdin.write(json.dumps(ask).encode() + b"\n")
+                node.stdin.flush()
+                assert b"result" in node.stdout.readline()
+            assert node.wait(DEADLINE_S) == 2
+        finally:
+            node.kill()
+    outcome = read_record(RunDir(tmp_path / "tiny-1").attempt(1).outcome) or {}
+    assert ("another host" if is_given_up else "was not heard of any more") in outcome["reason"]

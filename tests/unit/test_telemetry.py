@@ -7,23 +7,22 @@ import json
 import os
 import shutil
 import statistics
-import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace as Space
 from typing import Any
 
 import psutil
+import pynvml
 import pytest
 
 from isles.agent.live import LiveRecord
 from isles.agent.telemetry import SampleFile, Telemetry
-from isles.run.live import SampledMeans
+from isles.run.live import SUMS, SampledMeans
 from isles.run.records import read_record, read_rows, write_record
 from isles.train.metrics import waiting_s
 from tests.agent_table import table
-from tests.deadline import run_program, until
-from tests.each import each
+from tests.deadline import until
 
 
 def test_a_sample_tells_of_this_machine_and_its_ranks(tmp_path: Path) -> None:
@@ -87,128 +86,92 @@ def test_the_whole_run_stays_visible_in_a_file_of_one_size(tmp_path: Path) -> No
     assert not path.parent.exists(), "of a run directory that was deleted"
 
 
-STAND_IN = """
-from types import SimpleNamespace as Space
-class NVMLError(Exception): pass
-class NVMLError_NotSupported(NVMLError): pass
-NVML_SUCCESS, NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 0, 1
-NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1
-NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 138, 139
-SILENT, REASONS, calls = {silent}, {reasons}, []
-def known(function):
-    def ask(*arguments):
-        calls.append(function.__name__)
-        if function.__name__ in SILENT:
-            raise NVMLError_NotSupported
-        return function(*arguments)
-    return ask
-def nvmlInit(): pass
-def nvmlDeviceGetCount(): return 4
-def nvmlDeviceGetHandleByIndex(index): return index
-@known
-def nvmlDeviceGetUUID(card): return f"GPU-{{card}}{{card}}aa"
-@known
-def nvmlDeviceGetName(card): return "A card"
-@known
-def nvmlDeviceGetUtilizationRates(card): return Space(gpu=90 + card, memory=10)
-@known
-def nvmlDeviceGetMemoryInfo(card): return Space(used=card << 30, total=80 << 30)
-@known
-def nvmlDeviceGetTemperature(card, sensor): return 60 + card
-@known
-def nvmlDeviceGetPowerUsage(card): return 350_500
-@known
-def nvmlDeviceGetClockInfo(card, kind): return 1980
-@known
-def nvmlDeviceGetCurrentClocksEventReasons(card): return REASONS[card]
-@known
-def nvmlDeviceGetPcieThroughput(card, way): return 2_000 if way else 1_000
-@known
-def nvmlDeviceGetFieldValues(card, fields):
-    assert all(scope == 2**32 - 1 for _, scope in fields)
-    count = calls.count("nvmlDeviceGetFieldValues")
-    return [Space(nvmlReturn=0, value=Space(ullVal=count << 20)) for _ in fields]
-"""
-"""A stand-in for NVIDIA's library; `silent`: calls that its cards do not support."""
+def sample_of_cards(monkeypatch, reasons: list[int], *silent: str, visible: str) -> dict[str, Any]:
+    """The second sample on a machine with four cards, by a stand-in for NVIDIA's library.
 
-READ = """
-import json, os, tempfile
-from pathlib import Path
-from isles.agent.telemetry import Telemetry
-rank = {"pid": os.getpid(), "alive": True, "exit": None, "at": 0.0, "gpu": 1}
-telemetry = Telemetry(Path("."), Path("none"), None, 2, lambda: {0: rank})
-telemetry.begin()
-telemetry.sample()
-print(json.dumps(telemetry.sample()))
-"""
+    `silent`: calls that its driver does not support.
+    """
+    counter = itertools.count()
+
+    def links(card: int, fields: list[tuple[int, int]]) -> list[Space]:
+        assert all(scope == 2**32 - 1 for _, scope in fields)
+        value = Space(ullVal=next(counter) << 20)
+        return [Space(nvmlReturn=pynvml.NVML_SUCCESS, value=value) for _ in fields]
+
+    def unknown(*arguments: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    calls = {
+        "Count": lambda: 4,
+        "HandleByIndex": lambda index: index,
+        "UUID": lambda card: f"GPU-{card}{card}aa",
+        "Name": lambda card: "A card",
+        "UtilizationRates": lambda card: Space(gpu=90 + card, memory=10),
+        "MemoryInfo": lambda card: Space(used=card << 30, total=80 << 30),
+        "Temperature": lambda card, sensor: 60 + card,
+        "PowerUsage": lambda card: 350_500,
+        "ClockInfo": lambda card, kind: 1980,
+        "CurrentClocksEventReasons": lambda card: reasons[card],
+        "PcieThroughput": lambda card, way: (1_000, 2_000)[way],
+        "FieldValues": links,
+        **dict.fromkeys(("TemperatureV", "CurrentClocksThrottleReasons", *silent), unknown),
+    }
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    for name, call in calls.items():
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", call, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    rank = {"pid": os.getpid(), "alive": True, "exit": None, "at": 0.0, "gpu": 1}
+    telemetry = Telemetry(Path(), Path("none"), None, 2, lambda: {0: rank})
+    telemetry.begin()
+    telemetry.sample()
+    return telemetry.sample()
 
 
-def sample_of_cards(folder: Path, reasons: list[int], *silent: str, visible: str) -> dict[str, Any]:
-    """The second sample on a machine with four cards of the stand-in."""
-    folder.mkdir()
-    text = STAND_IN.format(silent=set(silent) or "()", reasons=reasons)
-    (folder / "pynvml.py").write_text(text)
-    env = {**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": visible}
-    done = run_program([sys.executable, "-c", READ], folder, env)
-    assert done.returncode == 0, done.stderr
-    sample: dict[str, Any] = json.loads(done.stdout)
-    return sample
-
-
-def test_the_cards_that_the_ranks_see_are_read(tmp_path: Path) -> None:
-    sample = sample_of_cards(tmp_path / "a", [0x0, 0x4, 0x48, 0x28], visible="3,GPU-11,0")
+def test_the_cards_that_the_ranks_see_are_read(monkeypatch) -> None:
+    sample = sample_of_cards(monkeypatch, [0x0, 0x4, 0x48, 0x28], visible="3,GPU-11,0")
     first, second = sample["gpus"]
     assert (first["index"], second["index"]) == (3, 1), "of two ranks; the third card is another's"
-    assert (first["uuid"], first["name"]) == ("GPU-33aa", "A card")
+    assert (first["uuid"], first["name"], first["clock_mhz"]) == ("GPU-33aa", "A card", 1980)
     assert (first["use"], first["power_w"], first["temperature_c"]) == (0.93, 350.5, 63)
     assert (first["memory_bytes"], first["memory_total_bytes"]) == (3 << 30, 80 << 30)
-    assert (first["clock_mhz"], first["throttle"], second["throttle"]) == (
-        1980,
-        "heat",
-        "its power limit",
-    )
+    assert (first["throttle"], second["throttle"]) == ("heat", "its power limit")
     assert (first["pcie_in"], first["pcie_out"]) == (2e6, 1e6)
     assert first["nvlink_in"] == first["nvlink_out"] > 1 << 30
     assert sample["ranks"]["0"]["gpu"] == 1, "as nvidia-smi counts"
     assert sample["sums"]["gpu_use"] == pytest.approx(2 * (0.93 + 0.91) / 2)
-
-
-def test_what_a_card_does_not_know_is_null(tmp_path: Path) -> None:
+    # What a card does not know is null.
     silent = ("UtilizationRates", "Temperature", "PowerUsage", "PcieThroughput", "FieldValues")
-    names = [f"nvmlDeviceGet{name}" for name in silent]
-    sample = sample_of_cards(tmp_path / "a", [0x80, 0x8, 0, 0], *names, visible="0,1")
+    sample = sample_of_cards(monkeypatch, [0x80, 0x8, 0, 0], *silent, visible="0,1")
     first, second = sample["gpus"]
     unknown = ("use", "temperature_c", "power_w", "pcie_in", "pcie_out", "nvlink_in", "nvlink_out")
     assert {first[key] for key in unknown} == {None} and second["memory_bytes"] == 1 << 30
     assert (first["throttle"], second["throttle"]) == ("the power supply", "the hardware")
     assert sample["sums"]["gpu_power_w"] is None and sample["sums"]["gpu_memory_bytes"] == 1 << 30
-    none = sample_of_cards(tmp_path / "b", [0] * 4, visible="")
+    none = sample_of_cards(monkeypatch, [0] * 4, visible="")
     assert none["gpus"] == [] and none["sums"]["gpu_use"] is None
 
 
 def sums(samples: int, **totals: float | None) -> dict[str, Any]:
-    keys = ("gpu_use", "gpu_memory_bytes", "gpu_power_w", "gpu_temperature_c")
-    unknown = dict.fromkeys((*keys, "memory_bytes", "net_in", "net_out"))
-    return {"sums": {"samples": samples, "cpu": 0.0, **unknown, **totals}}
+    return {"sums": {"samples": samples, **dict.fromkeys(SUMS.values()), "cpu": 0.0, **totals}}
 
 
 def test_rows_get_the_means_of_what_was_sampled_since_the_last(tmp_path: Path) -> None:
     path = tmp_path / "live.json"
 
-    def write(nodes: Mapping[str, Any]) -> None:
-        write_record(path, {"nodes": nodes})
+    def write(*nodes: dict[str, Any]) -> None:
+        write_record(path, {"nodes": dict(enumerate(nodes))})
 
     assert SampledMeans(path).since_last() == {}
-    write({"0": sums(10, cpu=5.0), "1": sums(100, cpu=9.0, gpu_use=50.0)})
+    write(sums(10, cpu=5.0), sums(100, cpu=9.0, gpu_use=50.0))
     means = SampledMeans(path, rest=0)
     assert means.since_last() == {}, "nothing since this start"
     missing = {"sums": {}}  # of a node that has not come
-    write({"0": sums(12, cpu=6.0), "1": sums(104, cpu=12.0, gpu_use=53.0), "2": missing})
+    write(sums(12, cpu=6.0), sums(104, cpu=12.0, gpu_use=53.0), missing)
     found = means.since_last()
     assert found["cpu_use"] == pytest.approx((0.5 + 0.75) / 2)
     assert found["gpu_use"] == pytest.approx(0.75) and found["gpu_power_w"] is None
     assert means.since_last() == {}
-    write({"0": sums(12, cpu=6.0), "1": sums(2, cpu=0.4, gpu_use=1.0)})  # a new agent
+    write(sums(12, cpu=6.0), sums(2, cpu=0.4, gpu_use=1.0))  # a new agent
     assert means.since_last()["cpu_use"] == pytest.approx(0.2)
     for text in ("{}", "[]", '{"nodes": {"0": 3}}', "half of"):
         path.write_text(text)
@@ -230,12 +193,8 @@ def test_live_json_names_every_node_and_survives_what_a_node_sends(tmp_path: Pat
         made.look_until(lambda: nodes()["2"]["host"], "both have reported")
         found = nodes()
         assert list(found) == ["0", "1", "2"]
-        assert (found["1"]["state"], found["1"]["ranks"], found["1"]["num_ranks"]) == (
-            "missing",
-            {},
-            2,
-        )
-        third = found["2"]
+        second, third = found["1"], found["2"]
+        assert (second["state"], second["ranks"], second["num_ranks"]) == ("missing", {}, 2)
         assert (third["name"], third["state"], third["first_rank"]) == ("h2", "there", 1)
         assert abs(third["skew_s"]) < 60 and third["ranks"]["0"]["step"] == 3
         assert (read_record(made.attempt.live) or {})["restart"] == 4
@@ -251,17 +210,9 @@ def test_live_json_names_every_node_and_survives_what_a_node_sends(tmp_path: Pat
         assert not made.attempt.path.exists()
 
 
-@each(
-    ("own", "others", "waited_s"),
-    [
-        ((1.0, 0.2), [(1.0, 0.2), (1.0, 0.1)], 0.0),  # the slower one
-        ((1.0, 0.1), [(1.0, 0.2), (1.0, 0.1)], 0.5),
-        ((1.0, 0.0), [(1.0, 0.2), (1.0, 0.0)], 1.0),  # it has no rows
-        ((1.0, 0.1), [(1.0, None), (1.0, 0.1)], None),
-        ((1.0, 0.0), [(1.0, 0.0), (1.0, 0.0)], None),
-    ],
-)
-def test_who_waits_is_told_by_the_blocks_of_all_ranks(
-    own: tuple[float, float | None], others: list[Any], waited_s: float | None
-) -> None:
-    assert waiting_s(own, others) == waited_s
+def test_who_waits_is_told_by_the_blocks_of_all_ranks() -> None:
+    assert waiting_s((1.0, 0.2), [(1.0, 0.2), (1.0, 0.1)]) == 0.0, "the slower one"
+    assert waiting_s((1.0, 0.1), [(1.0, 0.2), (1.0, 0.1)]) == 0.5
+    assert waiting_s((1.0, 0.0), [(1.0, 0.2), (1.0, 0.0)]) == 1.0, "it has no rows"
+    assert waiting_s((1.0, 0.1), [(1.0, None), (1.0, 0.1)]) is None
+    assert waiting_s((1.0, 0.0), [(1.0, 0.0), (1.0, 0.0)]) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from isles.monitor.live import cells
-from isles.monitor.live.cells import Column
 from isles.monitor.live.drawing import LARGE, NAMES, SMALLEST, View, draw, note_lines
 from isles.monitor.live.model import Head, Point, RankRow, Snapshot
 from tests.made_watch import made
@@ -15,16 +14,13 @@ SIZES = [
 
 def figures() -> set[str]:
     """Every word of every cell and head of the tables."""
-    shown = made(nodes=2, gpus=6)
-    tables = (
+    shown, found = made(nodes=2, gpus=6), {"-"}
+    for columns, rows in (
         (cells.RANK_COLUMNS, shown.ranks),
         (cells.HOST_COLUMNS, shown.hosts),
         (cells.LINK_COLUMNS, shown.links),
         (cells.CLUSTER_COLUMNS, shown.clusters),
-    )
-    found = {"-"}
-    for columns, rows in tables:
-        column: Column  # type: ignore[type-arg]
+    ):
         for column in columns:
             found |= set(column.head.split())
             for row in rows:
@@ -40,6 +36,9 @@ def test_no_figure_is_cut_and_nothing_is_outside_the_window() -> None:
             while True:
                 drawn = draw(shown, view, (width, height), age_s=0.0, error="")
                 assert len(drawn.lines) <= height - 1, (width, height)
+                is_large = width >= LARGE[0] and height >= LARGE[1]
+                tables = {index for index, _ in drawn.rows.values()}
+                assert tables == (set(range(4)) if is_large else {table}), (width, height)
                 for number, line in enumerate(drawn.lines):
                     assert line.cell_len <= width, (width, height, line.plain)
                     if number in drawn.rows:
@@ -53,21 +52,12 @@ def test_no_figure_is_cut_and_nothing_is_outside_the_window() -> None:
     assert {"91", "1120", "32×8", "50%", "944.0", "4000"} <= seen
 
 
-def test_a_large_window_has_all_tables_and_a_small_one_the_chosen() -> None:
-    shown = made()
-    for size in ((80, 24), LARGE):
-        for table in range(len(NAMES)):
-            drawn = draw(shown, View(table=table), size, age_s=0.0, error="")
-            tables = {index for index, _ in drawn.rows.values()}
-            assert tables == (set(range(4)) if size == LARGE else {table})
-
-
 def test_rows_are_sorted_filtered_and_chosen_by_what_they_are() -> None:
     shown, view = made(clusters=1, nodes=2), View()
     table = view.tables[0]
 
-    def ranks(snapshot: Snapshot = shown) -> list[int]:
-        drawn = draw(snapshot, view, (200, 60), age_s=0.0, error="")
+    def ranks() -> list[int]:
+        drawn = draw(shown, view, (200, 60), age_s=0.0, error="")
         lines = [drawn.lines[y].plain for y, (index, _) in drawn.rows.items() if index == 0]
         return [int(line[1:].split()[0]) for line in lines]
 
@@ -100,8 +90,7 @@ def test_notes_and_a_run_of_which_little_is_known() -> None:
     for run in (Head(), Head(name="a\x1bb", state="queued", step=1, loss=float("inf"))):
         shown = Snapshot(run=run, curve=curve, ranks=(odd,), notes=("a\nb\x07",))
         for size in SIZES:
-            text = "\n".join(
-                line.plain for line in draw(shown, View(), size, age_s=99.0, error="x").lines
-            )
+            lines = draw(shown, View(), size, age_s=99.0, error="x").lines
+            text = "\n".join(line.plain for line in lines)
             assert "\x1b" not in text and "\x07" not in text and "nothing new for 1m 39s" in text
     assert "a\\x1b[2Jb" in text and "°C" not in text, "what is not known has no column"

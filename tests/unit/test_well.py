@@ -7,17 +7,13 @@ import math
 import random
 import time
 from itertools import count
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from isles.cli import main
 from isles.errors import ExitCode
 from isles.monitor.live.model import ClusterRow, Head, HostRow, Point, RankRow, Snapshot
 from isles.monitor.live.well import CheckLine, check_lines, text_lines, wait_until_well
 from isles.run.records import write_record
-from tests.each import each
 from tests.live_records import metrics_row, node_record, rank_record, write_live, write_metrics
 from tests.run_records import FAR, recorded_run, two_hosts
 
@@ -67,112 +63,56 @@ def test_a_run_that_is_well() -> None:
     assert line_of("ranks", apart).text.startswith("all 3 at steps 40 to 41")
 
 
-@each(
-    ("line_id", "shown", "state", "words", "where", "next_line"),
-    [
-        (
-            "processes",
-            snapshot(rank(0), rank(1, mark="dead", note="ended by signal 9"), rank(2)),
-            *("wrong", "rank 1 on a is gone: ended by signal 9", "rank 1 on a"),
-            "isles logs run-1 --rank 1",
-        ),
-        (
-            "processes",
-            snapshot(rank(0), rank(1)),
-            "wrong",
-            "rank 2 on b not",
-            "rank 2 on b",
-            "logs",
-        ),
-        (
-            "processes",
-            snapshot(rank(0, pid=None, step=None), run=Head(name="run-1", state="running")),
-            *("not yet", "rank 1 on a, rank 2 on b, rank 0 on a not", "rank 0 on a", "logs"),
-        ),
-        (
-            "memory",
-            snapshot(rank(0, memory_bytes=None), rank(1), rank(2)),
-            *("not yet", "nothing is in use yet by rank 0 on a", "rank 0 on a", "isles logs"),
-        ),
-        (
-            "memory",
-            snapshot(rank(0), rank(1), rank(2, memory_bytes=0)),
-            *("wrong", "by rank 2 on b", "rank 2 on b", "--rank 2"),
-        ),
-        ("loss", snapshot(curve=losses(9.0, 8.0)), "not yet", "70 steps are missing", "", "logs"),
-        ("loss", snapshot(curve=()), "not yet", "9 recorded steps are missing", "", "logs"),
-        (
-            "loss",
-            snapshot(curve=losses(9.0, 8.0, math.nan)),
-            *("wrong", "not finite since step 30", "", "isles explain loss.finite"),
-        ),
-        (
-            "loss",
-            snapshot(curve=(*losses(*range(30, 10, -1)), Point(step=990, loss=None))),
-            *("wrong", "not finite since step 990", "", "isles explain loss.finite"),
-        ),
-        ("loss", snapshot(curve=losses(*range(1, 30))), "wrong", "rising", "", "isles stop run-1"),
-        ("loss", snapshot(curve=losses(*[2.0] * 30)), "not yet", "noise", "", "logs"),
-        (
-            "ranks",
-            snapshot(
-                rank(0, mark="straggler"), rank(1, heard_s=20.0, stage="forward and backward")
-            ),
-            *("wrong", "not been heard of for 20s, then in forward", "rank 1 on a", "--rank 1"),
-        ),
-        (
-            "ranks",
-            snapshot(rank(0), rank(1), rank(2, mark="straggler", note="the others wait")),
-            *("wrong", "rank 2 on b is behind: the others wait", "rank 2 on b", "--rank 2"),
-        ),
-        ("ranks", snapshot(rank(0), rank(1, step=38), rank(2)), "wrong", "behind", "rank 1", "1"),
-        (
-            "ranks",
-            snapshot(rank(0, step=None), rank(1), rank(2)),
-            "not yet",
-            "no step",
-            "0",
-            "logs",
-        ),
-        (
-            "ranks",
-            snapshot(
-                rank(0, cluster="x", step=40),
-                rank(0, cluster="y", step=90),
-                clusters=(ClusterRow(name="x"), ClusterRow(name="y", mark="silent")),
-                hosts=(),
-            ),
-            *("wrong", "cluster y is silent", "y", "isles status run-1"),
-        ),
-        (
-            "records",
-            snapshot(hosts=(HostRow(host="b", heard_s=40.0, mark="silent"),)),
-            *("wrong", "nothing comes from b, last heard of 40s ago", "b", "isles status run-1"),
-        ),
-        (
-            "records",
-            snapshot(run=HEAD.model_copy(update={"recorded_age_s": 70.0})),
-            *("wrong", "recorded 1m 10s ago, and nothing since", "", "isles logs run-1"),
-        ),
-        (
-            "records",
-            snapshot(run=HEAD.model_copy(update={"recorded_age_s": 70.0, "phase": "evaluating"})),
-            *("not yet", "and now it is evaluating", "", "isles logs"),
-        ),
-    ],
-)
-def test_what_is_not_well(
-    line_id: str, shown: Snapshot, state: str, words: str, where: str, next_line: str
-) -> None:
+def three(**of_rank: dict[str, Any]) -> Snapshot:
+    """A run that is well but for what its ranks r0, r1 and r2 have."""
+    return snapshot(*(rank(n, **of_rank.get(f"r{n}", {})) for n in range(3)))
+
+
+def test_what_is_not_well() -> None:
     """Each is named with its host and rank, and has the line to type next."""
-    line = line_of(line_id, shown)
-    assert (line.state, line.state == "ok") == (state, False)
-    assert words in line.text and where in line.where and next_line in line.next
-
-
-def test_of_a_silent_rank_and_one_that_waits_for_it_the_silent_one_is_named() -> None:
-    line = line_of("ranks", snapshot(rank(0, mark="straggler"), rank(1, mark="silent"), rank(2)))
-    assert line.where == "rank 1 on a"
+    dead, behind = {"mark": "dead", "note": "by signal 9"}, {"mark": "straggler", "note": "slow"}
+    unheard = {"heard_s": 20.0, "stage": "forward and backward"}
+    first = snapshot(rank(0, pid=None, step=None), run=Head(name="run-1", state="running"))
+    ended = snapshot(curve=(*losses(*range(30, 10, -1)), Point(step=990, loss=None)))
+    apart = (rank(0, cluster="x", step=40), rank(0, cluster="y", step=90))
+    clusters = (ClusterRow(name="x"), ClusterRow(name="y", mark="silent"))
+    silent = (HostRow(host="b", heard_s=40.0, mark="silent"),)
+    late = HEAD.model_copy(update={"recorded_age_s": 70.0})
+    evaluating = late.model_copy(update={"phase": "evaluating"})
+    # The line, the run, and of what it says: the state; where; some words; what to type.
+    cases = (
+        ("processes", three(r1=dead), "wrong; rank 1 on a; is gone: by signal 9; --rank 1"),
+        ("processes", snapshot(rank(0), rank(1)), "wrong; rank 2 on b; rank 2 on b not; logs"),
+        ("processes", first, "not yet; rank 1 on a, rank 2 on b, rank 0 on a; not started; logs"),
+        (
+            "memory",
+            three(r0={"memory_bytes": None}),
+            "not yet; rank 0 on a; is in use yet by; logs",
+        ),
+        ("memory", three(r2={"memory_bytes": 0}), "wrong; rank 2 on b; by rank 2 on b; --rank 2"),
+        ("loss", snapshot(curve=losses(9.0, 8.0)), "not yet; ; 70 steps are missing; logs"),
+        ("loss", snapshot(curve=()), "not yet; ; 9 recorded steps are missing; logs"),
+        ("loss", snapshot(curve=losses(9.0, math.nan)), "wrong; ; since step 20; loss.finite"),
+        ("loss", ended, "wrong; ; not finite since step 990; isles explain loss.finite"),
+        ("loss", snapshot(curve=losses(*range(1, 30))), "wrong; ; rising; isles stop run-1"),
+        ("loss", snapshot(curve=losses(*[2.0] * 30)), "not yet; ; noise; logs"),
+        ("ranks", three(r0=behind, r1=unheard), "wrong; rank 1 on a; 20s, then in forward; "),
+        ("ranks", three(r0=behind, r1={"mark": "silent"}), "wrong; rank 1 on a; ; --rank 1"),
+        ("ranks", three(r2=behind), "wrong; rank 2 on b; rank 2 on b is behind: slow; --rank 2"),
+        ("ranks", three(r1={"step": 38}), "wrong; rank 1 on a; behind; --rank 1"),
+        ("ranks", three(r0={"step": None}), "not yet; rank 0 on a; no step; logs"),
+        ("ranks", snapshot(*apart, clusters=clusters, hosts=()), "wrong; y; y is silent; status"),
+        ("records", snapshot(hosts=silent), "wrong; b; from b, last heard of 40s ago; status"),
+        ("records", snapshot(run=late), "wrong; ; recorded 1m 10s ago, and nothing since; logs"),
+        ("records", snapshot(run=evaluating), "not yet; ; and now it is evaluating; logs"),
+    )
+    wrong = []
+    for line_id, shown, said in cases:
+        line, (state, where, words, typed) = line_of(line_id, shown), said.split("; ")
+        is_named = where == line.where and words in line.text and typed in line.next
+        if line.state != state or not is_named:
+            wrong.append((line_id, said, line))
+    assert wrong == []
 
 
 def test_noise_is_neither_a_fall_nor_a_rise() -> None:
@@ -225,23 +165,19 @@ def test_waiting_says_for_what_and_ends_when_all_is_well_or_over() -> None:
     assert wait(early, ended)[0] is ended
 
 
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(tmp_path, monkeypatch, capsys) -> None:
     """Two hosts by their records; then one of its three ranks is silent; then the run is over."""
     monkeypatch.chdir(tmp_path)
     status = {"step": 40, "phase": "training", "progress_at": time.time()}
     launch = {**FAR, "launcher": "ssh", "world_size": 3}
     run_dir, attempt = recorded_run(tmp_path / "runs" / "run-1", launch, status=status)
     two_hosts(attempt, "ssh")
-    write_metrics(run_dir, *(metrics_row(step) for step in range(1, 41)))
-    well = rank_record()
-    first = node_record("h0", 0, [well, well])
-    write_live(attempt, first, node_record("h1", 2, [well]))
+    write_metrics(run_dir, *map(metrics_row, range(1, 41)))
+    first = node_record("h0", 0, [rank_record(), rank_record()])
+    write_live(attempt, first, node_record("h1", 2, [rank_record()]))
     assert main(["status", "run", "--check", "--wait"]) == ExitCode.OK
     assert "  ok      ranks      all 3 at step 40" in capsys.readouterr().out
-    frozen = rank_record(at=time.time() - 30.0)
-    write_live(attempt, first, node_record("h1", 2, [frozen]))
+    write_live(attempt, first, node_record("h1", 2, [rank_record(at=time.time() - 30.0)]))
     assert main(["status", "--check", "--json"]) == ExitCode.PREFLIGHT
     found = json.loads(capsys.readouterr().out)
     bad = [line for line in found["lines"] if line["state"] != "ok"]

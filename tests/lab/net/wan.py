@@ -15,7 +15,6 @@ import fcntl
 import json
 import os
 import select
-import signal
 import struct
 import sys
 import time
@@ -63,13 +62,11 @@ def tap(name: str) -> int:
 
 
 def main(name_a: str, name_b: str, control: str) -> None:
-    """Carry frames until SIGTERM."""
+    """Carry frames until this process is ended."""
     path, given, read_at, changed = Path(control), {}, 0.0, 0
     a, b = tap(name_a), tap(name_b)
     directions = {a: Direction(a, b), b: Direction(b, a)}
-    stopping: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
-    while not stopping:
+    while True:
         now = time.monotonic()
         if now - read_at > _LOOK_S:
             read_at = now

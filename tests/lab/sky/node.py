@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,82 +16,63 @@ LOOK_S = 0.05
 GRACE_S = 30.0
 """SkyPilot kills what has not ended so long after its SIGTERM."""
 
+JOB: dict[str, Any] = json.load(sys.stdin)
+FOLDER, RANK = Path(JOB["folder"]), int(JOB["rank"])
+CANCEL = FOLDER / "cancel"
+
 
 def main() -> None:
-    job: dict[str, Any] = json.load(sys.stdin)
-    folder, rank, num = Path(job["folder"]), int(job["rank"]), len(job["nodes"])
-    name = "head" if rank == 0 else f"worker{rank}"
+    name = "head" if RANK == 0 else f"worker{RANK}"
     os.chdir(Path.home() / "sky_workdir")
-    code, turn = run(job["setup"], job, "setup", (folder / "cancel").exists), 0
-    (folder / f"setup-{rank}").write_text(str(code))
-    is_ready = code == 0 and wait_for(folder, "setup-{}", num)
-    while is_ready and not (folder / "cancel").exists():
-        code = run(
-            job["run"], job, f"{name}, rank={rank}", lambda turn=turn: has_to_end(folder, num, turn)
-        )
-        (folder / f"code-{turn}-{rank}").write_text(str(code))
-        if not wait_for(folder, f"code-{turn}-{{}}", num):
-            break
-        codes = {int((folder / f"code-{turn}-{n}").read_text()) for n in range(num)}
-        if not codes & set(job["codes"]):
+    code, turn = run("setup", "setup", "setup"), 0
+    is_ready = codes_of("setup", wait=True) == [0] * len(JOB["nodes"])
+    while is_ready and not CANCEL.exists():
+        code = run("run", f"{name}, rank={RANK}", f"code-{turn}")
+        if not set(codes_of(f"code-{turn}", wait=True)) & set(JOB["codes"]):
             break
         turn += 1
-    (folder / f"end-{rank}").write_text(str(code))
+    (FOLDER / f"end-{RANK}").write_text(str(code))
 
 
-def wait_for(folder: Path, pattern: str, num: int) -> bool:
-    paths = [folder / pattern.format(rank) for rank in range(num)]
-    while not all(path.exists() and path.read_text() for path in paths):
-        if (folder / "cancel").exists():
-            return False
+def codes_of(what: str, *, wait: bool = False) -> list[int]:
+    """The exit codes of what all nodes run; `wait`: until all have ended, or it is cancelled."""
+    paths = [FOLDER / f"{what}-{rank}" for rank in range(len(JOB["nodes"]))]
+    while True:
+        texts = [path.read_text() for path in paths if path.exists()]
+        found = [int(text) for text in texts if text]
+        if not wait or len(found) == len(paths) or CANCEL.exists():
+            return found
         time.sleep(LOOK_S)
-    return True
 
 
-def has_to_end(folder: Path, num: int, turn: int) -> bool:
-    """Whether the job is cancelled, or a node of it has failed: the others end with it."""
-    codes = [folder / f"code-{turn}-{rank}" for rank in range(num)]
-    failed = [path for path in codes if path.exists() and path.read_text() not in ("", "0")]
-    return bool(failed) or (folder / "cancel").exists()
-
-
-def run(script: str, job: dict[str, Any], name: str, has_to_end: Any) -> int:
-    environ = {**os.environ, **job["environ"]}
+def run(script: str, name: str, what: str) -> int:
+    """Run a script of the task, and leave its exit code; where another node's fails, it ends."""
     process = subprocess.Popen(
-        ["bash", "-c", script],
-        env=environ,
+        ["bash", "-c", JOB[script]],
+        env={**os.environ, **JOB["environ"]},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    (Path(job["folder"]) / f"pid-{job['rank']}").write_text(str(process.pid))
-
-    def copy() -> None:
-        assert process.stdout is not None
-        with (Path(job["folder"]) / "log").open("ab", buffering=0) as log:
-            for line in process.stdout:
-                log.write(f"\x1b[36m({name}, pid={process.pid})\x1b[0m ".encode() + line)
-
-    reader = threading.Thread(target=copy, daemon=True)
-    reader.start()
+    (FOLDER / f"pid-{RANK}").write_text(str(process.pid))
+    mark = ["sed", "-u", f"s/^/\x1b[36m({name}, pid={process.pid})\x1b[0m /"]
+    with (FOLDER / "log").open("ab") as log:
+        copying = subprocess.Popen(mark, stdin=process.stdout, stdout=log)
     told_at = None
     while process.poll() is None:
-        if told_at is None and has_to_end():
+        if told_at is None and (CANCEL.exists() or any(codes_of(what))):
             told_at = time.monotonic()
-            signal_all(process.pid, signal.SIGTERM)
+            # SkyPilot's daemon tells the whole group, with the ranks in it.
+            os.killpg(process.pid, signal.SIGTERM)
         if told_at is not None and time.monotonic() - told_at > GRACE_S:
-            signal_all(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         time.sleep(LOOK_S)
-    reader.join(timeout=5)
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+    with suppress(subprocess.TimeoutExpired):
+        copying.wait(5)
+    code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    (FOLDER / f"{what}-{RANK}").write_text(str(code))
+    return code
 
 
-def signal_all(pid: int, number: signal.Signals) -> None:
-    # SkyPilot's daemon tells the whole group, with the ranks in it.
-    with suppress(ProcessLookupError):
-        os.killpg(pid, number)
-
-
-if __name__ == "__main__":
-    main()
+main()
