@@ -21,7 +21,6 @@ from pathlib import Path, PurePath
 from shutil import rmtree
 from typing import Any
 
-from isles.config.sections.run import RunConfig
 from isles.errors import TrainingError, UserError
 from isles.facts.units import format_bytes, format_duration
 from isles.run.checkpoints import (
@@ -204,12 +203,6 @@ def _fix(error: BaseException) -> str:
     if kind == "full":
         return "free some there, or raise its quota"
     return f"try again when it answers, or set {KEY}: null and train without it"
-
-
-def store_of(config: RunConfig, name: str) -> RunStore | None:
-    """The copy of a run by the name of its directory; None where the run file names no place."""
-    url = config.checkpoint.remote
-    return RunStore(url, name) if url is not None else None
 
 
 class Owner:

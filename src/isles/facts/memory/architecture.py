@@ -190,9 +190,6 @@ class Architecture:
     mlp_width: int
     vocab: int
     positions: int
-    window: int
-    """Tokens that a token sees in a layer of a sliding window; 0: none has one."""
-    window_layers: int
     activation: str
     is_tied: bool
     qkv_bias: bool
@@ -236,8 +233,6 @@ class Architecture:
             raise UnknownShapeError(", ".join(missing))
         hidden, heads = int(value("hidden_size")), int(value("num_attention_heads"))
         layers = int(value("num_hidden_layers"))
-        kinds = list(config.get("layer_types") or [])
-        window = int(value("sliding_window", 0) or 0) if value("use_sliding_window", True) else 0
         return cls(
             name=name,
             kind=kind,
@@ -250,8 +245,6 @@ class Architecture:
             mlp_width=int(value(kind.experts_width, 4 * hidden)),
             vocab=vocab_size or int(value("vocab_size")),
             positions=int(value(kind.positions, 0)) if kind.positions else 0,
-            window=window,
-            window_layers=kinds.count("sliding_attention") if kinds else layers if window else 0,
             activation=str(value("hidden_act", kind.activation)),
             is_tied=bool(value("tie_word_embeddings", kind.is_tied)),
             qkv_bias=flag(kind.qkv_bias),

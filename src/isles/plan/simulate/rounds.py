@@ -48,7 +48,6 @@ class Committed:
     last_begun: float
     at: float
     num_parts: int
-    num_living: int
 
 
 class Threads:
@@ -192,9 +191,8 @@ class Hub:
     def commit(self, now: float) -> Round:
         """The average of the next round is on the disk."""
         done = self.rounds.pop(self.next)
-        living = sum(member.count for member in self.living)
         self.committed.append(
-            Committed(self.next, done.first_begun, done.last_begun, now, done.num_parts, living)
+            Committed(self.next, done.first_begun, done.last_begun, now, done.num_parts)
         )
         self.kept[self.next] = done.num_parts
         self.next += 1
