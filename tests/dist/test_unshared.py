@@ -310,5 +310,5 @@ def test_hosts_that_share_a_disk_without_rank_0_do_not_get_in_each_others_way(tm
     assert "'./m' is a folder on" in model
     assert "(rank 1), " in model and "(rank 3) lack" in model
     assert f"rsync -a --mkpath {tmp_path}/head/m/" in model
-    assert missing.startswith("here on ") and "(rank 0): it is missing" in missing
+    assert missing.startswith("here on ") and "(rank 1): it is missing" in missing
     assert not [*tmp_path.rglob(".probe-*"), *tmp_path.rglob(f"{PARTIAL_PREFIX}*")]

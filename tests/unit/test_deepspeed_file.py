@@ -120,6 +120,7 @@ FP16 = {"fp16": {"enabled": True, "loss_scale": 128}}
     ({"zero_optimization": {"stage": 3, "offload_param": NVME}}, {}, "nvme needs a folder"),
     ({"zero_optimization": {"cpu_offload": True}}, {}, "cpu_offload is not DeepSpeed's to say"),
     ({"zero_optimization": {"stag": 2}}, {}, "stag is no key of DeepSpeed"),
+    ({"fp16": {"enabled": False, "loss_scal": 0}}, {}, "fp16.loss_scal is no key of DeepSpeed"),
     ({"zero_optimization": True}, {}, "zero_optimization is true, not an object"),
     ({"zero_force_ds_cpu_optimizer": True}, {}, "zero_force_ds_cpu_optimizer is true"),
 )
