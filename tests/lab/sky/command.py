@@ -96,6 +96,11 @@ def launch(words: list[str], *, is_managed: bool) -> None:
     name = f"{task['name']}-managed" if is_managed else options.cluster
     nodes = provision(name, task["num_nodes"])
     say(f"✓ Cluster launched: {name}.")
+    for node in nodes:
+        ssh(node, "mkdir -p ~/sky_workdir")
+        for target, source in (task.get("file_mounts") or {}).items():
+            copy(node, source, target)
+    # There is a job from here on: whoever ends it waits for all its nodes.
     number = 1 + len(list(STATE.glob("job-*")))
     folder = STATE / f"job-{number}"
     folder.mkdir()
@@ -108,9 +113,6 @@ def launch(words: list[str], *, is_managed: bool) -> None:
         "SKYPILOT_NUM_NODES": str(len(nodes)),
     }
     for rank, node in enumerate(nodes):
-        ssh(node, "mkdir -p ~/sky_workdir")
-        for target, source in (task.get("file_mounts") or {}).items():
-            copy(node, source, target)
         own = {"rank": rank, "environ": {**environ, "SKYPILOT_NODE_RANK": str(rank)}}
         # Its words are on the standard input, as they have the secrets.
         start = f"exec 3<&0; setsid {sys.executable} {NODE} >/dev/null 2>{folder}/node-{rank}.err"
