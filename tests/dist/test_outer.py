@@ -176,12 +176,12 @@ def turns_of_a_cluster(
             side.loss()  # weights that are gathered for this must not outlive the outer step
             if outer_step == 2:
                 with ThreadPoolExecutor(1) as pool:
-                    going = pool.submit(cluster.advance, fragment, average, 2, "overlap", alpha=0.5)
+                    going = pool.submit(cluster.advance, fragment, average, 1, "overlap", alpha=0.5)
                     side.train(1)
                     applied = going.result()
                 cluster.give(fragment)
             else:
-                applied = cluster.apply(fragment, average, 2, "on_time")
+                applied = cluster.apply(fragment, average, 1, "on_time")
             assert cluster.pending == []
             seen.append(f"{applied.digest} {applied.norm}")
         seen.append(hash_of(side.weights()))
