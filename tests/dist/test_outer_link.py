@@ -111,6 +111,7 @@ def test_a_straggler_applies_what_it_missed_and_a_newcomer_takes_the_state(tmp_p
         clusters.start("c", seed=1)
         clusters.start("d", identity="another rate")
         clusters.reached(4, "c")
+        clusters.until(lambda: clusters.record("c")["is_ready"], "c, of which the hub knows")
         clusters.running["b"].signal(signal.SIGCONT)
         clusters.reached(4, "b")
         a, b, c = clusters.end(6, "abc").values()
