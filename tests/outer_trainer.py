@@ -135,6 +135,7 @@ class Trainer:
                     self.samples.add(command.samples)
                 case Revoke():
                     self.samples.lose(command.samples, self.exchange.progress.samples)
+                    self.link.lease(SAMPLES)  # others in their place, as a coordinator does
                 case Apply():
                     self.exchange.apply(command)
                 case Adopt():

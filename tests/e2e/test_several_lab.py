@@ -64,7 +64,8 @@ def digest_of(run_dir: RunDir) -> str:
 
 def test_hosts_and_a_job_train_one_model_and_the_job_is_killed(lab: Lab) -> None:
     """The job is killed as by a crash of its node; the hosts go on without it, and the same command
-    brings it back. The hosts are held meanwhile: it comes back before they are done.
+    brings it back. The hosts are held meanwhile: it comes back before they are done. Both are held
+    while they are looked at: neither goes on without the other.
 
     The clusters share no disk: the office's runs lie on a1's own, those of campus in /shared.
     """
@@ -89,8 +90,11 @@ def test_hosts_and_a_job_train_one_model_and_the_job_is_killed(lab: Lab) -> None
     office = RunDir(lab.root("a1") / "root/w/runs/far-office-1")
     campus = RunDir(lab.shared / "runs/far-campus-1")
     until(lambda: outer_steps_of(office) and outer_steps_of(campus), "an outer step of both")
-    rank = (read_record(office.attempt(1).rank_record(0)) or {})["pid"]
+    rank, theirs = (
+        (read_record(r.attempt(1).rank_record(0)) or {})["pid"] for r in (office, campus)
+    )
     sh(lab, "a1", f"kill -STOP {rank}")
+    sh(lab, "a3", f"kill -STOP {theirs}")
     first = job_of(campus)
     assert_secret_is_kept(lab, {"office": office, "campus": campus}, first)
     assert has_row(isles(lab, "status", "far"), "office", "ssh", "running")
@@ -100,7 +104,7 @@ def test_hosts_and_a_job_train_one_model_and_the_job_is_killed(lab: Lab) -> None
 
     def alone_after() -> list[int]:
         rows = outer_steps_of(office)
-        return [n for n, row in rows.items() if n > before and len(row["weights"]) == 1]
+        return [n for n, row in rows.items() if n > before and set(row["weights"]) == {"office"}]
 
     sh(lab, "ctl", f"scancel --full --signal=KILL {first}")
     sh(lab, "a1", f"kill -CONT {rank}")

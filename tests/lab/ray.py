@@ -15,6 +15,10 @@ from tests.lab.hosts import Lab
 RAY = str(Path(sys.executable).with_name("ray"))
 ADDRESS = "http://10.77.1.1:8265"
 _SMALL = ("--object-store-memory=100000000", "--disable-usage-stats", "--block")
+# Where Ray chooses them itself, a raylet ends unless its agents have come up within 15 s:
+# https://github.com/ray-project/ray/issues/65983
+_PORTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "runtime-env-agent", "metrics-export")
+_FIXED = tuple(f"--{name}-port={port}" for port, name in enumerate(_PORTS, 6400))
 
 
 @dataclass
@@ -39,7 +43,7 @@ class RayLab:
             if host != "a1":
                 how = ["--address=10.77.1.1:6379"]
                 until(lambda: self._answers(6379), "Ray's head is up")
-            command = [RAY, "start", *how, at, *_SMALL, *self.resources[host]]
+            command = [RAY, "start", *how, at, *_SMALL, *_FIXED, *self.resources[host]]
             # A token in ~/.ray of this machine would be asked for between the hosts.
             more = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": str(self.niceness)}
             self._started[host] = self.lab.popen(host, command, **more)

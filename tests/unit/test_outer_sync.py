@@ -9,13 +9,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ConfigError, UserError
 from isles.outer.client.client import Alone
 from isles.outer.client.spool import Spool
 from isles.outer.codec import parse_codec
 from isles.outer.layout import make_layout
-from isles.outer.messages import Adopt, Apply, Contribute, Lease, RoundAnswer, UseReserve
+from isles.outer.messages import Adopt, Apply, Contribute, End, Lease, RoundAnswer, UseReserve
+from isles.outer.trainer.outer import Outer
+from isles.outer.trainer.step import Clock
 from isles.outer.trainer.sync import LEAST, MOST, Coordinator
 from isles.run.paths import RunDir
 from isles.train.record import Recorder
@@ -143,6 +147,78 @@ def test_who_is_not_let_in_hears_why(tmp_path):
     state.refusal = UserError("wrong token", where="hub:1", fix="paste it again")
     failure = coordinator.failure(is_new=False)
     assert isinstance(failure, ConfigError) and failure.where == "hub:1"
+
+
+def end_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[..., float]) -> str:
+    """How a cluster ends that has nothing left, as its last note says; "": with all.
+
+    Args:
+        look: of each look at the hub the number and rank 0's line; returns the seconds it takes.
+    """
+    rank0 = Rank0(folder, deadline=5.0)
+    state = rank0.coordinator.exchange
+    state.version, state.has_learnt, state.last_row = 1, False, None
+    state.clock, state.finish_move = Clock(), lambda: None
+    state.apply = lambda apply: setattr(state, "version", apply.outer_step + 1)
+    rank0.line.state.members = ("a", "b")
+    now, looks, notes = 1000.0, 0, []
+
+    def wait(timeout_s: float) -> None:
+        nonlocal now, looks
+        looks += 1
+        now += look(looks, rank0.line) or timeout_s
+
+    rank0.line.wait, rank0.line.report = wait, lambda **progress: None
+    for module in ("trainer.outer", "client.session"):
+        clock = SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
+        monkeypatch.setattr(f"isles.outer.{module}.time", clock)
+    world = SimpleNamespace(broadcast=lambda value: value, gather=lambda value: [value])
+    recorder = Recorder(RunDir(folder), is_main=False, world_size=1)
+    recorder.note = notes.append
+    outer = Outer(
+        state,
+        rank0.coordinator,
+        world=world,
+        batch=BATCH,
+        forget_ahead=lambda: None,
+        meter=SimpleNamespace(pause=lambda phase: 0.0, resume=lambda paused: None),
+        recorder=recorder,
+        total_steps=100,
+        requested=lambda: 0,
+    )
+    assert outer.finish() == 0 and looks < 1000
+    assert state.version == 2 or notes
+    return "".join(notes)
+
+
+def test_who_was_stopped_at_the_end_still_takes_what_the_others_have_averaged(
+    tmp_path, monkeypatch
+):
+    def stopped(look: int, line: Any) -> float:
+        if look == 4:
+            line.state.lost_at, line.state.is_connected = 1500.0, False
+        if look == 8:
+            line.state.lost_at, line.state.is_connected = None, True
+            line.emit(committed(1))
+            line.emit(End(2))
+        return 500.0 if look == 4 else 1.0
+
+    assert end_alone(tmp_path, monkeypatch, stopped) == ""
+
+    def away(look: int, line: Any) -> float:
+        if look == 2:
+            line.state.lost_at, line.state.is_connected = 1001.0, False
+        return 1.0
+
+    assert "not ended after 10s (the others are not reached)" in end_alone(
+        tmp_path, monkeypatch, away
+    )
+
+    def refused(look: int, line: Any) -> float:
+        line.state.refusal = UserError("another run", where="hub:1", fix="start anew")
+        return 1.0
+
+    assert "not ended after 1s" in end_alone(tmp_path, monkeypatch, refused)
 
 
 def test_auto_follows_the_slowest_link(tmp_path):

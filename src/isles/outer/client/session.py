@@ -93,6 +93,11 @@ class HubState:
     sent_bytes: int = 0
     received_bytes: int = 0
 
+    def is_away_for(self, seconds: float) -> bool:
+        """Whether the hub has not answered for so long, or lets this cluster in no more."""
+        is_long = self.lost_at is not None and time.monotonic() - self.lost_at >= seconds
+        return is_long or self.refusal is not None
+
 
 class RejoinError(Exception):
     """A session has ended; the next may begin at once."""

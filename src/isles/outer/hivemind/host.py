@@ -19,7 +19,7 @@ from isles.outer.hub.files import chunk_list
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import Server
 from isles.outer.messages import RoundAnswer, hash_chunks
-from isles.run.records import read_record, write_record, write_secret
+from isles.run.records import read_record, write_record, write_secret, write_text_atomic
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ class Node:
         is_first = not self._settings.initial_peers and not self._known
         self._listened_at = time.monotonic() + (0.0 if is_first else _LISTEN_S)
         lines = " ".join(self.peers.addresses)
-        (self._folder / "initial_peers").write_text(f"{lines}\n")
+        write_text_atomic(self._folder / "initial_peers", f"{lines}\n", durable=False)
         self._inform(f"hivemind: other clusters reach this one by --initial_peers {lines}")
 
     def _inform(self, text: str, is_warning: bool = False) -> None:

@@ -204,23 +204,23 @@ class Outer:
     def _end_with_all(self) -> bool:
         # Apply what the others still average; False: a stop came first. A cluster that came late,
         # or whose contribution did, has no part in the last outer steps: it must not end before
-        # they are decided. Where others are not reached it waits no longer than for an average.
+        # they are decided. Where others are not reached it waits about as long as for an average.
         coordinator, began = self._coordinator, time.monotonic()
         if coordinator is not None:
             coordinator.report(ends=True)
         paused = self._meter.pause("waiting for other clusters")
         limit_s = min(self._config.deadline, _LAST_WAIT_S)
-        is_late = goes_on = True
-        while is_late and goes_on:
+        for _ in range(math.ceil(_LAST_WAIT_S / limit_s)):
             is_late = self._wait(self._is_last, limit_s, "to end together")
-            waited_s = time.monotonic() - began
-            is_connected = coordinator is not None and coordinator.hub.state.is_connected
-            goes_on = is_connected and waited_s < _LAST_WAIT_S
-            is_late, goes_on = self._world.broadcast((is_late, goes_on))
+            is_away = coordinator is None or coordinator.hub.state.is_away_for(limit_s)
+            is_late, is_away = self._world.broadcast((is_late, is_away))
+            if is_away or not is_late:
+                break
         self._meter.resume(paused)
         if is_late:
             self._recorder.note(
-                f"the other clusters have not ended after {format_duration(waited_s)} "
+                "the other clusters have not ended after "
+                f"{format_duration(time.monotonic() - began)} "
                 f"({self._others()}): this one ends with the weights after "
                 f"{self.exchange.version} outer steps, and they may end with more"
             )
@@ -302,9 +302,10 @@ class Outer:
         self._meter.resume(paused)
 
     def _wait(self, is_done: Callable[[], bool], limit_s: float, what: str) -> bool:
-        # Do commands until something is so; True: the limit is over, by rank 0's clock.
-        coordinator = self._coordinator
-        end = time.monotonic() + limit_s
+        # Do commands until something is so; True: rank 0 has looked for so long in vain. A process
+        # that was stopped, or a machine that slept, has not looked meanwhile: what the others have
+        # sent since is still to be fetched.
+        coordinator, left_s = self._coordinator, limit_s
         looks, is_over = 0, False
         while not is_done():
             if looks == 1:
@@ -314,11 +315,13 @@ class Outer:
             looks += 1
             commands, is_late = list[Command](), False
             if coordinator is not None:
-                coordinator.poll(max(0.01, min(_LOOK_S, end - time.monotonic())))
+                began = time.monotonic()
+                coordinator.poll(max(0.01, min(_LOOK_S, left_s)))
+                left_s -= min(time.monotonic() - began, 2 * _LOOK_S)
                 coordinator.restock(is_late=False)
                 commands = coordinator.take_commands()
                 is_vain = coordinator.hub.state.refusal is not None  # nothing will come
-                is_late = not commands and (is_vain or time.monotonic() >= end)
+                is_late = not commands and (is_vain or left_s <= 0)
             found = self._world.gather((commands, is_late, self._requested()))
             commands, is_over, _ = found[0]
             for command in commands:
