@@ -24,7 +24,7 @@ def speed_of(run_file: Path, *typed: str, **options: str) -> Speed:
 
 def test_a_plan_tells_what_an_earlier_run_on_the_same_cores_showed(run_file: Path) -> None:
     # Long enough for the agent to have seen the ranks while they train.
-    steps = 250
+    steps = 400
     two = ("clusters.0.gpus_per_node=2", "training.logging_steps=1", f"training.max_steps={steps}")
     assert speed_of(run_file, *two).measured is None, "nothing has run yet"
     isles("train", run_file, *two, cwd=run_file.parent)

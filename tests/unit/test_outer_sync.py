@@ -195,13 +195,13 @@ def test_who_was_stopped_at_the_end_still_takes_what_the_others_have_averaged(
     tmp_path, monkeypatch
 ):
     def stopped(look: int, line: Any) -> float:
-        if look == 4:
+        if look == 5:  # the last within the deadline
             line.state.lost_at, line.state.is_connected = 1500.0, False
         if look == 8:
             line.state.lost_at, line.state.is_connected = None, True
             line.emit(committed(1))
             line.emit(End(2))
-        return 500.0 if look == 4 else 1.0
+        return 500.0 if look == 5 else 1.0
 
     assert end_alone(tmp_path, monkeypatch, stopped) == ""
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 import logging
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from isles.models.fill import (
     fill_magnitudes,
     fill_pretrained,
 )
-from isles.run.env import UNUSED, hidden
 
 log = logging.getLogger(__name__)
 
@@ -207,25 +204,6 @@ def load_model_config(config: ModelConfig) -> Any:
         return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
     except _LOAD_ERRORS as error:
         raise _model_error(config, error) from error
-
-
-def import_code(config: ModelConfig) -> None:
-    """Import the code of a model, seconds sooner than where it is built.
-
-    Without what transformers imports whole where it is installed: torchao, which asks the GPU what
-    it can do, scipy for the loss of object detection, SageMaker. And without looking through it all
-    for garbage, which stays anyway. What fails is left to whoever builds the model.
-    """
-    if config.trust_remote_code:
-        return
-    with suppress(Exception), hidden(*UNUSED):
-        gc.disable()
-        try:
-            import transformers
-
-            transformers.AutoModelForCausalLM._model_mapping[type(load_model_config(config))]
-        finally:
-            gc.enable()
 
 
 def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:

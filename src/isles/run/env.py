@@ -270,10 +270,6 @@ def named_elsewhere(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get(NAMED)
 
 
-UNUSED = ("torchao", "scipy", "sklearn", "boto3")
-"""What transformers imports where it is installed, half a second each, and no run of ours needs."""
-
-
 @contextmanager
 def hidden(*packages: str) -> Iterator[None]:
     """Let packages that are not imported yet look as if they were not installed.

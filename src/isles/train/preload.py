@@ -11,7 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from isles.run.env import UNUSED, hidden
+from isles.run.env import hidden
 from isles.run.process import die_with_parent
 
 
@@ -25,7 +25,8 @@ def preload() -> None:
     # transformers imports torchao where it is installed, which asks the GPU what it can do as it is
     # imported. A process that has done so cannot fork ranks that compute on the GPU.
     assert "torchao" not in sys.modules
-    with contextlib.suppress(Exception), hidden(*UNUSED):
+    # The others take half a second: the loss of object detection, what needs scipy, SageMaker.
+    with contextlib.suppress(Exception), hidden("torchao", "scipy", "sklearn", "boto3"):
         from isles.config.resolve import load_resolved
         from isles.run.env import RUN_DIR
         from isles.run.paths import RunDir
@@ -40,10 +41,14 @@ def preload() -> None:
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
-        importlib.import_module("isles.train.worker")
-        from isles.models.build import import_code
+        import transformers
 
-        import_code(resolved.config.model)
+        importlib.import_module("isles.train.worker")
+        from isles.models.build import load_model_config
+
+        if not resolved.config.model.trust_remote_code:
+            config = load_model_config(resolved.config.model)
+            transformers.AutoModelForCausalLM._model_mapping[type(config)]
 
 
 # What is imported stays: looking through it for garbage again and again takes a seventh of the time

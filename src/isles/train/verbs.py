@@ -28,7 +28,7 @@ from isles.data.tokens.tokenizer import check_vocabulary, load_tokenizer
 from isles.dist.batch import MIXED_DTYPE
 from isles.dist.world import join_world, leave_world
 from isles.errors import DataError, UserError
-from isles.models.build import converts_weights, import_code
+from isles.models.build import converts_weights
 from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv, cache_home
 from isles.run.paths import RunDir
@@ -48,7 +48,6 @@ def main() -> int:
     verbs = {"export": _export, "generate": _generate, "eval": _eval}
     try:
         resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
-        import_code(resolved.config.model)
         verbs[options.verb](options, run_dir, resolved)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")

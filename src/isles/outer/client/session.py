@@ -95,7 +95,8 @@ class HubState:
 
     def is_away_for(self, seconds: float) -> bool:
         """Whether the hub has not answered for so long, or lets this cluster in no more."""
-        is_long = self.lost_at is not None and time.monotonic() - self.lost_at >= seconds
+        since = self.lost_at
+        is_long = since is not None and time.monotonic() - since >= seconds
         return is_long or self.refusal is not None
 
 

@@ -29,6 +29,8 @@ from isles.outer.trainer.step import Exchange, Recorder
 from isles.outer.trainer.sync import Coordinator, next_outer_step
 
 _LOOK_S = 1.0
+_STOPPED_S = 10.0
+"""A look that has taken longer was none: this process was stopped meanwhile."""
 _AWAY_S = 2.0
 _LAST_WAIT_S = 600.0
 _STATE_S = 3600.0
@@ -204,7 +206,7 @@ class Outer:
     def _end_with_all(self) -> bool:
         # Apply what the others still average; False: a stop came first. A cluster that came late,
         # or whose contribution did, has no part in the last outer steps: it must not end before
-        # they are decided. Where others are not reached it waits about as long as for an average.
+        # they are decided. It waits twice as long as for an average, at most, if nobody is reached.
         coordinator, began = self._coordinator, time.monotonic()
         if coordinator is not None:
             coordinator.report(ends=True)
@@ -303,8 +305,8 @@ class Outer:
 
     def _wait(self, is_done: Callable[[], bool], limit_s: float, what: str) -> bool:
         # Do commands until something is so; True: rank 0 has looked for so long in vain. A process
-        # that was stopped, or a machine that slept, has not looked meanwhile: what the others have
-        # sent since is still to be fetched.
+        # that was stopped, or a machine that slept, has not looked meanwhile: it gets some seconds
+        # to reach the hub, and to fetch what the others have sent since.
         coordinator, left_s = self._coordinator, limit_s
         looks, is_over = 0, False
         while not is_done():
@@ -317,7 +319,8 @@ class Outer:
             if coordinator is not None:
                 began = time.monotonic()
                 coordinator.poll(max(0.01, min(_LOOK_S, left_s)))
-                left_s -= min(time.monotonic() - began, 2 * _LOOK_S)
+                took_s = time.monotonic() - began
+                left_s = left_s - took_s if took_s < _STOPPED_S else max(left_s, _STOPPED_S)
                 coordinator.restock(is_late=False)
                 commands = coordinator.take_commands()
                 is_vain = coordinator.hub.state.refusal is not None  # nothing will come

@@ -277,7 +277,7 @@ class Coordinator:
             has_hub = self._config.engine != "bucket"
             id = "hub.refused" if has_hub else "bucket.refused"
             return ConfigError(given.what, where=given.where, fix=given.fix, id=id)
-        since = self._began if state.lost_at is None else state.lost_at
+        since = state.lost_at or self._began
         if not is_new or state.is_joined or self._clock() - since < self._config.deadline:
             return None
         limit, why = format_duration(self._config.deadline), state.why or "nothing is known"
