@@ -25,8 +25,8 @@ class Swarm(Clusters):
             run="test", rules=rules, initial_peers=self.first, secret_file=str(file)
         )
         # A turn takes long enough to be hit.
-        link = {"heartbeat_s": 0.5, "max_bytes_per_s": 2e6, "hivemind": settings}
-        super().start(name, scale=32, link=link, **options)
+        link = {"heartbeat_s": 0.5, "max_bytes_per_s": 5e5, "hivemind": settings}
+        super().start(name, scale=8, link=link, **options)
         if not self.first:
             place = self.place(name) / "initial_peers"
             self.until(place.exists, f"the address of {name}")

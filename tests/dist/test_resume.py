@@ -52,7 +52,7 @@ def is_saving(run_dir: RunDir) -> bool:
 @pytest.mark.parametrize("number", [3, 30])
 def test_kills_at_any_instant_change_no_bit(run_file: Path, number: int) -> None:
     with_dropout(run_file)
-    steps = 100 + 25 * number
+    steps = 50 + 25 * number
     length = (f"training.max_steps={steps}", "training.logging_steps=1", "data.packing=true")
     saves = ("checkpoint.every_steps=7", "checkpoint.keep=2")
     uninterrupted = train(run_file, 2, *length, "checkpoint.every_steps=null")

@@ -91,15 +91,11 @@ def assert_gone(lab: Lab) -> None:
     assert_nothing_left(lab, NODES)
 
 
-def test_a_killed_pod_comes_again_and_a_stop_leaves_nothing(lab: Lab) -> None:
+def test_pods_train_and_a_stop_leaves_nothing(lab: Lab) -> None:
     run_dir = prepare(lab, "pods", training=LONG)
     following = begin(lab, "train", "pods.yaml")
     attempt = run_dir.attempt(1)
     until(lambda: has_done(attempt, 2), "both train")
-    pod, host = pod_of(lab, "pods", "1")
-    sh(lab, host, f"kill -KILL $(cat /run/pods/{pod})")
-    until(lambda: has_done(attempt, 2, restart=1), "the ranks go on with another pod")
-    assert pod_of(lab, "pods", "1")[0] != pod
     text = isles(lab, "status", "pods")
     assert "running" in text and "pods-1@kubernetes:" in text, text
     isles(lab, "stop", "pods")
@@ -121,16 +117,20 @@ def evict(lab: Lab, attempt: Attempt, index: str) -> None:
 
 
 @pytest.mark.long
-def test_evicted_pods_save_and_go_on_and_a_closed_laptop_finds_the_run(lab: Lab) -> None:
+def test_killed_and_evicted_pods_come_again_and_a_closed_laptop_finds_the_run(lab: Lab) -> None:
     run_dir = prepare(lab, "evicted", training=LONG)
     following = begin(lab, "train", "evicted.yaml")
     attempt = run_dir.attempt(1)
     until(lambda: has_done(attempt, 2), "both train")
     sh(lab, "ctl", "pkill -KILL -f 'isles train [e]victed'")  # the laptop is gone
     end(following)
+    pod, host = pod_of(lab, "evicted", "1")
+    sh(lab, host, f"kill -KILL $(cat /run/pods/{pod})")
+    until(lambda: has_done(attempt, 2, restart=1), "the ranks go on with another pod")
+    assert pod_of(lab, "evicted", "1")[0] != pod
     for index in ("1", "0"):
         evict(lab, attempt, index)
-    assert list_checkpoints(run_dir) and current_restart(attempt) == 2
+    assert list_checkpoints(run_dir) and current_restart(attempt) == 3
     assert len(run_dir.attempts()) == 1, "one start, for all pods"
     assert "running" in isles(lab, "status", "evicted")
     assert isles(lab, "logs", "evicted", "--rank", "1").strip(), "read in a pod, by exec"
