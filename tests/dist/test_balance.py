@@ -180,6 +180,7 @@ def busy(processes: int, core: int | None = None) -> Iterator[None]:
             other.wait()
 
 
+@pytest.mark.long
 def test_equal_devices_give_the_same_bits_whatever_else_the_machine_does(run_file: Path) -> None:
     """One run alone, and one with other work on all cores, and on one of them again and again, from
     before its first step on."""

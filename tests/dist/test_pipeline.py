@@ -54,10 +54,11 @@ CASES = (
     (2, "kind: ddp, pp_size: 2, pp_schedule: zbv", 2),
     (4, "kind: fsdp, pp_size: 2, pp_schedule: zbv", 2),
     (4, "kind: fsdp, pp_size: 2, pp_schedule: zbv", 2, UNEVEN),
+    (4, "kind: fsdp, pp_size: 2, pp_schedule: interleaved-1f1b", 2, UNEVEN),
     (4, "kind: ddp, tp_size: 2, pp_size: 2, pp_schedule: zbv", 3),
     (4, "kind: fsdp, pp_size: 4", 2),
 )
-SHORT = [(4, "kind: fsdp, pp_size: 2, pp_schedule: interleaved-1f1b", 2, UNEVEN)]
+SHORT = CASES[6:7]
 
 
 @pytest.mark.brief("short")
