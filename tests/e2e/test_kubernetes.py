@@ -22,12 +22,12 @@ from tests.lab.home import (
     assert_stopped,
     begin,
     end,
-    has_done,
     install,
     isles,
     outcome_of,
     sh,
     until,
+    until_step,
     write_run,
 )
 from tests.lab.hosts import Lab
@@ -95,7 +95,7 @@ def test_pods_train_and_a_stop_leaves_nothing(lab: Lab) -> None:
     run_dir = prepare(lab, "pods", training=LONG)
     following = begin(lab, "train", "pods.yaml")
     attempt = run_dir.attempt(1)
-    until(lambda: has_done(attempt, 2), "both train")
+    until_step(attempt, 2)
     text = isles(lab, "status", "pods")
     assert "running" in text and "pods-1@kubernetes:" in text, text
     isles(lab, "stop", "pods")
@@ -113,7 +113,7 @@ def evict(lab: Lab, attempt: Attempt, index: str) -> None:
     pod, _ = pod_of(lab, "evicted", index)
     sh(lab, "ctl", f"kubectl delete pods {pod} --wait=false")
     until(lambda: current_restart(attempt) > number, "all have saved, and pods come again")
-    until(lambda: has_done(attempt, step + 2, number + 1), "the run goes on from there")
+    until_step(attempt, step + 2, number + 1)
 
 
 @pytest.mark.long
@@ -121,12 +121,12 @@ def test_killed_and_evicted_pods_come_again_and_a_closed_laptop_finds_the_run(la
     run_dir = prepare(lab, "evicted", training=LONG)
     following = begin(lab, "train", "evicted.yaml")
     attempt = run_dir.attempt(1)
-    until(lambda: has_done(attempt, 2), "both train")
+    until_step(attempt, 2)
     sh(lab, "ctl", "pkill -KILL -f 'isles train [e]victed'")  # the laptop is gone
     end(following)
     pod, host = pod_of(lab, "evicted", "1")
     sh(lab, host, f"kill -KILL $(cat /run/pods/{pod})")
-    until(lambda: has_done(attempt, 2, restart=1), "the ranks go on with another pod")
+    until_step(attempt, 2, restart=1)
     assert pod_of(lab, "evicted", "1")[0] != pod
     for index in ("1", "0"):
         evict(lab, attempt, index)

@@ -15,11 +15,11 @@ from isles.run.records import read_record
 from tests.lab.home import (
     assert_nothing_left,
     end,
-    has_done,
     isles,
     outcome_of,
     sh,
     until,
+    until_step,
     write_run,
 )
 from tests.lab.hosts import Lab
@@ -71,7 +71,7 @@ def test_typed_late_they_wait_train_and_stop_together(lab: Lab) -> None:
     missing = "waiting for node 2 (10.77.1.3)"
     until(lambda: missing in str((read_record(run_dir.status) or {}).get("detail")), "it is named")
     on_a3 = type_on(lab, "a3", third, token)
-    until(lambda: has_done(attempt, 3), "all train")
+    until_step(attempt, 3)
     sh(lab, "a2", "pkill -INT -f 'isles.agent .*--node [1]'")
     texts = [end(process) for process in (on_a1, on_a2, on_a3)]
     codes = [process.returncode for process in (on_a1, on_a2, on_a3)]

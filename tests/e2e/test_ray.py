@@ -23,11 +23,11 @@ from tests.lab.home import (
     assert_stopped,
     begin,
     end,
-    has_done,
     isles,
     outcome_of,
     sh,
     until,
+    until_step,
     write_run,
 )
 from tests.lab.hosts import Lab
@@ -69,10 +69,10 @@ def test_unequal_nodes_train_save_and_stop_with_the_terminal_closed(lab, cluster
     assert "node 0: CPU 2, big 1" in text and not run_dir.path.exists(), text
     following = begin(lab, "train", "stop.yaml", host="a1")
     attempt = run_dir.attempt(1)
-    until(lambda: has_done(attempt, 3), "both train")
+    until_step(attempt, 3)
     os.killpg(following.pid, signal.SIGHUP)
     end(following)
-    until(lambda: has_done(attempt, 6), attempt.agent_log.read_text)
+    until_step(attempt, 6)
     assert hosts_of(attempt) == {0: "a2", 1: "a1"}, "the first bundle is that of the large node"
     text = isles(lab, "status", "stop-1", host="a1")
     assert "running" in text and "a2" in text, text
@@ -94,7 +94,7 @@ def test_weights_are_those_of_one_machine_also_after_a_stop(lab: Lab, cluster: R
     shape["training"] = {"max_steps": 20, "global_batch_size": 240}
     far = write(lab, "far", launcher={"bundles": [BIG, {}]}, **shape)
     isles(lab, "train", "far.yaml", "--detach", host="a1")
-    until(lambda: has_done(far.attempt(1), 5), "five steps")
+    until_step(far.attempt(1), 5)
     isles(lab, "stop", "far-1", host="a1")
     stopped_at = assert_stopped(far)
     assert 5 <= stopped_at < 20
@@ -114,11 +114,11 @@ def test_an_actor_that_is_killed_is_placed_anew_and_the_run_goes_on(lab, cluster
     run_dir = write(lab, "actor", training=LONG, checkpoint={**SAVES, "every_steps": 5})
     isles(lab, "train", "actor.yaml", "--detach", host="a1")
     attempt = run_dir.attempt(1)
-    until(lambda: has_done(attempt, 8), "eight steps")
+    until_step(attempt, 8)
     agent = sh(lab, "a2", "pgrep -f 'isles.agent [-]$'").split()[0]
     sh(lab, "a2", "kill -KILL $(pgrep -f ray::Plac[e])")
     until(lambda: not Path(f"{lab.root('a2')}/proc/{agent}").exists(), "its agent ends with it")
-    until(lambda: has_done(attempt, 12, restart=1), attempt.agent_log.read_text)
+    until_step(attempt, 12, restart=1)
     (restart,) = list_restarts(attempt)
     assert "a2" in restart.why and restart.saved and restart.is_counted, restart
     assert set(hosts_of(attempt).values()) == {"a1", "a2"}
@@ -133,13 +133,13 @@ def test_a_node_that_dies_is_done_without_and_taken_in_again(lab: Lab, cluster: 
     run_dir = write(lab, "node", nodes="2:3", training=LONG, checkpoint={**SAVES, "every_steps": 5})
     isles(lab, "train", "node.yaml", "--detach", host="a1")
     attempt = run_dir.attempt(1)
-    until(lambda: has_done(attempt, 8), "eight steps")
+    until_step(attempt, 8)
     assert len(hosts_of(attempt)) == 3
     cluster.end("a3")
-    until(lambda: has_done(attempt, 12, restart=1), attempt.agent_log.read_text)
+    until_step(attempt, 12, restart=1)
     assert set(hosts_of(attempt).values()) == {"a1", "a2"}
     cluster.start("a3")
-    until(lambda: has_done(attempt, 16, restart=2), attempt.agent_log.read_text)
+    until_step(attempt, 16, restart=2)
     assert set(hosts_of(attempt).values()) == {"a1", "a2", "a3"}
     isles(lab, "stop", "node-1", host="a1")
     assert_stopped(run_dir)

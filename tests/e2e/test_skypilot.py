@@ -18,13 +18,13 @@ from tests.lab.home import (
     assert_stopped,
     begin,
     end,
-    has_done,
     install,
     isles,
     link_cut,
     outcome_of,
     sh,
     until,
+    until_step,
     write_run,
 )
 from tests.lab.hosts import Lab
@@ -66,7 +66,7 @@ def test_two_nodes_train_and_stop_from_the_laptop(lab: Lab, state: Path) -> None
     run_dir = prepare(lab, "cloud", {"secrets": ["MY_KEY"]}, training=LONG)
     sh(lab, "ctl", f"cd /shared && MY_KEY=hidden {ISLES} train cloud.yaml --detach")
     attempt = run_dir.attempt(1)
-    until(lambda: has_done(attempt, 3), "both train")
+    until_step(attempt, 3)
     seen = (state / "calls").read_text()
     assert "--secret ISLES_TOKEN --secret MY_KEY" in seen
     seen += (state / "job-1" / "log").read_text()
@@ -82,20 +82,20 @@ def test_a_node_that_is_lost_is_named_and_the_same_machines_go_on(lab: Lab, stat
     run_dir = prepare(lab, "lost", {}, training=LONG, checkpoint={"every_steps": 5})
     isles(lab, "train", "lost.yaml", "--detach")
     first, second = run_dir.attempt(1), run_dir.attempt(2)
-    until(lambda: has_done(first, 8), "both train")
+    until_step(first, 8)
     assert "running" in isles(lab, "status", "lost-1@isles-lost"), "ssh knows it by its cluster"
     text = isles(lab, "train", "lost.yaml", expected=ExitCode.PREFLIGHT)
     # By the first node, or before that by the coordinator that is there, which knows no such token.
     assert "lost-1 is running on a1" in text or "another start is refused" in text, text
     reached = read_last_step(first, None) or 0
-    until(lambda: has_done(first, reached + 5), "a second start harms nothing")
+    until_step(first, reached + 5)
     sh(lab, "a2", "kill -9 -- -$(cat /shared/.sky/job-1/pid-1)")
     outcome = outcome_of(first)
     assert outcome["state"] == "failed" and "node 1 (10.77.1.2)" in outcome["error"]["what"]
     assert_nothing_left(lab, NODES)
     text = isles(lab, "train", "lost.yaml", "--detach")
     assert "going on with lost-1 from step" in text
-    until(lambda: has_done(second, outcome["step"] + 3), "it goes on, on the same machines")
+    until_step(second, outcome["step"] + 3)
     isles(lab, "stop", "lost-1@isles-lost", "--now")
     assert outcome_of(second)["exit_code"] == ExitCode.INTERRUPTED
     assert_nothing_left(lab, NODES)
@@ -107,12 +107,12 @@ def test_a_managed_job_that_has_saved_is_started_again_and_goes_on(lab: Lab, sta
     text = isles(lab, "train", "spot.yaml")
     assert "sky jobs cancel 1" in text
     first, second = run_dir.attempt(1), run_dir.attempt(2)
-    until(lambda: has_done(first, 3), "both train")
+    until_step(first, 3)
     # As a cloud does that takes a machine: one node alone is told.
     sh(lab, "a2", "kill -TERM $(cat /shared/.sky/job-1/pid-1)")
     outcome = outcome_of(first)
     assert (outcome["state"], outcome["exit_code"]) == ("stopped", ExitCode.REQUEUE)
-    until(lambda: has_done(second, outcome["step"] + 3), "it goes on from what was saved")
+    until_step(second, outcome["step"] + 3)
     sh(lab, "ctl", "sky jobs cancel --yes 1")
     assert outcome_of(second)["exit_code"] == ExitCode.REQUEUE
     assert_nothing_left(lab, NODES)
@@ -156,11 +156,11 @@ def test_a_laptop_that_closes_leaves_the_run_going(lab: Lab, state: Path) -> Non
     run_dir = prepare(lab, "closed", {}, training=LONG)
     process = begin(lab, "train", "closed.yaml")
     attempt = run_dir.attempt(1)
-    until(lambda: has_done(attempt, 3), "both train")
+    until_step(attempt, 3)
     with link_cut(lab, "ctl"):
         sh(lab, "ctl", "pkill -9 -f 'isles train closed.[y]aml'")
         end(process)
-        until(lambda: has_done(attempt, 200), "it goes on without the laptop")
+        until_step(attempt, 200)
     isles(lab, "stop", "closed-1@isles-closed")
     # It finishes on the same machines; what is followed ends with its exit code.
     length = f"training.max_steps={assert_stopped(run_dir) + 5}"

@@ -14,11 +14,11 @@ from isles.run.paths import RunDir
 from tests.lab.home import (
     assert_nothing_left,
     assert_stopped,
-    has_done,
     install,
     isles,
     sh,
     until,
+    until_step,
     write_run,
 )
 from tests.lab.hosts import Lab
@@ -82,7 +82,7 @@ def test_two_nodes_of_slurm_train_by_the_real_skypilot(lab: Lab) -> None:
     # All nodes of a cluster have one home, on the disk that they share.
     (path,) = lab.shared.glob("sky/.sky_clusters/*/sky_workdir/runs/real-1")
     attempt = RunDir(path).attempt(1)
-    until(lambda: has_done(attempt, 3), "both train")
+    until_step(attempt, 3)
     assert "running" in isles(lab, "status", "real-1@mine")
     assert "rank 1]" in isles(lab, "logs", "real-1@mine")
     assert "mine" in sh(lab, "ctl", "squeue"), "it is a job of Slurm"

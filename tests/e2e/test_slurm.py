@@ -26,6 +26,7 @@ from tests.lab.home import (
     sh,
     undone,
     until,
+    until_step,
     write_run,
 )
 from tests.lab.hosts import Lab
@@ -66,7 +67,7 @@ def start(lab: Lab, name: str, *overrides: str, **more: Any) -> tuple[RunDir, At
 
 def pause(lab: Lab, attempt: Attempt, step: int, restart: int = 0) -> int:
     """Hold rank 1 once rank 0 has done a step; rank 1's pid on its host."""
-    until(lambda: has_done(attempt, step, restart), f"step {step}")
+    until_step(attempt, step, restart)
     pid = int((read_record(attempt.rank_record(1)) or {})["pid"])
     sh(lab, "a2", f"kill -STOP {pid}")
     return pid
@@ -166,7 +167,7 @@ def test_a_lost_node_is_done_without_and_a_cancelled_job_saves(lab: Lab) -> None
     """`scancel` queues nothing again; `isles train` goes on, and `isles stop` stops it."""
     shape: dict[str, Any] = {"nodes": "1:2", "training": {"max_steps": 100_000}}
     run_dir, attempt, job_id = start(lab, "elastic", **shape)
-    until(lambda: has_done(attempt, 3), "step 3")
+    until_step(attempt, 3)
     agent = (read_record(attempt.node_record(1)) or {})["pid"]
     sh(lab, "a2", f"kill -KILL {agent}")
     until(lambda: read_last_step(attempt, 1), "the other goes on")
@@ -186,7 +187,7 @@ def test_a_lost_node_is_done_without_and_a_cancelled_job_saves(lab: Lab) -> None
 
     run_dir, attempt, job_id = start(lab, "elastic", **shape)
     assert attempt.number == 2
-    until(lambda: has_done(attempt, saved + 1), "it goes on")
+    until_step(attempt, saved + 1)
     assert "stopped at step" in isles(lab, "stop", "elastic-1")
     wait_for_job(lab, job_id, "FAILED")
     assert job_fields(lab, job_id)["ExitCode"] == "85:0"
@@ -257,7 +258,7 @@ def test_from_a_laptop_that_is_closed(lab: Lab) -> None:
     laptop.communicate(timeout=DEADLINE_S)
     attempt = run_dir.attempt(1)
     reached = read_last_step(attempt, 0) or 0
-    until(lambda: has_done(attempt, reached + 3), "it goes on without the laptop")
+    until_step(attempt, reached + 3)
 
     assert not (lab.root("ctl") / "root/home/runs/afar-1").exists()
     text = typed("status afar-1")

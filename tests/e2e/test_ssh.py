@@ -23,12 +23,12 @@ from tests.lab.home import (
     HOSTS,
     assert_nothing_left,
     end,
-    has_done,
     isles,
     left,
     outcome_of,
     sh,
     until,
+    until_step,
     write_run,
 )
 from tests.lab.hosts import Lab
@@ -213,7 +213,7 @@ def test_a_frozen_rank_is_named_with_its_host(lab: Lab) -> None:
     quick = ("watchdog.min_time=3s", "watchdog.slow_factor=2")
     isles(lab, "train", "frozen.yaml", *quick, "--detach")
     attempt = run_dir.attempt(1)
-    until(lambda: has_done(attempt, 6), "steps are done")
+    until_step(attempt, 6)
 
     def freeze(rank: int) -> tuple[dict[str, Any], str]:
         """Freeze one rank until a new decision is on the head; the decision and the pid."""

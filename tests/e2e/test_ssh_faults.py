@@ -20,7 +20,6 @@ from tests.lab.home import (
     assert_nothing_left,
     begin,
     end,
-    has_done,
     isles,
     left,
     link_cut,
@@ -28,6 +27,7 @@ from tests.lab.home import (
     sh,
     undone,
     until,
+    until_step,
     write_run,
 )
 from tests.lab.hosts import Lab
@@ -114,7 +114,7 @@ def test_a_full_disk_on_the_head_in_mid_run_leaves_nothing_running(lab: Lab) -> 
         try:
             name = "root/runs/filled-1"
             attempt = RunDir(lab.root("a1") / name).attempt(1)
-            until(lambda: has_done(attempt, 4), "steps are done")
+            until_step(attempt, 4)
             sh(lab, "a1", "cat /dev/zero > /root/runs/fill || true")
             record = RunDir(lab.root("a2") / name).attempt(1).rank_record(1)
             agent = sh(lab, "a2", "pgrep -f '[i]sles.agent .*--node 1'").strip()

@@ -108,6 +108,22 @@ def has_done(attempt: Attempt, step: int, restart: int = 0) -> bool:
     return (read_last_step(attempt, restart) or 0) >= step
 
 
+def until_step(attempt: Attempt, step: int, restart: int = 0) -> None:
+    """Wait until rank 0 has done a step since a restart; a start that has ended does no more."""
+
+    def words() -> str:
+        logs = sorted(attempt.path.glob("*.log"))
+        return "\n".join([f"step {step}", *(f"{log}:\n{log.read_text()}" for log in logs)])
+
+    def look() -> bool:
+        outcome = read_record(attempt.outcome)
+        is_done = has_done(attempt, step, restart)
+        assert is_done or outcome is None, f"ended before: {outcome}\n{words()}"
+        return is_done
+
+    until(look, words)
+
+
 def isles(lab: Lab, *words: str, host: str = "ctl", expected: int | None = 0) -> str:
     """Run one isles command in /shared of a host; all that it printed. None: any exit code."""
     done = lab.run(host, ["bash", "-c", 'cd /shared && exec "$@"', "-", ISLES, *words])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,17 +39,13 @@ class RayLab:
     def start(self, *hosts: str) -> None:
         """Start Ray on hosts, and wait until all of them are nodes."""
         for host in hosts:
-            at = f"--node-ip-address={self.lab.address(host)}"
-            how = ["--head", "--port=6379", "--dashboard-host=0.0.0.0"]
             if host != "a1":
-                how = ["--address=10.77.1.1:6379"]
                 until(lambda: self._answers(6379), "Ray's head is up")
-            command = [RAY, "start", *how, at, *_SMALL, *_FIXED, *self.resources[host]]
-            # A token in ~/.ray of this machine would be asked for between the hosts.
-            more = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": str(self.niceness)}
-            self._started[host] = self.lab.popen(host, command, **more)
+            self._begin(host)
             if host == "a1":
                 until(lambda: self._answers(8265), "Ray's dashboard is up")
+        addresses = {self.lab.address(host) for host in hosts}
+        until(lambda: addresses <= self._nodes(), lambda: f"nodes of Ray: {self._nodes()}")
 
     def end(self, *hosts: str) -> None:
         """End Ray on hosts at once, as when they are switched off: all its processes there."""
@@ -59,6 +56,16 @@ class RayLab:
             self.lab.run(host, ["kill", "-KILL", *pids])
             process.communicate()
 
+    def _begin(self, host: str) -> None:
+        how = ["--head", "--port=6379", "--dashboard-host=0.0.0.0"]
+        if host != "a1":
+            how = ["--address=10.77.1.1:6379"]
+        at = f"--node-ip-address={self.lab.address(host)}"
+        command = [RAY, "start", *how, at, *_SMALL, *_FIXED, *self.resources[host]]
+        # A token in ~/.ray of this machine would be asked for between the hosts.
+        more = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": str(self.niceness)}
+        self._started[host] = self.lab.popen(host, command, **more)
+
     def _answers(self, port: int) -> bool:
         for host, process in self._started.items():
             if process.poll() is not None:
@@ -66,6 +73,16 @@ class RayLab:
                 raise RuntimeError(f"ray start on {host}: {process.stdout.read().decode()}")
         text = f"exec 3<>/dev/tcp/10.77.1.1/{port}"
         return self.lab.run("a1", ["bash", "-c", text]).returncode == 0
+
+    def _nodes(self) -> set[str]:
+        """The addresses of those that are alive, by the head."""
+        assert self._answers(8265)
+        words = ["curl", "-s", "--max-time", "30", f"{ADDRESS}/api/v0/nodes?limit=100"]
+        try:
+            every = json.loads(self.lab.run("a1", words).stdout)["data"]["result"]["result"]
+        except (ValueError, TypeError, KeyError):  # the head has only begun
+            return set()
+        return {node["node_ip"] for node in every if node["state"] == "ALIVE"}
 
 
 @contextmanager
