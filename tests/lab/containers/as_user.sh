@@ -12,8 +12,9 @@ umount -R /sys/fs/cgroup 2>/dev/null || umount -l /sys/fs/cgroup
 mount -t cgroup2 none /sys/fs/cgroup
 [ -e /dev/mqueue ] || mkdir /dev/mqueue
 mountpoint -q /dev/mqueue || mount -t mqueue none /dev/mqueue
-mkdir -p "$state/etc" "$state/home" "$state/run" "$state/tmp"
-chown $uid:$uid "$state/home" "$state/run" "$state/tmp" && chmod 700 "$state/run"
+mkdir -p "$state/etc" "$state/home" "$state/run" "$state/tmp" "$state/shm"
+chown $uid:$uid "$state/home" "$state/run" "$state/tmp" "$state/shm" && chmod 700 "$state/run"
+mount --bind "$state/shm" /dev/shm  # podman's locks would stay
 for file in passwd subuid subgid; do cat "/etc/$file" >"$state/etc/$file" 2>/dev/null || : >"$state/etc/$file"; done
 echo "boxer:x:$uid:$uid::$state/home:/bin/bash" >>"$state/etc/passwd"
 echo "boxer:2000000:65536" | tee -a "$state/etc/subuid" >>"$state/etc/subgid"
