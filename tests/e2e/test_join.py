@@ -10,6 +10,7 @@ import yaml
 
 from isles.errors import ExitCode
 from isles.launch.hub import hub_process
+from isles.run.find import typed_command
 from isles.run.join_line import JoinLine, ask_hub
 from isles.run.paths import RunDir
 from isles.run.stop import kill_now
@@ -65,6 +66,7 @@ def test_two_sites_train_one_model_and_the_hub_dies(run_file: Path, tmp_path: Pa
         assert status["is_over"] and status["round"] == STEPS // 10
         for run_dir in runs.values():
             assert files_with(line.token, run_dir.path) == [run_dir.join_line]
+        assert typed_command(runs["b"]) == "isles join - device=cpu --name b"
         # Who comes when all is over finishes as well, with the same weights.
         late = ("join", str(state / "join"), "--name", "c", "device=cpu", "track=[]")
         assert "all clusters of tiny have finished" in isles(*late, cwd=tmp_path).err

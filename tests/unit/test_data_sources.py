@@ -111,6 +111,11 @@ def test_saved_datasets_are_read_also_from_any_row_on(tmp_path):
     assert documents(tmp_path / "both", split="test") == ["b"]
     error = error_of(tmp_path / "both", split="tset")
     assert "there are: train, test" in error.what and "to test" in error.fix
+    (tmp_path / "plain" / "v1.2").mkdir(parents=True)
+    for name in ("v1.2/a.1.md", "v1.2/b.md", "LICENSE"):
+        (tmp_path / "plain" / name).write_text("a")
+    error = error_of(tmp_path / "plain")
+    assert "plain is a folder" in error.what and error.fix.endswith("plain/**/*.md")
     assert "there are: text, n" in error_of(tmp_path / "one", text_column="body").what
     assert "2 of 2 rows" in error_of(tmp_path / "one", text_column="n").what
     one = SourceConfig(path=str(tmp_path / "one"))

@@ -6,7 +6,9 @@ import difflib
 import glob
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,12 @@ CHATML = "chatml"
 """The chat template that is built in."""
 
 GLOB_FIX = "try it with ls; ** stands for folders of any depth, and * skips hidden files"
+
+_SAVED = ("dataset_dict.json", "state.json")
+"""One of them is in a folder that `save_to_disk` of the datasets library wrote."""
+
+_LOOKED_AT = 1000
+"""Names in a folder, to see of which kind its files are."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TEXTS = (".txt", ".text", ".md", ".rst", ".py")
@@ -109,6 +117,8 @@ def _missing_source(source: SourceConfig) -> tuple[str, str] | None:
     if source.type == "fake" or name is None or name in BUILT_IN:
         return None
     path = Path(name).expanduser()
+    if found := folder_issue(path):
+        return found
     if _exists(path) or named_files(name):
         return None
     if glob.has_magic(name):
@@ -116,6 +126,24 @@ def _missing_source(source: SourceConfig) -> tuple[str, str] | None:
     if may_be_hub_id(name):
         return None
     return f"there is no such file: {path.absolute()}", how_to_find(path)
+
+
+def folder_issue(path: Path) -> tuple[str, str] | None:
+    """Why a source is not this folder, and how to name what is in it; None: it may be."""
+    try:
+        if not path.is_dir() or any((path / name).is_file() for name in _SAVED):
+            return None
+        below = islice(path.rglob("*"), _LOOKED_AT)
+        kinds = Counter(
+            "".join(file.suffixes[-2 if file.suffix == ".gz" else -1 :]) for file in below
+        )
+    except OSError:
+        return None  # the rank that reads it says more
+    # Not read as it is: a folder of data also holds readmes, archives and caches.
+    read = [kind for kind, _ in kinds.most_common() if kind.endswith(_TEXTS + _TABLES)]
+    what = f"{path.absolute()} is a folder, and not one that save_to_disk of datasets wrote"
+    glob_of_all = f"{path}/**/*{read[0] if read else '.jsonl'}"
+    return what, f"name its files with a glob, such as {glob_of_all}"
 
 
 def named_files(name: str) -> list[Path]:

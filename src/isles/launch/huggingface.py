@@ -124,7 +124,7 @@ _WORDS = {
     ),
     "missing": (
         "hub.access",
-        "the hub knows no {what}, or it is private ({answer})",
+        "Hugging Face knows no {what}, or it is private ({answer})",
         "correct the name; a folder is written with ./ before it; for a private one: hf auth login",
     ),
     "offline": (
@@ -139,14 +139,15 @@ _WORDS = {
     ),
     "failing": (
         "hub.access",
-        "the hub answers with an error for {what}: {answer}",
+        "Hugging Face answers with an error for {what}: {answer}",
         "try again in a while, or fetch it elsewhere: {fetch}",
     ),
     "unreachable": (
         "hub.access",
-        "the hub cannot be reached for {what}: {answer}",
-        "set a proxy (HTTPS_PROXY in clusters[0].environment.variables); or fetch it where there "
-        "is one, {fetch}, and copy the cache",
+        "Hugging Face cannot be reached for {what}: {answer}",
+        "a folder or file is written with ./ before it; else set a proxy (HTTPS_PROXY in "
+        "clusters[0].environment.variables), or fetch it where there is one, {fetch}, and copy the "
+        "cache",
     ),
 }
 

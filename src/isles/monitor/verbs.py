@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import threading
 from pathlib import Path
@@ -414,8 +415,17 @@ def join(
     files = [word for word in words[:1] if "=" not in word]
     joiner = Joiner(Path(files[0]) if files else None, words[len(files) :], name, on or "")
     loaded = joining_run(found, joiner, warn)
+    chosen = [*(["--name", name] if name else []), *(["--on", on] if on else [])]
     options = StartOptions(
-        loaded.path, (), resume, dry_run, print_line, warn, join=found.secret_text(), loaded=loaded
+        loaded.path,
+        (),
+        resume,
+        dry_run,
+        print_line,
+        warn,
+        join=found.secret_text(),
+        loaded=loaded,
+        typed=shlex.join(["isles", "join", line, *words, *chosen]),
     )
     return start_and_follow(options, detach=detach)
 

@@ -14,7 +14,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from isles.config.files import BUILT_IN, GLOB_FIX, how_to_find, may_be_hub_id, named_files
+from isles.config.files import (
+    BUILT_IN,
+    GLOB_FIX,
+    folder_issue,
+    how_to_find,
+    may_be_hub_id,
+    named_files,
+)
 from isles.config.sections.data import SourceConfig
 from isles.data.sources.read import file_chunks, unreadable
 from isles.data.sources.rows import (
@@ -56,7 +63,9 @@ def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
     path = Path(name).expanduser()
     try:
         if path.is_dir():
-            return _open_folder(path, source)
+            if found := folder_issue(path):
+                raise DataError(*found[:1], fix=found[1], id="files.data")
+            return _open_saved(path.absolute(), source.split)
         if files := named_files(name):
             return Files(name, tuple(file.absolute() for file in files))
     except OSError as error:
@@ -260,19 +269,6 @@ class HubStream(Source):
 
 def _numbered(name: str, first: int, rows: Sequence[Any]) -> list[Row | DataError]:
     return [Row(f"{name} row {first + i}", row) for i, row in enumerate(rows)]
-
-
-def _open_folder(path: Path, source: SourceConfig) -> Source:
-    # `save_to_disk` of the datasets library writes one of these files.
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return _open_saved(path.absolute(), source.split)
-    # Not read as it is: a folder of data also holds readmes, archives and caches.
-    raise DataError(
-        "is a folder, and not one that save_to_disk of the datasets library wrote",
-        where=str(path),
-        fix=f"name its files with a glob, such as {path}/**/*.jsonl",
-        id="files.data",
-    )
 
 
 def _open_saved(folder: Path, split: str) -> DatasetSource:
