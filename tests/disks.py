@@ -1,4 +1,4 @@
-"""Small disks, for tests that fill them."""
+"""Small disks, for tests that fill them; files that are closed to this user."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+
+@contextmanager
+def closed(path: Path) -> Iterator[None]:
+    """As another user, if this is root, to whom this file or folder is closed."""
+    mode, user = path.stat().st_mode, os.geteuid()
+    path.chmod(0)
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        yield
+    finally:
+        os.seteuid(user)
+        path.chmod(mode)
 
 
 @contextmanager

@@ -273,7 +273,7 @@ def _report(error: Exception) -> int:
     """Print an error as far as the user needs it, and give its exit code."""
     code, ids = ExitCode.USER, tuple[str, ...]()
     match error:
-        case OSError(errno=errno.EPIPE | errno.EIO):
+        case OSError(errno=errno.EPIPE | errno.EIO, filename=None):
             # The reader (head, less) has seen enough, or the terminal is closed. Python flushes
             # stdout once more at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -63,5 +63,7 @@ def test_a_script_of_the_users_own_is_all_that_runs(tmp_path: Path) -> None:
 def test_a_file_that_is_there_is_not_replaced(run_file: Path) -> None:
     job = run_file.with_name("job.sh")
     job.write_text("mine")
-    again = isles("render", run_file, "--to", "pbs", "-o", job, cwd=job.parent, expected=1)
+    words = ("render", run_file, "--to", "pbs", "-o", job)
+    again = isles(*words, cwd=job.parent, expected=1)
     assert "--force" in again.err and job.read_text() == "mine"
+    assert f"submit it: qsub {job}" in isles(*words, "--force", cwd=job.parent).err

@@ -102,6 +102,7 @@ def script_error(folder: Path, code: int, log: str) -> dict[str, Any]:
     (-signal.SIGABRT, TRACEBACK, "mine.py failed: RuntimeError: no such shard"),
     (-signal.SIGABRT, "sum 6\nterminate called\n", "rank 0 was killed by SIGABRT"),
     (-signal.SIGKILL, TRACEBACK, "rank 0 was killed by SIGKILL"),
+    (-40, "sum 6\n", "rank 0 was killed by signal 40"),  # one for real time
     (3, "sum 6\n", "mine.py ended with exit code 3"),
 )
 def test_the_error_is_the_one_that_the_script_has_raised(code, log, what, *, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import clear_errors, write_record
 from tests.deadline import at_once, run_program
+from tests.disks import closed
 from tests.each import each
 from tests.runs import bare_run, running_agent
 
@@ -241,6 +243,16 @@ sys.exit(main(["train", sys.argv[1]]))
     done = run_program([sys.executable, "-B", "-c", code, run_file])
     assert done.returncode == 1 and "no space left" in done.stderr, done.stderr
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_the_run_of_another_user_is_left_out() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:  # not closed, as /tmp of tests is
+        Path(name).chmod(0o755)
+        theirs, mine = (bare_run(Path(name) / run) for run in ("theirs-1", "mine-1"))
+        mine.path.chmod(0o755)
+        with closed(theirs.path):
+            assert [run.name for run in list_runs(Path(name))] == ["mine-1"]
+            assert theirs.attempts() == []
 
 
 def test_runs_are_found_by_name_path_or_newest(run_file: Path, tmp_path: Path) -> None:

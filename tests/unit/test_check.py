@@ -231,7 +231,7 @@ n4|idle*|gpu:2|v100|Not responding
 QUEUES = """\
 Queue: gpuq
     queue_type = Execution
-    resources_max.walltime = 24:00:00
+    resources_max.walltime = 1440:00:00
     enabled = True
     started = True
 
@@ -307,7 +307,8 @@ def test_slurm_that_is_not_there_or_does_not_answer(tmp_path: Path) -> None:
 @each(
     (1, {}, {"queue.nodes": "warning", "queue.gres": "ok", "queue.partition": "ok"}),
     (2, {}, {"queue.nodes": "error", "queue.gres": "error"}),
-    (1, {"time": 90_000.0}, {"queue.time": "error"}),
+    (1, {"time": 1440 * 3600.0}, {"queue.time": "ok"}),
+    (1, {"time": 1441 * 3600.0}, {"queue.time": "error"}),
     (1, {"queue": "none"}, {"queue.partition": "error"}),
     (1, {"queue": "shut"}, {"queue.partition": "error"}),
 )

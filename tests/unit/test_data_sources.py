@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +26,7 @@ from isles.data.tokens.store import TokenStore
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.errors import DataError
 from tests.data import write_parquet, write_rows
+from tests.disks import closed
 from tests.each import each
 
 TEXTS = [f"document {i} " + "word " * (i * 7919 % 60) for i in range(700)]
@@ -62,22 +62,16 @@ def test_a_file_is_read_by_its_ending_packed_or_not(name, content, texts, *, tmp
 
 
 @each("file", "folder")
-def test_no_read_permission(closed):
-    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to other users
+def test_no_read_permission(which):
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:  # not closed, as /tmp of tests is
         folder = Path(name) / "folder"
         folder.mkdir()
         file = folder / "a.txt"
         file.write_text("text")
         Path(name).chmod(0o755)
-        (file if closed == "file" else folder).chmod(0)
-        user = os.geteuid()
-        try:
-            if user == 0:
-                os.seteuid(65534)
+        folder.chmod(0o755)
+        with closed(file if which == "file" else folder):
             error = error_of(file)
-        finally:
-            os.seteuid(user)
-            folder.chmod(0o700)
     assert "no read permission" in error.what and error.where == str(file)
     assert "chmod" in error.fix
 

@@ -84,6 +84,9 @@ def test_what_a_dashboard_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(PreflightError, match=r"refuses: HTTP 500: no room\n") as refused:
             jobs.submit("new", "true")
         assert refused.value.id == "queue.refused"
+        monkeypatch.setitem(ANSWERS, "/api/jobs/known", (200, "<html>a proxy</html>"))
+        with pytest.raises(PreflightError, match="is not Ray's dashboard"):
+            jobs.look(attempt, "known")
 
 
 def test_a_silent_dashboard_is_not_waited_for(tmp_path: Path) -> None:

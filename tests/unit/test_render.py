@@ -86,6 +86,13 @@ def test_what_the_one_queue_says_is_taken_over_for_the_other(tmp_path: Path) -> 
     assert "run.yaml:6 clusters.0.launcher.hosts" in caught.value.where
 
 
+def test_ray_bundles_of_different_sizes_are_the_ranks_of_the_nodes(tmp_path: Path) -> None:
+    launcher = "{kind: ray, bundles: [{gpus: 2}, {gpus: 4}]}"
+    more = f"clusters: [{{launcher: {launcher}, nodes: 2, gpus_per_node: 1, device: cuda}}]\n"
+    with pytest.raises(ConfigError, match="2, 4 ranks"):
+        rendered(tmp_path, "sbatch", more=more)
+
+
 PLAIN = "{kind: deepspeed}"
 
 

@@ -78,6 +78,13 @@ def test_a_host_that_goes_silent_is_named_and_so_is_a_missing_ssh(fake_ssh, monk
     assert "apt install openssh-client" in error.value.fix
 
 
+def test_a_command_that_cannot_be_run_here(tmp_path: Path) -> None:
+    for place, what in ((tmp_path, "cannot be run: Permission"), (tmp_path / "no", "no program")):
+        with pytest.raises(PreflightError, match=what) as caught:
+            Shell().run([str(place)])
+        assert str(place) in caught.value.what
+
+
 def test_all_places_are_tried_and_all_failures_kept() -> None:
     def work(number: int) -> int:
         if number % 2:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from isles.errors import ExitCode
 from isles.run.outcome import AGAIN, ErrorRecord, end_failed, end_stopped, error_record
 from isles.run.paths import Attempt, RunDir
+from isles.run.process import signal_name
 from isles.run.records import read_record, write_record, write_text_atomic
 from isles.run.restarts import (
     Decision,
@@ -228,7 +228,7 @@ def _death(rank: int, exit_code: int) -> ErrorRecord:
     if exit_code > 0:
         how = f"ended with exit code {exit_code}"
     elif exit_code < 0:
-        name = signal.Signals(-exit_code).name
+        name = signal_name(-exit_code)
         how = f"was killed by {name}"
         if name == "SIGKILL":
             fix = "somebody killed it, or the machine ran out of memory: see `dmesg | tail`"

@@ -31,7 +31,7 @@ from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.shell import Shell
 from isles.run.env import allocation
 from isles.run.paths import RunDir
-from isles.run.records import read_record
+from isles.run.records import clear_errors, read_record
 
 _RUN_S = 120.0
 """Beyond the wait for nodes: what the check itself may take before it is ended."""
@@ -94,7 +94,8 @@ def check_in_job(run: RunFacts, timeout_s: float) -> Found:
 def _folder(output_dir: str, loaded: Loaded, resolved: Resolved) -> Iterator[Path]:
     # Beside the run directories, in the form that `isles.check.step` reads.
     above = existing(Path(output_dir).expanduser())
-    folder = Path(tempfile.mkdtemp(prefix=".isles-check-", dir=above))
+    with clear_errors(above):
+        folder = Path(tempfile.mkdtemp(prefix=".isles-check-", dir=above))
     try:
         run_dir = RunDir(folder)
         run_dir.attempt(1).path.mkdir(parents=True)

@@ -15,7 +15,7 @@ from isles.config.sections.cluster import (
 )
 from isles.errors import PreflightError, UserError
 from isles.facts.units import format_duration, parse_duration_s
-from isles.launch.queue.pbs import Pbs
+from isles.launch.queue.pbs import Pbs, read_blocks, walltime_s
 from isles.launch.queue.slurm import Slurm
 from isles.launch.ray.bundles import bundles, label_selectors, lacking, match_nodes, nodes_text
 from isles.launch.ray.jobs import RayJobs
@@ -28,7 +28,6 @@ _FIELD = re.compile(r"(\w+)=(\S*)")
 _GPUS = re.compile(r"gpu(?::[^:,(]+)?:(\d+)")
 
 _PBS_OUT = ("down", "offline", "unknown", "stale", "provisioning", "maintenance")
-_ATTRIBUTE = re.compile(r"^\s+([\w.]+) = (.*)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,22 +195,22 @@ def _pbs(cluster: ClusterConfig, launcher: PbsLauncherConfig, pbs: Pbs) -> Itera
     yield _answers("PBS", where, asked, fix)
     if asked.returncode:
         return
-    queues = _blocks(asked.stdout, "Queue:")
+    queues = read_blocks(asked.stdout, "Queue:")
     name = launcher.queue
     if name is None:
-        servers = list(_blocks(pbs.run("qstat", "-Bf").stdout, "Server:").values())
+        servers = list(read_blocks(pbs.run("qstat", "-Bf").stdout, "Server:").values())
         name = servers[0].get("default_queue") if servers else None
     yield _queue(where, name, queues)
     attributes = queues.get(name or "")
     if attributes is None:
         return
-    nodes = [_pbs_node(node, own) for node, own in _blocks(listed.stdout).items()]
+    nodes = [_pbs_node(node, own) for node, own in read_blocks(listed.stdout).items()]
     if nodes:
         yield _room(where, "PBS", nodes, cluster, "pbsnodes -r {nodes}")
     if cluster.device != "cpu" and any(node.gpus is not None for node in nodes):
         yield _gres(where, "PBS", nodes, cluster)
-    most = attributes.get("resources_max.walltime")
-    most_s = parse_duration_s(most) if most else None
+    most = attributes.get("resources_max.walltime", "")
+    most_s = walltime_s(most)
     yield _time(where, f"the queue {name}", launcher.time, most_s)
 
 
@@ -235,18 +234,6 @@ def _queue(where: str, name: str | None, queues: Mapping[str, Mapping[str, str]]
     measured = ", ".join(f"not {word}" for word in closed)
     fix = f"use another: {names}; or ask the administrator: qenable {name}, qstart {name}"
     return Finding("queue.partition", level, where, text, measured, wanted, fix)
-
-
-def _blocks(text: str, sign: str = "") -> dict[str, dict[str, str]]:
-    # Blocks of `key = value` lines, by the unindented line that heads each.
-    blocks: dict[str, dict[str, str]] = {}
-    current: dict[str, str] = {}
-    for line in text.splitlines():
-        if line and not line[0].isspace():
-            current = blocks.setdefault(line.removeprefix(sign).strip(), {})
-        elif match := _ATTRIBUTE.match(line):
-            current[match[1]] = match[2].strip()
-    return blocks
 
 
 def _pbs_node(name: str, own: Mapping[str, str]) -> QueueNode:

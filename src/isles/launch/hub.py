@@ -269,7 +269,8 @@ def end_hub(state: Path) -> bool:
             child.wait(timeout=_END_S)
         except psutil.TimeoutExpired:
             kill_now(process)
-            child.wait()
+            with suppress(psutil.TimeoutExpired):  # in the kernel, on a disk that hangs
+                child.wait(timeout=_END_S)
     return True
 
 

@@ -95,7 +95,7 @@ def _address(loaded: Loaded, launcher: ManualLauncherConfig, index: int) -> str:
     where = loaded.where(f"clusters.0.launcher.hosts.{index}")
     try:
         address = socket.gethostbyname(host)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: a..b
         raise ConfigError(
             f"no IPv4 address is known for {host}",
             where=where,

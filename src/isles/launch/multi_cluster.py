@@ -159,6 +159,6 @@ def _own_address(host: str) -> str | None:
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(place)
             found = str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: a..b
         return None
     return None if found.startswith("127.") or found == "::1" else found

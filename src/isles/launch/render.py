@@ -18,6 +18,7 @@ from isles.config.resolve import resolve
 from isles.config.sections.cluster import (
     PbsLauncherConfig,
     QueueSection,
+    RayLauncherConfig,
     SkypilotLauncherConfig,
     SlurmLauncherConfig,
 )
@@ -29,6 +30,7 @@ from isles.launch.gpus import find_gpus
 from isles.launch.kubernetes.manifest import Manifest, job_name
 from isles.launch.kubernetes.start import resolve_pods
 from isles.launch.queue.script import JobText, fill_template, node_lines, rendered_script
+from isles.launch.ray.bundles import ranks_of
 from isles.launch.skypilot.task import TaskText, secret_names, task_file
 from isles.run.env import SKY_TOKEN, hub_cache
 
@@ -140,7 +142,10 @@ def _ranks(loaded: Loaded) -> tuple[tuple[int, ...], Device, list[str]]:
     ranks = asked if isinstance(asked, int) else max(1, num_gpus) if device == "cuda" else 1
     if asked == "auto":
         notes.append(f"gpus_per_node is auto, and this machine has {num_gpus} GPUs: {ranks} ranks")
-    nproc = tuple(host.gpus or ranks for host in cluster.hosts) or (ranks,) * cluster.max_nodes
+    if isinstance(cluster.launcher, RayLauncherConfig):
+        nproc = ranks_of(cluster)
+    else:
+        nproc = tuple(host.gpus or ranks for host in cluster.hosts) or (ranks,) * cluster.max_nodes
     issues = list(shape_issues(loaded, hub_cache()))
     try:
         resolve(loaded, nproc=nproc, device=device)

@@ -23,8 +23,9 @@ setup_app = App(name="setup", help="Make the Python environments of all hosts eq
 
 def normalise_overrides(tokens: Sequence[str]) -> list[str]:
     """Write `--training.max-steps 5` as `training.max_steps=5`, the one form of an override."""
-    verbs = (["train"], ["check"], ["plan"], ["render"], ["hub"], ["rendezvous"], ["join"])
-    if list(tokens[:1]) not in verbs and list(tokens[:2]) != ["config", "show"]:
+    verbs = ("train", "check", "plan", "render", "hub", "rendezvous", "join", "setup")
+    groups = (["config", "show"], ["data", "show"])
+    if tuple(tokens[:1]) not in [(verb,) for verb in verbs] and list(tokens[:2]) not in groups:
         return list(tokens)
     result: list[str] = []
     rest = list(tokens)
@@ -182,6 +183,7 @@ def render(
         "deepspeed-json": f"strategy: {{kind: deepspeed, config_file: {output}}} uses it here",
         "fsdp-json": f"TrainingArguments(fsdp=True, fsdp_config={str(output)!r}) uses it",
         "skypilot": f"its head says how to start it: head {path}",
+        "kubernetes": f"start it: kubectl apply -f {path}",
     }[to]
     sys.stderr.write(f"wrote {output}; {use}\n")
     return ExitCode.OK

@@ -18,6 +18,7 @@ from isles.monitor.follow import Follower
 from isles.monitor.logs import LineTail
 from isles.monitor.table import columns, print_lines
 from isles.run.join_line import JoinLine, ask_hub
+from isles.run.paths import is_file
 
 _ANSWER_S = 5.0
 _POLL_S = 1.0
@@ -40,7 +41,7 @@ def running_hubs(output_dir: Path) -> list[Path]:
 
 
 def _is_hub(path: Path) -> bool:
-    return (path / "process.json").is_file() and (path / "settings.json").is_file()
+    return is_file(path / "process.json") and is_file(path / "settings.json")
 
 
 def hub_record(state: Path) -> dict[str, Any]:

@@ -275,7 +275,9 @@ class MultiClusterStart:
             lines.append(f"{name}: {first.removeprefix('error: ')}")
             lines += [f"  {line.removeprefix('error: ')}" for line in rest]
         error = LoginError("\n".join(lines))  # as isles has printed it
-        error.exit_code = ExitCode(max(end.code for end in refused.values()))
+        code = max(end.code for end in refused.values())
+        # A start that a signal has ended has another.
+        error.exit_code = ExitCode(code) if code in tuple(ExitCode) else ExitCode.TRAINING
         there = len(self.choice.todo) + len(self.choice.running)
         is_set = "outer.min_clusters" in self._loaded.origins
         if not is_set or there < max(1, self._outer.min_clusters):
@@ -436,9 +438,9 @@ class ClustersFollower(Follower):
         if self._children.left:
             return None
         self._is_over.set()
-        reports = cluster_reports(self._run).values()
-        is_alive = any(report.state in ALIVE for report in reports)
-        if not is_alive and self._run.meets and not self._run.hub:
+        states = {report.state for report in cluster_reports(self._run).values()}
+        # "new": of launcher manual, whose commands are still to be typed.
+        if states.isdisjoint({*ALIVE, "new"}) and self._run.meets and not self._run.hub:
             end_hub(self._run.state)
         lines, code = outcome_lines(self._run, self._codes)
         print_lines(self.console, lines)

@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 
 from isles import __version__
@@ -112,8 +113,15 @@ def _ask(runs: Sequence[RemoteRun], output_dir: Path) -> list[RunReport]:
             hint = "its directory is no longer there; it will not be shown again"
             reports.append(_bare(run, "gone", "", hint))
             continue
+        try:
+            report = RunReport(**{**record, "on": run.ssh})
+        except ValidationError:
+            what = f"isles {answer.get('version')} there and {__version__} here differ"
+            differs = UserError(what, fix="install the same isles on both: isles setup")
+            reports.append(_last_known(run, output_dir, differs))
+            continue
         keep_report(output_dir, run, record)
-        reports.append(RunReport(**{**record, "on": run.ssh}))
+        reports.append(report)
     return reports
 
 
@@ -252,17 +260,27 @@ class RemoteFollower(Follower):
         return ExitCode.COMMUNICATION
 
 
-def stop_remote(run: RemoteRun, *, now: bool, timeout: str) -> int:
+def stop_remote(
+    run: RemoteRun,
+    *,
+    now: bool,
+    timeout: str,
+    print_line: Callable[[str], object],
+    ask: Callable[[RemoteRun, list[str]], int] = pass_on,
+) -> int:
     """Stop a run where its directory is.
+
+    Args:
+        ask: runs an isles command there, and returns its exit code.
 
     Raises:
         PreflightError: its machine cannot be reached.
     """
+    words = ["stop", run.path, f"--timeout={timeout}", *(["--now"] if now else [])]
     if run.launcher == "kubernetes":
-        return _stop_pods(run, now=now, timeout=timeout)
+        return _stop_pods(run, words, print_line, ask)
     try:
-        words = ["stop", run.path, f"--timeout={timeout}", *(["--now"] if now else [])]
-        return pass_on(run, words)
+        return ask(run, words)
     except PreflightError as error:
         if run.launcher in QUEUES or len(run.hosts) < 2:
             raise
@@ -270,17 +288,21 @@ def stop_remote(run: RemoteRun, *, now: bool, timeout: str) -> int:
         raise PreflightError(error.what, where=error.where, fix=fix, id=error.id) from error
 
 
-def _stop_pods(run: RemoteRun, *, now: bool, timeout: str) -> int:
+def _stop_pods(
+    run: RemoteRun,
+    words: list[str],
+    print_line: Callable[[str], object],
+    ask: Callable[[RemoteRun, list[str]], int],
+) -> int:
     # Kubernetes would start pods again for as long as there is a Job: it goes in any case.
     from isles.launch.kubernetes.reach import read_place
 
     place = read_place(run.ssh)
     code = 0
     if any(pod.is_running for pod in place.kubectl.pods(place.job)):
-        words = ["stop", run.path, f"--timeout={timeout}", *(["--now"] if now else [])]
-        code = pass_on(run, words)
+        code = ask(run, words)
     else:
-        sys.stdout.write(f"no pod of {run.name} runs; what it has saved is on its claim\n")
+        print_line(f"no pod of {run.name} runs; what it has saved is on its claim")
     if code == 0:
         place.delete()
     return code

@@ -221,9 +221,10 @@ def _verify_copy(run_dir: RunDir, step: int | None) -> int:
 
     from isles.run.bucket import in_words
     from isles.run.paths import RunDir
+    from isles.run.records import clear_errors
 
     copy, code = _needed_copy(run_dir), ExitCode.OK
-    with in_words(copy.url):
+    with in_words(copy.url), clear_errors(run_dir.path):
         steps = [each for each in copy.steps() if step in (None, each)]
         for each in steps:
             with TemporaryDirectory(prefix=".verify-", dir=run_dir.path) as folder:

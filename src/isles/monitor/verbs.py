@@ -295,7 +295,7 @@ def stop(
     if isinstance(found, MultiClusterRun):
         return stop_clusters(found, now=now, timeout=timeout, print_line=print_line, warn=note)
     if isinstance(found, RemoteRun):
-        return stop_remote(found, now=now, timeout=timeout)
+        return stop_remote(found, now=now, timeout=timeout, print_line=print_line)
     return stop_run(found, now=now, timeout_s=timeout_s, print_line=print_line)
 
 

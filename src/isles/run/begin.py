@@ -27,10 +27,9 @@ from isles.config.resume import (
 from isles.config.sections.run import RunConfig
 from isles.errors import MissingDependencyError, UserError
 from isles.facts.units import format_duration
-from isles.run.bucket import Found, RunStore, find_newest, in_words
+from isles.run.bucket import Found, find_named, find_newest, in_words
 from isles.run.checkpoints import CheckpointInfo, checkpoint_name, list_checkpoints
 from isles.run.find import (
-    NUMBERED,
     find_any,
     is_run_dir,
     numbered_runs,
@@ -344,12 +343,10 @@ def _choose_copy(resolved: Resolved, url: str, resume: str, now: Clock) -> Begun
     # `--resume URL/NAME-N`, or `--resume URL/NAME-N/checkpoints/step-N`.
     name, _, rest = resume.removeprefix(f"{url.rstrip('/')}/").rstrip("/").partition("/")
     folder, _, checkpoint = rest.rpartition("/")
-    match = NUMBERED.fullmatch(name)
     step = checkpoint.removeprefix("step-")
     is_asked = folder == "checkpoints" and checkpoint.startswith("step-") and step.isdigit()
-    with in_words(url):
-        found = Found(RunStore(url, name), int(match["number"])) if match else None
-        has_it = found is not None and (not rest or (is_asked and int(step) in found.copy.steps()))
+    found = find_named(url, name)
+    has_it = found is not None and (not rest or (is_asked and int(step) in found.steps))
     if found is None or found.step is None or not has_it:
         raise UserError(
             f"there is no {'checkpoint' if rest else 'run'} {resume}",

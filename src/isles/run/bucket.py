@@ -313,8 +313,8 @@ class Found:
 
     def __init__(self, copy: RunStore, number: int) -> None:
         self.copy, self.number, self.name = copy, number, copy.name
-        steps = copy.steps()
-        self.step = steps[-1] if steps else None
+        self.steps = copy.steps()
+        self.step = self.steps[-1] if self.steps else None
         self.is_finished = copy.record("summary.json") is not None
         self.manifest = copy.manifest(self.step) if self.step is not None else None
         self.resolved = (copy.store.read("resolved.yaml") or b"").decode()
@@ -338,6 +338,20 @@ def find_newest(url: str, name: str) -> Found | None:
 
     with in_words(url):
         return within(ANSWER_S, look, "its answer")
+
+
+def find_named(url: str, name: str) -> Found | None:
+    """The run NAME-N that a bucket has; None: there is no such name.
+
+    Raises:
+        UserError: the bucket does not answer, or not as it should.
+    """
+    if (match := NUMBERED.fullmatch(name)) is None:
+        return None
+    with in_words(url):
+        return within(
+            ANSWER_S, lambda: Found(RunStore(url, name), int(match["number"])), "its answer"
+        )
 
 
 def bring_newer(

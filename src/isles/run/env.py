@@ -163,13 +163,17 @@ def hub_access(environ: Mapping[str, str] = os.environ) -> HubAccess:
     """The hub's address, the token of this account, and whether nothing may be fetched."""
     endpoint = (environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     token = environ.get("HF_TOKEN") or environ.get("HUGGING_FACE_HUB_TOKEN") or ""
-    if not token and environ.get("HF_HUB_DISABLE_IMPLICIT_TOKEN") not in ("1", "true"):
+    if not token and not _is_on(environ, "HF_HUB_DISABLE_IMPLICIT_TOKEN"):
         given = environ.get("HF_TOKEN_PATH")
         path = Path(given).expanduser() if given else _hub_home(environ) / "token"
         with suppress(OSError):
             token = path.read_text(encoding="utf-8").strip()
-    is_offline = environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    return HubAccess(endpoint, token, is_offline)
+    return HubAccess(endpoint, token, _is_on(environ, "HF_HUB_OFFLINE"))
+
+
+def _is_on(environ: Mapping[str, str], name: str) -> bool:
+    # As huggingface_hub reads its variables.
+    return environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def _hub_home(environ: Mapping[str, str]) -> Path:

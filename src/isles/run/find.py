@@ -10,7 +10,7 @@ from pathlib import Path
 
 from isles.errors import UserError
 from isles.run.env import named_elsewhere
-from isles.run.paths import Attempt, RunDir
+from isles.run.paths import Attempt, RunDir, is_file
 from isles.run.process import ProcessId
 from isles.run.records import read_record
 from isles.run.remote import (
@@ -33,7 +33,7 @@ Run = RunDir | RemoteRun | MultiClusterRun
 
 
 def is_run_dir(path: Path) -> bool:
-    return RunDir(path).resolved.is_file()
+    return is_file(RunDir(path).resolved)
 
 
 def list_runs(output_dir: Path) -> list[RunDir]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,7 +148,7 @@ class RunDir:
     def attempts(self) -> list[Attempt]:
         """Every start of this run, oldest first."""
         folder = self.path / "attempts"
-        if not folder.is_dir():
+        if not os.access(folder, os.R_OK | os.X_OK):  # there is none, or it is another user's
             return []
         numbers = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit())
         return [self.attempt(number) for number in numbers]
@@ -159,3 +160,8 @@ class RunDir:
     def last_attempt(self) -> Attempt | None:
         attempts = self.attempts()
         return attempts[-1] if attempts else None
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; False also in a folder that is closed to this user."""
+    return os.path.isfile(path)  # noqa: PTH113

@@ -62,6 +62,14 @@ class ProcessId:
             return False
 
 
+def signal_name(number: int) -> str:
+    """`SIGKILL`; of a signal without a name, as those for real time, its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def processor_name() -> str:
     """The processor's model, by the kernel."""
     info = Path("/proc/cpuinfo")

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from isles.errors import UserError
+from isles.run.paths import is_file
 from isles.run.records import clear_errors, read_record, write_record
 
 RUNS = Path("runs")
@@ -226,7 +227,7 @@ class MultiClusterRun:
 
 
 def is_multi_cluster(path: Path) -> bool:
-    return (path / _CLUSTERS).is_file()
+    return is_file(path / _CLUSTERS)
 
 
 def read_multi_cluster(path: Path) -> MultiClusterRun | None:

@@ -99,11 +99,7 @@ def record_restart(
 
 
 def read_restart(attempt: Attempt, number: int) -> Restart | None:
-    record = read_record(attempt.restart(number))
-    if record is None:
-        return None
-    record.pop("text", None)
-    return Restart(**record)
+    return restart_from(read_record(attempt.restart(number)))
 
 
 def restart_from(record: dict[str, Any] | None) -> Restart | None:

@@ -23,7 +23,7 @@ from isles.errors import ExitCode
 from isles.run.env import ATTEMPT, RUN_DIR, SET_BY_TORCHRUN, RankEnv
 from isles.run.outcome import ErrorRecord, end, error_record
 from isles.run.paths import Attempt, RunDir
-from isles.run.process import ProcessId, die_with_parent
+from isles.run.process import ProcessId, die_with_parent, signal_name
 from isles.run.records import write_record
 from isles.run.restarts import read_last_step
 
@@ -219,7 +219,7 @@ def failed_record(
     raised = _raised(tail)
     what, fix, where = f"{script.name} ended with exit code {code}", "", ""
     if code < 0:
-        name = signal.Signals(-code).name
+        name = signal_name(-code)
         what, fix = f"rank {env.rank} was killed by {name}", "the end of its log may say why: "
         fix += "`isles logs`"
         if name == "SIGKILL":

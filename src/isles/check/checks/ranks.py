@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from isles.check.plan import Answers, Hosts, NodePlan
 from isles.config.sections.cluster import NetworkConfig
 from isles.facts.units import format_bytes
 from isles.launch.ssh.environment import network_variables
+from isles.run.process import signal_name
 
 _NOISE_BYTES = 1 << 20
 _MEET_S = 30.0
@@ -130,7 +130,7 @@ def _answer(process: subprocess.Popen[bytes], noise: int, end: float) -> dict[st
         return answer
     code = process.wait(timeout=10)
     words = os.pread(noise, _NOISE_BYTES, 0).decode(errors="replace").strip().splitlines()
-    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    how = f"by {signal_name(-code)}" if code < 0 else f"with exit code {code}"
     return {"stage": "died", "failure": f"ended {how}" + (f": {words[-1]}" if words else "")}
 
 

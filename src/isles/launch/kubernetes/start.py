@@ -28,6 +28,8 @@ from isles.launch.ssh.start import interruptible
 from isles.run.remote import RUNS
 
 _LOOK_S = 1.0
+_MOST_MISSED = 5
+"""Looks in a row that kubectl may fail."""
 _BEGIN_S = 300.0
 """Longest wait for the first pod to say which run it has begun, once it runs."""
 
@@ -120,17 +122,28 @@ def _begun(kubectl: Kubectl, manifest: Manifest, options: StartOptions) -> dict[
     # Wait until all pods run, and the first one has begun a run: what it says of that.
     launcher, cluster = manifest.launcher, manifest.loaded.config.clusters[0]
     deadline, begin_by, said = time.monotonic() + launcher.pending_timeout, 0.0, ""
+    missed = 0
     while True:
-        pods = kubectl.pods(manifest.name)
-        first = next((pod for pod in pods if pod.index == 0), None)
-        text = kubectl.logs(first.name) if first is not None and first.phase != "Pending" else ""
+        try:
+            pods = kubectl.pods(manifest.name)
+            first = next((pod for pod in pods if pod.index == 0), None)
+            has_begun = first is not None and first.phase != "Pending"
+            text = kubectl.logs(first.name) if first is not None and has_begun else ""
+            why = kubectl.failure(launcher.flavour, manifest.name)
+        except UserError:  # a server that is busy for a moment ends no start
+            missed += 1
+            if missed == _MOST_MISSED:
+                raise
+            time.sleep(_LOOK_S)
+            continue
+        missed = 0
         lines = [line for line in text.splitlines() if line.startswith(STARTED)]
         running = sum(pod.is_running for pod in pods)
         if lines and (running >= cluster.min_nodes or (first and first.phase == "Succeeded")):
             return dict(json.loads(lines[-1].removeprefix(STARTED)))
         if first is not None and first.phase == "Failed" and not lines:
             raise _failed(first, text)
-        if why := kubectl.failure(launcher.flavour, manifest.name):
+        if why:
             # The pods may have been seen before that which has failed the Job.
             pods = kubectl.pods(manifest.name)
             failed = [pod for pod in pods if pod.index == 0 and pod.phase == "Failed"]

@@ -59,7 +59,7 @@ class Pbs(Scheduler):
             return JobReport("ended", reason, job_id, "UNKNOWN")
         if done.returncode or "job_state" not in done.stdout:
             raise no_answer(self, "qstat", done, "is the PBS server up? qstat -B")
-        found = read_attributes(done.stdout)
+        found = next(iter(read_blocks(done.stdout).values()), {})
         letter = found.get("job_state", "?")
         status = found.get("Exit_status", found.get("exit_status", ""))
         if letter in _WAITING:
@@ -72,8 +72,8 @@ class Pbs(Scheduler):
             # a1/0*4+a2/0*4
             parts = found.get("exec_host", "").split("+")
             nodes = "+".join(dict.fromkeys(part.partition("/")[0] for part in parts if part))
-            limit = _seconds(found.get("Resource_List.walltime", ""))
-            used = _seconds(found.get("resources_used.walltime", "")) or 0.0
+            limit = walltime_s(found.get("Resource_List.walltime", ""))
+            used = walltime_s(found.get("resources_used.walltime", "")) or 0.0
             doing = {"E": "ending", "S": "suspended", "U": "suspended"}.get(letter, "")
             reason = where_running(nodes, doing, None if limit is None else limit - used)
             return JobReport("running", reason, job_id, letter)
@@ -133,17 +133,22 @@ def read_dialect(attempt: Attempt) -> Dialect:
     return "torque" if noted == "torque" else "openpbs"
 
 
-def read_attributes(text: str) -> dict[str, str]:
-    """The attributes of one job as `qstat -f` prints them; a long one goes on after a tab."""
-    found: dict[str, str] = {}
-    key = ""
+def read_blocks(text: str, sign: str = "") -> dict[str, dict[str, str]]:
+    """The attributes of jobs, queues, servers or nodes, as PBS prints them, by the line above each.
+
+    A long value goes on after a tab. `sign` is taken off the line above, such as `Queue:`.
+    """
+    block: dict[str, str] = {}
+    blocks, key = {"": block}, ""
     for line in text.splitlines():
         if line.startswith("\t") and key:
-            found[key] += line.removeprefix("\t")
+            block[key] += line.removeprefix("\t")
+        elif line and not line[0].isspace():
+            block, key = blocks.setdefault(line.removeprefix(sign).strip(), {}), ""
         elif " = " in line:
             key, _, value = line.lstrip().partition(" = ")
-            found[key] = value
-    return found
+            block[key] = value
+    return {name: block for name, block in blocks.items() if block}
 
 
 def pending(letter: str, comment: str, job_id: str) -> tuple[str, str]:
@@ -167,13 +172,12 @@ def ended_as(status: str, comment: str) -> tuple[str, str]:
     return ("its script ended" if code == 0 else f"its script ended with exit status {code}"), ""
 
 
-def _seconds(walltime: str) -> float | None:
+def walltime_s(walltime: str) -> float | None:
+    """Seconds of `[[[dd:]hh:]mm:]ss`; None: it is no such time."""
     if not re.fullmatch(r"\d+(:\d+){0,3}", walltime):
         return None
-    seconds = 0.0
-    for part in walltime.split(":"):
-        seconds = seconds * 60 + int(part)
-    return seconds
+    parts = [int(part) for part in reversed(walltime.split(":"))]
+    return float(sum(each * unit for each, unit in zip(parts, (1, 60, 3600, 86400), strict=False)))
 
 
 class PbsAllocation(Allocation):

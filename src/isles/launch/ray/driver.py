@@ -35,7 +35,7 @@ from isles.launch.ssh.facts import free_port, port_taken
 from isles.run.nodes import Fleet, FleetNode
 from isles.run.outcome import agent_error, end_failed, end_stopped
 from isles.run.paths import Attempt, RunDir
-from isles.run.process import die_with_parent
+from isles.run.process import die_with_parent, signal_name
 from isles.run.records import read_record, write_record
 from isles.run.restarts import newest_step
 from isles.run.stop import read_stop_request
@@ -146,7 +146,7 @@ class Driver:
         self._over.set()
         if code < 0:
             fix = "it was killed, or the head ran out of memory: see `dmesg | tail` there"
-            what = f"the coordinator of this run was ended by {signal.Signals(-code).name}"
+            what = f"the coordinator of this run was ended by {signal_name(-code)}"
             end_failed(self._attempt, agent_error(what, fix, id="run.coordinator"))
             code = ExitCode.COMMUNICATION
         for thread in threads:

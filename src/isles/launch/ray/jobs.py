@@ -13,8 +13,8 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -82,27 +82,30 @@ class RayJobs(JobQueue):
 
     def nodes(self) -> list[RayNode]:
         """The nodes that are alive. UserError: the cluster does not answer."""
-        found = json.loads(self._ask("/api/v0/nodes?limit=10000"))["data"]["result"]["result"]
-        return [
-            RayNode(node["node_name"], node["resources_total"] or {}, node["labels"] or {})
-            for node in found
-            if node["state"] == "ALIVE"
-        ]
+        with self._understood():
+            answer = json.loads(self._ask("/api/v0/nodes?limit=10000"))
+            return [
+                RayNode(node["node_name"], node["resources_total"] or {}, node["labels"] or {})
+                for node in answer["data"]["result"]["result"]
+                if node["state"] == "ALIVE"
+            ]
 
     def versions(self) -> tuple[str, str]:
         """Of Ray on the cluster, and of the package here; empty: it is not installed."""
         own = ""
         with suppress(metadata.PackageNotFoundError):
             own = metadata.version("ray")
-        return str(json.loads(self._ask("/api/version"))["ray_version"]), own
+        with self._understood():
+            return str(json.loads(self._ask("/api/version"))["ray_version"]), own
 
     def look(self, attempt: Attempt, job_id: str) -> JobReport:
         try:
-            info: dict[str, Any] = json.loads(self._ask(f"/api/jobs/{job_id}"))
+            with self._understood():
+                info: dict[str, Any] = json.loads(self._ask(f"/api/jobs/{job_id}"))
+                word, message = str(info["status"]), str(info.get("message") or "")
         except _NoJobError:
             what = "the Ray cluster does not know the job: its head was started anew"
             return JobReport("ended", what, job_id, "UNKNOWN")
-        word, message = str(info["status"]), str(info.get("message") or "")
         state = _STATES.get(word, "ended")
         host = str(info.get("driver_node_id") or "")
         reason, fix = message.partition("\n")[0], ""
@@ -128,9 +131,22 @@ class RayJobs(JobQueue):
 
     def output(self, attempt: Attempt, job_id: str) -> Path:
         path = attempt.path / "ray-driver.log"
-        with suppress(UserError, OSError):
+        with suppress(UserError, OSError), self._understood():
             write_text_atomic(path, json.loads(self._ask(f"/api/jobs/{job_id}/logs"))["logs"])
         return path
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        # A page of a proxy, or of another program at this port, is no answer of Ray.
+        try:
+            yield
+        except (ValueError, KeyError, TypeError) as error:
+            raise PreflightError(
+                f"what answers at {self.address} is not Ray's dashboard",
+                where="launcher ray",
+                fix=_REACH,
+                id="queue.commands",
+            ) from error
 
     def _stop(self, job_id: str) -> None:
         self._ask(f"/api/jobs/{job_id}/stop", {})

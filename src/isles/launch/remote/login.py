@@ -6,9 +6,11 @@ a record of it (`RemoteRun`), by which every verb runs isles there and passes on
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -22,7 +24,7 @@ from isles.config.sections.cluster import LoginSection
 from isles.errors import PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.ssh.environment import python_of, setting_lines
-from isles.launch.ssh.shell import SSH_FAILED, Result, Shell, python_failure
+from isles.launch.ssh.shell import SSH_FAILED, Result, Shell, not_started, python_failure
 from isles.run.env import NAMED
 from isles.run.paths import RunDir
 from isles.run.remote import RemoteRun, write_remote
@@ -209,9 +211,16 @@ def remote_isles(
     run: RemoteRun, words: Sequence[str], *, host: str = "", connect_timeout_s: float = 10.0
 ) -> list[str]:
     """The command line, to be run here, that runs an isles command on a host of a run; empty: on
-    the one that has the run directory."""
+    the one that has the run directory.
+
+    Raises:
+        PreflightError: this machine has no ssh, or no kubectl.
+    """
     shell = Shell(host or run.ssh, connect_timeout_s + _more_s(run))
-    return shell.argv(["bash", "-c", remote_script(run, words)])
+    argv = shell.argv(["bash", "-c", remote_script(run, words)])
+    if shutil.which(argv[0]) is None:
+        raise not_started(FileNotFoundError(errno.ENOENT, "", argv[0]))
+    return argv
 
 
 def ask_isles(

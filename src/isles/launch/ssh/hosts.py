@@ -298,7 +298,7 @@ def _reach(
 def _resolve(given: str, name: str) -> str:
     try:
         return socket.gethostbyname(given)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: a..b
         raise PreflightError(
             f"no IPv4 address is known for {given}",
             where=f"host {name}, clusters[0].launcher.hosts",

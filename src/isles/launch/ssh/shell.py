@@ -100,8 +100,8 @@ class Shell:
                 timeout=timeout_s,
                 check=False,
             )
-        except FileNotFoundError as error:
-            raise self._missing(str(error.filename)) from error
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            raise not_started(error) from error
         except subprocess.TimeoutExpired as error:
             raise PreflightError(
                 f"no answer within {timeout_s:.0f} s to: {shlex.join(command)[:200]}",
@@ -134,8 +134,8 @@ class Shell:
             return subprocess.Popen(
                 argv, stdin=stdin, stdout=pipe, stderr=stderr, process_group=group
             )
-        except FileNotFoundError as error:
-            raise self._missing(str(error.filename)) from error
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            raise not_started(error) from error
 
     def stream(
         self,
@@ -190,12 +190,15 @@ class Shell:
                 break
         return PreflightError(what, where=f"host {self.name}", fix=fix, id="ssh.connect")
 
-    def _missing(self, program: str) -> PreflightError:
-        return PreflightError(
-            f"there is no program {program}",
-            where="this machine",
-            fix=f"install {program}" + (": apt install openssh-client" * (program == "ssh")),
-        )
+
+def not_started(error: OSError) -> PreflightError:
+    """What is said of a program of this machine that cannot be started."""
+    program = str(error.filename)
+    what = f"there is no program {program}"
+    if isinstance(error, PermissionError):
+        what = f"{program} cannot be run: {error.strerror}"
+    fix = f"install {program}" + (": apt install openssh-client" * (program == "ssh"))
+    return PreflightError(what, where="this machine", fix=fix)
 
 
 _FAILURES = (

@@ -165,7 +165,11 @@ class There:
     def _read(self) -> None:
         words = ["top", self._run.path, "--json", "--every", f"{self._every_s:g}", "--stdin"]
         words += ["--own"] if self._is_own else []
-        argv = remote_isles(self._run, words, connect_timeout_s=5.0)
+        try:
+            argv = remote_isles(self._run, words, connect_timeout_s=5.0)
+        except UserError as error:
+            self._why = error.what
+            return
         while not self._is_closed.is_set():
             with tempfile.TemporaryFile() as errors:
                 with self._starting:

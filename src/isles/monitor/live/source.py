@@ -16,6 +16,7 @@ from isles.monitor.hub import stop_hub
 from isles.monitor.live.model import RankRow, Snapshot
 from isles.monitor.live.readers import Found, reader_of
 from isles.monitor.logs import LogChoice
+from isles.monitor.remote import stop_remote
 from isles.monitor.stop import stop_run
 from isles.monitor.stream import shown_lines
 from isles.run.find import run_of, typed_name
@@ -181,13 +182,16 @@ class Watch:
                     found, now=now, timeout=_STOP_TIMEOUT, print_line=say, warn=say
                 )
             case RemoteRun():
-                words = ["stop", found.path, *(["--now"] if now else [])]
-                timeout_s = parse_duration_s(_STOP_TIMEOUT) + _FIRST_S
-                done = ask_isles(found, words, timeout_s=timeout_s)
-                self.said += [*done.stdout.splitlines(), *done.stderr.splitlines()]
-                return done.returncode
+                return stop_remote(
+                    found, now=now, timeout=_STOP_TIMEOUT, print_line=say, ask=self._ask_to_stop
+                )
             case _:
                 return stop_hub(found, print_line=say)
+
+    def _ask_to_stop(self, run: RemoteRun, words: list[str]) -> int:
+        done = ask_isles(run, words, timeout_s=parse_duration_s(_STOP_TIMEOUT) + _FIRST_S)
+        self.said += [*done.stdout.splitlines(), *done.stderr.splitlines()]
+        return done.returncode
 
     def _run_of(self, row: RankRow) -> RunDir | RemoteRun:
         found = self._found
