@@ -97,8 +97,11 @@ def _span(ranks: tuple[int, int] | None) -> str:
 
 
 def _parts_text(row: RankRow) -> str:
-    # What a filter looks at; a bar is drawn instead.
-    return "bar" if row.parts else "-"
+    # Where a bar cannot be drawn: shares of data, compute, communication and waiting.
+    if (parts := parts_of(row)) is None:
+        return "-"
+    whole = sum(parts) or 1.0
+    return "/".join(_percent(part / whole) for part in parts)
 
 
 BAR = "parts"

@@ -5,29 +5,45 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from isles.facts.units import format_bytes, format_count, format_duration, printable
-from isles.monitor.live.model import ClusterRow, Head, HostRow, HubRow, LinkRow, RankRow, Snapshot
+from isles.facts.units import format_count, format_duration, printable
+from isles.monitor.live.cells import (
+    BAR,
+    CLUSTER_COLUMNS,
+    HOST_COLUMNS,
+    LINK_COLUMNS,
+    RANK_COLUMNS,
+    Column,
+    R,
+    hub_line,
+)
+from isles.monitor.live.model import Head, Snapshot
 from isles.monitor.table import cell, columns, steps_text
+
+# What fits on a line of 80.
+_OF_CLUSTERS = ("cluster", "mark", "state", "step", "outer", "weight", "hidden", "up", "down")
+_OF_HOSTS = ("cluster", "host", "mark", "state", "cpu", "now/of GiB", "in", "out", "heard")
+_OF_RANKS = ("cluster", "rank", "mark", "host", "use", "now/peak/of GiB", BAR, "°C", "step")
+_OF_LINKS = ("cluster", "from", "to", "used", "measured", "by", "round trip", "state")
 
 LIVE = "`isles top` is live in a terminal; `isles dashboard` is a page"
 
 
 def plain_lines(snapshot: Snapshot, width: int = 80) -> list[str]:
     """A snapshot as text; no line is longer than `width`."""
-    lines = [*_head_lines(snapshot.run), *_hub_lines(snapshot.hub)]
+    lines = _head_lines(snapshot.run)
+    lines += [hub_line(snapshot.hub)] if snapshot.hub is not None else []
     lines += [f"! {note}" for note in snapshot.notes]
-    has_clusters = bool(snapshot.clusters)
     tables = (
-        _clusters(snapshot.clusters),
-        _hosts(snapshot.hosts, has_clusters=has_clusters),
-        _ranks(snapshot.ranks, has_clusters=has_clusters),
-        _links(snapshot.links),
+        _table(CLUSTER_COLUMNS, _OF_CLUSTERS, snapshot.clusters),
+        _table(HOST_COLUMNS, _OF_HOSTS, snapshot.hosts),
+        _table(RANK_COLUMNS, _OF_RANKS, snapshot.ranks),
+        _table(LINK_COLUMNS, _OF_LINKS, snapshot.links),
     )
     found = []
     for line in lines:
         found += textwrap.wrap(line, width, subsequent_indent="  ") or [""]
     for table in tables:
-        if len(table) > 1:
+        if table:
             found += ["", *(_cut(line, width) for line in columns(table))]
     return [printable(line) for line in [*found, "", _cut(LIVE, width)]]
 
@@ -58,107 +74,13 @@ def _head_lines(run: Head) -> list[str]:
     return [line for line in (first, known, *more) if line]
 
 
-def _hub_lines(hub: HubRow | None) -> list[str]:
-    if hub is None:
-        return []
-    if hub.error:
-        return [f"hub {hub.address}: {hub.error}".replace(" :", ":")]
-    waits = f", waits for {', '.join(hub.waits_for)}" if hub.waits_for else ""
-    return [f"hub {hub.address}{cell(hub.round, ', round {}'.format).strip('-')}{waits}"]
-
-
-def _clusters(rows: Sequence[ClusterRow]) -> list[tuple[str, ...]]:
-    head = ("cluster", "state", "step", "tokens/s", "outer", "weight", "up", "down", "hidden")
-    return [
-        head,
-        *(
-            (
-                row.name,
-                row.mark or row.state,
-                steps_text(row.step, row.total_steps),
-                cell(row.tokens_per_second or None, format_count),
-                cell(row.outer_step, str),
-                cell(row.weight, "{:.0%}".format),
-                cell(row.up_bytes or None, format_bytes),
-                cell(row.down_bytes or None, format_bytes),
-                cell(row.hidden_share, "{:.0%}".format),
-            )
-            for row in rows
-        ),
-    ]
-
-
-def _hosts(rows: Sequence[HostRow], *, has_clusters: bool) -> list[tuple[str, ...]]:
-    table: list[tuple[str, ...]] = [
-        ("host", "ranks", "cpu", "memory", "disk free", "in", "out", "heard", "state")
-    ]
-    for row in rows:
-        ranks = "-"
-        if row.ranks is not None:
-            first, last = row.ranks
-            ranks = f"{first}-{last}" if last > first else str(first)
-        name = f"{row.cluster}/{row.host}" if has_clusters and row.cluster else row.host
-        table.append(
-            (
-                name or "-",
-                ranks,
-                cell(row.cpu, "{:.0%}".format),
-                cell(row.memory_bytes, format_bytes),
-                cell(row.disk_free_bytes, format_bytes),
-                _rate(row.net_in),
-                _rate(row.net_out),
-                cell(row.heard_s, format_duration),
-                row.mark or row.state,
-            )
-        )
-    return table
-
-
-def _ranks(rows: Sequence[RankRow], *, has_clusters: bool) -> list[tuple[str, ...]]:
-    table: list[tuple[str, ...]] = [
-        ("rank", "host", "step", "use", "memory", "°C", "W", "data/comp/comm/wait", "mark")
-    ]
-    for row in rows:
-        parts = "-"
-        if row.parts is not None:
-            own = row.parts
-            rest_s = max(0.0, own.communication_s - own.waiting_s)
-            seconds = (own.data_s, own.compute_s, rest_s, own.waiting_s)
-            whole = sum(seconds) or 1.0
-            parts = "/".join(f"{part / whole:.0%}" for part in seconds)
-        rank = f"{row.cluster}/{row.rank}" if has_clusters and row.cluster else str(row.rank)
-        table.append(
-            (
-                rank,
-                row.host,
-                cell(row.step, str),
-                cell(row.use, "{:.0%}".format),
-                cell(row.memory_bytes, format_bytes),
-                cell(row.temperature_c, "{:.0f}".format),
-                cell(row.power_w, "{:.0f}".format),
-                parts,
-                f"{row.mark}: {row.throttle}" if row.mark == "throttled" else row.mark,
-            )
-        )
-    return table
-
-
-def _links(rows: Sequence[LinkRow]) -> list[tuple[str, ...]]:
-    return [
-        ("link", "measured", "by", "round trip", "used", "state"),
-        *(
-            (
-                f"{row.source} > {row.target}",
-                _rate(row.measured),
-                row.measured_by or "-",
-                cell(row.rtt_s, lambda s: f"{1e3 * s:.1f} ms"),
-                _rate(row.used),
-                row.state,
-            )
-            for row in rows
-        ),
-    ]
-
-
-def _rate(bytes_per_s: float | None) -> str:
-    return cell(bytes_per_s, lambda rate: f"{format_bytes(rate)}/s")
+def _table(
+    columns: Sequence[Column[R]], heads: Sequence[str], rows: Sequence[R]
+) -> list[tuple[str, ...]]:
+    # The columns of these heads in which a row has something.
+    shown = list[tuple[str, ...]]()
+    for column in columns:
+        cells: list[str] = [column.text(row) for row in rows]
+        if column.head in heads and set(cells) - {"", "-"}:
+            shown.append((column.head, *cells))
+    return list(zip(*shown, strict=True))
