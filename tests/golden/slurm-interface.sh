@@ -18,6 +18,9 @@
 #SBATCH --requeue
 #SBATCH --mail-type=END
 
+# `isles stop` signals this shell too; the coordinator finds what was asked for when it begins.
+trap '' USR1
+
 # ---- What the agents and their ranks run in --------------------------------------------------
 cd /home/me/train || exit 1
 module load cuda/12.8 || exit 1

@@ -10,6 +10,9 @@
 #SBATCH --signal=B:USR1@300
 #SBATCH --no-requeue
 
+# `isles stop` signals this shell too; the coordinator finds what was asked for when it begins.
+trap '' USR1
+
 # ---- What the agents and their ranks run in --------------------------------------------------
 cd /home/me/train || exit 1
 source /home/me/venv/bin/activate || exit 1

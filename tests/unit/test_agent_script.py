@@ -16,7 +16,7 @@ import isles
 from isles.agent.hang import keep_hang_files, new_hang_files
 from isles.agent.script.run import failed_record
 from isles.agent.script.stacks import RUNNER, Answer, open_file, read_stacks
-from isles.agent.script.watch import ScriptWatch, Signs, overdue
+from isles.agent.script.watch import ScriptWatch, Signs, overdue, script_hang
 from isles.config.sections.training import WatchdogConfig
 from isles.errors import UserError
 from isles.launch.worker import run_verb
@@ -258,3 +258,7 @@ def test_stacks_are_had_from_outside_and_the_script_notices_nothing(tmp_path: Pa
     assert answer["stacks"] == "" and "gives no stacks" in answer["at"]
     child.communicate(b"\n", timeout=DEADLINE_S)
     assert child.returncode == 0
+    # Who has ended is not the one that is waited for.
+    ended = ask(child.pid, 0)
+    hang = script_hang({0: ended, 1: {**ended, "at": "at my.py:8 hang()"}}, ["a", "b"], 3)
+    assert hang.root_causes == (1,) and "my.py:8" in hang.text

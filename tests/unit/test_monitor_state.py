@@ -52,6 +52,14 @@ def test_a_job_stands_as_its_queue_says(tmp_path: Path) -> None:
         assert (found.state, found.is_alive, found.reason) == (state, is_alive, reason), number
 
 
+def test_an_outcome_is_newer_than_the_word_of_a_queue_that_went_silent(tmp_path: Path) -> None:
+    outcome = {"state": "stopped", "at": time.time(), "exit_code": 85}
+    run_dir, attempt = recorded_run(tmp_path / "a-1", {"launcher": "slurm"}, outcome)
+    write_record(attempt.job, {"at": time.time() - 60.0, "state": "pending", "reason": "why"})
+    found = attempt_state(run_dir, attempt)
+    assert (found.state, found.is_alive) == ("stopped", False)
+
+
 def test_a_sign_of_life_is_newer_than_the_queues_word(tmp_path: Path) -> None:
     before = {"state": "stopped", "at": time.time() - 60}
     launch, status = {"launcher": "slurm"}, {"step": 1}

@@ -147,6 +147,7 @@ def test_a_silent_slurm_is_waited_for_once(job: Job) -> None:
 
 def test_a_job_of_a_submission_without_an_answer_trains_nothing(job: Job, tmp_path: Path) -> None:
     job.program("sbatch", "exec sleep 30")
+    job.attempt.script.touch()
     loaded = load_run_file(tmp_path / "run.yaml", ["clusters.0.environment={}"])
     begun = Begun(job.run_dir, resumed=False, note="")
     lost = pytest.raises(LostSubmission, match="no answer within")
@@ -154,6 +155,35 @@ def test_a_job_of_a_submission_without_an_answer_trains_nothing(job: Job, tmp_pa
         submit(Slurm(str(job.bin), ask_s=0.2), job.attempt, loaded)
     # The job may have been taken: then it trains nothing beside the next start.
     assert queued(job).begin() == 2
+    job.attempt.outcome.unlink()
+    assert queued(job).begin() == 1, "nor before the outcome is there"
+
+
+def test_a_job_that_has_begun_is_no_lost_submission(job: Job, tmp_path: Path) -> None:
+    job.program("sbatch", "exec sleep 30")
+    job.attempt.script.touch()
+    job.attempt.launch.unlink()
+    assert queued(job).begin() is None
+    loaded = load_run_file(tmp_path / "run.yaml", ["clusters.0.environment={}"])
+    assert submit(Slurm(str(job.bin), ask_s=0.2), job.attempt, loaded) == "7"
+
+
+def test_of_two_jobs_only_one_trains(job: Job) -> None:
+    assert queued(job, job_id="9").begin() == 1, "it was not this start that has submitted it"
+    assert queued(job).begin() is None
+    assert queued(job, job_id="8").begin() == 1
+    assert queued(job).begin() is None, "the same again, where Slurm has queued it again"
+    assert not job.attempt.outcome.exists()
+
+
+def test_variables_of_the_shell_do_not_count_more_than_the_run_file(job, tmp_path, monkeypatch):
+    job.program("sbatch", '[ -z "$SBATCH_WAIT$SBATCH_ARRAY_INX" ] && echo 8')
+    job.attempt.script.write_text('#!/bin/bash\n#SBATCH --job-name="a b"\n#SBATCH -n 4\n')
+    monkeypatch.setenv("SBATCH_WAIT", "1")
+    monkeypatch.setenv("SBATCH_ARRAY_INX", "1-2")
+    loaded = load_run_file(tmp_path / "run.yaml", ["clusters.0.environment={}"])
+    assert submit(Slurm(str(job.bin)), job.attempt, loaded) == "8"
+    assert f"sbatch --parsable --job-name=a b {job.attempt.script}" in job.calls.read_text()
 
 
 @each(
@@ -177,11 +207,11 @@ def test_a_rendered_job_is_not_queued_again_in_vain(text, saved, restarts, why_n
     assert why_not is None or why_not in done.stderr
 
 
-def queued(job: Job, scontrol: str = "exit 1") -> QueuedRun:
+def queued(job: Job, scontrol: str = "exit 1", job_id: str = "7") -> QueuedRun:
     """The run as its job sees it; `scontrol`: bash that answers all but the names of the nodes."""
     nodes = 'case "$1 $2" in "show hostnames") echo a1; exit;; esac'
     job.program("scontrol", f"{nodes}\n{scontrol}")
-    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a1"}
+    environ = {"SLURM_JOB_ID": job_id, "SLURM_JOB_NODELIST": "a1"}
     allocation = SlurmAllocation(job.launcher, job.attempt, environ)
     return QueuedRun(job.run_dir, job.attempt, job.config, allocation)
 
@@ -209,6 +239,7 @@ def outcome(job: Job) -> dict[str, Any]:
 def test_a_job_that_slurm_does_not_requeue_is_submitted_again(job: Job) -> None:
     run = saved_before_limit(job)
     job.program("sbatch", "echo 8")
+    job.attempt.script.touch()
     assert run.queue_again() == 0
     again = f"sbatch --parsable --dependency=afterany:7 {job.attempt.script}"
     assert again in job.calls.read_text()

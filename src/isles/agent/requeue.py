@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import time
 
+from isles.agent.protocol import log_line
 from isles.config.sections.cluster import QueueSection
 from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, UserError
-from isles.launch.queue.job import Allocation
+from isles.launch.queue.job import LOST, Allocation, claim
 from isles.run.outcome import agent_error, end, end_failed
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
@@ -44,6 +45,7 @@ class QueuedRun:
         self._attempt = attempt
         self._config = config
         self._allocation = allocation
+        self._is_of_queue = isinstance(launcher, QueueSection)
         self._may_requeue = not isinstance(launcher, QueueSection) or launcher.requeue
         self.brings_back = allocation.brings_back
         """Whether a node that is lost is replaced while the others stay."""
@@ -63,6 +65,9 @@ class QueuedRun:
         outcome = read_record(attempt.outcome)
         if outcome is not None and not outcome.get("may_go_on"):
             return int(outcome["exit_code"])
+        if self._is_of_queue and (holder := self._other_job()):
+            log_line(f"{self._allocation.job} ends: this run is {holder}")
+            return int(ExitCode.USER)
         if self._user_stop() is not None:
             self.stop()
             return int((read_record(attempt.outcome) or {})["exit_code"])
@@ -72,6 +77,17 @@ class QueuedRun:
                 return int(ExitCode.TRAINING)
             self.is_requeued = False  # it runs already
         return None
+
+    def _other_job(self) -> str:
+        # Whose this attempt is, if it is not this job's. The number of a job of PBS may stand
+        # before another name of its server.
+        own = self._allocation.job_id
+        submitted = str((read_record(self._attempt.launch) or {}).get("job_id") or "")
+        holder = claim(self._attempt, own, submitted=submitted)
+        if holder == LOST:
+            return "given up, as its submission was not answered"
+        is_own = holder.partition(".")[0] == own.partition(".")[0]
+        return "" if is_own else f"job {holder}'s"
 
     def limit_is_near(self) -> None:
         """Ask the ranks to save, by a request such as `isles stop` leaves."""

@@ -28,6 +28,8 @@ WORDS = {signal.SIGINT: "interrupt", signal.SIGTERM: "requeue"}
 _POLL_S = 0.5
 _KILL_S = 10.0
 _COORDINATOR_S = 15.0
+_GLANCE_S, _SILENT_S = 5.0, 15.0
+"""Longest wait for an answer of a scheduler, and the age at which its last one says no more."""
 """How long a coordinator may take to end the ranks of all nodes, before it is killed itself."""
 
 _BY_FILES_S = 60.0
@@ -92,7 +94,7 @@ def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, print_line: PrintL
     """
     attempt = run_dir.last_attempt()
     if attempt is not None:
-        refresh(run_dir, attempt, max_age_s=0.0)
+        refresh(run_dir, attempt, max_age_s=0.0, ask_s=_GLANCE_S)
     stopping = Stopping(run_dir, attempt, print_line) if attempt is not None else None
     if stopping is None or not (stopping.state.is_alive or stopping.state.state == "unknown"):
         print_line(f"{run_dir.name} is not running: {_state_text(run_dir)}")
@@ -229,13 +231,17 @@ class Stopping:
         if self._process is not None:
             return wait_for_end(self._process, pause_s)
         time.sleep(pause_s)
+        answers = False
         if self._job is not None:
-            refresh(self._run_dir, self._attempt)
+            report = refresh(self._run_dir, self._attempt, ask_s=_GLANCE_S)
+            if report is not None and report.state != "unknown":
+                answers = time.time() - report.at < _SILENT_S
         self.state = attempt_state(self._run_dir, self._attempt)
         if not self.state.is_queue:
             self._refuse_silent()  # silent since the request: that is no end
-        # Of a run that is only seen by its files the outcome is the last word.
-        is_over = self.state.outcome is not None and not self.state.is_queue
+        # Of a run that is only seen by its files the outcome is the last word; so it is where the
+        # scheduler does not say whether the job has ended with it.
+        is_over = self.state.outcome is not None and not answers
         return not self.state.is_alive or is_over
 
     def _refuse_silent(self) -> None:

@@ -124,12 +124,13 @@ def _job_state(
     word = job.get("state")
     last_seen_at = _last_seen_at(run_dir, attempt, begun_at, now_s)
     outcome = read_record(attempt.outcome)
-    ended_at = number_of(outcome, "at") or 0.0
+    ended_at, asked_at = number_of(outcome, "at") or 0.0, number_of(job, "at") or 0.0
     state: State
     is_alive = True
-    waits = word in ("pending", "requeued") and (number_of(job, "at") or 0.0) > (
-        last_seen_at or 0.0
-    )
+    is_queued = word in ("pending", "requeued")
+    if outcome is not None and not outcome.get("may_go_on"):
+        is_queued = is_queued and asked_at > ended_at  # a scheduler may have been silent since
+    waits = is_queued and asked_at > (last_seen_at or 0.0)
     is_seen = (
         last_seen_at is not None
         and now_s - last_seen_at < FRESH_S
@@ -137,7 +138,7 @@ def _job_state(
     )
     if is_seen and not waits:
         state = "running"  # an outcome from before is that of an earlier start of the same job
-    elif word in ("pending", "requeued"):
+    elif is_queued:
         state = "queued"
     elif outcome is not None:
         state, is_alive = _recorded(outcome), word == "running"

@@ -19,6 +19,9 @@ from isles.run.hang import Frame, collective_in, place_in_words
 
 RUNNER = Path(__file__).with_name("main.py")
 
+ENDED = "its process has ended"
+"""Where a rank stands whose script is over."""
+
 _FILE = "isles-stacks"
 _WAIT_S, _QUIET_S = 2.0, 0.2
 _FRAME = re.compile(r'^\s+File "(.+)", line (\d+|\?\?\?) in (.+)$')
@@ -70,6 +73,8 @@ def _answer(state: str, text: str) -> Answer:
     if state in ("T", "t"):
         frozen = "it is frozen: stopped by SIGSTOP or held by a debugger"
         return {"at": "", "waits_in": "", "stacks": f"{frozen}\n", "frozen": frozen}
+    if state in ("", "Z", "X"):
+        return {"at": ENDED, "waits_in": "", "stacks": f"{ENDED}\n", "frozen": ""}
     stack = _main_stack(text)
     at = place_in_words(stack) if text else "where it gives no stacks"
     if state == "D":

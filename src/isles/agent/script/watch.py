@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isles.agent.protocol import log_line
-from isles.agent.script.stacks import Answer
+from isles.agent.script.stacks import ENDED, Answer
 from isles.config.sections.training import WatchdogConfig
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
@@ -263,5 +263,9 @@ def script_hang(answers: Mapping[int, Answer], hosts: list[str], step: int) -> H
         words = [f"rank {r} on {hosts[r]}: {answers[r]['frozen']}" for r in frozen]
         words += [f"rank {r} on {hosts[r]} does not answer" for r in missing]
         return Hang((*frozen, *missing), "; ".join(words[:3]))
-    stands = {r: Position(step, "running", a["at"], a["waits_in"]) for r, a in answers.items()}
+    # Who has ended is further than the others, and not waited for.
+    stands = {
+        rank: Position(step + (answer["at"] == ENDED), "running", answer["at"], answer["waits_in"])
+        for rank, answer in answers.items()
+    }
     return find_hang(stands, hosts)

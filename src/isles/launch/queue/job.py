@@ -21,6 +21,7 @@ from isles.facts.units import format_duration
 from isles.launch.ssh.shell import Result, Shell
 from isles.run.outcome import end, error_record
 from isles.run.paths import Attempt, RunDir
+from isles.run.records import write_text_atomic
 from isles.run.restarts import newest_step
 from isles.run.stop import request_stop
 
@@ -29,6 +30,9 @@ JobState = Literal["pending", "running", "requeued", "ended", "unknown"]
 
 ASK_S = 20.0
 """Longest wait for a command of a scheduler, which may be busy for some seconds."""
+
+NEXT, LOST = "next", "lost"
+"""In place of the id of the job that trains an attempt: see `hand_on` and `claim`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,8 @@ class Scheduler(JobQueue):
     cancel_command: ClassVar[str]
     array_option: ClassVar[str]
     """Pattern of an option that makes an array of a job."""
+    own_options: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Patterns of options that the script must have as isles writes them, and what there is."""
     new_words: ClassVar[tuple[str, ...]]
     """`JobReport.word` of a job that the scheduler has not looked at yet."""
 
@@ -149,6 +155,10 @@ class Scheduler(JobQueue):
     @abstractmethod
     def submitted_id(self, done: Result) -> str | None:
         """The id of the job, from the answer of the submit command; None: it was refused."""
+
+    def submit(self, script: Path, *options: str) -> Result:
+        """Run the submit command. PreflightError: as of `run`."""
+        return self.run(*self.submit_command, *options, str(script))
 
     def cancel(self, job: QueueJob, *options: str) -> None:
         """See `JobQueue.cancel`."""
@@ -224,13 +234,44 @@ class QueueJob:
         end(self.attempt, state, code, f"{what}; {kept}", step=saved, error=error)
 
 
-def resubmitted_id(attempt: Attempt) -> str | None:
-    """The id of the job that goes on in place of the first one; None while that one does."""
+def training_job(attempt: Attempt) -> str | None:
+    """The id of the job that trains an attempt; None: none has begun, or another is submitted."""
+    found = _holder(attempt)
+    return found if found[:1].isdigit() else None
+
+
+def claim(attempt: Attempt, job_id: str, *, submitted: str = "") -> str:
+    """The job that trains an attempt: this one, unless it is another's.
+
+    Of several that ask at once the file system lets one make the file. The answer is LOST where
+    the start was given up before any of them began.
+
+    Args:
+        submitted: the job that the start has submitted, where that is known.
+    """
+    path = attempt.path / "job-id"
+    try:
+        with path.open("x", encoding="utf-8") as stream:
+            stream.write(f"{submitted or job_id}\n")
+    except FileExistsError:
+        holder = _holder(attempt)
+        if holder in ("", NEXT):
+            write_text_atomic(path, f"{job_id}\n")
+        return holder if holder not in ("", NEXT) else job_id
+    return submitted or job_id
+
+
+def hand_on(attempt: Attempt, job_id: str = NEXT) -> None:
+    """Let another job train an attempt in place of this one; NEXT: that which begins next."""
+    write_text_atomic(attempt.path / "job-id", f"{job_id}\n")
+
+
+def _holder(attempt: Attempt) -> str:
     try:
         words = (attempt.path / "job-id").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
-        return None
-    return words[-1].partition(";")[0] if words else None
+        return ""
+    return words[-1].partition(";")[0] if words else ""
 
 
 def last_line(done: Result) -> str:
@@ -273,6 +314,7 @@ class Allocation(ABC):
 
     Attributes:
         job: for messages, such as `Slurm job 4711`.
+        job_id: as the scheduler writes it.
         key: a word that no other start of any job has.
         nodes: in the order of their numbers; the first one is this host.
         first_port: added to network.port, so that two jobs on one node begin at different ports.
@@ -289,9 +331,8 @@ class Allocation(ABC):
         self, scheduler: Scheduler, job_id: str, attempt: Attempt, environ: Mapping[str, str]
     ) -> None:
         self.job = f"{scheduler.name} job {job_id}"
-        self.key = job_id
+        self.key = self.job_id = job_id
         self.first_port = int(re.sub(r"\D", "", job_id.partition(".")[0])) % 100
-        self._id = job_id
         self._attempt = attempt
         self._environ = environ
 

@@ -22,13 +22,14 @@ from isles.launch.queue.job import (
     Scheduler,
     address_of,
     explain,
+    hand_on,
     no_answer,
     where_running,
 )
 from isles.launch.ssh.shell import Result
 from isles.run.outcome import AGAIN
 from isles.run.paths import Attempt
-from isles.run.records import read_record, write_record, write_text_atomic
+from isles.run.records import read_record, write_record
 
 Dialect = Literal["openpbs", "torque"]
 
@@ -244,6 +245,7 @@ class PbsAllocation(Allocation):
         commands = [["/bin/bash", "-c", submit]]
         commands += [["ssh", "-n", "-o", "BatchMode=yes", host, submit]] if host else []
         error = ""
+        hand_on(self._attempt)
         for command in commands:
             try:
                 done = subprocess.run(
@@ -254,7 +256,7 @@ class PbsAllocation(Allocation):
                 raise self.refused(f"qsub has not answered within {self.submit_s:.0f} s") from None
             job_id = done.stdout.split()[-1:]
             if done.returncode == 0 and job_id:
-                write_text_atomic(self._attempt.path / "job-id", f"{job_id[0]}\n")
+                hand_on(self._attempt, job_id[0])
                 return f"it goes on as PBS job {job_id[0]}"
             error = done.stderr.strip() or f"qsub has ended with {done.returncode}"
         raise self.refused(error)

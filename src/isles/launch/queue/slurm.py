@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 import signal
 import sys
 import time
@@ -26,13 +27,14 @@ from isles.launch.queue.job import (
     Scheduler,
     address_of,
     explain,
+    hand_on,
     no_answer,
     where_running,
     words_of,
 )
 from isles.launch.ssh.shell import Result
 from isles.run.paths import Attempt
-from isles.run.records import read_record, write_text_atomic
+from isles.run.records import read_record
 
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
@@ -50,6 +52,25 @@ class Slurm(Scheduler):
     cancel_command = "scancel"
     array_option = r"\s*(--array|-a)(=|\s|\d|$)"
     new_words = ("PENDING", "PENDING Priority")
+    own_options = (
+        (r"\s*--signal(=|\s|$)", "save_before is when the run is saved before its time limit"),
+        (r"\s*(--output|--error|-o|-e)(=|\s|$)", "`isles logs` shows what the job prints"),
+        (r"\s*(--wait|-W)\s*$", "`isles train` follows the run to its end"),
+    )
+
+    def submit(self, script: Path, *options: str) -> Result:
+        """See `Scheduler.submit`.
+
+        What the script says is said as options too: variables of the user's shell, such as
+        SBATCH_PARTITION, count more than its lines. Some have no such option.
+        """
+        lines = [line for line in script.read_text(encoding="utf-8").splitlines() if line]
+        found = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+        words = [shlex.split(option) for option in found]
+        said = [word[0] for word in words if len(word) == 1]  # the others sbatch reads alone
+        unset = [f"--unset=SBATCH_{name}" for name in ("ARRAY_INX", "ERROR", "WAIT")]
+        command = [self.path("sbatch"), "--parsable", *said, *options, str(script)]
+        return self.shell.run(["env", *unset, *command], timeout_s=self.ask_s)
 
     def submitted_id(self, done: Result) -> str | None:
         job_id = done.stdout.strip().partition(";")[0]
@@ -78,13 +99,14 @@ class Slurm(Scheduler):
             nodes = fields.get("NodeList", "").replace("(null)", "")
             state, reason, fix = "running", where_running(nodes, doing, left_s), ""
         else:
-            reason, fix = _how_ended(fields, word, why)
+            reason, fix = _how_ended(fields, word, why, job_id)
         return JobReport(state, reason, job_id, word if why == "None" else f"{word} {why}", fix)
 
     def exit_code(self, attempt: Attempt, report: JobReport) -> tuple[ExitCode, bool]:
         if (stopped := read_record(attempt.stopped)) is not None:
             return ExitCode(int(stopped["exit_code"])), True
-        known = words_of("slurm")["ended"].get(report.word.split(" ")[0])
+        word, _, why = report.word.partition(" ")
+        known = _row(word, why)
         code = ExitCode[known[1]] if known is not None else ExitCode.TRAINING
         return code, code in (ExitCode.INTERRUPTED, ExitCode.REQUEUE)
 
@@ -164,13 +186,19 @@ def pending(why: str, job_id: str) -> tuple[str, str]:
     return explain("slurm", "pending", head, job=job_id, whose=whose) or (why.replace("_", " "), "")
 
 
-def _how_ended(fields: dict[str, str], word: str, why: str) -> tuple[str, str]:
+def _row(word: str, why: str) -> list[str] | None:
+    # What the table says of a job that ended in this state, for this reason.
+    rows: dict[str, list[str]] = words_of("slurm")["ended"]
+    return rows.get(word) or rows.get(why)
+
+
+def _how_ended(fields: dict[str, str], word: str, why: str, job_id: str) -> tuple[str, str]:
     if word == "UNKNOWN":
         return "it is over, and Slurm knows no more of it", ""
-    if (known := words_of("slurm")["ended"].get(word)) is not None:
+    if (known := _row(word, why)) is not None:
         return known[0], known[2]
     if word == "FAILED" and why not in ("None", "NonZeroExitCode"):
-        return pending(why, "")
+        return pending(why, job_id)
     code, _, number = fields.get("ExitCode", "0:0").partition(":")
     if number not in ("", "0"):
         return f"its script was killed by signal {number}", "the end of its output may say more"
@@ -200,7 +228,7 @@ class SlurmAllocation(Allocation):
         self._container = Container.of(container) if container is not None else None
         self._slurm = Slurm(launcher.bin_path)
         super().__init__(self._slurm, environ["SLURM_JOB_ID"], attempt, environ)
-        self.key = f"{self._id}-{environ.get('SLURM_RESTART_COUNT', '0')}"
+        self.key = f"{self.job_id}-{environ.get('SLURM_RESTART_COUNT', '0')}"
         self._cpus = launcher.cpus_per_node
         hosts = self._run("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]).split()
         self.nodes = [JobNode(host, self._address(host, len(hosts))) for host in hosts]
@@ -235,22 +263,22 @@ class SlurmAllocation(Allocation):
 
     def is_preempted(self) -> bool:
         """See Allocation: a job with a time of grace gets SIGTERM, and is not queued again."""
-        text = self._run("scontrol", "show", "job", "-o", self._id)
+        text = self._run("scontrol", "show", "job", "-o", self.job_id)
         return re.search(r" PreemptTime=\d", text) is not None
 
     def queue_again(self) -> str:
         # Slurm ends this job to queue it again, and with it the command that has asked for it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        done = self._slurm.run("scontrol", "requeue", self._id)
+        done = self._slurm.run("scontrol", "requeue", self.job_id)
         if done.returncode == 0:
             return f"{self.job} is queued again, to go on"
-        after = f"--dependency=afterany:{self._id}"
-        again = self._slurm.run(*self._slurm.submit_command, after, str(self._attempt.script))
+        hand_on(self._attempt)
+        again = self._slurm.submit(self._attempt.script, f"--dependency=afterany:{self.job_id}")
         new = self._slurm.submitted_id(again)
         if new is None:
             error = again.stderr.strip() or done.stderr.strip() or "sbatch says nothing"
             raise self.refused(error)
-        write_text_atomic(self._attempt.path / "job-id", f"{new}\n")
+        hand_on(self._attempt, new)
         return f"Slurm does not queue this job again: it goes on as job {new}"
 
     def _run(self, command: str, *args: str) -> str:

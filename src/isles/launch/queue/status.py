@@ -10,7 +10,7 @@ from pathlib import Path
 
 from isles.errors import UserError
 from isles.facts.units import format_duration
-from isles.launch.queue.job import ASK_S, JobQueue, JobReport, QueueJob, resubmitted_id
+from isles.launch.queue.job import ASK_S, JobQueue, JobReport, QueueJob, training_job
 from isles.launch.queue.pbs import Pbs
 from isles.launch.queue.slurm import Slurm
 from isles.launch.ray.jobs import RayJobs
@@ -42,7 +42,7 @@ def queue_job(run_dir: RunDir, attempt: Attempt, *, ask_s: float = ASK_S) -> Que
             queue = RayJobs(str(launch.get("address")), ask_s=ask_s)
         case _:
             return None
-    job_id = resubmitted_id(attempt) or str(launch["job_id"])
+    job_id = training_job(attempt) or str(launch["job_id"])
     return QueueJob(run_dir, attempt, job_id, queue)
 
 

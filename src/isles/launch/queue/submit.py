@@ -23,7 +23,7 @@ from isles.errors import ConfigError, ExitCode, PreflightError, UserError
 from isles.launch.base import Started, StartOptions, check_packages, next_attempt, resolve_for_nodes
 from isles.launch.container.enter import Container, container_record, find_runtime
 from isles.launch.container.image import require_image
-from isles.launch.queue.job import Scheduler, words_of
+from isles.launch.queue.job import LOST, Scheduler, claim, words_of
 from isles.launch.queue.pbs import Pbs, write_dialect
 from isles.launch.queue.script import JobText, job_script
 from isles.launch.queue.slurm import Slurm
@@ -150,8 +150,10 @@ def submit(queue: Scheduler, attempt: Attempt, loaded: Loaded) -> str:
         )
     patient = replace(queue, ask_s=_SUBMIT_PATIENCE * queue.ask_s)
     try:
-        done = patient.run(*queue.submit_command, str(attempt.script))
+        done = patient.submit(attempt.script)
     except PreflightError as error:
+        if (begun := claim(attempt, LOST)) != LOST:
+            return begun  # the job that trains already
         raise LostSubmission(
             error.what,
             where=error.where,
@@ -231,10 +233,15 @@ def _look_at_image(container: dict[str, Any], loaded: Loaded, options: StartOpti
 
 def _refuse_extra(loaded: Loaded, extra: tuple[str, ...], queue: Scheduler) -> None:
     for index, option in enumerate(extra):
+        where = loaded.where(f"clusters.0.launcher.extra.{index}", "clusters.0.launcher")
+        for pattern, instead in queue.own_options:
+            if re.match(pattern, option):
+                what = f"{option} is an option that isles sets itself"
+                raise ConfigError(what, where=where, fix=f"delete it: {instead}")
         if re.match(queue.array_option, option):
             raise ConfigError(
                 f"{option} would start the same run many times, in one run directory",
-                where=loaded.where(f"clusters.0.launcher.extra.{index}", "clusters.0.launcher"),
+                where=where,
                 fix="delete it, and start each run of a series by an `isles train` of its own, "
                 "with a name of its own: name=tiny-lr-1 training.learning_rate=1e-4",
             )
