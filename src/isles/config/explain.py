@@ -149,7 +149,7 @@ class _WrongValue:
         if "string_pattern_mismatch" in self.errors and not keys.is_own_text(node):
             what, fix = ", not the name of a repository", f"use {allowed}"
             if "hub-id" not in own_types:
-                better = "-".join(re.findall(r"[A-Za-z0-9._]+", str(value))).lstrip("._")[:63]
+                better = "-".join(re.findall(r"[A-Za-z0-9._]+", str(value))).lstrip("._-")[:63]
                 what, fix = ", no name for a folder", f"{fix}, such as {better or 'run'}"
             return self._is(what, fix)
         if isinstance(value, bool | int | float) and keys.literals(node) and not has_numbers:

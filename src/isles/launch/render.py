@@ -233,7 +233,7 @@ def _torchrun_script(
         "torchrun.sh.jinja",
         run=torchrun_words(config, _workdir(loaded), device, cluster.launcher.kind)[0],
         head=[
-            f"{config.name}: {sum(nproc)} ranks on {where} under torchrun",
+            f"{config.name}: {sum(nproc)} rank{'s' * (sum(nproc) != 1)} on {where} under torchrun",
             f"written by isles {__version__}; it does not need the command isles to run",
             *notes,
         ],

@@ -175,7 +175,7 @@ def _state_text(report: RunReport) -> str:
 
 
 def _where_text(report: RunReport) -> str:
-    ranks = f"{report.world_size} x {report.device} on " if report.world_size else ""
+    ranks = f"{report.world_size} x {report.device} on " if report.device else ""
     if report.job:
         queue = f": {report.queue}" if report.queue else ""
         return f"{ranks}{report.launcher} job {report.job} (attempt {report.attempt}){queue}"

@@ -23,7 +23,7 @@ from isles.run.outcome import end, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import write_text_atomic
 from isles.run.restarts import newest_step
-from isles.run.stop import request_stop
+from isles.run.stop import read_stop_request, request_stop
 
 JobState = Literal["pending", "running", "requeued", "ended", "unknown"]
 """requeued: it has run before, and waits to go on. unknown: this machine cannot ask."""
@@ -217,7 +217,8 @@ class QueueJob:
         saved = newest_step(self.run_dir)
         kept = "nothing was saved" if saved is None else f"everything up to step {saved} is saved"
         code, is_stop = self.queue.exit_code(self.attempt, report)
-        what, error = f"{self.text}: {report.reason}", None
+        is_asked = is_stop and read_stop_request(self.attempt) is not None
+        what, error = "asked to stop" if is_asked else f"{self.text}: {report.reason}", None
         if not is_stop:
             output = self.queue.output(self.attempt, self.job_id)
             error = error_record(
