@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from isles.launch.queue.job import training_job
 from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record
@@ -101,8 +102,13 @@ def goes_on(lab: Lab, name: str, save_after: int) -> RunDir | None:
     """
     launcher = {"time": "2h", "save_before": f"{7200 - save_after}s"}
     run_dir = submit(lab, name, launcher, steps=10**6, strategy={"kind": "fsdp"})
-    attempt, job_id = run_dir.attempt(1), run_dir.attempt(1).path / "job-id"
-    until(lambda: job_id.exists() or attempt.outcome.exists(), lambda: logs(run_dir))
+    attempt = run_dir.attempt(1)
+    first = (read_record(attempt.launch) or {})["job_id"]
+
+    def is_next() -> bool:
+        return training_job(attempt) not in (None, first)
+
+    until(lambda: is_next() or attempt.outcome.exists(), lambda: logs(run_dir))
     checkpoints = list_checkpoints(run_dir)
     if not attempt.outcome.exists() and not checkpoints:
         isles(lab, "stop", run_dir.name)
