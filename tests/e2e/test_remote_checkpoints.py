@@ -16,10 +16,7 @@ from tests.runs import files_with, kill_all, losses_of, nothing_left, rows_of
 pytestmark = pytest.mark.long
 
 REMOTE = (f"checkpoint.remote=s3://{BUCKET}/runs", "checkpoint.every_steps=5")
-LONG = ("training.max_steps=100000", "training.logging_steps=1", "checkpoint.every_steps=20")
-STEP = "runs/tiny-1/checkpoints/step-{:08d}"
 EXPORT = "checkpoint.export_on_finish=true"
-RESUME = ("--resume", f"s3://{BUCKET}/runs/tiny-1")
 
 
 @pytest.fixture
