@@ -80,7 +80,7 @@ def test_unequal_nodes_train_save_and_stop_with_the_terminal_closed(lab, cluster
     step = assert_stopped(run_dir)
     more = ("--resume", "runs/stop-1", f"training.max_steps={step + 1}")
     text = isles(lab, "train", "stop.yaml", *more, host="a1")
-    assert f"from step {step}" in text and "stop-1 is finished" in text, text
+    assert f"after step {step}: " in text and "stop-1 is finished" in text, text
     assert all("modules are loaded" in attempt.node_log(node).read_text() for node in (0, 1))
     assert_nothing_left(lab)
 
