@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -23,7 +24,7 @@ from isles.data.sources.rows import PLAIN, Parser, Row, Rows
 from isles.data.tokens import tokenizer as tokens
 from isles.data.tokens.encode import Encoder
 from isles.data.tokens.prepare import prepare
-from isles.data.tokens.store import TokenStore
+from isles.data.tokens.store import TokenStore, disk_errors
 from isles.errors import CommunicationError, DataError
 from isles.run.checkpoints import hash_file
 from tests.data import quiet, write_rows
@@ -312,3 +313,5 @@ def test_a_full_disk(tmp_path):
         assert leftovers(disk / "cache") == []
         text.write_text("some text\n" * 1000)
         prepare(open_source(source), letters(), disk / "cache", progress=quiet)
+    with pytest.raises(DataError, match="a file may not grow further"), disk_errors(tmp_path):
+        raise OSError(errno.EFBIG, "as ulimit -f has it")
