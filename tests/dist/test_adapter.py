@@ -25,7 +25,6 @@ from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.dist.batch import Batch
 from isles.dist.world import join_world
-from isles.errors import ExitCode
 from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
@@ -218,11 +217,3 @@ def test_qlora_from_the_first_step_to_the_export(run_file: Path, base: Path) -> 
     assert result.returncode == 0 and result.stdout.startswith("abc"), result.stderr
     result = verb("eval", run)
     assert result.returncode == 0 and "validation loss" in result.stdout, result.stderr
-
-
-@pytest.mark.long
-def test_merging_is_refused_where_there_is_no_adapter(run_file: Path) -> None:
-    run_dir = train(run_file, 1, "training.max_steps=1", "training.warmup_steps=0")
-    result = verb("export", str(run_dir.path), "--merge-adapter")
-    assert result.returncode == ExitCode.USER
-    assert "has trained no adapter" in result.stderr and "leave it out" in result.stderr

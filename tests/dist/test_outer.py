@@ -154,6 +154,8 @@ def turns_of_a_cluster(
         kind = strategy if first else ALONE
         side = Side(run_file, world, kind, codec, *overrides, settings=settings)
         cluster, path = side.cluster, place / f"{world.world_size} {kind}.part"
+        if "adapter.type=lora" in overrides:  # only its matrices travel
+            assert all("lora_" in n for part in side.layout.fragments for n in part.names)
         # Under bf16 DeepSpeed rounds the weights that it begins with.
         seen, figures = [hash_of(side.weights()) if case != "zero2" else "rounded"], []
         for fragment in range(2):

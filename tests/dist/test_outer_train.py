@@ -31,7 +31,7 @@ from isles.run.records import read_record, read_rows, write_record
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 from tests.dist.test_outer import difference
-from tests.dist.test_same_mathematics import FAKE, give_weights, weights_of
+from tests.dist.test_same_mathematics import FAKE, weights_of
 from tests.outer_trainer import Numbers, serve
 from tests.outer_world import overlaps
 from tests.ranks import Gang, one_rank, run_ranks, start_ranks, start_training, until
@@ -302,36 +302,6 @@ def test_all_end_with_the_same_weights_where_one_is_late(site: Site, late: str) 
     assert digests == digests_of(waits) and max(digests) >= LAST_TURN
     assert turns_of(waits)[max(digests)]["mode"] == "idle"
     assert have_the_same_weights(halts, waits)
-
-
-@pytest.mark.long
-def test_of_an_adapter_only_its_matrices_travel(site: Site) -> None:
-    """Also where a run that was over is made longer, on another number of ranks."""
-    give_weights(site.run_file)
-    lora = ("adapter={type: lora, r: 2, alpha: 4}", "model.init=pretrained", "training.max_steps=6")
-    outer = "sync_every: 2, codec: bf16"
-    with site.hub():
-        run_dir, gang = site.start("a", 1, outer, *lora, "training.max_steps=4")
-        assert gang.wait() == [0] and len(turns_of(run_dir)) == 2
-        run_dir, gang = site.start("a", 2, outer, *lora, resume=str(run_dir.path))
-        assert gang.wait() == [0, 0]
-    rows, weights = turns_of(run_dir), weights_of(run_dir)
-    trained = sum(w.numel() for n, w in weights.items() if n.startswith("outer.outer_param"))
-    assert len(rows) == 3 and spans_of(rows) == list(range(6 * 12))
-    for row in rows.values():
-        assert row["average_bytes"] == 2 * trained
-        assert 2 * trained <= row["sent_bytes"] < 2 * trained + 20_000
-
-
-@pytest.mark.long
-def test_a_cluster_without_its_hub_says_whom_it_misses(site: Site) -> None:
-    site.state.mkdir()
-    line = "isles://127.0.0.1:9/test#" + "A" * 43 + "." + "A" * 43
-    (site.state / "join").write_text(line)
-    run_dir, gang = site.start("a", 1, "sync_every: 2, deadline: 2s")
-    assert gang.wait() == [5]
-    error = read_record(run_dir.attempts()[0].rank_error(0)) or {}
-    assert "hub has not answered within 2s" in error["what"] and "deadline" in error["fix"]
 
 
 def manifests(env: RankEnv, folder: Path) -> list[str]:

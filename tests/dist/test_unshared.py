@@ -6,7 +6,6 @@ import functools
 import os
 import resource
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,8 +30,7 @@ from isles.train.data import check_model_folder
 from tests.disks import small_disk
 from tests.dist.test_resume import same_bits, with_dropout
 from tests.dist.test_strategy_resume import CONSTANT, check_state
-from tests.ports import free_port
-from tests.ranks import one_rank, run_ranks, start_ranks, start_training, train
+from tests.ranks import one_rank, run_ranks, start_training, train
 
 SAVES = ("checkpoint.every_steps=4", "checkpoint.keep=2", "training.logging_steps=1")
 
@@ -121,17 +119,13 @@ def test_a_full_disk_of_another_host_is_named(run_file: Path) -> None:
         assert left_on(1, run_dir) == []
 
 
-def as_under_torchrun(env: RankEnv, port: int, **more: Any) -> None:
-    """Set the variables by which torchrun tells a rank its place."""
-    sizes = {"WORLD_SIZE": env.world_size, "LOCAL_WORLD_SIZE": env.local_world_size}
-    place = {"RANK": env.rank, "LOCAL_RANK": env.local_rank, "MASTER_PORT": port}
-    variables = {**sizes, **place, "MASTER_ADDR": "127.0.0.1", **more}
-    os.environ |= {name: str(value) for name, value in variables.items()}
-
-
 def join_again(env: RankEnv, port: int, restart: int) -> list[int]:
-    more = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": restart}
-    as_under_torchrun(env, port, **more)
+    """Find the others by the variables of torchrun."""
+    sizes = {"WORLD_SIZE": env.world_size, "LOCAL_WORLD_SIZE": env.local_world_size}
+    place = {"RANK": env.rank, "LOCAL_RANK": env.local_rank}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    variables = {**sizes, **place, **store, "TORCHELASTIC_RESTART_COUNT": restart}
+    os.environ |= {name: str(value) for name, value in variables.items()}
     if restart and env.rank == 0:
         time.sleep(2.0)
     return join_world(read_rank_env(), device="cpu", timeout_s=100.0).gather(env.rank)
@@ -142,38 +136,6 @@ def test_ranks_that_torchrun_starts_again_do_not_look_for_those_before():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for restart in range(2):
         assert run_ranks(join_again, 2, store.port, restart) == [[0, 1], [0, 1]]
-
-
-def by_hand(env: RankEnv, folder: Path, run_file: Path, port: int, words: list[str]) -> Any:
-    """One rank as torchrun starts it, in the folder of its host."""
-    from isles.train.__main__ import main
-
-    host = folder / f"host-{env.rank}"
-    os.chdir(host)
-    as_under_torchrun(replace(env, local_rank=0, local_world_size=1), port)
-    os.environ["XDG_CACHE_HOME"] = str(host / "cache")
-    sys.argv = ["isles.train", str(run_file), *words]
-    return main()
-
-
-@pytest.mark.long
-def test_torchrun_by_hand_where_the_other_host_has_the_data(run_file: Path, words: Path) -> None:
-    """Rank 0 makes the run directory, the other host trains the tokenizer and sends its tokens."""
-    folder = run_file.parent
-    head, other = folder / "host-0", folder / "host-1"
-    for host in (head, other):
-        host.mkdir()
-    words.rename(other / "words.jsonl")
-    (other / "runs" / "tiny-1").mkdir(parents=True)  # a run of its own, which is let alone
-    keys = ["output_dir=runs", "data.sources=[{path: words.jsonl}]", "training.max_steps=4"]
-    gang = start_ranks(by_hand, 2, folder, run_file, free_port(), keys)
-    assert gang.wait() == [0, 0], gang.said()
-    run_dir = RunDir(head / "runs" / "tiny-1")
-    assert verify_checkpoint(list_checkpoints(run_dir)[-1].path) == []
-    (kept,) = (other / "runs").glob(".of-*/tiny-1")
-    for file in run_dir.tokenizer.iterdir():
-        assert (kept / "tokenizer" / file.name).read_bytes() == file.read_bytes()
-    assert list((other / "runs" / "tiny-1").iterdir()) == []
 
 
 def fault_of(action: Callable[[], object]) -> str:

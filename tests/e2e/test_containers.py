@@ -24,7 +24,6 @@ from tests.deadline import run_program
 from tests.e2e.typed import Command
 from tests.lab.home import assert_nothing_left, has_done, isles, outcome_of, sh, until, write_run
 from tests.lab.hosts import Lab
-from tests.lab.pbs import pbs
 from tests.lab.slurm import slurm
 from tests.runs import losses_of
 
@@ -104,9 +103,6 @@ def boxer() -> Iterator[Boxer]:
 @pytest.mark.long
 def test_a_run_in_rootless_podman_stops_and_goes_on(boxer: Boxer) -> None:
     run_dir = RunDir(boxer.work / "runs" / "boxed-1")
-    bare = boxer.train("clusters.0.environment.container.python=/usr/bin/python3")
-    assert bare.end() == ExitCode.PREFLIGHT, bare.text
-    assert f"the image {IMAGE} has no isles" in bare.text and not run_dir.path.exists()
     command, attempt = boxer.train("training.max_steps=100000"), run_dir.attempt(1)
     try:
         command.until(lambda: has_done(attempt, 2))
@@ -238,15 +234,6 @@ def test_apptainer_and_pyxis_in_slurm(images: Lab) -> None:
             sh(lab, host, "echo /usr/bin >/images/ghcr.io_me_train_1.2")
         text = isles(lab, "train", "oci.yaml", "name=none", expected=2)
         assert "has no isles" in text
-
-
-@pytest.mark.long
-def test_apptainer_in_pbs(images: Lab) -> None:
-    lab = images
-    with pbs(lab, ("a1", "a2")):
-        run_dir = boxed(lab, "pbs", {"kind": "pbs", "time": "10m"}, "train.sif")
-        isles(lab, "train", "pbs.yaml")
-        assert_in_container(run_dir, lab)
 
 
 def _of(image: str) -> str:

@@ -1,4 +1,4 @@
-"""The page of a run in a real browser: of made snapshots, of a real run, and saved as a file."""
+"""The page of a run in a real browser: of made snapshots, and saved as a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,17 +16,13 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import yaml
 
 from isles.errors import UserError
 from isles.monitor.live.model import Snapshot
 from isles.monitor.live.server import MAX_CONNECTIONS, Dashboard, export
 from tests.browser import Browser, browser
 from tests.deadline import DEADLINE_S, until
-from tests.e2e.test_several import averaged, two  # noqa: F401  # a fixture
-from tests.e2e.typed import Command, isles
 from tests.made_watch import MadeWatch, made, other, running, served
-from tests.slowdown import slowed
 
 HOSTILE = "</script><img src=x onerror=document.title='broken'>\u2028\"'`${1}<!--"
 # The ratio of each text to what is behind it, of all that is in sight (WCAG 2, 1.4.3).
@@ -369,61 +364,3 @@ def test_bad_requests_and_silent_connections_leave_it_answering(capfd, monkeypat
         assert json.loads(ask(server, "/state.json")[1])["run"]["step"] == 1241
         assert server.server_address[0] == "127.0.0.1"
     assert capfd.readouterr() == ("", ""), "nothing in the terminal"
-
-
-def shown_rank(page: Browser, cluster: str, rank: int) -> str:
-    """What the page says of a rank."""
-    own = [row for row in rows(page, "ranks") if row.startswith(f"{rank} {cluster} ")]
-    return own[0] if own else ""
-
-
-def pid_of(page: Browser, cluster: str, rank: int) -> int:
-    state = page.evaluate("fetch(`state.json${location.search}`).then((answer) => answer.json())")
-    own = [row for row in state["ranks"] if (row["cluster"], row["rank"]) == (cluster, rank)]
-    return int(own[0]["pid"])
-
-
-@pytest.mark.long
-def test_the_page_of_a_run_of_two_clusters(page: Browser, two: Path) -> None:  # noqa: F811
-    """The step moves; a killed rank and a straggler are named; Ctrl+C ends it; it can be saved."""
-    folder = two.parent
-    content = yaml.safe_load(two.read_text())
-    content["clusters"] = [{"name": name, "gpus_per_node": 2} for name in "ab"]
-    content["training"] |= {"max_steps": 100_000, "logging_steps": 1}
-    content["outer"]["sync_every"] = 40
-    content["checkpoint"]["every_steps"] = 200
-    two.write_text(yaml.safe_dump(content))
-    training = Command("train", two, cwd=folder)
-    training.until(lambda: {"a", "b"} <= averaged(training))
-    dashboard = Command("dashboard", "t", cwd=folder, env={"PYTHONUNBUFFERED": "1"})
-    try:
-        link = dashboard.until(lambda: re.search(r"http://127\.0\.0\.1:\d+/\S+", dashboard.out))[0]
-        assert "ssh -L" in dashboard.out
-        page.open(link)
-        page.until("document.querySelectorAll('#ranks tbody tr').length === 4")
-        step = page.text("#step")
-        page.until(f"document.getElementById('step').textContent !== {step!r}", "the step moves")
-        assert {row.split()[0] for row in rows(page, "clusters")} == {"a", "b"}
-        assert len(rows(page, "hosts")) == 2 and "Hub 127.0.0.1" in page.text(".hub")
-        until(lambda: any("a → hub" in row for row in rows(page, "links")), "its links")
-
-        os.kill(pid_of(page, "b", 1), signal.SIGKILL)
-        until(lambda: " dead " in shown_rank(page, "b", 1), "a killed rank is named")
-        assert "rank 1" in page.text("#note-list")
-        until(lambda: " dead " not in shown_rank(page, "b", 1), "it is there again")
-        with slowed({pid_of(page, "a", 1): 4.0}, period_s=0.2):
-            until(lambda: " straggler " in shown_rank(page, "a", 1), "a slow rank is named")
-        assert_clean(page, link.partition("?")[0])
-        dashboard.process.send_signal(signal.SIGINT)
-        assert dashboard.end() == 0, dashboard.text
-        page.until("document.getElementById('lost').textContent.includes('Connection lost')")
-    finally:
-        dashboard.kill()
-    isles("stop", "t", "--now", cwd=folder, expected=None)
-    training.end()
-    saved = folder / "run.html"
-    assert "wrote" in isles("dashboard", "t", "--export", saved, cwd=folder).out
-    page.open(saved.as_uri())
-    page.until("document.querySelectorAll('#chart .line').length === 1")
-    assert page.text("#name") == "t-1" and page.text("#state") == "stopped"
-    assert page.errors == []

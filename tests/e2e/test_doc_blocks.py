@@ -290,20 +290,3 @@ def first_words(line: str) -> str:
             break
         found.append(word)
     return "".join(found)
-
-
-@pytest.mark.long
-def test_make_format(tmp_path: Path) -> None:
-    """`make format`, in a clone where a file has the wrong form."""
-    for name in ("src", "tests", "benchmarks", "examples", "docs", ".venv/bin"):
-        (tmp_path / name).mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    # An environment that has ruff alone, and is not installed anew: that would be ours.
-    (tmp_path / ".venv" / "bin" / "ruff").symlink_to(BINS / "ruff")
-    for stamp in (".train", ".installed"):
-        (tmp_path / ".venv" / stamp).touch()
-    file = tmp_path / "src" / "wrong.py"
-    file.write_text("import sys\nimport os\nPATHS=( os.sep,sys.path )\n")
-    Terminal(tmp_path, tmp_path).must("make format")
-    assert file.read_text() == "import os\nimport sys\n\nPATHS = (os.sep, sys.path)\n"

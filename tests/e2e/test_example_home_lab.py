@@ -138,7 +138,9 @@ def test_the_three_torchrun_lines(lab: Lab) -> None:
     names = sh(lab, head, f"ls ~/{PROJECT}/checkpoints/home-lab-1").split()
     assert names == [checkpoint.path.name for checkpoint in list_checkpoints(run_dir)]
     for other in set(HOSTS) - {head}:
+        # What rank 0 made is beside where a run of that host's own would be.
         assert not (runs(lab, other) / "home-lab-1").exists()
+        assert list(runs(lab, other).glob(".of-*/home-lab-1"))
 
 
 def test_a_name_that_nobody_knows_is_said_at_once(lab: Lab) -> None:

@@ -49,12 +49,3 @@ def test_a_closed_terminal_leaves_the_run_going(agent: Agent) -> None:
     assert follow(agent, signal.SIGHUP)[0] == 0
     agent.order("log", rank=0, text="still here\n")
     assert attempt_state(agent.run_dir, agent.attempt).state == "running"
-
-
-def test_the_exit_code_is_the_runs_and_the_culprit_is_named(agent: Agent) -> None:
-    error = {"rank": 0, "host": "h", "what": "out of memory", "fix": "a smaller batch"}
-    agent.order("outcome", state="failed", exit_code=4, step=None, error=error)
-    agent.order("exit", code=4)
-    code, text = follow(agent)
-    assert code == 4
-    assert "error: out of memory" in text and "a smaller batch" in text

@@ -13,10 +13,7 @@ from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 from tests.lab.home import (
-    ISLES,
-    PLACE,
     assert_nothing_left,
-    assert_places,
     assert_stopped,
     isles,
     outcome_of,
@@ -141,31 +138,6 @@ def test_time_is_up_and_the_next_job_goes_on_until_qdel_by_hand(lab: Lab) -> Non
     wait_for_job(lab, run_dir)
     step = assert_stopped(run_dir)
     assert [row["step"] for row in rows_of(run_dir)] == list(range(1, step + 1))
-
-
-@pytest.mark.long
-def test_a_rank_that_is_killed_is_named(lab: Lab) -> None:
-    run_dir = submit(lab, "killed", {}, steps=10**6)
-    attempt = run_dir.attempt(1)
-    until(lambda: len(losses_of(run_dir)) > 1, lambda: logs(run_dir))
-    sh(lab, "a2", f"kill -KILL {(read_record(attempt.rank_record(1)) or {})['pid']}")
-    outcome = outcome_of(attempt)
-    assert outcome["state"] == "failed" and outcome["error"]["rank"] == 1
-    assert "a2" in outcome["error"]["where"]
-    wait_for_job(lab, run_dir)
-
-
-@pytest.mark.long
-def test_a_script_of_the_users_own_from_a_laptop(lab: Lab) -> None:
-    """ctl is the laptop; qsub is called on a1."""
-    (lab.shared / "place.py").write_text(PLACE)
-    launcher = {"kind": "pbs", "login": "a1", "time": "1h"}
-    training = {"script": "place.py", "script_args": ["--epochs", 2]}
-    write_run(lab, "mine", output_dir="runs", launcher=launcher, training=training, **SHAPE)
-    sh(lab, "ctl", f"mkdir ~/home; cd ~/home; mv /shared/mine.yaml .; {ISLES} train mine.yaml")
-    assert_places(lab, lab.shared, "--epochs", "2")
-    shown = sh(lab, "ctl", f"cd ~/home; {ISLES} status")
-    assert "mine-1@a1" in shown and "finished" in shown
 
 
 def test_a_job_that_waits_says_why_and_can_be_taken_back(lab: Lab) -> None:

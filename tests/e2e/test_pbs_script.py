@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from isles.run.paths import RunDir
 from tests.deadline import run_program
 from tests.e2e.typed import isles
 from tests.programs import write_program
@@ -86,29 +85,6 @@ def run_rendered(folder: Path, **variables: str) -> int:
 def calls(path: Path) -> list[str]:
     """What a program was called with."""
     return sorted(path.read_text().splitlines())
-
-
-def test_the_dry_run_shows_what_is_submitted(tmp_path: Path) -> None:
-    prepare(tmp_path)
-    isles("train", "run.yaml", "--detach", cwd=tmp_path)
-    script = RunDir(tmp_path / "runs" / "tiny-1").attempt(1).script
-    text = isles("train", "run.yaml", "--dry-run", "--resume", "no", cwd=tmp_path).out
-    expected = script.read_text().replace("/tiny-1", "/tiny-2")
-    assert text.endswith(f"qsub would take this script:\n\n{expected}\n")
-    assert calls(tmp_path / "bin/qsub.calls") == [str(script)]
-
-
-def test_what_qsub_refuses_is_shown_with_its_place(tmp_path: Path) -> None:
-    prepare(tmp_path)
-    for said, key, fix in (
-        ("Unknown queue", "queue", "qstat -Q"),
-        ("Invalid account", "account", "-P NAME"),
-        ("node(s) specification error", "resources", "dialect"),
-    ):
-        write_program(tmp_path / "bin/qsub", f"echo 'qsub: {said}' >&2; exit 1")
-        place = f"clusters.0.launcher.{key}"
-        text = isles("train", "run.yaml", f"{place}=x", cwd=tmp_path, expected=1).err
-        assert said in text and f"command line {place}" in text and fix in text
 
 
 @pytest.mark.long

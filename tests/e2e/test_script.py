@@ -210,36 +210,6 @@ def test_nothing_is_left_when_the_agent_is_killed(tmp_path, own: RunDir, moment)
     assert processes_of(tmp_path) == []
 
 
-MEETING = """\
-import os
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-
-Path(os.environ["PROBE_DIR"], f"port-{os.environ['RANK']}").write_text(os.environ["MASTER_PORT"])
-dist.init_process_group("gloo")
-ranks = torch.tensor([1 + dist.get_rank()])
-dist.all_reduce(ranks)
-print("together", ranks.item())
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.long
-def test_on_two_nodes_its_ranks_meet_at_the_first_try(tmp_path: Path, own: RunDir) -> None:
-    (tmp_path / "meet.py").write_text(MEETING)
-    nodes = "clusters: [{nodes: 2, gpus_per_node: 1}]"
-    (tmp_path / "run.yaml").write_text(f"name: own\ntraining: {{script: meet.py}}\n{nodes}\n")
-    isles("train", "run.yaml", cwd=tmp_path)
-    attempt = own.attempt(1)
-    assert outcome_of(own)["state"] == "finished"
-    assert not attempt.restart(1).exists()
-    ports = {(tmp_path / f"port-{rank}").read_text() for rank in range(2)}
-    assert len(ports) == 1 and ports != {"0"}
-    assert all("together 3" in attempt.rank_log(rank).read_text() for rank in range(2))
-
-
 @pytest.mark.long
 def test_a_script_that_hangs_is_found_out(tmp_path: Path, own: RunDir) -> None:
     """Stacks can be had at any time; what is stopped now leaves nothing that it has started."""

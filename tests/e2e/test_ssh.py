@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -236,12 +235,9 @@ def test_a_frozen_rank_is_named_with_its_host(lab: Lab) -> None:
     assert stacks[1].read_text().startswith("rank 1 on a2, step ")
     status = isles(lab, "status", "frozen-1", *FAR)
     assert "rank 2 on a3 has not been heard of for" in " ".join(status.split())
-    well = isles(lab, "status", "frozen-1", "--check", *FAR, expected=ExitCode.PREFLIGHT)
-    assert "rank 2 on a3" in " ".join(well.split())
     sh(lab, "a3", f"kill -CONT {pid}")
     went_on = attempt.hangs / f"step-{stall['step']}.json"
     until(lambda: (read_record(went_on) or {})["went_on_after_s"], "it goes on")
-    isles(lab, "status", "frozen-1", "--check", "--wait", "5m", *FAR)
 
     stall, pid = freeze(0)
     assert "rank 0 on a1 has not been heard of for" in stall["text"]
@@ -252,7 +248,7 @@ def test_a_frozen_rank_is_named_with_its_host(lab: Lab) -> None:
 
 
 SCRIPT = """\
-import json, os, signal, sys
+import json, os, signal
 from datetime import timedelta
 
 import torch
@@ -264,8 +260,6 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=200))
 total = torch.tensor([1 + dist.get_rank()])
 dist.all_reduce(total)
 print("sum", total.item(), flush=True)
-if dist.get_rank() == 2 and sys.argv[1] == "fail":
-    raise RuntimeError("no such shard")
 signal.signal(signal.SIGTERM, lambda *_: (print("saving", flush=True), os._exit(0)))
 while True:  # the signal that asks for the stacks ends a pause
     signal.pause()
@@ -275,12 +269,8 @@ while True:  # the signal that asks for the stacks ends a pause
 @pytest.mark.long
 def test_a_script_of_your_own_on_three_hosts_and_its_logs(lab: Lab) -> None:
     (lab.shared / "mine.py").write_text(SCRIPT)
-
-    def write(name: str, how: str, **cluster: Any) -> None:
-        more = {"training": {"script": "mine.py", "script_args": [how]}, **cluster}
-        write_run(lab, name, output_dir="/root/runs", watchdog={"max_silence": "4s"}, **more)
-
-    write("mine", "wait")
+    more = {"training": {"script": "mine.py"}, "watchdog": {"max_silence": "4s"}}
+    write_run(lab, "mine", output_dir="/root/runs", **more)
     isles(lab, "train", "mine.yaml", "--detach")
     attempt = RunDir(lab.root("a1") / "root/runs/mine-1").attempt(1)
     hosts = list(enumerate(HOSTS))
@@ -291,7 +281,7 @@ def test_a_script_of_your_own_on_three_hosts_and_its_logs(lab: Lab) -> None:
         for path in attempt.hangs.glob("silence-*.json"):
             files = [path.with_name(f"{path.stem}-rank-{rank}.txt") for rank in range(3)]
             texts = [file.read_text() for file in files if file.exists()]
-            begun = [text.partition(":17")[0] for text in texts]
+            begun = [text.partition(":15")[0] for text in texts]
             if begun == [f"rank {rank} on {host}, at shared/mine.py" for rank, host in hosts]:
                 return path
         return None
@@ -304,13 +294,6 @@ def test_a_script_of_your_own_on_three_hosts_and_its_logs(lab: Lab) -> None:
         place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "3", "GROUP_RANK": str(rank)}
         assert f"[{host} rank {rank}] {json.dumps({**place, 'MASTER_ADDR': '10.77.1.1'})}" in logs
         assert f"[{host} rank {rank}] sum 6" in logs
-    second = isles(lab, "logs", "mine-1", "--node", "1", *FAR)
-    assert set(re.findall(r"^\[.*?\]", second, re.M)) == {"[a2 agent]", "[a2 rank 1]"}
-    last = isles(lab, "logs", "mine-1", "--rank", "2", "-n", "1", *FAR)
-    assert last.endswith("sum 6\n") and "[" not in last
-    blocks = isles(lab, "logs", "mine-1", "--by-node", "-n", "1", *FAR).splitlines()
-    headings = [line for line in blocks if line.startswith("=== ")]
-    assert headings == [f"=== Node {node} ({host}) ===" for node, host in hosts]
     # The first host itself has no key for the others: it shows what it has.
     own = isles(lab, "logs", "/root/runs/mine-1", host="a1")
     assert "[a1 rank 0] sum 6" in own and "[a2 rank" not in own
@@ -321,10 +304,4 @@ def test_a_script_of_your_own_on_three_hosts_and_its_logs(lab: Lab) -> None:
     assert (outcome["state"], outcome["exit_code"]) == ("stopped", ExitCode.REQUEUE)
     assert "the script ended with exit code 0" in outcome["reason"]
     assert "[a3 rank 2] saving" in isles(lab, "logs", "mine-1", *FAR)
-    assert_nothing_left(lab)
-
-    write("odd", "fail", max_restarts=0)
-    text = isles(lab, "train", "odd.yaml", expected=ExitCode.TRAINING)
-    assert "mine.py failed: RuntimeError: no such shard" in text, text
-    assert "/shared/mine.py:14, rank 2 on a3" in text
     assert_nothing_left(lab)

@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.run.checkpoints import list_checkpoints
 from tests.deadline import DEADLINE_S, until
-from tests.e2e.typed import ISLES, Command, isles, the_run
-from tests.runs import nothing_left
 from tests.terminal import Terminal
 
 pytestmark = pytest.mark.lab  # it needs tmux
@@ -146,33 +143,3 @@ def test_it_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
         child = terminal.process.children()[0]
         terminal.close()
         child.wait(DEADLINE_S)
-
-
-@pytest.mark.long
-def test_a_real_run_of_two_ranks(run_file: Path) -> None:
-    """Its ranks, their stacks and its log are shown; it is stopped, and has saved."""
-    cwd, run_dir = run_file.parent, the_run(run_file)
-    long = ("training.max_steps=100000", "training.logging_steps=1", "checkpoint.every_steps=20")
-    with nothing_left(cwd):
-        two = ("clusters.0.gpus_per_node=2", "clusters.0.max_restarts=0")
-        command = Command("train", str(run_file), *two, *long, cwd=cwd)
-        command.until(lambda: list_checkpoints(run_dir))
-        with Terminal(*ISLES, "top", "tiny", size=(100, 30), cwd=cwd) as terminal:
-            screen = terminal.until("tiny-1  running", "1 ranks 2", "░", "saved step")
-            began = step_of(screen)
-            terminal.until_it(lambda text: step_of(text) > began)
-            terminal.after("t", "rank 0 on", "thread MainThread")
-
-            def is_further_down(text: str) -> bool:
-                terminal.type("PageDown")
-                return "train/worker.py" in text
-
-            terminal.until_it(is_further_down)
-            terminal.after("q", "q quit")
-            terminal.after("l", "the last 500 lines of rank 0", "phase=training")
-            terminal.after("q", "q quit")
-            terminal.after("x", "Stop tiny-1?")
-            terminal.after("y", "tiny-1 has stopped")
-            terminal.after("q", "tiny-1  stopped")
-        command.end()
-    assert "stopped" in isles("status", "tiny", cwd=cwd).out

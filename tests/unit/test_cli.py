@@ -10,8 +10,10 @@ import pytest
 
 from isles.cli import main
 from tests.deadline import run_program
+from tests.documents import ROOT
 from tests.each import each
 from tests.runs import bare_run
+from tests.test_architecture import HEAVY
 from tests.unit.test_begin import add_checkpoint
 
 
@@ -25,15 +27,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_help_imports_nothing_that_it_does_not_need() -> None:
+def test_help_and_a_plan_import_nothing_that_they_do_not_need() -> None:
     code = (
-        "import sys; from isles.cli import main; main(['--help']);"
-        "print(*sorted(m for m in sys.modules if '.' not in m), file=sys.stderr)"
+        "import sys; from isles.cli import main; assert main(sys.argv[1:]) == 0;"
+        "print(*(m for m in sys.modules if '.' not in m), file=sys.stderr)"
     )
-    result = run_program([sys.executable, "-c", code])
-    modules = set(result.stderr.split())
-    heavy = {"torch", "numpy", "transformers", "pydantic", "yaml", "psutil", "jinja2", "datasets"}
-    assert not modules & heavy
+    plan = ["plan", str(ROOT / "examples" / "quickstart.yaml"), "--gpus=8xh100"]
+    for words, others in (
+        (plan, {"aiohttp", "jinja2"}),
+        (["--help"], {"pydantic", "yaml", "psutil", "jinja2"}),
+    ):
+        result = run_program([sys.executable, "-c", code, *words])
+        modules = set(result.stderr.splitlines()[-1].split())
+        assert "isles" in modules and not modules & (HEAVY | others), words
     for verb in ("init", "train", "status", "logs", "stop", "checkpoint", "generate", "eval"):
         assert verb in result.stdout
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import os
-import sys
 from itertools import groupby
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from transformers import GenerationConfig
 
 from isles.checkpoint.export import export_model
+from isles.cli import main
 from isles.config.sections.data import SourceConfig
 from isles.data.chat.template import chat_prompt, stop_at_turns, use_template
 from isles.data.show import SHOWN_TOKENS, shown_documents
@@ -25,7 +24,6 @@ from isles.errors import DataError
 from isles.facts.units import printable
 from tests import chat_templates as templates
 from tests.data import prepare_file, write_rows
-from tests.deadline import run_program
 from tests.each import each
 from tests.small_models import small_model
 
@@ -384,7 +382,7 @@ def test_the_key_follows_all_that_the_ids_depend_on(tmp_path):
     assert key(gemma, type="tokens") == keys[4]
 
 
-def test_samples_and_counts_are_printed(tmp_path, run_file):
+def test_samples_and_counts_are_printed(tmp_path, run_file, monkeypatch, capfd):
     chats = [[user(f"Number {n}?"), assistant("It is " + "so " * n)] for n in range(30)]
     write_rows(tmp_path / "chat.jsonl", [{"messages": chat} for chat in chats])
     rows = [{"instruction": "Say it", "output": f"[red]{n}[/red]"} for n in range(7)]
@@ -392,14 +390,11 @@ def test_samples_and_counts_are_printed(tmp_path, run_file):
     chat, tasks = "{path: chat.jsonl, type: chat}", "{path: alpaca.jsonl, type: instruct"
     data = [f"data.sources=[{chat}, {tasks}, train_on: all}}]", f"data.cache_dir={tmp_path}/made"]
 
-    def show(*arguments: str, **environment: str) -> tuple[str, str]:
-        names = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-        command = [sys.executable, "-m", "isles", "data", "show", run_file, *data, *arguments]
-        ended = run_program(command, tmp_path, {**names, "COLUMNS": "100", **environment})
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout, ended.stderr
-
-    out, _ = show("--samples", "2", "data.seq_length=24")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    assert main(["data", "show", str(run_file), *data, "--samples=2", "data.seq_length=24"]) == 0
+    out, _ = capfd.readouterr()
     assert "1. chat.jsonl: type chat · template chatml · train_on assistant\n" in out
     assert "Number 0?<|im_end|>\n<|im_start|>assistant\n⟦It is <|im_end|>⟧\n" in out
     assert out.count("── chat ") == 2 and "chat 30 of 30" in out
@@ -410,12 +405,8 @@ def test_samples_and_counts_are_printed(tmp_path, run_file):
     assert table["rows"] == table["documents"] == ["30", "7"]
     assert table["truncated"][0] == table["longer than seq_length"][0] != "0"
     assert table["trained tokens"][-1] == "(100.0%)"
-    # A training that follows finds it ready: the second time nothing is prepared.
-    before = sorted(path.name for path in (tmp_path / "made").glob("tokens-*"))
-    out, said = show("--samples=1", FORCE_COLOR="1")
-    assert said.count("(prepared before)") == len(before) == 2
-    assert sorted(path.name for path in (tmp_path / "made").glob("tokens-*")) == before
-    assert "\x1b[1;32mIt is <|im_end|>" in out and "⟦" not in out
+    # A training that follows finds it ready.
+    assert len(list((tmp_path / "made").glob("tokens-*"))) == 2
     assert not list(tmp_path.glob("runs*"))
 
 

@@ -55,6 +55,11 @@ NO_KEYS = {
     *("isles.report", "torch.distributed", "torch.float32", "torch.bfloat16"),
     *("model.dtype", "training.mixed_precision"),
 }
+# Messages on the page on trouble that come from other programs.
+NOT_OURS = {
+    *("connect() call failed", "no kernel image is available"),
+    *("telnet HOST 29500", "Too many open files"),
+}
 
 
 def test_the_pages_link_to_what_there_is():
@@ -123,6 +128,24 @@ def test_keys_and_ids_between_backticks_exist():
         and not (is_key(name) or name in by_id() or name in IDS or name in NO_KEYS)
     ]
     assert not unknown, unknown
+
+
+def test_messages_of_the_page_on_trouble_are_said_somewhere() -> None:
+    """What stands between backticks in the head of a paragraph, but for values in it."""
+    text = read(ROOT / "docs" / "troubleshooting.md")
+    words = "\n".join(
+        node.value
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(read(path)))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    heads = re.findall(r"^\*\*(.*?)\*\*", text, re.M | re.S)
+    codes = {" ".join(code.split()) for head in heads for code in re.findall(r"`([^`]*)`", head)}
+    messages = {code for code in codes if " " in code} - NOT_OURS
+    assert len(messages) >= 90
+    for message in messages:
+        for piece in re.split(r"…|\d[\d.]*", message):
+            assert piece.strip() in words, message
 
 
 def test_every_block_is_right_and_few_need_what_is_not_here():

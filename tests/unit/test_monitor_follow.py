@@ -30,12 +30,10 @@ def script(*steps: Callable[[], object]) -> Callable[[float], None]:
     return pause
 
 
-def follow(
-    agent: Agent, *steps: Callable[[], object], width: int = 200, is_terminal: bool = False
-) -> str:
+def follow(agent: Agent, *steps: Callable[[], object]) -> str:
     """What is printed of the agent's run, with a step between two looks, and then its end."""
     out = io.StringIO()
-    console = Console(file=out, width=width, force_terminal=is_terminal)
+    console = Console(file=out, width=200)
     follower = RunFollower(agent.run_dir, agent.attempt, console, Console(file=io.StringIO()))
     follower.follow(Signals(), pause=script(*steps, lambda: end(agent)))
     return out.getvalue()
@@ -79,18 +77,6 @@ def test_plain_lines_for_phases_rows_and_saves(tmp_path: Path) -> None:
         "step 20/60  loss not finite  lr 3.00e-03  1.2k tokens/s  1m 05s left",
         "a-1 is finished",
     ]
-
-
-def test_a_terminal_gets_a_bar_and_the_results(tmp_path: Path) -> None:
-    with running_agent(bare_run(tmp_path / "a-1")) as agent:
-        text = follow(
-            agent,
-            lambda: agent.order("status", phase="building model", detail="llama-2m"),
-            lambda: agent.order("row", kind="eval", step=10, loss=5.0, perplexity=148.41),
-            width=120,
-            is_terminal=True,
-        )
-    assert "building model" in text and "eval loss 5.0000" in text
 
 
 def test_the_bars_text_drops_the_least_important_first() -> None:

@@ -19,8 +19,17 @@ import pytest
 from rich.console import Console
 
 from isles.cli import app, main
+from isles.monitor.status import collect
+from isles.run.paths import RunDir
 from isles.run.records import write_record
-from isles.run.remote import ClusterRun, MultiClusterRun, RemoteRun, write_remote
+from isles.run.remote import (
+    ClusterRun,
+    MultiClusterRun,
+    RemoteRun,
+    keep_report,
+    list_remotes,
+    write_remote,
+)
 from tests.golden import check_golden
 from tests.programs import write_ssh
 from tests.run_records import FAR, GONE, rank_error, recorded_run, two_hosts
@@ -153,6 +162,14 @@ def test_status(said) -> None:
     as_json = ("two --json", "t --json")
     text = said("status", "", *here, "far", "lost", "nothing", *as_json)
     check_golden("monitor-status.txt", text)
+
+
+def test_a_machine_that_is_down_is_shown_with_what_was_last_known(folder, capfd) -> None:
+    (run,) = (run for run in list_remotes(folder) if run.name == "lost-1")
+    keep_report(folder, run, collect(RunDir(folder / "two-1")).model_dump())
+    (row,) = (row for row in printed(capfd, "status").splitlines() if "@down" in row)
+    assert row.split()[1:3] == ["unreachable", "30/60"] and "down cannot be asked" in row
+    assert "ago it was running; is it switched on? ping down" in printed(capfd, "status lost")
 
 
 def test_logs(said) -> None:

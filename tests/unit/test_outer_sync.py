@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from isles.config.sections.outer import DiLoCoConfig
-from isles.errors import ConfigError, UserError
+from isles.errors import CommunicationError, ConfigError, UserError
 from isles.outer.client.client import Alone
 from isles.outer.client.spool import Spool
 from isles.outer.codec import parse_codec
@@ -143,6 +143,7 @@ def test_who_is_not_let_in_hears_why(tmp_path):
     now += 2.0
     late = coordinator.failure(is_new=True)
     assert "has not answered within 5s: hub:1 does not answer" in str(late)
+    assert isinstance(late, CommunicationError) and "outer.deadline" in str(late)
     assert coordinator.failure(is_new=False) is None, "it goes on alone"
     state.refusal = UserError("wrong token", where="hub:1", fix="paste it again")
     failure = coordinator.failure(is_new=False)

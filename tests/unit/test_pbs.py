@@ -227,12 +227,21 @@ def test_paths_are_those_of_workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not list((tmp_path / "here").glob("runs*"))
 
 
+TWICE = "echo 7[].server"
+
+
 @each(
-    ("", "echo 'qsub: Unknown queue' >&2; exit 1", "Unknown queue"),
-    ("-J 1-4", "echo 7[].server", "would start the same run many times"),
-    ("-t 0-3", "echo 7[].server", "would start the same run many times"),
+    ("queue", "x", "echo 'qsub: Unknown queue' >&2; exit 1", "Unknown queue", "qstat -Q"),
+    ("account", "x", "echo 'qsub: Invalid account' >&2; exit 1", "Invalid account", "-P NAME"),
+    ("resources", "x", "echo 'specification error' >&2; exit 1", "specification error", "dialect"),
+    ("extra", "[-J 1-4]", TWICE, "would start the same run many times", "delete it"),
+    ("extra", "[-t 0-3]", TWICE, "would start the same run many times", "delete it"),
 )
-def test_a_job_that_is_refused_leaves_nothing(extra, qsub, words, *, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=words):
-        begin(tmp_path, monkeypatch, qsub, f"clusters.0.launcher.extra=[{extra}]")
+def test_a_job_that_is_refused_leaves_nothing(
+    key, value, qsub, words, fix, *, tmp_path, monkeypatch
+):
+    place = f"clusters.0.launcher.{key}"
+    with pytest.raises(UserError, match=words) as caught:
+        begin(tmp_path, monkeypatch, qsub, f"{place}={value}")
+    assert place in caught.value.where and fix in caught.value.fix
     assert not list(tmp_path.rglob("llama-1b-*"))

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import struct
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,10 @@ from isles.plan.report import ClusterPlan, Plan
 from isles.plan.step import split_rows
 from isles.plan.verb import PlanOptions, plan_of
 from isles.run.links import keep_links, read_links
-from tests.deadline import run_program
 from tests.documents import ROOT, blocks
 from tests.each import each
 from tests.model_hub import model_hub
 from tests.programs import write_program
-from tests.test_architecture import HEAVY
 
 RUN = """\
 name: trial   # a comment
@@ -208,14 +205,6 @@ def test_json_has_the_same_facts(here, capsys):
     assert time["total_s"] == pytest.approx(sum(time[part] for part in parts))
     assert {store["what"] for store in cluster["stores"]} == {"main memory", "disk"}
     assert found["assumptions"] and found["outer"] is None
-
-
-def test_planning_imports_nothing_heavy(here):
-    words = [sys.executable, "-X", "importtime", "-m", "isles", "plan", "run.yaml", "--gpus=8xh100"]
-    result = run_program(words)
-    assert result.returncode == 0, result.stderr
-    loaded = set(re.findall(r"\| +(\w+)$", result.stderr, re.M))
-    assert "isles" in loaded and not loaded & (HEAVY | {"aiohttp", "jinja2"})
 
 
 def test_bytes_between_clusters_are_those_of_the_codec() -> None:

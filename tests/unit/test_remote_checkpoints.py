@@ -50,7 +50,8 @@ def sent(run_dir: RunDir, remote: Path, *steps: int) -> RunStore:
     """The copy of a run that has saved these steps, and has ended."""
     for step in steps:
         saved(run_dir, step)
-    made, _ = uploader(run_dir, remote)
+    made, notes = uploader(run_dir, remote)
+    assert notes == [], "who has ended is not waited for"
     made.start()
     assert made.finish(lambda _: None) == []
     return made.copy

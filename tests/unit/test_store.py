@@ -39,6 +39,7 @@ from tests.deadline import run_program
 from tests.each import each
 from tests.run_files import load
 from tests.small_models import small_model
+from tests.unit.test_begin import add_checkpoint
 
 
 class Reduced:
@@ -226,6 +227,15 @@ def test_a_prompt_that_the_model_cannot_read(tmp_path, monkeypatch):
         verbs._generate(options, RunDir(tmp_path), SimpleNamespace(config=config))
 
 
+def test_merging_is_refused_where_there_is_no_adapter(tmp_path):
+    run_dir, resolved = RunDir(tmp_path / "tiny-1"), resolve(load(tmp_path, RUN), num_gpus=0)
+    add_checkpoint(run_dir, 20)
+    options = SimpleNamespace(step=None, push_to_hub=None, output=None, merge_adapter=True)
+    with pytest.raises(UserError, match="has trained no adapter") as caught:
+        verbs._export(options, run_dir, resolved)
+    assert (caught.value.where, caught.value.fix) == ("--merge-adapter", "leave it out")
+
+
 @each(
     (False, 9000, 4),  # embeddings have 8192 bytes, and the largest matrix 6144
     (True, 9000, 4),
@@ -253,6 +263,7 @@ PROGRAM = """
 import pathlib, sys
 from isles.checkpoint.export import export_model
 from tests.small_models import small_model
+from tests.unit.test_begin import add_checkpoint
 export_model(small_model(), None, pathlib.Path(sys.argv[1]), max_shard_bytes=10**9)
 print([name for name in ("deepspeed", "mlflow") if name in sys.modules])
 """
