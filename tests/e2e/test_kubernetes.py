@@ -35,6 +35,7 @@ from tests.lab.hosts import Lab
 NUM_HOSTS = 2
 NODES = ("a1", "a2")
 LONG = {"max_steps": 100_000}
+OWNERS = ("jobs", "jobsets", "trainjobs", "trainingruntimes")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def assert_gone(lab: Lab) -> None:
     """No object of isles is in the cluster, and no process on its nodes."""
 
     def objects() -> list[str]:
-        kinds = ("jobs", "pods", "services", "configmaps", "secrets")
+        kinds = (*OWNERS, "pods", "services", "configmaps", "secrets")
         return [item["metadata"]["name"] for kind in kinds for item in items(lab, kind)]
 
     until(lambda: not objects(), lambda: f"nothing left: {objects()}")
@@ -160,10 +161,11 @@ def test_a_start_that_cannot_be_says_why_and_leaves_nothing(lab: Lab) -> None:
     # Refused half-way: the owner is there, and what it needs is not.
     refused = lab.shared / ".kube/refused"
     refused.write_text("Secret")
-    prepare(lab, "never", launcher={"keep_job": "1h"})
-    text = isles(lab, "train", "never.yaml", expected=ExitCode.USER)
-    assert "exceeded quota" in text and "deleting job" in text, text
-    assert_gone(lab)
+    for flavour in ("job", "trainjob"):
+        prepare(lab, "never", launcher={"flavour": flavour, "keep_job": "1h"})
+        text = isles(lab, "train", "never.yaml", expected=ExitCode.USER)
+        assert "exceeded quota" in text and f"deleting {flavour}" in text, text
+        assert_gone(lab)
     refused.unlink()
     # Interrupted, and an error that only the first pod can find.
     prepare(lab, "never", launcher={"image": "isles:test", "resources": {"a/gpu": "1"}})
@@ -177,3 +179,16 @@ def test_a_start_that_cannot_be_says_why_and_leaves_nothing(lab: Lab) -> None:
     text = isles(lab, "train", "never.yaml", expected=ExitCode.USER)
     assert "nowhere.jsonl" in text, text
     assert_gone(lab)
+
+
+@pytest.mark.long
+def test_other_flavours_run_the_same_pods(lab: Lab) -> None:
+    for flavour, keep in (("jobset", "30s"), ("trainjob", "1h")):
+        launcher = {"flavour": flavour, "keep_job": keep}
+        run_dir = prepare(lab, flavour, launcher=launcher, training={"max_steps": 3})
+        text = isles(lab, "train", f"{flavour}.yaml")
+        assert outcome_of(run_dir.attempt(1))["state"] == "finished"
+        assert f"made {flavour} isles-{flavour}-" in text and "2 of 2 pods run" in text, text
+        if flavour == "trainjob":  # Kubernetes keeps it
+            isles(lab, "stop", flavour)
+        assert_gone(lab)

@@ -15,7 +15,6 @@ from isles.errors import ConfigErrors, PreflightError, UserError
 from isles.launch.base import StartOptions
 from isles.launch.kubernetes.kubectl import Kubectl
 from isles.launch.kubernetes.manifest import FILES, SECRET, Manifest, job_name
-from isles.launch.kubernetes.reach import Place
 from isles.launch.kubernetes.start import resolve_pods, start_kubernetes
 from isles.launch.render import render
 from tests.deadline import run_program
@@ -139,17 +138,6 @@ def test_what_kubectl_refuses_is_told_in_its_words_and_where_there_is_none(tmp_p
         Kubectl("lab", "team").create({"kind": "Job"})
     assert "--context=lab --namespace=team" in caught.value.where
     assert "ask who runs the cluster" in caught.value.fix
-
-
-def test_what_a_stop_deletes_is_all_that_its_flavour_has_made(tmp_path, monkeypatch) -> None:
-    write_program(tmp_path / "kubectl", f'echo "$*" >> {tmp_path}/calls')
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    Place("lab", "team", "trainjob", "isles-x-1", {}).delete()
-    made = manifest(tmp_path, "clusters.0.launcher.flavour=trainjob").objects()
-    call = (tmp_path / "calls").read_text()
-    assert "trainjobs.trainer.kubeflow.org,trainingruntimes.trainer" in call
-    assert all(f"{item['kind'].lower()}s" in call for item in made), call
-    assert "-l" in call and "=isles-x-1 --cascade=foreground" in call
 
 
 def test_names_are_short_lower_case_and_unique() -> None:

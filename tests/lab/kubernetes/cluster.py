@@ -111,7 +111,8 @@ class Cluster:
         labels = {**template["metadata"]["labels"], INDEX: str(index), "job-name": job_name}
         metadata = {"name": f"{name}-{secrets.token_hex(3)[:5]}", "labels": labels}
         metadata["ownerReferences"] = [{"uid": job["metadata"]["uid"]}]
-        spec = {"subdomain": job_name, **template["spec"], "hostname": name}
+        domain = job.get("subdomain", job_name)
+        spec = {"subdomain": domain, **template["spec"], "hostname": name}
         status = {"phase": "Pending"}
         self.add({"kind": "Pod", "metadata": metadata, "spec": spec, "status": status})
 
@@ -194,10 +195,10 @@ class Cluster:
             (folder / key).write_text(value)
         return str(folder.relative_to(FOLDER))
 
-    # The controller.
+    # The controllers.
 
     def look(self) -> None:
-        """One turn of the controller of jobs, and of what places pods."""
+        """One turn of all controllers."""
         for name, process in list(self.processes.items()):
             pod = self.items.get(("pod", name))
             if process.poll() is not None:
@@ -206,21 +207,40 @@ class Cluster:
                     self.has_ended(pod, process.returncode)
             elif pod is not None and time.time() > pod["metadata"].get("kill_at", 1e12):
                 self.signal(pod, "KILL")
-        for job in self.of("job"):
-            self.control(job)
+        for kind in ("trainjob", "jobset", "job"):
+            for item in self.of(kind):
+                self.control(kind, item)
         for pod in self.of("pod"):
             if pod["status"]["phase"] == "Pending":
                 self.place(pod)
 
-    def control(self, job: Item) -> None:
-        self.control_pods(job)
-        keep, status = job["spec"].get("ttlSecondsAfterFinished"), job["status"]
+    def control(self, kind: str, item: Item) -> None:
+        spec, status = item["spec"], item["status"]
+        name, owner = item["metadata"]["name"], [{"uid": item["metadata"]["uid"]}]
+        more = {"labels": {}, "ownerReferences": owner}
+        if kind == "trainjob" and ("jobset", name) not in self.items and not spec.get("suspend"):
+            runtime = self.items["trainingruntime", spec["runtimeRef"]["name"]]
+            template = runtime["spec"]["template"]["spec"]
+            self.add({"kind": "JobSet", "metadata": {"name": name, **more}, "spec": template})
+        elif kind == "jobset" and not spec.get("suspend"):
+            for each in spec["replicatedJobs"]:
+                child = f"{name}-{each['name']}-0"
+                if ("job", child) not in self.items:
+                    job = {"kind": "Job", "metadata": {"name": child, **more}, "subdomain": name}
+                    self.add({**job, "spec": each["template"]["spec"]})
+        elif kind == "job":
+            self.control_job(item)
+        for child in self.items.values():
+            owners = child["metadata"].get("ownerReferences", ())
+            if kind != "job" and owner[0] in owners and child["kind"] in ("Job", "JobSet"):
+                status["conditions"] = child["status"].get("conditions", [])
+        keep = spec.get("ttlSecondsAfterFinished")
         if status.get("conditions"):
             status.setdefault("ended_at", time.time())
             if keep is not None and time.time() > status["ended_at"] + keep:
-                self.remove(job)
+                self.remove(item)
 
-    def control_pods(self, job: Item) -> None:
+    def control_job(self, job: Item) -> None:
         spec, status = job["spec"], job["status"]
         pods = [p for p in self.of("pod") if job["metadata"]["uid"] in str(p["metadata"])]
         if status.get("conditions"):
