@@ -31,7 +31,7 @@ from tests.lab.home import (
 )
 from tests.lab.hosts import Lab
 from tests.lab.slurm import job_fields, slurm, wait_for_job
-from tests.runs import losses_of
+from tests.runs import losses_of, rows_of
 
 STEPS = 90
 NODES = ("a1", "a2")
@@ -94,6 +94,23 @@ def whole(lab: Lab) -> RunDir:
     assert sh(lab, "ctl", f"scontrol write batch_script {job_id} -") == script
     assert outcome_of(attempt)["state"] == "finished"
     return run_dir
+
+
+@pytest.mark.long
+def test_a_second_job_trains_nothing_and_a_stop_during_the_setup_is_a_stop(lab: Lab) -> None:
+    run_dir, attempt, job_id = start(lab, "twice", training={"max_steps": 10**6})
+    until_step(attempt, 2)
+    again = sh(lab, "ctl", f"cd /shared; sbatch --parsable {attempt.script}").strip()
+    output = attempt.path / f"slurm-{again}.out"
+    until(lambda: output.exists() and "ends" in output.read_text(), f"job {again} ends")
+    assert f"Slurm job {again} ends: this run is job {job_id}'s" in output.read_text()
+    isles(lab, "stop", "twice")
+    step = assert_stopped(run_dir)
+    assert [row["step"] for row in rows_of(run_dir)] == list(range(1, step + 1))
+    run_dir, attempt, job_id = start(lab, "early", "clusters.0.environment.setup=[sleep 6]")
+    until(lambda: job_fields(lab, job_id)["JobState"] == "RUNNING", f"job {job_id} runs")
+    assert "has ended: stopped" in isles(lab, "stop", "early")
+    assert outcome_of(attempt)["state"] == "stopped"
 
 
 @pytest.mark.long
