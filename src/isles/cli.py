@@ -50,22 +50,9 @@ def init(
         force: Replace the file if it is there.
     """
     from isles.config.show import template as template_text
-    from isles.run.records import write_text_atomic
+    from isles.run.records import write_new
 
-    text = template_text(template)
-    if output.exists() and not force:
-        raise UserError(
-            "the file is there already",
-            where=str(output),
-            fix="give --output or --force",
-            id="file.exists",
-        )
-    try:
-        write_text_atomic(output, text)
-    except OSError as error:
-        raise UserError(
-            f"cannot be written: {error.strerror}", where=str(output), fix="give another --output"
-        ) from error
+    write_new(output, template_text(template), force=force)
     print(f"wrote {output}; look at it, then: isles train {output}")
     return ExitCode.OK
 

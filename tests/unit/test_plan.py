@@ -177,7 +177,7 @@ def test_apply_changes_nothing_on_a_full_disk_nor_where_nothing_fits(here, capsy
     with monkeypatch.context() as patch:
         patch.setattr(plan_verb, "write_text_atomic", refuse)
         assert main(["plan", "run.yaml", "--gpus", "4090,3080@1gbe", "--apply"]) == ExitCode.USER
-    assert "No space left" in capsys.readouterr().err
+    assert "no space left" in capsys.readouterr().err
     shape = {**load_shape("llama-8b"), "num_hidden_layers": 400}
     Path("model/config.json").write_text(json.dumps(shape))
     assert main(["plan", "run.yaml", "--gpus", "3070", "--apply"]) == ExitCode.PREFLIGHT

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from isles.errors import ConfigError, ConfigErrors, ExitCode, UserError
+from isles.errors import ConfigError, ConfigErrors, ExitCode
 
 config = App(name="config", help="Show the resolved run file, or its JSON schema.")
 data = App(name="data", help="Show the data as the model sees it.")
@@ -151,7 +151,7 @@ def render(
     """
     from isles.config.load import load_run_file
     from isles.launch.render import render as rendered_from
-    from isles.run.records import write_text_atomic
+    from isles.run.records import write_new
 
     loaded = load_run_file(run_file, overrides)
     rendered = rendered_from(loaded, to, overrides=overrides, output=output)
@@ -160,21 +160,9 @@ def render(
     if output is None:
         sys.stdout.write(rendered.text)
         return ExitCode.OK
-    if output.exists() and not force:
-        raise UserError(
-            "the file is there already",
-            where=str(output),
-            fix="add --force, or another --output",
-            id="file.exists",
-        )
-    try:
-        write_text_atomic(output, rendered.text)
-        if rendered.text.startswith("#!"):
-            output.chmod(0o755)
-    except OSError as error:
-        raise UserError(
-            f"cannot be written: {error.strerror}", where=str(output), fix="another --output"
-        ) from error
+    write_new(output, rendered.text, force=force)
+    if rendered.text.startswith("#!"):
+        output.chmod(0o755)
     path = shlex.quote(str(output))
     use = {
         "torchrun": f"start it: bash {path}",

@@ -19,7 +19,7 @@ from isles.plan.machines import GUESSED_LINE, Link
 from isles.plan.model import model_facts, shape_of
 from isles.plan.report import Plan, Price, make_plan, record
 from isles.plan.show import text_of
-from isles.run.records import write_text_atomic
+from isles.run.records import clear_errors, write_text_atomic
 
 Write = Callable[[str], object]
 
@@ -183,14 +183,8 @@ def _apply(
             where=str(run_file),
             fix="a value on the command line, or of a cluster of its own, goes before it",
         )
-    try:
+    with clear_errors(run_file, "copy it to where you may write; nothing in it was changed"):
         write_text_atomic(run_file.resolve(), text)
-    except OSError as error:
-        raise UserError(
-            f"it cannot be written: {error.strerror}",
-            where=str(run_file),
-            fix="nothing in it was changed; make room, or copy it to where you may write",
-        ) from error
     if options.as_json:
         write(
             json.dumps({**record(plan), "diff": difference(str(run_file), before, text)}, indent=1)

@@ -49,6 +49,23 @@ def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None
         raise
 
 
+def write_new(path: Path, text: str, *, force: bool) -> None:
+    """Write a file that a user has named by `--output`.
+
+    Raises:
+        UserError: it is there already and not to be replaced, or it cannot be written.
+    """
+    if path.exists() and not force:
+        raise UserError(
+            "the file is there already",
+            where=str(path),
+            fix="add --force, or give another --output",
+            id="file.exists",
+        )
+    with clear_errors(path, "give another --output"):
+        write_text_atomic(path, text)
+
+
 def write_secret(path: Path, text: str) -> None:
     """Write a file that only this user may read, durably, whole or not at all."""
     partial = path.with_name(f".{path.name}.new")
@@ -108,6 +125,8 @@ def clear_errors(path: Path, instead: str = "set another output_dir") -> Iterato
         yield
     except OSError as error:
         where = str(error.filename or path)
+        if Path(where).name.startswith(f".{path.name}."):
+            where = str(path)  # written beside it at first
         what = refusal(error)
         folder = Path(where).absolute()
         while folder != folder.parent and not os.path.lexists(folder):

@@ -25,12 +25,12 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from isles.errors import ExitCode, UserError
 from isles.monitor.live.model import Snapshot
+from isles.run.records import clear_errors, write_secret
 
 if TYPE_CHECKING:
     from isles.monitor.live.source import Watch
@@ -71,15 +71,14 @@ def serve(watches: Sequence[Watch], *, port: int, print_line: Callable[[str], No
     Raises:
         UserError: the port cannot be had.
     """
-    with Dashboard(watches, port) as server:
+    with Dashboard(watches, port) as server, suppress(KeyboardInterrupt):
         here, port = f"{getpass.getuser()}@{socket.gethostname()}", server.server_address[1]
         print_line(f"open {server.link}")
         print_line(
             f"from elsewhere: ssh -L {port}:127.0.0.1:{port} {here}, and the same link there"
         )
         print_line("Ctrl+C ends the page; the run goes on")
-        with suppress(KeyboardInterrupt):
-            server.serve_forever(poll_interval=0.2)
+        server.serve_forever(poll_interval=0.2)
     return ExitCode.OK
 
 
@@ -106,7 +105,7 @@ def export(snapshots: Sequence[Snapshot], path: Path) -> None:
     code = "".join(f"<script>{script}</script>" for script in scripts)
     before, _, behind = page.partition(_SCRIPTS)
     page = f"{before}{element}</script>{code}{behind}"
-    try:
+    with clear_errors(path, "name another file: --export run.html"):
         if path.exists() and not (path.is_file() and _is_saved(path)):
             raise UserError(
                 "the file is there already, and is not a page that isles has saved",
@@ -114,17 +113,7 @@ def export(snapshots: Sequence[Snapshot], path: Path) -> None:
                 fix="give another name to --export, or remove it",
                 id="file.exists",
             )
-        with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            partial = Path(folder, path.name)
-            partial.touch(mode=0o600)
-            partial.write_text(page, encoding="utf-8")
-            partial.replace(path)
-    except OSError as error:
-        raise UserError(
-            f"it cannot be written: {error.strerror}",
-            where=str(path),
-            fix="name a file in a folder that is there and has room: --export run.html",
-        ) from None
+        write_secret(path, page)
 
 
 class Dashboard(ThreadingHTTPServer):
