@@ -139,6 +139,11 @@ def _begun(kubectl: Kubectl, manifest: Manifest, options: StartOptions) -> dict[
         missed = 0
         lines = [line for line in text.splitlines() if line.startswith(STARTED)]
         running = sum(pod.is_running for pod in pods)
+        waiting = [f"{pod.name}: {pod.waits or pod.phase}" for pod in pods if not pod.is_running]
+        line = f"{running} of {_pods_text(manifest)} run" + "".join(f"; {w}" for w in waiting)
+        if line != said:
+            options.print_line(line)
+            said = line
         if lines and (running >= cluster.min_nodes or (first and first.phase == "Succeeded")):
             return dict(json.loads(lines[-1].removeprefix(STARTED)))
         if first is not None and first.phase == "Failed" and not lines:
@@ -162,11 +167,6 @@ def _begun(kubectl: Kubectl, manifest: Manifest, options: StartOptions) -> dict[
         elif now > deadline:
             what = f"{running} of {_pods_text(manifest)} run after {launcher.pending_timeout:.0f} s"
             raise not_running(kubectl, manifest.name, pods, what)
-        waiting = [f"{pod.name}: {pod.waits or pod.phase}" for pod in pods if not pod.is_running]
-        line = f"{running} of {_pods_text(manifest)} run" + "".join(f"; {w}" for w in waiting)
-        if line != said:
-            options.print_line(line)
-            said = line
         time.sleep(_LOOK_S)
 
 
