@@ -25,7 +25,7 @@ from isles.data.sources.rows import Source, Tally, texts_of
 from isles.data.stream.samples import open_streams
 from isles.data.stream.segments import HeldOut, Stream
 from isles.data.tokens.encode import Encoder, read_items
-from isles.data.tokens.prepare import no_documents, prepare, prepare_everywhere
+from isles.data.tokens.prepare import no_documents, prepare, prepare_everywhere, reporting
 from isles.data.tokens.store import TokenStore
 from isles.dist.world import World
 from isles.errors import DataError
@@ -225,7 +225,9 @@ def build_datasets(
         def make(report: Callable[[str], None]) -> Path:
             encoder = Encoder(source, tokenizer)
             limit = data.max_bad_fraction
-            return prepare(open_rows(), encoder, cache_dir, progress=report, max_bad_fraction=limit)
+            with reporting(report, f"opening {source.path}"):  # perhaps a download of hours
+                rows = open_rows()
+            return prepare(rows, encoder, cache_dir, progress=report, max_bad_fraction=limit)
 
         if world is None:
             return TokenStore.open(make(progress))
