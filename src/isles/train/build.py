@@ -87,7 +87,10 @@ def build(
     total_steps = length_in_steps(config.training, training.samples_per_epoch)
     if config.training.method == "dpo":
         # With the weights that the run begins with, so before any checkpoint is loaded.
-        pairs = None if total_steps is None else total_steps * config.training.global_batch_size
+        pairs = None
+        # A cluster of several reads what it is leased, which may be any pair.
+        if total_steps is not None and config.diloco is None:
+            pairs = total_steps * config.training.global_batch_size
         score = functools.partial(score_reference, engine, mesh, world, recorder, run_dir)
         score("training", training, pairs, balancer.even_size)
         score("validation", validation, config.training.eval_samples, balancer.even_size)
