@@ -35,6 +35,7 @@ from isles.strategies.fsdp import find_blocks
 from isles.train.model import base_of, count_parameters, flops_per_token, with_base
 from isles.train.optimizer import make_optimizers
 from isles.train.probe import standing_bytes
+from isles.train.strategy import check_is_read_whole
 from tests.each import each
 from tests.engines import fake_run
 from tests.small_models import small_model
@@ -346,6 +347,26 @@ def test_quantised_bases_and_missing_packages_are_named(tmp_path, monkeypatch):
             with pytest.raises(MissingDependencyError, match=package) as caught:
                 adapted("is/not-asked-for", kind=kind)
         assert "pip install" in caught.value.fix
+
+
+def test_a_model_that_also_sees_counts_as_its_text_does_and_is_refused_on_many_ranks(tmp_path):
+    from transformers import Gemma3Config
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    text = sizes | {"num_hidden_layers": 3, "vocab_size": 300, "eos_token_id": 7}
+    eye = sizes | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    Gemma3Config(text_config=text, vision_config=eye).save_pretrained(tmp_path)
+    config = ModelConfig(name_or_path=str(tmp_path), init="scratch")
+    model = build.build_empty_model(config, dtype=torch.float32, vocab_size=400)
+    assert model.get_input_embeddings().weight.shape == (400, 32)
+    assert model.config.get_text_config().eos_token_id is None
+    shape = {"num_layers": 3, "hidden_size": 32, "seq_length": 8}
+    params = count_parameters(model)
+    assert flops_per_token(model, 8) == train_flops_per_token(matmul_params=params, **shape)
+    world = SimpleNamespace(world_size=2)
+    with pytest.raises(UserError, match=r"text never comes to, such as model\.vision_"):
+        check_is_read_whole(model, DDPStrategyConfig(), world)
+    check_is_read_whole(model.get_decoder(), DDPStrategyConfig(), world)
 
 
 def test_four_bits_are_four_bits_and_are_trained_on_after_an_evaluation(tmp_path, monkeypatch):

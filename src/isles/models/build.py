@@ -159,17 +159,18 @@ def _from_config(
     from transformers import AutoModelForCausalLM
 
     hf_config = load_model_config(config)
+    text = hf_config.get_text_config()
     if num_layers is not None:
-        text = hf_config.get_text_config()
         text.num_hidden_layers = num_layers
         if getattr(text, "layer_types", None):  # the kind of each
             text.layer_types = text.layer_types[:num_layers]
     if vocab_size is not None:
-        hf_config.vocab_size = vocab_size
+        text.vocab_size = vocab_size
         # Ids of another tokenizer would point anywhere; the run's tokenizer sets its own.
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if getattr(hf_config, name, None) is not None:
-                setattr(hf_config, name, None)
+            for holder in (hf_config, text):
+                if getattr(holder, name, None) is not None:
+                    setattr(holder, name, None)
     try:
         with device:
             return AutoModelForCausalLM.from_config(

@@ -48,6 +48,7 @@ from isles.train.reference import score_reference
 from isles.train.stop import Agreement, StopSignals
 from isles.train.strategy import (
     check_blocks,
+    check_is_read_whole,
     compile_model,
     is_sharded,
     make_engine,
@@ -196,6 +197,7 @@ def _make_model(
         check_blocks(model, strategy)
     else:
         model = whole_model(config, tokenizer, world.device)
+        check_is_read_whole(model, strategy, world)
     shape: Any = model.config
     if world.is_main and getattr(shape, "output_router_logits", False):
         log.warning(

@@ -59,7 +59,7 @@ def make_data(
         raise ConfigErrors([ConfigError(v.what, where=v.keys[0], fix=v.fix) for v in issues])
     # A tokenizer that is trained for the run decides how many tokens the model knows.
     trained = config.tokenizer.train_vocab_size is not None
-    vocab_size = len(tokenizer) if trained else int(hf_config.vocab_size)
+    vocab_size = len(tokenizer) if trained else int(hf_config.get_text_config().vocab_size)
     if tokenizer is not None and (warning := check_vocabulary(tokenizer, vocab_size)):
         recorder.note(warning)
     training, validation = build_datasets(

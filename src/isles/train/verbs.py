@@ -116,7 +116,7 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
         )
     tokenizer = _tokenizer(run_dir, resolved)
     empty: Any = empty_model(resolved.config, tokenizer)
-    vocab_size = int(empty.config.vocab_size)
+    vocab_size = int(empty.config.get_text_config().vocab_size)
     if tokenizer is not None and (
         warning := check_vocabulary(tokenizer, vocab_size, is_trained=True)
     ):
@@ -157,8 +157,9 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
             where="--prompt",
             fix="give a prompt",
         )
+    known = int(model.config.get_text_config().vocab_size)
     for token in inputs["input_ids"][0].tolist():
-        if token >= (known := int(model.config.vocab_size)):
+        if token >= known:
             raise DataError(
                 f"the prompt holds {tokenizer.convert_ids_to_tokens(token)!r} (token {token}), the "
                 f"model knows {known} tokens",
@@ -199,7 +200,7 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
             tokenizer,
             Path(config.data.cache_dir) if config.data.cache_dir else cache_home() / "data",
             seed=config.seed,
-            vocab_size=int(model.config.vocab_size),
+            vocab_size=int(model.config.get_text_config().vocab_size),
             progress=lambda text: logging.getLogger(__name__).info("%s", text),
             pairs=config.training.method == "dpo",
         )
