@@ -29,6 +29,7 @@ from isles.run.checkpoints import list_checkpoints
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
+from isles.train.parts import Parts
 from tests.data import quiet, write_rows
 from tests.dist.test_resume import same_bits, until_recorded
 from tests.dist.test_same_mathematics import largest_difference
@@ -284,6 +285,32 @@ def test_a_bad_row_in_the_middle_leaves_the_last_checkpoint(parts, run_file, wor
     assert causes and all(f"{broken}:71" in error["where"] for error in causes), errors
     assert all("not JSON" in error["what"] for error in causes)
     assert list_checkpoints(run_dir)[-1].step >= 20
+
+
+def rank_that_looks_seldom(env: RankEnv, *arguments: Any) -> tuple[int, int]:
+    """As on a GPU, it is only looked whether steps were finite where one is recorded."""
+    Parts.checks_every_step = False  # type: ignore[assignment,method-assign]
+    return rank_of_a_stream(env, *arguments)
+
+
+def test_a_step_that_was_not_finite_some_segments_ago_leaves_a_checkpoint_to_go_on_from(
+    parts: Path, run_file: Path
+) -> None:
+    hell = ("training.learning_rate=100.0", "training.optimizer=sgd", "training.max_steps=200")
+    hell += ("training.max_grad_norm=null", "data.validation_fraction=0", *STREAM)
+    seldom = "training.logging_steps=20"
+    how: Any = {"rank": rank_that_looks_seldom}
+    run_dir, attempt, gang = start_training(run_file, 2, *hell, seldom, **how)
+    assert {code for code, _ in gang.wait()} == {ExitCode.TRAINING}, gang.said()
+    error, (saved,) = read_record(attempt.rank_error(0)) or {}, list_checkpoints(run_dir)
+    assert 0 < saved.step < 10
+    assert f"gradient of step {saved.step + 1} is not finite (samples " in error["what"]
+    assert (saved.manifest["stream"] or [None]) == [None], "still in the first segment"
+    # Who goes on from there reads that step again, and knows more of it, as it looks at every one.
+    _, attempt, gang = start(run_file, 1, *hell)
+    assert gang.wait()[0][0] == ExitCode.TRAINING, gang.said()
+    error = read_record(attempt.rank_error(0)) or {}
+    assert f"step {saved.step + 1} is not finite, while" in error["what"]
 
 
 @pytest.mark.long
