@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from isles.config.auto import Machine, choose_strategy, needed_bytes
 from isles.config.layout import make_layout
+from isles.config.sections.data import DataConfig
 from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.config.sections.training import TrainingConfig
@@ -32,6 +33,7 @@ from isles.models.attention import use_maskless_attention
 from isles.models.fill import fill_fresh, weights_folder
 from isles.run.checkpoints import CheckpointInfo
 from isles.strategies.fsdp import find_blocks
+from isles.train.data import data_cache
 from isles.train.model import base_of, count_parameters, flops_per_token, with_base
 from isles.train.optimizer import make_optimizers
 from isles.train.probe import standing_bytes
@@ -433,6 +435,14 @@ def test_only_what_is_trained_has_state(tmp_path):
     run = fake_run(tmp_path, AdapterConfig(type="lora", r=1), precision="32-true")
     needed = standing_bytes(model, run, strategy, mesh)
     assert needed == frozen + 4 * sum(trained.values())
+
+
+def test_a_model_and_a_cache_may_lie_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_base(tmp_path / "tiny")
+    assert same(whole("~/tiny", "pretrained"), cut("~/tiny", "pretrained"))
+    data = {"sources": [{"path": "any"}], "seq_length": 8, "cache_dir": "~/cache"}
+    assert data_cache(DataConfig.model_validate(data)) == tmp_path / "cache"
 
 
 def test_a_base_is_found_from_any_folder(tmp_path, monkeypatch):

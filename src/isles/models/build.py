@@ -22,6 +22,7 @@ from isles.models.fill import (
     fill_fresh,
     fill_magnitudes,
     fill_pretrained,
+    with_home,
 )
 
 log = logging.getLogger(__name__)
@@ -198,7 +199,7 @@ def load_model_config(config: ModelConfig) -> Any:
     """
     from transformers import AutoConfig
 
-    name = config.name_or_path
+    name = with_home(config.name_or_path)
     if name in shape_names():
         return AutoConfig.for_model(**load_shape(name))
     try:
@@ -268,7 +269,7 @@ def _load_pretrained(
         options = {"quantization_config": four_bits, "device_map": {"": device}}
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            config.name_or_path,
+            with_home(config.name_or_path),
             dtype=dtype,
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
@@ -323,7 +324,7 @@ def _model_error(config: ModelConfig, error: Exception) -> Exception:
     name = config.name_or_path
     text = str(error).strip().splitlines()
     first = text[0] if text else type(error).__name__
-    folder = Path(name)
+    folder = Path(with_home(name))
     if "trust_remote_code" in str(error) or "custom code" in str(error):
         fix = "read the model's code; if you trust it, set model.trust_remote_code: true"
     elif "scaled_dot_product_attention" in str(error):

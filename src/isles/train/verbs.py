@@ -30,8 +30,9 @@ from isles.dist.world import join_world, leave_world
 from isles.errors import DataError, UserError
 from isles.models.build import converts_weights
 from isles.run.checkpoints import find_checkpoint
-from isles.run.env import RankEnv, cache_home
+from isles.run.env import RankEnv
 from isles.run.paths import RunDir
+from isles.train.data import data_cache
 from isles.train.finish import export_step
 from isles.train.logs import log_of_verb
 from isles.train.metrics import evaluate
@@ -198,7 +199,7 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
         _, validation = build_datasets(
             config.data,
             tokenizer,
-            Path(config.data.cache_dir) if config.data.cache_dir else cache_home() / "data",
+            data_cache(config.data),
             seed=config.seed,
             vocab_size=int(model.config.get_text_config().vocab_size),
             progress=lambda text: logging.getLogger(__name__).info("%s", text),
