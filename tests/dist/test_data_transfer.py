@@ -18,7 +18,7 @@ import pytest
 
 from isles.config.sections.data import DataConfig
 from isles.data.chat.template import use_template
-from isles.data.mix import build_datasets
+from isles.data.mix import build_datasets, build_validation
 from isles.data.stream import segments
 from isles.data.stream.samples import StreamSamples
 from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer
@@ -347,6 +347,9 @@ def test_a_mixture_of_text_and_chats_streams_from_any_sample(words, tmp_path, mo
         training.close()
         return rows, states, training.content
 
+    alone = build_validation(config, tokenizer, tmp_path / "cache", seed=3, **sizes)
+    assert alone is not None and alone.num_samples > 0
+    assert not list((tmp_path / "cache").glob(".tmp-*")), "no segment is prepared for it"
     rows, states, content = read(0, 40)
     trained = [row for _, targets, _ in rows for row in targets]
     assert 0.15 < sum(min(row) < 0 for row in trained) / len(trained) < 0.35, "a fourth are chats"

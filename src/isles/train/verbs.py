@@ -23,7 +23,7 @@ from isles.config.sections.output import HubId
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.data.chat.template import chat_prompt
 from isles.data.loader import evaluation_batches
-from isles.data.mix import build_datasets
+from isles.data.mix import build_validation
 from isles.data.tokens.tokenizer import check_vocabulary, load_tokenizer
 from isles.dist.batch import MIXED_DTYPE
 from isles.dist.world import join_world, leave_world
@@ -196,7 +196,7 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
     world = join_world(env, device=kind, timeout_s=600)
     try:
         model, step = _load(run_dir, resolved, options.step, world.device)
-        _, validation = build_datasets(
+        validation = build_validation(
             config.data,
             tokenizer,
             data_cache(config.data),
