@@ -114,10 +114,14 @@ def test_what_is_no_tokenizer_or_has_no_end_of_text_is_an_error(trained, tmp_pat
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     trained.save_pretrained(tmp_path / "damaged")
     (tmp_path / "damaged" / "tokenizer.json").write_text("{broken")
+    trained.save_pretrained(tmp_path / "newer")
+    newer = tmp_path / "newer" / "tokenizer.json"
+    newer.write_text(newer.read_text().replace('"BPE"', '"of a newer library"'))
     for name, what in [
         ("none", "no such folder"),
         ("model", "holds no tokenizer"),
         ("damaged", "cannot be loaded"),
+        ("newer", "cannot be loaded: Exception: "),
     ]:
         with pytest.raises(DataError, match=what) as caught:
             tokens.load_tokenizer(str(tmp_path / name))
