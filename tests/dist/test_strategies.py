@@ -256,6 +256,8 @@ def preference_file(run_file: Path, words: Path) -> Path:
 
 OF_DPO = [
     ("strategy.kind=ddp", "training.micro_batch_size=1"),
+    # One rank has five pairs of a step, the other one, whose gradient travels twice in the first.
+    ("strategy={kind: ddp, static_graph: true}", 'balance={"0": 5}', "training.micro_batch_size=1"),
     ("strategy.kind=fsdp", "training.micro_batch_size=3"),
     ("strategy={kind: deepspeed, zero_stage: 3}", "training.micro_batch_size=1"),
 ]
