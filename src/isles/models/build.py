@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from pathlib import Path
@@ -206,6 +207,17 @@ def load_model_config(config: ModelConfig) -> Any:
         return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
     except _LOAD_ERRORS as error:
         raise _model_error(config, error) from error
+
+
+def take_generation_config(model: Any, config: ModelConfig) -> None:
+    """Give a model that was built without weights the settings of generation that its base has."""
+    from transformers import GenerationConfig
+
+    if config.init == "pretrained" and model.can_generate():
+        # Many models have none, and then what their config says stays.
+        with contextlib.suppress(OSError):
+            name = with_home(config.name_or_path)
+            model.generation_config = GenerationConfig.from_pretrained(name)
 
 
 def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:

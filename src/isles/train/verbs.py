@@ -28,7 +28,7 @@ from isles.data.tokens.tokenizer import check_vocabulary, load_tokenizer
 from isles.dist.batch import MIXED_DTYPE
 from isles.dist.world import join_world, leave_world
 from isles.errors import DataError, UserError
-from isles.models.build import converts_weights
+from isles.models.build import converts_weights, take_generation_config
 from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
@@ -126,6 +126,7 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
     if not has_adapter and converts_weights(empty):
         # Only transformers' own way of saving gives the experts back their names on the hub.
         model, _ = _load(run_dir, resolved, step, torch.device("cpu"))
+        take_generation_config(model, resolved.config.model)
     merge = options.merge_adapter or None
     export_step(run_dir, resolved, tokenizer, step, folder, repo=repo, merge=merge, model=model)
     sys.stdout.write(f"step {step} is exported to {folder}\n")
