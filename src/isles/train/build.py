@@ -44,7 +44,7 @@ from isles.train.optimizer import make_optimizers
 from isles.train.parts import Parts
 from isles.train.progress import Progress
 from isles.train.record import Recorder, make_trackers
-from isles.train.reference import score_reference
+from isles.train.reference import pairs_read, score_reference
 from isles.train.stop import Agreement, StopSignals
 from isles.train.strategy import (
     check_blocks,
@@ -88,10 +88,7 @@ def build(
     total_steps = length_in_steps(config.training, training.samples_per_epoch)
     if config.training.method == "dpo":
         # With the weights that the run begins with, so before any checkpoint is loaded.
-        pairs = None
-        # A cluster of several reads what it is leased, which may be any pair.
-        if total_steps is not None and config.diloco is None:
-            pairs = total_steps * config.training.global_batch_size
+        pairs = pairs_read(config, total_steps)
         score = functools.partial(score_reference, engine, mesh, world, recorder, run_dir)
         score("training", training, pairs, balancer.even_size)
         score("validation", validation, config.training.eval_samples, balancer.even_size)
