@@ -159,8 +159,7 @@ class Trainer:
         return self.is_ready and is_next and has_samples and version not in self.exchange.sent
 
     def contribute(self) -> None:
-        self.exchange.steps += 1
-        steps, progress = self.exchange.steps, self.exchange.progress
+        progress, steps = self.exchange.progress, self.exchange.steps + 1
         self.weights.learn(zlib.crc32(f"{self.name} {steps}".encode()))
         tokens = TOKENS[self.name]
         progress.advance(samples=progress.samples + SAMPLES, tokens=tokens, target_tokens=tokens)

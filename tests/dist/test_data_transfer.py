@@ -18,7 +18,7 @@ import pytest
 
 from isles.config.sections.data import DataConfig
 from isles.data.chat.template import use_template
-from isles.data.mix import build_datasets
+from isles.data.mix import build_datasets, build_validation
 from isles.data.stream import segments
 from isles.data.stream.samples import StreamSamples
 from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer
@@ -29,6 +29,7 @@ from isles.run.checkpoints import list_checkpoints
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
+from isles.train.parts import Parts
 from tests.data import quiet, write_rows
 from tests.dist.test_resume import same_bits, until_recorded
 from tests.dist.test_same_mathematics import largest_difference
@@ -286,6 +287,32 @@ def test_a_bad_row_in_the_middle_leaves_the_last_checkpoint(parts, run_file, wor
     assert list_checkpoints(run_dir)[-1].step >= 20
 
 
+def rank_that_looks_seldom(env: RankEnv, *arguments: Any) -> tuple[int, int]:
+    """As on a GPU, it is only looked whether steps were finite where one is recorded."""
+    Parts.checks_every_step = False  # type: ignore[assignment,method-assign]
+    return rank_of_a_stream(env, *arguments)
+
+
+def test_a_step_that_was_not_finite_some_segments_ago_leaves_a_checkpoint_to_go_on_from(
+    parts: Path, run_file: Path
+) -> None:
+    hell = ("training.learning_rate=100.0", "training.optimizer=sgd", "training.max_steps=200")
+    hell += ("training.max_grad_norm=null", "data.validation_fraction=0", *STREAM)
+    seldom = "training.logging_steps=20"
+    how: Any = {"rank": rank_that_looks_seldom}
+    run_dir, attempt, gang = start_training(run_file, 2, *hell, seldom, **how)
+    assert {code for code, _ in gang.wait()} == {ExitCode.TRAINING}, gang.said()
+    error, (saved,) = read_record(attempt.rank_error(0)) or {}, list_checkpoints(run_dir)
+    assert 0 < saved.step < 10
+    assert f"gradient of step {saved.step + 1} is not finite (samples " in error["what"]
+    assert (saved.manifest["stream"] or [None]) == [None], "still in the first segment"
+    # Who goes on from there reads that step again, and knows more of it, as it looks at every one.
+    _, attempt, gang = start(run_file, 1, *hell)
+    assert gang.wait()[0][0] == ExitCode.TRAINING, gang.said()
+    error = read_record(attempt.rank_error(0)) or {}
+    assert f"step {saved.step + 1} is not finite, while" in error["what"]
+
+
 @pytest.mark.long
 def test_a_mixture_of_text_and_chats_streams_from_any_sample(words, tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "SEGMENT_TOKENS", SEGMENT_TOKENS)
@@ -320,6 +347,9 @@ def test_a_mixture_of_text_and_chats_streams_from_any_sample(words, tmp_path, mo
         training.close()
         return rows, states, training.content
 
+    alone = build_validation(config, tokenizer, tmp_path / "cache", seed=3, **sizes)
+    assert alone is not None and alone.num_samples > 0
+    assert not list((tmp_path / "cache").glob(".tmp-*")), "no segment is prepared for it"
     rows, states, content = read(0, 40)
     trained = [row for _, targets, _ in rows for row in targets]
     assert 0.15 < sum(min(row) < 0 for row in trained) / len(trained) < 0.35, "a fourth are chats"

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from isles.checkpoint import save as saving
 from isles.config.load import load_run_file
 from isles.data.mix import build_datasets
 from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer
 from isles.errors import ExitCode
 from isles.run.checkpoints import list_checkpoints, verify_checkpoint
+from isles.run.env import RankEnv
 from isles.run.records import read_record
 from tests.data import quiet, write_rows
 from tests.disks import small_disk
 from tests.dist.test_resume import until_recorded
 from tests.dist.test_same_mathematics import give_weights, weights_of
-from tests.ranks import start_training
+from tests.ranks import one_rank, start_training
 
 
 def test_the_sample_and_the_rank_that_bring_nan_are_named(run_file):
@@ -112,6 +116,35 @@ def test_ranks_without_an_agent_end_when_their_run_directory_is_deleted(run_file
     gang.kill()
     assert f"the run directory {run_dir.path} is not there any more" in gang.log.read_text()
     assert not run_dir.path.exists(), "nobody makes it again"
+
+
+def rank_on_a_disk_that_keeps(env: RankEnv, *arguments: Any) -> tuple[int, list[str]]:
+    """A rank whose disk does not let files go that are read, as NFS; what it has read back."""
+    remove, verify = shutil.rmtree, saving.verify_checkpoint
+    verified = list[str]()
+
+    def refuse(path: Path, **options: Any) -> None:
+        if Path(path).name.startswith(".partial-removed") and not options:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        remove(path, **options)
+
+    def noted(folder: Path) -> list[str]:
+        verified.append(folder.name)
+        return verify(folder)
+
+    shutil.rmtree, saving.verify_checkpoint = refuse, noted
+    return one_rank(env, *arguments), verified
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(run_file: Path) -> None:
+    """And the last one, which was just saved, is not read back once more at the end."""
+    saves = ("checkpoint.every_steps=2", "checkpoint.keep=1", "training.max_steps=4")
+    how: Any = {"rank": rank_on_a_disk_that_keeps}
+    run_dir, _, gang = start_training(run_file, 2, *saves, **how)
+    (code, verified), _ = gang.wait()
+    assert code == 0 and [info.step for info in list_checkpoints(run_dir)] == [4]
+    assert verified == [".partial-step-00000002", ".partial-step-00000004"]
+    assert "left for the next start to remove" in gang.log.read_text()
 
 
 def test_full_disk_stops_with_a_clear_error_and_loses_nothing(run_file, tmp_path):

@@ -267,6 +267,8 @@ def refuse_broken_files(side: Side, path: Path) -> None:
                 broken.write_bytes(content)
         with pytest.raises(TrainingError, match=says):
             cluster.apply(0, broken, 1, "late")
+    with pytest.raises(TrainingError, match="mem: Input/output error"):  # as of a broken disk
+        cluster.apply(0, Path("/proc/self/mem"), 1, "late")
     with pytest.raises(TrainingError, match=r"x: .*exists"):
         side.contribute(0, path / "part" / "x")
     cluster.drop(0)

@@ -316,11 +316,13 @@ def manifests(env: RankEnv, folder: Path) -> list[str]:
     exchange = Exchange(config, "a", "ab" * 16, cluster, layout, recorder)
     exchange.begin(progress).add([(0, 100)])
     progress.advance(samples=4, tokens=40, target_tokens=40)
-    exchange.steps += 1
     manifest = exchange.manifest()
     before = json.dumps(manifest)
     exchange.contribute(0)
     exchange.encoded(0)
+    progress.advance(samples=8, tokens=40, target_tokens=40)
+    progress.rewind_to(1)  # it was not finite
+    assert exchange.steps == manifest["steps"] == 1
     exchange.close()
     leave_world()
     return [before, json.dumps(manifest), json.dumps(exchange.manifest())]

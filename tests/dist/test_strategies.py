@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -255,6 +256,8 @@ def preference_file(run_file: Path, words: Path) -> Path:
 
 OF_DPO = [
     ("strategy.kind=ddp", "training.micro_batch_size=1"),
+    # One rank has five pairs of a step, the other one, whose gradient travels twice in the first.
+    ("strategy={kind: ddp, static_graph: true}", 'balance={"0": 5}', "training.micro_batch_size=1"),
     ("strategy.kind=fsdp", "training.micro_batch_size=3"),
     ("strategy={kind: deepspeed, zero_stage: 3}", "training.micro_batch_size=1"),
 ]
@@ -289,3 +292,12 @@ def test_killed_and_resumed_equals_uninterrupted(preference_file):
     again = train(preference_file, 2, "name=cut", *options, resume=str(first.path))
     assert again.path == run_dir.path
     assert same_bits(whole, again), "what was lost is made again from the first weights"
+
+
+def test_a_cluster_of_several_has_every_pair_scored(preference_file):
+    """It reads what the hub leases to it, which a short run of its own would not come to."""
+    outer = "outer={kind: diloco, sync_every: 1}"
+    options = ("training.max_steps=1", "training.warmup_steps=0", "strategy.kind=ddp", outer)
+    run_dir = train(preference_file, 1, *options)
+    with np.load(run_dir.reference("training")) as kept:
+        assert len(kept["scores"]) > 6 and not np.isnan(kept["scores"]).any()

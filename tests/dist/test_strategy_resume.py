@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,13 @@ from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from tests.dist.test_resume import same_bits, whole_and_resumed
-from tests.dist.test_same_mathematics import figures_of, model_with, weights_of
+from tests.dist.test_same_mathematics import (
+    FAKE,
+    figures_of,
+    give_weights,
+    model_with,
+    weights_of,
+)
 from tests.engines import engine_of, fake_run
 from tests.ranks import run_ranks, train
 
@@ -118,6 +125,17 @@ def test_the_same_ranks_resume_bit_for_bit_and_export_what_they_have_trained(run
     trained = weights_of(resumed)
     for key, value in AutoModelForCausalLM.from_pretrained(resumed.model).state_dict().items():
         assert torch.equal(value, trained[f"model.{key}"]), key
+
+
+def test_an_export_of_shards_keeps_how_its_base_generates(run_file):
+    give_weights(run_file)
+    settings = {"do_sample": True, "temperature": 0.6, "eos_token_id": [2, 5]}
+    (run_file.parent / "tiny" / "generation_config.json").write_text(json.dumps(settings))
+    one = ("training.max_steps=1", "training.warmup_steps=0", "model.init=pretrained", *FAKE)
+    export = ("checkpoint.export_on_finish=true", "strategy={kind: fsdp}")
+    run_dir = train(run_file, 1, *one, *export)
+    written = json.loads((run_dir.model / "generation_config.json").read_text())
+    assert settings.items() <= written.items()
 
 
 # AdamW with a small state: close to AdamW, exact on resume, alike on all replicas.

@@ -20,10 +20,11 @@ import pytest
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.mix import documents_for_tokenizer
 from isles.data.sources.find import BuiltIn, open_source
-from isles.data.sources.rows import PLAIN, Parser, Row, Rows
+from isles.data.sources.rows import PLAIN, Chunk, ChunkStart, Parser, Row, Source
+from isles.data.tokens import prepare as preparing_tokens
 from isles.data.tokens import tokenizer as tokens
 from isles.data.tokens.encode import Encoder
-from isles.data.tokens.prepare import prepare
+from isles.data.tokens.prepare import prepare, reporting
 from isles.data.tokens.store import TokenStore, disk_errors
 from isles.errors import CommunicationError, DataError
 from isles.run.checkpoints import hash_file
@@ -113,10 +114,14 @@ def test_what_is_no_tokenizer_or_has_no_end_of_text_is_an_error(trained, tmp_pat
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     trained.save_pretrained(tmp_path / "damaged")
     (tmp_path / "damaged" / "tokenizer.json").write_text("{broken")
+    trained.save_pretrained(tmp_path / "newer")
+    newer = tmp_path / "newer" / "tokenizer.json"
+    newer.write_text(newer.read_text().replace('"BPE"', '"of a newer library"'))
     for name, what in [
         ("none", "no such folder"),
         ("model", "holds no tokenizer"),
         ("damaged", "cannot be loaded"),
+        ("newer", "cannot be loaded: Exception: "),
     ]:
         with pytest.raises(DataError, match=what) as caught:
             tokens.load_tokenizer(str(tmp_path / name))
@@ -130,7 +135,7 @@ def letters(tokenizer: Any = None) -> Encoder:
     return Encoder(SourceConfig(path="any"), tokenizer or Letters())
 
 
-class Told:
+class Told(Source):
     """A source that follows lines on standard input: each is a document, the end the end."""
 
     name = "told"
@@ -138,11 +143,11 @@ class Told:
     def identity(self) -> dict[str, Any]:
         return {"told": 1}
 
-    def rows(self, parser: Parser) -> Rows:
-        yield Row("told", {PLAIN: "first"})
+    def chunks(self, parser: Parser, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+        yield Chunk({}, {}, [Row("told", {PLAIN: "first"})])
         for line in sys.stdin:
             # Larger than a batch: what came before is written.
-            yield Row("told", {PLAIN: line * 2**18 + "b"})
+            yield Chunk({}, {}, [Row("told", {PLAIN: line * 2**18 + "b"})])
             sys.stdout.write("written\n")
             sys.stdout.flush()
 
@@ -298,6 +303,27 @@ def test_who_waits_does_not_wait_for_ever(tmp_path):
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(CommunicationError, match="has written nothing for 0 s"):
             prepare_told(tmp_path, no_progress_s=0.3)
+
+
+def test_reading_without_a_document_and_opening_are_signs_of_life(tmp_path, monkeypatch):
+    """As of a stream of which few rows are held out, and of a dataset that is downloaded."""
+    monkeypatch.setattr(preparing_tokens, "REPORT_EVERY_S", 0.0)
+    touched, lines = list[int](), list[str]()
+
+    class Sparse(Told):
+        def chunks(self, parser: Parser, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+            for number in range(4):
+                yield Chunk({}, {}, [Row("told", {PLAIN: "last"})] if number == 3 else [])
+                (half,) = tmp_path.glob(".tmp-*")
+                touched.append(half.stat().st_mtime_ns)
+                os.utime(half, ns=(0, 0))
+
+    prepare(Sparse(), letters(), tmp_path, progress=lines.append)
+    assert all(touched) and lines[2] == "told: 0 documents, 0 tokens, 3 pieces read"
+    heard = threading.Event()
+    with reporting(lambda line: lines.append(line) or heard.set(), "opening a/b", every_s=0.01):
+        assert heard.wait(DEADLINE_S)
+    assert lines[-1] == "opening a/b for 0 s"
 
 
 def test_a_full_disk(tmp_path):

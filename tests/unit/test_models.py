@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from isles.config.auto import Machine, choose_strategy, needed_bytes
 from isles.config.layout import make_layout
+from isles.config.sections.data import DataConfig
 from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.config.sections.training import TrainingConfig
@@ -32,9 +33,11 @@ from isles.models.attention import use_maskless_attention
 from isles.models.fill import fill_fresh, weights_folder
 from isles.run.checkpoints import CheckpointInfo
 from isles.strategies.fsdp import find_blocks
+from isles.train.data import data_cache
 from isles.train.model import base_of, count_parameters, flops_per_token, with_base
 from isles.train.optimizer import make_optimizers
 from isles.train.probe import standing_bytes
+from isles.train.strategy import check_is_read_whole
 from tests.each import each
 from tests.engines import fake_run
 from tests.small_models import small_model
@@ -348,6 +351,26 @@ def test_quantised_bases_and_missing_packages_are_named(tmp_path, monkeypatch):
         assert "pip install" in caught.value.fix
 
 
+def test_a_model_that_also_sees_counts_as_its_text_does_and_is_refused_on_many_ranks(tmp_path):
+    from transformers import Gemma3Config
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    text = sizes | {"num_hidden_layers": 3, "vocab_size": 300, "eos_token_id": 7}
+    eye = sizes | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    Gemma3Config(text_config=text, vision_config=eye).save_pretrained(tmp_path)
+    config = ModelConfig(name_or_path=str(tmp_path), init="scratch")
+    model = build.build_empty_model(config, dtype=torch.float32, vocab_size=400)
+    assert model.get_input_embeddings().weight.shape == (400, 32)
+    assert model.config.get_text_config().eos_token_id is None
+    shape = {"num_layers": 3, "hidden_size": 32, "seq_length": 8}
+    params = count_parameters(model)
+    assert flops_per_token(model, 8) == train_flops_per_token(matmul_params=params, **shape)
+    world = SimpleNamespace(world_size=2)
+    with pytest.raises(UserError, match=r"text never comes to, such as model\.vision_"):
+        check_is_read_whole(model, DDPStrategyConfig(), world)
+    check_is_read_whole(model.get_decoder(), DDPStrategyConfig(), world)
+
+
 def test_four_bits_are_four_bits_and_are_trained_on_after_an_evaluation(tmp_path, monkeypatch):
     """Also where bitsandbytes would pack the weights for a CPU with AVX512-BF16."""
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
@@ -412,6 +435,14 @@ def test_only_what_is_trained_has_state(tmp_path):
     run = fake_run(tmp_path, AdapterConfig(type="lora", r=1), precision="32-true")
     needed = standing_bytes(model, run, strategy, mesh)
     assert needed == frozen + 4 * sum(trained.values())
+
+
+def test_a_model_and_a_cache_may_lie_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_base(tmp_path / "tiny")
+    assert same(whole("~/tiny", "pretrained"), cut("~/tiny", "pretrained"))
+    data = {"sources": [{"path": "any"}], "seq_length": 8, "cache_dir": "~/cache"}
+    assert data_cache(DataConfig.model_validate(data)) == tmp_path / "cache"
 
 
 def test_a_base_is_found_from_any_folder(tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import random
 import tempfile
 from collections import Counter
@@ -477,7 +479,7 @@ def test_a_join_line_survives_a_mail_and_shows_no_secret(tmp_path):
         JoinLine.read(tmp_path / "nowhere")
 
 
-def test_secrets_are_for_their_owner_alone_and_folders_for_one(tmp_path):
+def test_secrets_are_for_their_owner_alone_and_folders_for_one(tmp_path, monkeypatch):
     names = {"token", "key.pem", "certificate.pem"}
     other = tmp_path / "other"
     other.mkdir()
@@ -490,7 +492,14 @@ def test_secrets_are_for_their_owner_alone_and_folders_for_one(tmp_path):
     make_identity(tmp_path)
     assert ((tmp_path / "token").read_text(), fingerprint(tmp_path)) == before
     lock_folder(tmp_path)
-    with pytest.raises(ConfigError, match="another hub"):
+    with pytest.raises(ConfigError, match="another hub uses"):
+        lock_folder(tmp_path)
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(ConfigError, match=r"cannot be locked.*: No locks available"):
         lock_folder(tmp_path)
 
 

@@ -280,6 +280,8 @@ def test_an_export_does_not_import_deepspeed(tmp_path):
 def test_the_snippet_of_the_card_works(tokenizer, printed, *, tmp_path, monkeypatch, capsys):
     folder, model = tmp_path / "model", small_model()
     model.generation_config.max_length = 40
+    # transformers itself refuses to save this, once it was changed.
+    model.generation_config.temperature = 0.6
     card = card_of(tmp_path, tokenizer)
     export_model(model, tokenizer, folder, max_shard_bytes=10**9, card=card)
     assert printed in run_snippet(folder, monkeypatch, capsys)
@@ -290,6 +292,7 @@ def test_the_snippet_of_the_card_works(tokenizer, printed, *, tmp_path, monkeypa
         generation = json.loads((folder / "generation_config.json").read_text())
         # 2 is the default of the class, and no end to this tokenizer; 1 is.
         assert generation["max_length"] == 40 and generation["eos_token_id"] == 1
+        assert generation["temperature"] == 0.6
 
 
 def test_the_snippet_of_an_adapter_works(tmp_path, monkeypatch, capsys):

@@ -60,8 +60,7 @@ def export_checkpoint(
         model.config.architectures = [type(model).__name__]
         model.config.dtype = model.dtype
         model.config.save_pretrained(partial)
-        if model.can_generate():
-            model.generation_config.save_pretrained(partial)
+        _save_generation_config(model, partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         shards = _plan_shards(model, max_shard_bytes)
@@ -102,8 +101,13 @@ def export_model(
     with _whole_folder(folder, card) as partial:
         _give_special_tokens(model, tokenizer)
         # accelerate looks whether this is DeepSpeed's engine, and imports all of it, with MLflow.
-        with hidden("deepspeed"):
-            model.save_pretrained(partial, max_shard_size=max_shard_bytes)
+        settings, model.generation_config = model.generation_config, type(model.generation_config)()
+        try:
+            with hidden("deepspeed"):
+                model.save_pretrained(partial, max_shard_size=max_shard_bytes)
+        finally:
+            model.generation_config = settings
+        _save_generation_config(model, partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         again = type(model).from_pretrained(partial, dtype=model.dtype, use_safetensors=True)
@@ -277,6 +281,14 @@ def _give_special_tokens(model: Any, tokenizer: Any) -> None:
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ids:
         kept = [i for i in ids if i is not None]
         model.generation_config.eos_token_id = [*kept, tokenizer.eos_token_id]
+
+
+def _save_generation_config(model: Any, folder: Path) -> None:
+    # Not save_pretrained: it refuses settings that many published models have, such as a
+    # temperature without do_sample, once anything else of them was changed.
+    if model.can_generate():
+        path = folder / "generation_config.json"
+        model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
 
 
 def _named_by_peft(model: Any, checkpoint: Path) -> dict[str, Tensor]:

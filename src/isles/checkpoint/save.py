@@ -6,6 +6,7 @@ into its own run directory and sends them to rank 0, where alone the checkpoint 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -146,7 +147,9 @@ class CheckpointManager:
         step = int(manifest["step"])
         final = self._run_dir.checkpoints / checkpoint_name(step)
         partial = final.with_name(f"{PARTIAL_PREFIX}{final.name}")
-        if self._world.main_first(lambda: self._prepare(partial, final, manifest)):
+        # To read back what an earlier attempt has saved may take long.
+        prepare = functools.partial(self._prepare, partial, final, manifest)
+        if self._world.main_first(prepare, group=self._world.work):
             self._make_staging(partial)
             try:
                 random = {"cpu": torch.get_rng_state()}
@@ -212,7 +215,8 @@ class CheckpointManager:
         # Make the folder on rank 0's disk; False where the step is saved already.
         if final.exists():
             before = (read_record(final / MANIFEST) or {}).get("outer")
-            if verify_checkpoint(final):
+            # What this process has saved was read back then.
+            if self.last_step != int(manifest["step"]) and verify_checkpoint(final):
                 _discard(final)
             # Unless other clusters' weights have come in at this step since it was saved.
             elif before == json.loads(json.dumps(manifest.get("outer"))):
@@ -284,7 +288,10 @@ class CheckpointManager:
         for info in older[: max(0, len(older) + 1 - self._config.keep)]:
             # One that is read just now goes after the next save.
             if self._uploader is None or self._uploader.sending != info.step:
-                _discard(info.path)
+                try:
+                    _discard(info.path)
+                except OSError as error:  # the new one is whole
+                    log.warning("old checkpoint=%s cannot be removed: %s", info.path, error)
         if self._uploader is not None:
             self._uploader.look()
 
@@ -407,7 +414,10 @@ def _discard(folder: Path) -> None:
     # A kill in the middle must leave nothing that looks whole.
     removed = _removed(folder)
     folder.replace(removed)
-    shutil.rmtree(removed)
+    try:
+        shutil.rmtree(removed)
+    except OSError as error:  # on NFS while somebody reads a file of it
+        log.warning("left for the next start to remove: %s: %s", removed, error)
 
 
 def _removed(folder: Path) -> Path:

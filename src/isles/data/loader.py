@@ -87,9 +87,15 @@ class Loader:
         self._device = device
         self._executor = ThreadPoolExecutor(1, "data", _use_device, (device,))
         self._ahead: tuple[int, Future[StepData]] | None = None
+        self._asked = -1
+        # Where streams were, by the first cursor at which they were there; since the last save.
+        self._stream_states: list[tuple[int, Any]] = []
 
     def step(self, samples_seen: int) -> StepData:
         """The step whose global batch begins at this sample; or the error of reading it."""
+        self._asked, state = samples_seen, self._dataset.state()
+        if not self._stream_states or self._stream_states[-1][1] != state:
+            self._stream_states.append((samples_seen, state))
         if self._ahead is not None and self._ahead[0] == samples_seen:
             future = self._ahead[1]
         else:
@@ -125,8 +131,15 @@ class Loader:
             return self._numbering.numbers(samples_seen, size)
         return np.arange(samples_seen, samples_seen + size)
 
-    def stream_state(self) -> Any:
-        """Where streams are, for the manifest of a checkpoint; see `Dataset.state`."""
+    def stream_state(self, samples_seen: int) -> Any:
+        """Where streams are, for a checkpoint at this cursor; see `Dataset.state`.
+
+        The cursor may be one of before, but not of before the last call.
+        """
+        if samples_seen <= self._asked:
+            # Steps were taken back: what has been read since may lie in later segments.
+            return [state for first, state in self._stream_states if first <= samples_seen][-1]
+        self._stream_states.clear()
         return self._dataset.state()
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from isles.data.sources.rows import Source, Tally, texts_of
 from isles.data.stream.samples import open_streams
 from isles.data.stream.segments import HeldOut, Stream
 from isles.data.tokens.encode import Encoder, read_items
-from isles.data.tokens.prepare import no_documents, prepare, prepare_everywhere
+from isles.data.tokens.prepare import no_documents, prepare, prepare_everywhere, reporting
 from isles.data.tokens.store import TokenStore
 from isles.dist.world import World
 from isles.errors import DataError
@@ -219,38 +219,7 @@ def build_datasets(
         stream_state: where a run that streams goes on, as `Dataset.state` gave it; None: it begins.
     """
 
-    def prepared(source: SourceConfig, open_rows: Callable[[], Source]) -> TokenStore:
-        assert tokenizer is not None, "text needs a tokenizer"
-
-        def make(report: Callable[[str], None]) -> Path:
-            encoder = Encoder(source, tokenizer)
-            limit = data.max_bad_fraction
-            return prepare(open_rows(), encoder, cache_dir, progress=report, max_bad_fraction=limit)
-
-        if world is None:
-            return TokenStore.open(make(progress))
-        return TokenStore.open(prepare_everywhere(source, make, world, cache_dir, progress))
-
-    def parts_of(number: int, source: SourceConfig) -> tuple[Samples | None, Samples | None]:
-        # Samples for training, which a stream has elsewhere, and for validation.
-        if source.type == "fake":
-            assert vocab_size is not None, "a fake source needs the model's vocabulary"
-            own_seed = 2 * (seed + number)
-            fake = partial(FakeSamples, vocab_size, data.seq_length, pairs=pairs)
-            held_out = round(data.validation_fraction * FAKE_SAMPLES)
-            return fake(own_seed, FAKE_SAMPLES), fake(own_seed + 1, held_out) if held_out else None
-        if not data.streaming:
-            return split_samples(data, source, prepared(source, partial(open_source, source)), seed)
-        if data.validation_fraction == 0:
-            return None, None
-        assert tokenizer is not None, "text needs a tokenizer"
-        store = prepared(source, lambda: HeldOut(Stream(data, number, tokenizer, seed)))
-        table = make_table(data, source, store, Ranges.of(store))
-        if not table.num_samples:
-            log.warning("source=%s holds out too little for a sample", store.name)
-        return None, table if table.num_samples else None
-
-    parts = [parts_of(number, source) for number, source in enumerate(data.sources)]
+    parts = _make_parts(data, tokenizer, cache_dir, seed, progress, vocab_size, world, pairs=pairs)
     trims = not fixed_length
     if data.streaming:
         assert tokenizer is not None and vocab_size is not None
@@ -268,10 +237,82 @@ def build_datasets(
         training = Dataset(streams, order, data.seq_length, trims=trims)
     else:
         training = _mixed(data, [part for part, _ in parts], seed, trims=trims)
+    return training, _validation(data, parts, seed, trims=trims)
+
+
+def build_validation(
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    cache_dir: Path,
+    *,
+    seed: int,
+    progress: Callable[[str], None],
+    vocab_size: int | None = None,
+    pairs: bool = False,
+) -> Dataset | None:
+    """The validation set alone, in one process: of a run that streams, no segment is prepared.
+
+    Arguments and errors as for `build_datasets`.
+    """
+    parts = _make_parts(data, tokenizer, cache_dir, seed, progress, vocab_size, None, pairs=pairs)
+    return _validation(data, parts, seed, trims=True)
+
+
+_Parts = Sequence[tuple[Samples | None, Samples | None]]
+"""Of each source the samples for training, which a stream has elsewhere, and for validation."""
+
+
+def _make_parts(
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    cache_dir: Path,
+    seed: int,
+    progress: Callable[[str], None],
+    vocab_size: int | None,
+    world: World | None,
+    *,
+    pairs: bool,
+) -> _Parts:
+    def prepared(source: SourceConfig, open_rows: Callable[[], Source]) -> TokenStore:
+        assert tokenizer is not None, "text needs a tokenizer"
+
+        def make(report: Callable[[str], None]) -> Path:
+            encoder = Encoder(source, tokenizer)
+            limit = data.max_bad_fraction
+            with reporting(report, f"opening {source.path}"):  # perhaps a download of hours
+                rows = open_rows()
+            return prepare(rows, encoder, cache_dir, progress=report, max_bad_fraction=limit)
+
+        if world is None:
+            return TokenStore.open(make(progress))
+        return TokenStore.open(prepare_everywhere(source, make, world, cache_dir, progress))
+
+    def parts_of(number: int, source: SourceConfig) -> tuple[Samples | None, Samples | None]:
+        if source.type == "fake":
+            assert vocab_size is not None, "a fake source needs the model's vocabulary"
+            own_seed = 2 * (seed + number)
+            fake = partial(FakeSamples, vocab_size, data.seq_length, pairs=pairs)
+            held_out = round(data.validation_fraction * FAKE_SAMPLES)
+            return fake(own_seed, FAKE_SAMPLES), fake(own_seed + 1, held_out) if held_out else None
+        if not data.streaming:
+            return split_samples(data, source, prepared(source, partial(open_source, source)), seed)
+        if data.validation_fraction == 0:
+            return None, None
+        assert tokenizer is not None, "text needs a tokenizer"
+        store = prepared(source, lambda: HeldOut(Stream(data, number, tokenizer, seed)))
+        table = make_table(data, source, store, Ranges.of(store))
+        if not table.num_samples:
+            log.warning("source=%s holds out too little for a sample", store.name)
+        return None, table if table.num_samples else None
+
+    return [parts_of(number, source) for number, source in enumerate(data.sources)]
+
+
+def _validation(data: DataConfig, parts: _Parts, seed: int, *, trims: bool) -> Dataset | None:
     if all(held_out is None for _, held_out in parts):
-        return training, None
+        return None
     # The validation set has an order of its own, the same at every evaluation.
-    return training, _mixed(data, [held_out for _, held_out in parts], seed + 1, trims=trims)
+    return _mixed(data, [held_out for _, held_out in parts], seed + 1, trims=trims)
 
 
 def _mixed(data: DataConfig, parts: Sequence[Samples | None], seed: int, *, trims: bool) -> Dataset:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from pathlib import Path
@@ -22,6 +23,7 @@ from isles.models.fill import (
     fill_fresh,
     fill_magnitudes,
     fill_pretrained,
+    with_home,
 )
 
 log = logging.getLogger(__name__)
@@ -159,17 +161,18 @@ def _from_config(
     from transformers import AutoModelForCausalLM
 
     hf_config = load_model_config(config)
+    text = hf_config.get_text_config()
     if num_layers is not None:
-        text = hf_config.get_text_config()
         text.num_hidden_layers = num_layers
         if getattr(text, "layer_types", None):  # the kind of each
             text.layer_types = text.layer_types[:num_layers]
     if vocab_size is not None:
-        hf_config.vocab_size = vocab_size
+        text.vocab_size = vocab_size
         # Ids of another tokenizer would point anywhere; the run's tokenizer sets its own.
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if getattr(hf_config, name, None) is not None:
-                setattr(hf_config, name, None)
+            for holder in (hf_config, text):
+                if getattr(holder, name, None) is not None:
+                    setattr(holder, name, None)
     try:
         with device:
             return AutoModelForCausalLM.from_config(
@@ -197,13 +200,24 @@ def load_model_config(config: ModelConfig) -> Any:
     """
     from transformers import AutoConfig
 
-    name = config.name_or_path
+    name = with_home(config.name_or_path)
     if name in shape_names():
         return AutoConfig.for_model(**load_shape(name))
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
     except _LOAD_ERRORS as error:
         raise _model_error(config, error) from error
+
+
+def take_generation_config(model: Any, config: ModelConfig) -> None:
+    """Give a model that was built without weights the settings of generation that its base has."""
+    from transformers import GenerationConfig
+
+    if config.init == "pretrained" and model.can_generate():
+        # Many models have none, and then what their config says stays.
+        with contextlib.suppress(OSError):
+            name = with_home(config.name_or_path)
+            model.generation_config = GenerationConfig.from_pretrained(name)
 
 
 def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:
@@ -267,7 +281,7 @@ def _load_pretrained(
         options = {"quantization_config": four_bits, "device_map": {"": device}}
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            config.name_or_path,
+            with_home(config.name_or_path),
             dtype=dtype,
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
@@ -322,7 +336,7 @@ def _model_error(config: ModelConfig, error: Exception) -> Exception:
     name = config.name_or_path
     text = str(error).strip().splitlines()
     first = text[0] if text else type(error).__name__
-    folder = Path(name)
+    folder = Path(with_home(name))
     if "trust_remote_code" in str(error) or "custom code" in str(error):
         fix = "read the model's code; if you trust it, set model.trust_remote_code: true"
     elif "scaled_dot_product_attention" in str(error):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -274,6 +275,11 @@ def _without_place(names: Iterable[str], model: Any) -> list[str]:
     return sorted(name for name in names if name not in places and not pattern.search(name))
 
 
+def with_home(name: str) -> str:
+    """A model's folder or hub id as transformers takes it, which knows no ~."""
+    return os.path.expanduser(name)  # noqa: PTH111  # a path would not keep every hub id as it is
+
+
 def weights_folder(name: str) -> tuple[Path, dict[str, str]]:
     """The folder of a model's safetensors, and the file of each weight.
 
@@ -285,6 +291,7 @@ def weights_folder(name: str) -> tuple[Path, dict[str, str]]:
     """
     from transformers.utils.hub import cached_file
 
+    name = with_home(name)
     try:
         found = cached_file(name, _INDEX, _raise_exceptions_for_missing_entries=False)
         if found is not None:
@@ -297,9 +304,9 @@ def weights_folder(name: str) -> tuple[Path, dict[str, str]]:
         with safe_open(single, "pt") as reader:
             return single.parent, dict.fromkeys(reader.keys(), _SINGLE)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        if not may_be_hub_id(name) and not Path(name).expanduser().exists():
+        if not may_be_hub_id(name) and not Path(name).exists():
             raise UserError(
-                f"there is no such folder: {Path(name).expanduser().absolute()}",
+                f"there is no such folder: {Path(name).absolute()}",
                 where="model.name_or_path",
                 fix="put the model back there, or go to the folder that the run was started in",
                 id="files.model",

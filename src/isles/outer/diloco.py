@@ -156,11 +156,15 @@ class FragmentShare:
         assert not is_in or self.snapshot is not None, "an average without a contribution"
         if is_in and self.error is not None and self.encoded is None:
             self.encode()  # it was loaded from a checkpoint, which gives the same bytes
+        contributed: tuple[Tensor, ...] = ()
+        if is_in and self.error is not None and self.pieces:
+            assert self.encoded is not None
+            contributed = torch.split(self.encoded, self._encoded_sizes)
         move = self._zeros() if mode == "late" else None
         for index, data in enumerate(self._cut(average, num_parts)):
             outer_param = self.piece(self.outer_param, index)
-            if is_in:
-                self._keep_residual(index)
+            if contributed and self.error is not None:
+                self._keep_residual(index, contributed[index], self.error)
             before = None if move is None else self.piece(move, index).copy_(outer_param)
             outer_param.sub_(self._direction(index, data, scale, is_warmup=is_warmup))
             if before is not None:
@@ -193,16 +197,13 @@ class FragmentShare:
             error = self.piece(self.error, index)
             update.add_(error if self._codec.decay == 1.0 else error * self._codec.decay)
 
-    def _keep_residual(self, index: int) -> None:
+    def _keep_residual(self, index: int, contributed: Tensor, error: Tensor) -> None:
         # The contribution was averaged: what its encoding left out is the residual now.
-        if self.error is None:
-            return
-        assert self.encoded is not None
         update = self._pseudo_gradient(index)
         self._add_residual(update, index)
         sent = torch.empty_like(update)
-        self._codec.decode(torch.split(self.encoded, self._encoded_sizes)[index], sent)
-        torch.sub(update, sent, out=self.piece(self.error, index))
+        self._codec.decode(contributed, sent)
+        torch.sub(update, sent, out=self.piece(error, index))
 
     def _direction(self, index: int, data: Tensor, scale: float, *, is_warmup: bool) -> Tensor:
         # torch.optim.SGD(nesterov=True), in single steps. In the warmup it is the average itself,

@@ -86,16 +86,23 @@ class RankFiles:
             failure = self._failure(path, error)
         for block, owner in self._blocks(goals):
             view = block.numpy().data
-            if file is not None and failure is None and file.readinto(view) != len(view):
-                failure = self._failure(path, OSError(None, "it is shorter than it must be"))
+            if file is not None and failure is None:
+                try:
+                    if file.readinto(view) != len(view):
+                        raise OSError(None, "it is shorter than it must be")
+                except OSError as error:  # the others wait for what is sent below
+                    failure = self._failure(path, error)
             if owner and self._world.is_main:
                 dist.send(block, dst=owner, group=self._group)
             elif owner:
                 dist.recv(block, src=0, group=self._group)
         if file is not None:
-            if failure is None and file.read(1):
-                failure = self._failure(path, OSError(None, "it is longer than it must be"))
-            file.close()
+            try:
+                with file:
+                    if failure is None and file.read(1):
+                        raise OSError(None, "it is longer than it must be")
+            except OSError as error:
+                failure = self._failure(path, error)
         self.agree(None, failure)
 
     def _brought(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:

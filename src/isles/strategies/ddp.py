@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from dataclasses import replace
 from typing import Any, assert_never
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isles.config.sections.strategy import DDPStrategyConfig
-from isles.dist.batch import MIXED_DTYPE, Batch
+from isles.dist.batch import IGNORE_INDEX, MIXED_DTYPE, Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.strategies.base import TorchEngine
@@ -60,7 +61,10 @@ class DDPEngine(TorchEngine):
         others_go_on = max(self._world.gather(not is_last))
         loss_sum = self._backward(batch, scale, syncs=True)
         if is_last and others_go_on:
-            self._backward(batch, 0.0, syncs=True)  # for those whose last one is still to come
+            # Once more for those whose last one is still to come: without targets, nothing counts.
+            nothing = torch.full_like(batch.targets_BT, IGNORE_INDEX)
+            again = replace(batch, targets_BT=nothing, places_N=None)
+            self._backward(again, scale, syncs=True)
         return loss_sum
 
     def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:

@@ -44,10 +44,11 @@ from isles.train.optimizer import make_optimizers
 from isles.train.parts import Parts
 from isles.train.progress import Progress
 from isles.train.record import Recorder, make_trackers
-from isles.train.reference import score_reference
+from isles.train.reference import pairs_read, score_reference
 from isles.train.stop import Agreement, StopSignals
 from isles.train.strategy import (
     check_blocks,
+    check_is_read_whole,
     compile_model,
     is_sharded,
     make_engine,
@@ -87,7 +88,7 @@ def build(
     total_steps = length_in_steps(config.training, training.samples_per_epoch)
     if config.training.method == "dpo":
         # With the weights that the run begins with, so before any checkpoint is loaded.
-        pairs = None if total_steps is None else total_steps * config.training.global_batch_size
+        pairs = pairs_read(config, total_steps)
         score = functools.partial(score_reference, engine, mesh, world, recorder, run_dir)
         score("training", training, pairs, balancer.even_size)
         score("validation", validation, config.training.eval_samples, balancer.even_size)
@@ -193,6 +194,7 @@ def _make_model(
         check_blocks(model, strategy)
     else:
         model = whole_model(config, tokenizer, world.device)
+        check_is_read_whole(model, strategy, world)
     shape: Any = model.config
     if world.is_main and getattr(shape, "output_router_logits", False):
         log.warning(

@@ -9,6 +9,7 @@ from typing import Any
 
 from isles.config.files import CHATML
 from isles.config.rules.shape import check_shape
+from isles.config.sections.data import DataConfig
 from isles.config.sections.model import ModelConfig
 from isles.config.sections.run import RunConfig
 from isles.data.chat.template import stop_at_turns, use_template
@@ -59,13 +60,13 @@ def make_data(
         raise ConfigErrors([ConfigError(v.what, where=v.keys[0], fix=v.fix) for v in issues])
     # A tokenizer that is trained for the run decides how many tokens the model knows.
     trained = config.tokenizer.train_vocab_size is not None
-    vocab_size = len(tokenizer) if trained else int(hf_config.vocab_size)
+    vocab_size = len(tokenizer) if trained else int(hf_config.get_text_config().vocab_size)
     if tokenizer is not None and (warning := check_vocabulary(tokenizer, vocab_size)):
         recorder.note(warning)
     training, validation = build_datasets(
         config.data,
         tokenizer,
-        Path(config.data.cache_dir) if config.data.cache_dir else cache_home() / "data",
+        data_cache(config.data),
         seed=config.seed,
         vocab_size=vocab_size,
         progress=lambda text: recorder.phase("preparing data", text),
@@ -84,6 +85,11 @@ def make_data(
             id="data.tokenizer",
         )
     return tokenizer, training, validation
+
+
+def data_cache(data: DataConfig) -> Path:
+    """The folder for prepared tokens."""
+    return Path(data.cache_dir).expanduser() if data.cache_dir else cache_home() / "data"
 
 
 def _check_content(training: Dataset, world: World, resume_from: CheckpointInfo | None) -> None:

@@ -28,9 +28,8 @@ from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
 from isles.data.tokens.tokenizer import load_tokenizer
 from isles.errors import ExitCode, UserError, more_lines
-from isles.run.env import cache_home
 from isles.run.paths import RunDir
-from isles.train.data import write_tokenizer
+from isles.train.data import data_cache, write_tokenizer
 from isles.train.logs import log_of_verb
 
 _OPEN, _CLOSE = "⟦", "⟧"
@@ -79,7 +78,7 @@ def _show(config: RunConfig, run_dir: RunDir, num_samples: int, console: Console
             folder = prepare(
                 open_source(source),
                 encoder,
-                Path(config.data.cache_dir) if config.data.cache_dir else cache_home() / "data",
+                data_cache(config.data),
                 progress=_report,
                 max_bad_fraction=config.data.max_bad_fraction,
             )

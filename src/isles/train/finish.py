@@ -19,7 +19,7 @@ from isles.checkpoint.export import (
 from isles.checkpoint.hub import push
 from isles.config.resolve import Resolved
 from isles.errors import UserError
-from isles.models.build import converts_weights, load_model_config
+from isles.models.build import converts_weights, load_model_config, take_generation_config
 from isles.run.checkpoints import find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_rows, write_record
@@ -115,6 +115,7 @@ def export_step(
         export_model(model, tokenizer, folder, max_shard_bytes=size, card=card)
     else:
         model = empty_model(config, tokenizer)
+        take_generation_config(model, config.model)
         if converts_weights(model):
             log.warning(
                 "the experts are exported joined, as transformers holds them; `isles checkpoint "

@@ -91,7 +91,7 @@ def architecture_of(model: Any) -> Architecture:
 
 def flops_per_token(model: Any, seq_length: int) -> float:
     """Training FLOPs for one token of a model that was not cut yet; see `train_flops_per_token`."""
-    shape = model.config
+    shape = model.config.get_text_config()  # of models that see or hear too, what reads text
     # What is trained whole beside a frozen model has a copy there that computes nothing.
     at_work = {n: p for n, p in model.named_parameters() if ".original_module." not in n}
     if not getattr(shape, "tie_word_embeddings", False):

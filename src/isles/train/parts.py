@@ -20,6 +20,7 @@ from isles.config.resolve import Resolved, digest
 from isles.config.sections.run import RunConfig
 from isles.data.loader import Loader, evaluation_batches
 from isles.data.mix import Dataset
+from isles.data.stream.samples import PassedError
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import TrainingError
@@ -190,15 +191,18 @@ class Parts:
         bad_step = self.progress.step + 1
         if self.world.is_main:
             self.checkpoints.forget_after(self.progress.step)
+        self.save(wait=True)  # first: whatever comes of the search, the weights are safe
         bad_ranks = self._find_bad_ranks()
-        self.save(wait=True)
-        what = f"the loss of step {bad_step} is not finite; {'; '.join(bad_ranks)}"
-        if not bad_ranks:
+        if bad_ranks:
+            what = f"the loss of step {bad_step} is not finite; {'; '.join(bad_ranks)}"
+        else:
             numbers = self.loader.sample_ids(self.progress.samples).tolist()
             spans = joined([(number, number + 1) for number in numbers])
             samples = ", ".join(f"{start} to {stop - 1}" for start, stop in spans)
             what = (
-                f"the gradient of step {bad_step} is not finite, while every loss of it is "
+                f"the loss or the gradient of step {bad_step} is not finite (samples {samples})"
+                if bad_ranks is None
+                else f"the gradient of step {bad_step} is not finite, while every loss of it is "
                 f"(samples {samples})"
             )
         raise TrainingError(
@@ -210,9 +214,16 @@ class Parts:
             id="loss.finite",
         )
 
-    def _find_bad_ranks(self) -> list[str]:
-        # One line for each rank with a loss that is not finite, from the last good weights.
-        data = self.loader.step(self.progress.samples)
+    def _find_bad_ranks(self) -> list[str] | None:
+        # One line for each rank with a loss that is not finite, from the last good weights; None:
+        # some rank cannot read the step again, as a stream has passed its segment.
+        try:
+            data = self.loader.step(self.progress.samples)
+        except PassedError:
+            data = None
+        has_data = self.world.gather(data is not None)
+        if data is None or not all(has_data):
+            return None
         rows = [
             (sample, batch.sample(row))
             for batch in data.micro_batches
@@ -255,7 +266,7 @@ class Parts:
             "seed": self.config.seed,
             "data": self.training.content,
             "samples_per_epoch": self.training.samples_per_epoch,
-            "stream": self.loader.stream_state(),
+            "stream": self.loader.stream_state(progress.samples),
             "base": self.base,
             "world_size": self.world.world_size,
             "strategy": self.strategy.kind,

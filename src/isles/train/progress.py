@@ -26,7 +26,8 @@ class Progress:
         self.target_tokens = target_tokens
         self._elapsed_before_s = elapsed_s
         self._began = time.monotonic()
-        self._steps_here = 0
+        self.steps_here = 0
+        """Inner steps of this attempt."""
         self._step_before = step
         self._history: list[tuple[int, int, int, int]] = []
 
@@ -54,7 +55,7 @@ class Progress:
     def advance(self, *, samples: int, tokens: int, target_tokens: int) -> None:
         """One inner step is done; `samples` is the new cursor, the tokens are the step's."""
         self._step_before = self.step
-        self._steps_here += 1
+        self.steps_here += 1
         self._history.append((self.step, self.samples, self.tokens, self.target_tokens))
         self.step += 1
         self.samples = samples
@@ -71,11 +72,11 @@ class Progress:
         Args:
             steps_here: inner steps of this attempt, since `forget_history` or later.
         """
-        back = self._steps_here - steps_here
+        back = self.steps_here - steps_here
         assert 0 <= back <= len(self._history), "the history reaches back to the last check"
         if back:
             self.step, self.samples, self.tokens, self.target_tokens = self._history[-back]
-            self._steps_here = steps_here
+            self.steps_here = steps_here
 
     def skip_to(self, step: int) -> None:
         """Take a later number for the step that was done last: other clusters have it."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from isles.config.sections.run import RunConfig
 from isles.data.loader import numbered_batches
 from isles.data.mix import Dataset
 from isles.dist.mesh import Mesh
@@ -33,6 +34,16 @@ _KEEP_EVERY_S = 300.0
 """What was scored is written down this often, so that a kill loses little."""
 
 _BATCHES_AT_ONCE = 16
+
+
+def pairs_read(config: RunConfig, total_steps: int | None) -> int | None:
+    """How many global indices a run reads, from the first on; None: perhaps all.
+
+    A cluster of several reads what it is leased, which may be any.
+    """
+    if total_steps is None or config.diloco is not None:
+        return None
+    return total_steps * config.training.global_batch_size
 
 
 def score_reference(

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import assert_never
+from typing import Any, assert_never
 
 import psutil
 import torch
@@ -31,6 +31,7 @@ from isles.config.sections.training import TrainingConfig
 from isles.dist.batch import COMPUTE_DTYPE
 from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World
+from isles.errors import UserError
 from isles.models.attention import use_maskless_attention
 from isles.strategies.base import Engine
 from isles.strategies.objective import DPO, CausalLM, MakeObjective
@@ -262,6 +263,28 @@ def check_blocks(model: nn.Module, strategy: Strategy) -> None:
         from isles.strategies.fsdp import find_blocks
 
         find_blocks(model, strategy.transformer_layer_cls_to_wrap)
+
+
+def check_is_read_whole(model: Any, strategy: Strategy, world: World) -> None:
+    """Refuse a model that also sees or hears where every trained weight needs a gradient.
+
+    Raises:
+        UserError: text never comes to some of its trained weights.
+    """
+    if world.world_size == 1 or not isinstance(strategy, DDPStrategyConfig):
+        return
+    if model.config.get_text_config() is model.config:
+        return
+    ends = (model.get_input_embeddings(), model.get_decoder(), model.get_output_embeddings())
+    read = {id(p) for part in ends if part is not None for p in part.parameters()}
+    unread = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in read]
+    if unread:
+        raise UserError(
+            f"{type(model).__name__} has weights that text never comes to, such as {unread[0]}, "
+            f"and on {world.world_size} ranks ddp needs a gradient of every one",
+            where="model.name_or_path",
+            fix="train on one GPU, or save the part that reads text as a model of its own",
+        )
 
 
 def compile_model(model: nn.Module, strategy: Strategy) -> None:

@@ -23,15 +23,16 @@ from isles.config.sections.output import HubId
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.data.chat.template import chat_prompt
 from isles.data.loader import evaluation_batches
-from isles.data.mix import build_datasets
+from isles.data.mix import build_validation
 from isles.data.tokens.tokenizer import check_vocabulary, load_tokenizer
 from isles.dist.batch import MIXED_DTYPE
 from isles.dist.world import join_world, leave_world
 from isles.errors import DataError, UserError
-from isles.models.build import converts_weights
+from isles.models.build import converts_weights, take_generation_config
 from isles.run.checkpoints import find_checkpoint
-from isles.run.env import RankEnv, cache_home
+from isles.run.env import RankEnv
 from isles.run.paths import RunDir
+from isles.train.data import data_cache
 from isles.train.finish import export_step
 from isles.train.logs import log_of_verb
 from isles.train.metrics import evaluate
@@ -116,7 +117,7 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
         )
     tokenizer = _tokenizer(run_dir, resolved)
     empty: Any = empty_model(resolved.config, tokenizer)
-    vocab_size = int(empty.config.vocab_size)
+    vocab_size = int(empty.config.get_text_config().vocab_size)
     if tokenizer is not None and (
         warning := check_vocabulary(tokenizer, vocab_size, is_trained=True)
     ):
@@ -125,6 +126,7 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
     if not has_adapter and converts_weights(empty):
         # Only transformers' own way of saving gives the experts back their names on the hub.
         model, _ = _load(run_dir, resolved, step, torch.device("cpu"))
+        take_generation_config(model, resolved.config.model)
     merge = options.merge_adapter or None
     export_step(run_dir, resolved, tokenizer, step, folder, repo=repo, merge=merge, model=model)
     sys.stdout.write(f"step {step} is exported to {folder}\n")
@@ -157,8 +159,9 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
             where="--prompt",
             fix="give a prompt",
         )
+    known = int(model.config.get_text_config().vocab_size)
     for token in inputs["input_ids"][0].tolist():
-        if token >= (known := int(model.config.vocab_size)):
+        if token >= known:
             raise DataError(
                 f"the prompt holds {tokenizer.convert_ids_to_tokens(token)!r} (token {token}), the "
                 f"model knows {known} tokens",
@@ -194,12 +197,12 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
     world = join_world(env, device=kind, timeout_s=600)
     try:
         model, step = _load(run_dir, resolved, options.step, world.device)
-        _, validation = build_datasets(
+        validation = build_validation(
             config.data,
             tokenizer,
-            Path(config.data.cache_dir) if config.data.cache_dir else cache_home() / "data",
+            data_cache(config.data),
             seed=config.seed,
-            vocab_size=int(model.config.vocab_size),
+            vocab_size=int(model.config.get_text_config().vocab_size),
             progress=lambda text: logging.getLogger(__name__).info("%s", text),
             pairs=config.training.method == "dpo",
         )

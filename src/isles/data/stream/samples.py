@@ -90,6 +90,10 @@ def open_streams(
     return parts
 
 
+class PassedError(Exception):
+    """Samples that a stream has passed for good."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Segment:
     record: SegmentRecord
@@ -102,7 +106,8 @@ class StreamSamples(Samples):
     """Numbered samples of one stream; shuffled within each segment, which is read from the cache.
 
     They must be asked for in ascending order, one global batch after another: `num_targets` of a
-    whole global batch says that what lies before its first sample is passed for good.
+    whole global batch says that what lies before its first sample is passed for good. Of what is
+    forgotten nothing is read again: PassedError.
 
     Args:
         producer: makes the segments; None: another rank of this node does.
@@ -192,7 +197,8 @@ class StreamSamples(Samples):
             self._open_next(first)
             if not self._firsts:
                 self._forget(first)  # a start without a state only passes through
-        assert first >= self._open[0].record.first_sample, "a stream is read forwards"
+        if first < self._open[0].record.first_sample:
+            raise PassedError(f"sample {first} of source {self._source}: it is forgotten")
         for segment in self._open:
             start = segment.record.first_sample
             here = np.flatnonzero((samples >= start) & (samples < segment.record.end_sample))

@@ -11,16 +11,17 @@ import json
 import logging
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from isles.config.files import BUILT_IN, named_files
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.sources.rows import Source, Tally, judge_bad_rows
+from isles.data.sources.rows import Rows, Source, Tally, judge_bad_rows
 from isles.data.tokens.encode import Encoder, encode_rows
 from isles.data.tokens.store import (
     FORMAT,
@@ -42,7 +43,7 @@ from isles.run.records import read_record
 log = logging.getLogger(__name__)
 
 NO_PROGRESS_S = 120.0
-"""A process that prepares writes something every few seconds; this long without it is dead."""
+"""A process that prepares shows a sign of life every few seconds; this long without it is dead."""
 
 REPORT_EVERY_S = 2.0
 _LOOK_EVERY_S = 0.1
@@ -98,16 +99,19 @@ def prepare(
 def _lock(stream: IO[str], folder: Path, name: str, progress: Report, no_progress_s: float) -> bool:
     # Wait until no other process that shares the cache prepares this folder; a process that dies
     # lets it go. False where the file system has no locks: both prepare, the first rename counts.
-    shown, since = -1, time.monotonic()
+    began = since = time.monotonic()
+    shown = (-1, 0)
     while True:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            size = size_of_folders(folder.parent.glob(f".tmp-*-{folder.name}@*"))
-            if size != shown:
-                shown, since = size, time.monotonic()
-                progress(f"{name}: another process prepares it, {size / 1e6:.1f} MB so far")
+            folders = list(folder.parent.glob(f".tmp-*-{folder.name}@*"))
+            size = size_of_folders(folders)
+            if (size, _touched_ns(folders)) != shown:
+                shown, since = (size, _touched_ns(folders)), time.monotonic()
+                after = f"{size / 1e6:.1f} MB after {since - began:.0f} s"
+                progress(f"{name}: another process prepares it, {after}")
             elif time.monotonic() - since > no_progress_s:
                 raise CommunicationError(
                     f"another process prepares {name} and has written nothing for "
@@ -131,6 +135,36 @@ def size_of_folders(folders: Iterable[Path]) -> int:
     return size
 
 
+def _touched_ns(folders: Iterable[Path]) -> int:
+    # When who prepares has last touched one of these.
+    times = [0]
+    for folder in folders:
+        with suppress(OSError):
+            times.append(folder.stat().st_mtime_ns)
+    return max(times)
+
+
+@contextmanager
+def reporting(progress: Report, doing: str, every_s: float = REPORT_EVERY_S) -> Iterator[None]:
+    """Report, for as long as something goes on that reports nothing, that it does.
+
+    Only around what ends by itself, such as a download, which has time-outs of its own.
+    """
+    is_over, began = threading.Event(), time.monotonic()
+
+    def report() -> None:
+        while not is_over.wait(every_s):
+            progress(f"{doing} for {time.monotonic() - began:.0f} s")
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def _prepare_anew(
     source: Source,
     identity: dict[str, Any],
@@ -139,15 +173,30 @@ def _prepare_anew(
     progress: Report,
     tally: Tally,
 ) -> None:
-    name, reported_at = source.name, time.monotonic()
+    name, reported_at, num_chunks = source.name, time.monotonic(), 0
     temporary = temporary_beside(folder)
+
+    def tell() -> None:
+        nonlocal reported_at
+        if time.monotonic() - reported_at >= REPORT_EVERY_S:
+            count = count_message(name, writer.num_documents, writer.num_tokens)
+            progress(f"{count}, {num_chunks} pieces read")
+            os.utime(temporary)  # for who waits for it on the same disk
+            reported_at = time.monotonic()
+
+    def rows() -> Rows:
+        # Of a stream few rows are held out: what is read is news before a batch is written.
+        nonlocal num_chunks
+        for chunk in source.chunks(encoder.parser):
+            num_chunks += 1
+            tell()
+            yield from chunk.rows
+
     try:
         with TokenWriter(temporary, encoder) as writer:
-            for documents in encode_rows(source.rows(encoder.parser), encoder, tally):
+            for documents in encode_rows(rows(), encoder, tally):
                 writer.append(documents)
-                if time.monotonic() - reported_at >= REPORT_EVERY_S:
-                    progress(count_message(name, writer.num_documents, writer.num_tokens))
-                    reported_at = time.monotonic()
+                tell()
             if source.identity() != identity:
                 raise DataError(
                     "changed while it was read",

@@ -42,6 +42,9 @@ _LOCAL_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+# Tokenizer classes let whatever their files provoke pass through; beside these, tokenizers, which
+# is written in Rust, raises a bare Exception for what it does not know.
+_LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError)
 _FIX = (
     "name a folder or hub id that holds a tokenizer in tokenizer.name_or_path, or train one on the "
     "data with tokenizer.train_vocab_size"
@@ -75,8 +78,9 @@ def load_tokenizer(
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    # Tokenizer classes let whatever their files provoke pass through.
-    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:
+        if not isinstance(error, _LOAD_ERRORS) and type(error) is not Exception:
+            raise
         raise DataError(
             f"the tokenizer cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
             where=name_or_path,

@@ -40,7 +40,7 @@ class Server:
         settings: the rules of the run.
 
     Raises:
-        ConfigError: another hub uses the state directory.
+        ConfigError: another hub uses the state directory, or it cannot be locked.
     """
 
     def __init__(self, folder: Path, settings: Settings) -> None:
@@ -129,19 +129,26 @@ def lock_folder(folder: Path) -> int:
         A file handle that holds the lock.
 
     Raises:
-        ConfigError: another does.
+        ConfigError: another does, or the disk has no file locks.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(handle)
         raise ConfigError(
             "another hub uses this state directory",
             where=str(folder),
             fix="stop that one, or give this one a folder of its own",
         ) from None
+    except OSError as error:
+        os.close(handle)
+        raise ConfigError(
+            f"this state directory cannot be locked against another hub: {error.strerror}",
+            where=str(folder),
+            fix="put it on a disk of this machine: some of the network have no file locks",
+        ) from error
     return handle
 
 

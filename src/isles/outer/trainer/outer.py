@@ -126,7 +126,6 @@ class Outer:
         """Do what was decided, and wait for an average whose time it is."""
         began, exchange = time.perf_counter(), self.exchange
         exchange.clock.pause()
-        exchange.steps += 1
         if has_commands:
             paused = self._meter.pause("outer step")
             self._do_commands()

@@ -48,6 +48,7 @@ class Progress(Protocol):
     step: int
     samples: int
     target_tokens: int
+    steps_here: int
 
     def skip_to(self, step: int) -> None: ...
 
@@ -128,8 +129,7 @@ class Exchange:
         """On rank 0 another one, once the cluster joins."""
         self.version = 0
         """Outer steps that have been applied."""
-        self.steps = 0
-        """Inner steps of this cluster, over all its attempts."""
+        self._steps_before = 0  # inner steps of earlier attempts
         self.sent: dict[int, Pending] = {}
         """By outer step: contributions that no average has answered yet."""
         self.samples = OwnSamples(member_id)
@@ -164,7 +164,7 @@ class Exchange:
             return self.samples
         manifest = self.loaded
         self.version = self._saved = int(manifest["version"])
-        self.steps = int(manifest["steps"])
+        self._steps_before = int(manifest["steps"])
         self.contributed_at = int(manifest["contributed_at"])
         self._tokens_at = [int(number) for number in manifest["tokens_at"]]
         self._steps_at = [int(number) for number in manifest["steps_at"]]
@@ -400,6 +400,11 @@ class Exchange:
         self.hub.reset_done()
 
     # How it stands.
+
+    @property
+    def steps(self) -> int:
+        """Inner steps of this cluster, over all its attempts; those taken back do not count."""
+        return self._steps_before + self.progress.steps_here
 
     def outer_params(self) -> list[str]:
         """The digest of each fragment's outer parameters."""
