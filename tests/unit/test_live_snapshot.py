@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from isles.monitor.live.cells import plain_lines
 from isles.monitor.live.history import POINTS, History, goodput, spans_of
 from isles.monitor.live.model import RankRow, Snapshot
-from isles.monitor.live.plain import plain_lines
 from isles.monitor.live.readers import Several
 from isles.monitor.live.several import HubAnswer, SeveralView
 from isles.monitor.live.snapshot import RunReader

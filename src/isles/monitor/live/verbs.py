@@ -42,7 +42,7 @@ def top(
         stdin: End with the end of stdin; for isles on another machine.
         own: Of a cluster that has joined others only itself; for isles on another machine.
     """
-    from isles.monitor.live.plain import plain_lines
+    from isles.monitor.live.cells import plain_lines
     from isles.monitor.live.source import Watch, snapshot
     from isles.monitor.table import console
 
