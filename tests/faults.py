@@ -46,8 +46,8 @@ outer/diloco.py unit/test_outer_diloco.py
 + gradient.copy_(velocity)
 = what an encoding left out is forgotten
 outer/diloco.py unit/test_outer_diloco.py
-- torch.sub(update, sent, out=self.piece(self.error, index))
-+ self.piece(self.error, index).zero_()
+- torch.sub(update, sent, out=self.piece(error, index))
++ self.piece(error, index).zero_()
 = an average ignores the weights of the clusters
 outer/average.py unit/test_outer_codec.py
 - total.add_(one.mul_(weight))

@@ -155,12 +155,13 @@ SHORT = json.dumps({**LLAMA, "max_position_embeddings": 8})
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a file, a folder and a model in it."""
+    """The working directory, with a file, a saved dataset and a model in it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("x")
     for name in ("folder", "base"):
         (tmp_path / name).mkdir()
     (tmp_path / "base" / "config.json").write_text(SHORT)
+    (tmp_path / "folder" / "state.json").write_text("{}")
     return tmp_path
 
 
@@ -168,6 +169,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("data.sources.0.path", "note.txt", "there is no such file", "did you mean notes.txt?"),
     ("data.sources.0.path", "/nowhere/x", "there is no such file", "the path ends at /"),
     ("data.sources.0.path", "*.jsonl", "matches no file", "try it with ls"),
+    ("data.sources.0.path", "base", "is a folder", "such as base/**/*.json"),
     ("model.name_or_path", "./bse", "there is no such folder", "did you mean base?"),
     ("tokenizer.chat_template", "chatlm", "there is no chat template", "use chatml"),
 )
