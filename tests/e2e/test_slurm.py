@@ -332,6 +332,8 @@ def test_what_slurm_refuses_is_said_with_its_key(lab: Lab) -> None:
         ("nodelist=a9", "sinfo -N"),
         ("extra=[--array=1-3]", "an `isles train` of its own"),
         ("extra=[--signal=USR2@60]", "save_before is when"),
+        ("extra=[--exclusive -oout]", "`isles logs` shows"),
+        ('extra=["--comment=it\'s"]', "as in bash"),
         ("extra=[--nope]", "sbatch --help"),
         ("bin_path=/opt/slurm/bin", "start from a login node"),
     ):

@@ -10,7 +10,8 @@
 #SBATCH --signal=B:USR1@300
 #SBATCH --no-requeue
 
-# `isles stop` signals this shell too; the coordinator finds what was asked for when it begins.
+# `isles stop` signals this shell too; what was asked for, the coordinator finds when it begins.
+# Slurm's signal before the time limit would be lost here: what follows must not take that long.
 trap '' USR1
 
 # ---- What the agents and their ranks run in --------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 from isles.agent.requeue import QueuedRun
 from isles.config.load import load_run_file
 from isles.errors import ConfigError, ExitCode
+from isles.launch.queue.job import hand_on
 from isles.launch.queue.script import clock
 from isles.launch.queue.slurm import Slurm, SlurmAllocation, pending
 from isles.launch.queue.status import read_job, refresh, refresh_all
@@ -176,14 +177,28 @@ def test_of_two_jobs_only_one_trains(job: Job) -> None:
     assert not job.attempt.outcome.exists()
 
 
+def test_a_job_that_is_handed_on_again_is_asked_for_until_the_next_is_known(job: Job) -> None:
+    assert queued(job).begin() is None
+    for before, after in (("7", "8"), ("8", "9")):
+        job.program("scontrol", "echo JobId=$5 JobState=RUNNING Reason=None NodeList=a1")
+        hand_on(job.attempt)
+        assert job.ask().job_id == before, "not the first one, which is over"
+        assert queued(job, job_id=after).begin() is None
+        hand_on(job.attempt, after)
+        assert queued(job, job_id=before).begin() == 1
+    assert not job.attempt.outcome.exists()
+
+
 def test_variables_of_the_shell_do_not_count_more_than_the_run_file(job, tmp_path, monkeypatch):
     job.program("sbatch", '[ -z "$SBATCH_WAIT$SBATCH_ARRAY_INX" ] && echo 8')
-    job.attempt.script.write_text('#!/bin/bash\n#SBATCH --job-name="a b"\n#SBATCH -n 4\n')
+    job.attempt.script.write_text(
+        '#!/bin/bash\n#SBATCH --job-name="a b"\n#SBATCH -n 4 # all\n#SBATCH --a=b c\n'
+    )
     monkeypatch.setenv("SBATCH_WAIT", "1")
     monkeypatch.setenv("SBATCH_ARRAY_INX", "1-2")
     loaded = load_run_file(tmp_path / "run.yaml", ["clusters.0.environment={}"])
     assert submit(Slurm(str(job.bin)), job.attempt, loaded) == "8"
-    assert f"sbatch --parsable --job-name=a b {job.attempt.script}" in job.calls.read_text()
+    assert f"sbatch --parsable --job-name=a b -n 4 {job.attempt.script}" in job.calls.read_text()
 
 
 @each(

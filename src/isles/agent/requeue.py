@@ -13,7 +13,7 @@ from isles.errors import ExitCode, UserError
 from isles.launch.queue.job import LOST, Allocation, claim
 from isles.run.outcome import agent_error, end, end_failed
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import read_record, write_record
+from isles.run.records import clear_errors, read_record, write_record
 from isles.run.restarts import (
     current_restart,
     list_restarts,
@@ -66,7 +66,9 @@ class QueuedRun:
         if outcome is not None and not outcome.get("may_go_on"):
             return int(outcome["exit_code"])
         if self._is_of_queue and (holder := self._other_job()):
-            log_line(f"{self._allocation.job} ends: this run is {holder}")
+            log_line(
+                f"{self._allocation.job} ends: this run is {holder}; isles train starts it anew"
+            )
             return int(ExitCode.USER)
         if self._user_stop() is not None:
             self.stop()
@@ -83,7 +85,8 @@ class QueuedRun:
         # before another name of its server.
         own = self._allocation.job_id
         submitted = str((read_record(self._attempt.launch) or {}).get("job_id") or "")
-        holder = claim(self._attempt, own, submitted=submitted)
+        with clear_errors(self._attempt.path):
+            holder = claim(self._attempt, own, submitted=submitted)
         if holder == LOST:
             return "given up, as its submission was not answered"
         is_own = holder.partition(".")[0] == own.partition(".")[0]
@@ -136,10 +139,10 @@ class QueuedRun:
         job = self._allocation.job
         try:
             sys.stderr.write(f"{time.strftime('%F %T')} {self._allocation.queue_again()}\n")
-        except UserError as error:
+        except (UserError, OSError) as error:
             sys.stderr.write(f"error: {error}\n")
             saved = "" if self._is_script else "everything is saved; "
-            reason = f"{saved}{job} could not be queued again: {error.what}"
+            reason = f"{saved}{job} could not be queued again: {getattr(error, 'what', error)}"
             code = ExitCode.REQUEUE
             end(self._attempt, "stopped", code, reason, step=newest_step(self._run_dir))
             return int(code)

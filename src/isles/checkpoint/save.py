@@ -413,6 +413,7 @@ def disk_failure(error: BaseException, folder: Path, rank: int) -> TrainingError
 def _discard(folder: Path) -> None:
     # A kill in the middle must leave nothing that looks whole.
     removed = _removed(folder)
+    shutil.rmtree(removed, ignore_errors=True)  # left before
     folder.replace(removed)
     try:
         shutil.rmtree(removed)

@@ -38,6 +38,7 @@ _LOOKED_AT = 1000
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TEXTS = (".txt", ".text", ".md", ".rst", ".py")
 _TABLES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq", ".csv", ".tsv", ".gz")
+_READ = _TEXTS + _TABLES[:-1]
 
 
 def shape_issues(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
@@ -140,7 +141,7 @@ def folder_issue(path: Path) -> tuple[str, str] | None:
     except OSError:
         return None  # the rank that reads it says more
     # Not read as it is: a folder of data also holds readmes, archives and caches.
-    read = [kind for kind, _ in kinds.most_common() if kind.endswith(_TEXTS + _TABLES)]
+    read = [kind for kind, _ in kinds.most_common() if kind.removesuffix(".gz").endswith(_READ)]
     what = f"{path.absolute()} is a folder, and not one that save_to_disk of datasets wrote"
     glob_of_all = f"{path}/**/*{read[0] if read else '.jsonl'}"
     return what, f"name its files with a glob, such as {glob_of_all}"

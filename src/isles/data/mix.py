@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from isles.config.files import may_be_hub_id
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.builders import Ranges, make_table, split_store
 from isles.data.order import Float32Array, Int64Array, SampleOrder
@@ -279,7 +281,9 @@ def _make_parts(
         def make(report: Callable[[str], None]) -> Path:
             encoder = Encoder(source, tokenizer)
             limit = data.max_bad_fraction
-            with reporting(report, f"opening {source.path}"):  # perhaps a download of hours
+            # Perhaps a download of hours, which has time-outs of its own.
+            is_far = source.path is not None and may_be_hub_id(source.path)
+            with reporting(report, f"opening {source.path}") if is_far else nullcontext():
                 rows = open_rows()
             return prepare(rows, encoder, cache_dir, progress=report, max_bad_fraction=limit)
 

@@ -214,10 +214,13 @@ def take_generation_config(model: Any, config: ModelConfig) -> None:
     from transformers import GenerationConfig
 
     if config.init == "pretrained" and model.can_generate():
+        name = with_home(config.name_or_path)
         # Many models have none, and then what their config says stays.
         with contextlib.suppress(OSError):
-            name = with_home(config.name_or_path)
-            model.generation_config = GenerationConfig.from_pretrained(name)
+            try:
+                model.generation_config = GenerationConfig.from_pretrained(name)
+            except (ValueError, TypeError) as error:
+                log.warning("model=%s has a generation_config.json without sense: %s", name, error)
 
 
 def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:

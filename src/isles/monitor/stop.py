@@ -27,9 +27,9 @@ WORDS = {signal.SIGINT: "interrupt", signal.SIGTERM: "requeue"}
 
 _POLL_S = 0.5
 _KILL_S = 10.0
-_COORDINATOR_S = 15.0
 _GLANCE_S, _SILENT_S = 5.0, 15.0
 """Longest wait for an answer of a scheduler, and the age at which its last one says no more."""
+_COORDINATOR_S = 15.0
 """How long a coordinator may take to end the ranks of all nodes, before it is killed itself."""
 
 _BY_FILES_S = 60.0

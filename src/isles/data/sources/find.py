@@ -64,7 +64,7 @@ def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
     try:
         if path.is_dir():
             if found := folder_issue(path):
-                raise DataError(*found[:1], fix=found[1], id="files.data")
+                raise DataError(found[0], where=str(path), fix=found[1], id="files.data")
             return _open_saved(path.absolute(), source.split)
         if files := named_files(name):
             return Files(name, tuple(file.absolute() for file in files))

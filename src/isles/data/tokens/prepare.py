@@ -181,7 +181,8 @@ def _prepare_anew(
         if time.monotonic() - reported_at >= REPORT_EVERY_S:
             count = count_message(name, writer.num_documents, writer.num_tokens)
             progress(f"{count}, {num_chunks} pieces read")
-            os.utime(temporary)  # for who waits for it on the same disk
+            with suppress(OSError):
+                os.utime(temporary)  # for who waits for it on the same disk
             reported_at = time.monotonic()
 
     def rows() -> Rows:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -30,6 +32,9 @@ JobState = Literal["pending", "running", "requeued", "ended", "unknown"]
 
 ASK_S = 20.0
 """Longest wait for a command of a scheduler, which may be busy for some seconds."""
+
+_TRIES, _WRITTEN_S = 3, 2.0
+"""How often a file is read that other hosts replace, and how long one may be empty that is made."""
 
 NEXT, LOST = "next", "lost"
 """In place of the id of the job that trains an attempt: see `hand_on` and `claim`."""
@@ -236,9 +241,9 @@ class QueueJob:
 
 
 def training_job(attempt: Attempt) -> str | None:
-    """The id of the job that trains an attempt; None: none has begun, or another is submitted."""
-    found = _holder(attempt)
-    return found if found[:1].isdigit() else None
+    """The id of the job that trains an attempt, or has until it was handed on; None: none has."""
+    found = [word for word in _holder(attempt) if word[0].isdigit()]
+    return found[-1] if found else None
 
 
 def claim(attempt: Attempt, job_id: str, *, submitted: str = "") -> str:
@@ -249,30 +254,57 @@ def claim(attempt: Attempt, job_id: str, *, submitted: str = "") -> str:
 
     Args:
         submitted: the job that the start has submitted, where that is known.
+
+    Raises:
+        OSError: the attempt's folder cannot be read or written.
     """
-    path = attempt.path / "job-id"
-    try:
-        with path.open("x", encoding="utf-8") as stream:
-            stream.write(f"{submitted or job_id}\n")
-    except FileExistsError:
-        holder = _holder(attempt)
-        if holder in ("", NEXT):
-            write_text_atomic(path, f"{job_id}\n")
-        return holder if holder not in ("", NEXT) else job_id
-    return submitted or job_id
+    path, own = attempt.path / "job-id", submitted or job_id
+    deadline = time.monotonic() + _WRITTEN_S
+    while True:
+        try:
+            with path.open("x", encoding="utf-8") as stream:
+                stream.write(f"{own}\n")
+        except FileExistsError:
+            holder = _holder(attempt)
+        else:
+            return own
+        if not holder and time.monotonic() < deadline:
+            time.sleep(_WRITTEN_S / 20)  # another makes it just now
+            continue
+        if holder and holder[-1] != NEXT:
+            return holder[-1]
+        # Handed on, or left empty by a kill: of those that may have it, one moves it away.
+        own = job_id if holder else own
+        moved = path.with_name(f"job-id-before-{job_id}")
+        with suppress(FileNotFoundError):
+            path.rename(moved)
+            moved.unlink()
 
 
 def hand_on(attempt: Attempt, job_id: str = NEXT) -> None:
-    """Let another job train an attempt in place of this one; NEXT: that which begins next."""
-    write_text_atomic(attempt.path / "job-id", f"{job_id}\n")
+    """Let another job train an attempt in place of this one; NEXT: that which begins next.
+
+    Raises:
+        OSError: the attempt's folder cannot be written.
+    """
+    before = training_job(attempt) or "" if job_id == NEXT else ""
+    write_text_atomic(attempt.path / "job-id", f"{before} {job_id}\n".lstrip())
 
 
-def _holder(attempt: Attempt) -> str:
-    try:
-        words = (attempt.path / "job-id").read_text(encoding="utf-8").split()
-    except (OSError, ValueError):
-        return ""
-    return words[-1].partition(";")[0] if words else ""
+def _holder(attempt: Attempt) -> list[str]:
+    # The words of the file; the last is the holder.
+    for _ in range(_TRIES):
+        try:
+            text = (attempt.path / "job-id").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            # NFS: another host has replaced the file while it was read.
+        else:
+            return [word.partition(";")[0] for word in text.split()]
+    return []
 
 
 def last_line(done: Result) -> str:

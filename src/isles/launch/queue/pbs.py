@@ -60,7 +60,8 @@ class Pbs(Scheduler):
             return JobReport("ended", reason, job_id, "UNKNOWN")
         if done.returncode or "job_state" not in done.stdout:
             raise no_answer(self, "qstat", done, "is the PBS server up? qstat -B")
-        found = next(iter(read_blocks(done.stdout).values()), {})
+        # One job; a value with a line break looks like the beginning of another.
+        found = {k: v for block in read_blocks(done.stdout).values() for k, v in block.items()}
         letter = found.get("job_state", "?")
         status = found.get("Exit_status", found.get("exit_status", ""))
         if letter in _WAITING:

@@ -53,9 +53,9 @@ class Slurm(Scheduler):
     array_option = r"\s*(--array|-a)(=|\s|\d|$)"
     new_words = ("PENDING", "PENDING Priority")
     own_options = (
-        (r"\s*--signal(=|\s|$)", "save_before is when the run is saved before its time limit"),
-        (r"\s*(--output|--error|-o|-e)(=|\s|$)", "`isles logs` shows what the job prints"),
-        (r"\s*(--wait|-W)\s*$", "`isles train` follows the run to its end"),
+        (r"--signal(=|$)", "save_before is when the run is saved before its time limit"),
+        (r"(--output|--error)(=|$)|-[oe]", "`isles logs` shows what the job prints"),
+        (r"(--wait|-W)$", "`isles train` follows the run to its end"),
     )
 
     def submit(self, script: Path, *options: str) -> Result:
@@ -64,10 +64,9 @@ class Slurm(Scheduler):
         What the script says is said as options too: variables of the user's shell, such as
         SBATCH_PARTITION, count more than its lines. Some have no such option.
         """
-        lines = [line for line in script.read_text(encoding="utf-8").splitlines() if line]
+        lines = script.read_text(encoding="utf-8").splitlines()
         found = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
-        words = [shlex.split(option) for option in found]
-        said = [word[0] for word in words if len(word) == 1]  # the others sbatch reads alone
+        said = [word for option in found for word in _option_words(option)]
         unset = [f"--unset=SBATCH_{name}" for name in ("ARRAY_INX", "ERROR", "WAIT")]
         command = [self.path("sbatch"), "--parsable", *said, *options, str(script)]
         return self.shell.run(["env", *unset, *command], timeout_s=self.ask_s)
@@ -176,6 +175,16 @@ class Slurm(Scheduler):
         if done.returncode or not rows:
             return {}
         return {"JobState": rows[-1][0].split(" ")[0], "ExitCode": rows[-1][1]}
+
+
+def _option_words(option: str) -> list[str]:
+    # The words of a line of options; none where sbatch would take one of them for the script.
+    words, before = shlex.split(option, comments=True), "="
+    for word in words:
+        if not word.startswith("-") and (not before.startswith("-") or "=" in before):
+            return []
+        before = word
+    return words
 
 
 def pending(why: str, job_id: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ run file names a login node, isles there does the same.
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -235,7 +236,12 @@ def _refuse_extra(loaded: Loaded, extra: tuple[str, ...], queue: Scheduler) -> N
     for index, option in enumerate(extra):
         where = loaded.where(f"clusters.0.launcher.extra.{index}", "clusters.0.launcher")
         for pattern, instead in queue.own_options:
-            if re.match(pattern, option):
+            try:
+                words = shlex.split(option, comments=True)
+            except ValueError as error:
+                fix = "write it as in bash: --comment='two words'"
+                raise ConfigError(f"{option}: {error}", where=where, fix=fix) from None
+            if any(re.match(pattern, word) for word in words):
                 what = f"{option} is an option that isles sets itself"
                 raise ConfigError(what, where=where, fix=f"delete it: {instead}")
         if re.match(queue.array_option, option):
