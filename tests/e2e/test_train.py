@@ -108,7 +108,8 @@ def test_a_whole_run_and_what_it_leaves(run_file: Path) -> None:
     page.until(lambda: "Ctrl+C ends" in page.out)
     link, port = re.findall(r"^open (http://127\.0\.0\.1:(\d+)/\S+)$", page.out, re.M)[0]
     assert f"ssh -L {port}:127.0.0.1:{port} " in page.out
-    assert b"tiny-1" in urlopen(link.replace("?", "state.json?"), timeout=DEADLINE_S).read()
+    state = link.replace("?", "state.json?")  # null until it has looked for the first time
+    page.until(lambda: b"tiny-1" in urlopen(state, timeout=DEADLINE_S).read())
     page.process.send_signal(signal.SIGINT)
     assert page.end() == 0, page.text
     assert files_with(secret, run_dir.path) == []
