@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 from isles.run.relay import LONGEST
 
@@ -30,20 +30,47 @@ _WAKE_BYTES, _TLS_BYTES, _PATIENCE_S = 1 << 16, 1 << 15, 1.0
 PROTOCOL = 6
 """Raised when an older cluster could no longer talk with a newer hub."""
 
+# Every value that a cluster sends has its bound here, by its type. The hub adds the bounds that follow
+# from the run (`hub/`): a frontier, a round that is open, digests of decided rounds.
+
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Word = Annotated[str, StringConstraints(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
+Phase = Annotated[str, StringConstraints(max_length=64, pattern=r"^[ -~]*$")]
+"""What a cluster does now. People see it on terminals, so it has no control characters."""
+
 Count = Annotated[int, Field(ge=0, lt=2**62)]
-Word = Annotated[str, StringConstraints(max_length=256)]
+Steps = Annotated[int, Field(ge=0, le=10**12)]
+"""Inner or outer steps; `training.max_steps` allows no more."""
+
+Bytes = Annotated[int, Field(ge=0, le=2**60)]
+Tokens = Annotated[int, Field(gt=0, lt=2**62)]
 PieceSize = Annotated[int, Field(gt=0, le=2**24)]
 """Numbers in a piece: the hub has a few pieces of each contribution in its memory."""
 
-Positive = Annotated[int, Field(gt=0, lt=2**62)]
-Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+
+LAST_SAMPLE = 2**56
+"""Sample numbers that are leased end here, far below those of the reserve."""
+MOST_LEASED = 2**32
+"""Samples in one lease; a thousand inner steps of four million samples each."""
+MOST_SPANS = 4096
+"""Spans of samples in one message of a cluster."""
+
+
+def _spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    for start, stop in spans:
+        if start >= stop:
+            raise ValueError(f"samples from {start} to {stop} are empty")
+    return spans
+
+
 Interval = tuple[Count, Count]
 """Samples from a number up to, without, another."""
 
-Intervals = Annotated[list[Interval], Field(max_length=100_000)]
+Intervals = Annotated[list[Interval], Field(max_length=MOST_SPANS), AfterValidator(_spans)]
+AnswerIntervals = Annotated[list[Interval], Field(max_length=100_000)]
 
 
 class Message(BaseModel):
@@ -63,16 +90,19 @@ class Join(Message):
 
     id: Id
     name: Name
-    protocol: Count = PROTOCOL
+    protocol: Steps = PROTOCOL
     identity: Annotated[dict[Word, Word], Field(max_length=64)]
     """What must be equal on all clusters (layout, outer settings …), by its name."""
-    codec: Annotated[str, StringConstraints(max_length=64)]
+    codec: Annotated[str, StringConstraints(max_length=64, pattern=r"^[ -~]*$")]
     """As `isles.outer.codec.base.parse_codec` reads it."""
-    pieces: Annotated[list[list[PieceSize]], Field(min_length=1, max_length=4096)]
+    pieces: Annotated[
+        list[Annotated[list[PieceSize], Field(max_length=2**21)]],
+        Field(min_length=1, max_length=4096),
+    ]
     """Of each fragment its pieces: numbers of elements."""
-    version: Count
+    version: Steps
     """Outer steps applied to the outer parameters that it holds."""
-    has: Count = 0
+    has: Steps = 0
     """Outer steps that it has applied, or can with averages that it has kept: `version` or more."""
     outer_params: Annotated[list[Sha256], Field(max_length=4096)]
     """Of each fragment the digest of its outer parameters."""
@@ -93,7 +123,7 @@ class JoinAnswer(Answer):
     from_step: Count
     """The first outer step that waits for this cluster."""
     settings: dict[str, str | int | float]
-    lost: Intervals
+    lost: AnswerIntervals
     """Of `holding`, the samples that others have been leased meanwhile: not to be trained on."""
     why: str = ""
     """For `behind`: why."""
@@ -103,20 +133,20 @@ class Heartbeat(Message):
     """A sign of life."""
 
     id: Id
-    step: Count
+    step: Steps
     """Inner steps done."""
-    version: Count
-    has: Count = 0
+    version: Steps
+    has: Steps = 0
     """See `Join.has`."""
-    since: Count = 0
+    since: Steps = 0
     """Inner steps since the last contribution."""
     tokens_per_s: Finite = 0.0
-    phase: Annotated[str, StringConstraints(max_length=64)] = ""
-    sent_bytes: Count = 0
-    received_bytes: Count = 0
-    sync_every: Count = 0
+    phase: Phase = ""
+    sent_bytes: Bytes = 0
+    received_bytes: Bytes = 0
+    sync_every: Annotated[int, Field(ge=0, le=100_000)] = 0
     """Inner steps that this cluster would have in a round, for its link; 0: it asks for none."""
-    loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    loss: Annotated[float, Field(allow_inf_nan=False, ge=-1e15, le=1e15)] | None = None
     exposed_s: Finite = 0.0
     """Seconds in which no inner step was made, because of outer ones; in this attempt."""
     hidden_s: Finite = 0.0
@@ -156,23 +186,24 @@ class LeaseRequest(Message):
     """A request for samples to train on."""
 
     id: Id
-    number: Positive
+    number: Annotated[int, Field(gt=0, le=10**12)]
     """Counts this cluster's leases up: a claim that is repeated with the same number gives the
     same samples."""
-    samples: Annotated[int, Field(gt=0, le=2**40)]
+    samples: Annotated[int, Field(gt=0, le=MOST_LEASED)]
 
 
 class LeaseAnswer(Answer):
-    samples: Intervals
+    samples: AnswerIntervals
 
 
 class Contribution(Message):
     """What one cluster adds to an outer step, once all its bytes have been sent."""
 
     id: Id
-    tokens: Positive
-    """The weight: tokens trained on since the last contribution to this fragment."""
-    steps: Count
+    tokens: Tokens
+    """The weight: tokens trained on since the last contribution to this fragment. The hub counts
+    no more than `rules.most_tokens` finds possible."""
+    steps: Steps
     samples: Intervals
     """Trained on since the last contribution to any fragment."""
     digest: Sha256
@@ -215,21 +246,21 @@ class Applied(Message):
     """A cluster has applied an average."""
 
     id: Id
-    outer_step: Count
+    outer_step: Steps
     outer_params: Sha256
     """Digest of the fragment's outer parameters thereafter."""
 
 
 class StateFile(Message):
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,63}\.safetensors$")]
-    size_bytes: Positive
+    size_bytes: Annotated[int, Field(gt=0, le=2**48)]
     digest: Sha256
 
 
 class State(Message):
     """Outer parameters and outer state of a cluster."""
 
-    version: Count
+    version: Steps
     outer_params: Annotated[list[Sha256], Field(max_length=4096)]
     files: Annotated[list[StateFile], Field(min_length=1, max_length=4096)]
 

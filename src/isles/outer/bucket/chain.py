@@ -14,15 +14,17 @@ import gzip
 import json
 import logging
 import secrets
+import sqlite3
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from isles.errors import ConfigError
+from isles.facts.units import printable
 from isles.outer.hub.core import Core
 from isles.outer.hub.rules import Refusal
-from isles.outer.hub.samples import AVERAGED
 from isles.run.objects import Store, StoreError
 
 log = logging.getLogger(__name__)
@@ -32,8 +34,11 @@ T = TypeVar("T")
 _FORMAT = 1
 _KEPT, _SWEEP_EVERY = 64, 16
 _AGAIN_S = 0.2
-_EVENTS, _ROUNDS, _NORMS = 50, 20, 32
-"""So much of each is kept; of norms, for each fragment."""
+_EVENTS = 50
+"""So many are kept."""
+_FIX = "is it the url of another thing, or of another version of isles? take an empty prefix"
+_MOST_BYTES = 256 * 2**20
+"""Of an entry, unpacked."""
 
 _TABLES = {
     "meta": ("key", "value"),
@@ -99,8 +104,11 @@ class Chain:
         return None
 
     def _have(self, number: int, entry: dict[str, Any]) -> None:
+        try:
+            self._load(json.dumps(entry["tables"]))
+        except sqlite3.Error as error:
+            raise _malformed(str(error), f"{self._store.url}/{_name(number)}") from error
         self.number, self._id = number, str(entry["chain"])
-        self._load(json.dumps(entry["tables"]))
 
     def follow(self, *, looks_around: bool = False) -> bool:
         """Take what others have changed; whether there was anything.
@@ -160,6 +168,7 @@ class Chain:
                 marks = ", ".join("?" * len(columns))
                 for row in tables[name]:
                     journal.run(f"INSERT INTO {name} VALUES ({marks})", *row)
+            self.core.samples.clean()
 
         self.core.journal.do(load)
         self.core.rounds.note_parts()
@@ -231,7 +240,7 @@ class Chain:
 
     def _listed(self) -> list[int]:
         names = (name.removeprefix("journal/") for name in self._store.names("journal/"))
-        return [int(name) for name in names if name.isdecimal()]
+        return [int(name) for name in names if name.isascii() and name.isdecimal()]
 
     def _dump(self) -> str:
         self.core.journal.do(self._prune)
@@ -244,22 +253,9 @@ class Chain:
     def _prune(self) -> None:
         # What no rule looks at any more: an entry is read by everybody.
         core, run = self.core, self.core.journal.run
-        following, kept, fragments = core.rounds.next, core.rounds.kept_since, core.rounds.fragments
-        oldest = min(kept, following - _ROUNDS)
-        run("DELETE FROM rounds WHERE round < ?", oldest - fragments)
-        run("DELETE FROM parts WHERE round < ?", min(oldest, following - _NORMS * fragments))
-        run("UPDATE parts SET spans = '[]' WHERE round < ? AND spans != '[]'", following)
-        run("DELETE FROM objects WHERE round < ?", following)
+        core.rounds.prune()
+        run("DELETE FROM objects WHERE round < ?", core.rounds.next)
         run("DELETE FROM events WHERE number <= (SELECT MAX(number) FROM events) - ?", _EVENTS)
-        rows = core.journal.rows("SELECT * FROM blocks WHERE owner = ? ORDER BY start", AVERAGED)
-        start = stop = -1
-        for row in rows:
-            if row["start"] == stop:
-                run("DELETE FROM blocks WHERE start = ?", row["start"])
-                run("UPDATE blocks SET stop = ? WHERE start = ?", row["stop"], start)
-            else:
-                start = row["start"]
-            stop = row["stop"]
 
 
 def _name(number: int) -> str:
@@ -267,16 +263,29 @@ def _name(number: int) -> str:
 
 
 def _decode(data: bytes, where: str) -> dict[str, Any]:
-    fix = "is it the url of another thing, or of another version of isles? take an empty prefix"
     try:
-        entry: dict[str, Any] = json.loads(gzip.decompress(data))
+        unpacking = zlib.decompressobj(31)  # gzip
+        text = unpacking.decompress(data, _MOST_BYTES)
+        if not unpacking.eof:
+            raise ValueError(f"it is cut off, or has more than {_MOST_BYTES} bytes")
+        entry: dict[str, Any] = json.loads(text)
         if entry["format"] != _FORMAT:
             what = f"this journal is of another version of isles ({entry['format']})"
-            raise ConfigError(what, where=where, fix=fix, id="bucket.refused")
+            raise ConfigError(what, where=where, fix=_FIX, id="bucket.refused")
         for name, columns in _TABLES.items():
-            if any(len(row) != len(columns) for row in entry["tables"][name]):
-                raise ValueError(f"table {name}")
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        what = f"this is no entry of a journal of isles: {error}"
-        raise ConfigError(what, where=where, fix=fix, id="bucket.refused") from None
+            for row in entry["tables"][name]:
+                if len(row) != len(columns) or not all(map(_is_cell, row)):
+                    raise ValueError(f"table {name}")
+    except (zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _malformed(str(error), where) from None
     return entry
+
+
+def _is_cell(value: object) -> bool:
+    is_small = not isinstance(value, int) or abs(value) < 2**63
+    return is_small and (value is None or isinstance(value, int | float | str))
+
+
+def _malformed(what: str, where: str) -> ConfigError:
+    text = f"this is no entry of a journal of isles: {printable(what)}"
+    return ConfigError(text, where=where, fix=_FIX, id="bucket.refused")

@@ -35,7 +35,7 @@ from isles.outer.messages import (
 )
 
 _MOST_PINNED = 16
-_EVENTS, _COMMITS = 50, 20
+_EVENTS, _EVENTS_EACH, _LOOKED_AT, _COMMITS = 50, 25, 1000, 20
 _QUIET_S = 6.0
 """Three heartbeats."""
 _FIXED = {"layout", "codec", "adapter.type", "the frozen weights"}
@@ -109,6 +109,8 @@ class Core:
         # Nothing is refused from here on.
         if first is None:
             self.rounds.begin(join)
+            if join.version or join.holding:
+                self.samples.follow(join.holding)
         elif changes:
             self.rounds.begin(first.model_copy(update={"identity": join.identity}))
             self._note_changes(join, changes)
@@ -239,6 +241,7 @@ class Core:
 
     def _command_pull(self, member: sqlite3.Row, event: str, why: str) -> None:
         self.journal.run("UPDATE members SET is_behind = 1 WHERE number = ?", member["number"])
+        self.states.drop(member["number"])  # nobody else shall begin with what it has given
         self.membership.command(member["number"], "pull", why)
         self.journal.note(member["name"], event, why)
 
@@ -272,6 +275,7 @@ class Core:
             what = f"the contribution to round {outer_step} is counted already"
             raise Refusal("counted", what)
         self.rounds.check(member, outer_step)
+        self.rounds.make_room(member, outer_step)
         return self.rounds.part_path(outer_step, member["number"])
 
     def is_counted(self, member_id: str, outer_step: int) -> bool:
@@ -287,6 +291,7 @@ class Core:
     def commit(self, outer_step: int, digest: str, size_bytes: int) -> None:
         """An average is on the disk; see `Rounds.commit`. Old ones are not kept any more."""
         self.rounds.commit(outer_step, digest, size_bytes)
+        self.rounds.prune()
         following = self.rounds.next
         oldest = following - self.settings.keep_averages
         pinned = self.states.oldest_version()
@@ -304,9 +309,15 @@ class Core:
         for folder in (self.folder / "rounds").glob("[0-9]*"):
             if int(folder.name) < self.rounds.kept_since:
                 shutil.rmtree(folder, ignore_errors=True)
-            elif int(folder.name) < self.rounds.next:
+            else:
+                # Those of members that are gone go at once, unless they are counted.
+                outer_step = int(folder.name)
+                needed = set[Path]()
+                if outer_step >= self.rounds.next:
+                    needed = self.rounds.needed_parts(outer_step)
                 for part in folder.glob("*.part"):
-                    part.unlink(missing_ok=True)
+                    if part not in needed:
+                        part.unlink(missing_ok=True)
 
     def average_path(self, outer_step: int) -> Path:
         """The average of an outer step.
@@ -329,11 +340,20 @@ class Core:
             raise Refusal("early", f"round {outer_step} is not committed")
         self.membership.reached(member["number"], outer_step + 1)
         fragment = outer_step % self.rounds.fragments
-        if not answer.is_kept and self.rounds.outer_params(fragment, outer_step + 1):
+        if outer_step < self.rounds.first_known or (
+            not answer.is_kept and self.rounds.outer_params(fragment, outer_step + 1)
+        ):
             return  # what the others have reported is forgotten, and what was right is known
         new = "INSERT OR REPLACE INTO applied VALUES (?, ?, ?)"
         self.journal.run(new, outer_step, member["number"], applied.outer_params)
-        rows = self.journal.rows("SELECT * FROM applied WHERE round = ?", outer_step)
+        # Of those who have left only reports on averages that they have a part in count: whoever
+        # comes and goes under many names has no more voices than clusters may take part.
+        rows = self.journal.rows(
+            "SELECT * FROM applied WHERE round = ? AND (member IN (SELECT number FROM members WHERE "
+            "state != 'left') OR member IN (SELECT member FROM parts WHERE round = ? AND reason = ''))",
+            outer_step,
+            outer_step,
+        )
         right, wrong = divergence({row["member"]: row["outer_params"] for row in rows})
         self.journal.run("UPDATE rounds SET outer_params = ? WHERE round = ?", right, outer_step)
         reason = f"its outer parameters after round {outer_step} are not those of most"
@@ -374,8 +394,16 @@ def live(core: Core) -> dict[str, Any]:
 
 
 def events(core: Core) -> list[dict[str, Any]]:
-    """What has happened last, oldest first."""
-    rows = core.journal.rows("SELECT * FROM events ORDER BY number DESC LIMIT ?", _EVENTS)
+    """What has happened last, oldest first; of each member the newest, so that none hides others."""
+    newest = core.journal.number("SELECT MAX(number) FROM events") - _LOOKED_AT
+    rows = core.journal.rows(
+        "SELECT number, at, member, kind, what FROM (SELECT *, ROW_NUMBER() OVER (PARTITION BY "
+        "member ORDER BY number DESC) AS place FROM events WHERE number > ?) "
+        "WHERE place <= ? ORDER BY number DESC LIMIT ?",
+        newest,
+        _EVENTS_EACH,
+        _EVENTS,
+    )
     return [dict(row) for row in reversed(rows)]
 
 

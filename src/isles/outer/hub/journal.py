@@ -19,9 +19,9 @@ JOURNAL = "hub.sqlite"
 _VERSION = 4
 """Raised when the tables are others than before."""
 
-_KEPT = 10_000
+_KEPT = 2000
 """Events, at least."""
-_LONGEST = 2000
+_LONGEST = 500
 
 # A round has a row in `parts` for each contribution; one with a reason was refused. The owner of a
 # block is a member's number, or one of those in samples.py.

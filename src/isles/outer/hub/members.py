@@ -13,6 +13,10 @@ from isles.outer.messages import Heartbeat, Join
 
 _LONGEST_ROUND = 100_000
 """Inner steps that a cluster may ask for in a round."""
+_ROWS_EACH = 4
+"""So many former members stay known for each cluster that may take part."""
+_SHOWN_BYTES = 24 * 2**20
+"""All that members show of themselves."""
 _GONE = 20
 """A member that is not heard for so many times `dead_after` has gone: its samples are leased to
 others, and it joins anew when it comes back. Until then it may go on with them."""
@@ -36,6 +40,8 @@ class Membership:
         self._gather_until = 0.0
         self.heartbeats: dict[int, Heartbeat] = {}
         self._shown: dict[int, tuple[float, str]] = {}
+        self.has_left = False
+        """Whether somebody has left since this was set to False: its files may go."""
 
     # Who there is.
 
@@ -92,8 +98,16 @@ class Membership:
         """Whether a cluster may join.
 
         Raises:
-            Refusal: its name is another's, or there are too many.
+            Refusal: its name is another's or was its own otherwise, or there are too many.
         """
+        before = self.db.row("SELECT name FROM members WHERE id = ?", join.id)
+        if before is not None and before["name"] != join.name:
+            raise Refusal(
+                "renamed",
+                f"this cluster was called {before['name']!r} before, not {join.name!r}: averages "
+                "that others may still fetch have it under that name",
+                f"call it {before['name']}, or start it as a new run",
+            )
         others = [row for row in self.living() if row["id"] != join.id]
         for row in others:
             if row["name"] == join.name:
@@ -122,6 +136,13 @@ class Membership:
         for row in self.away():
             if row["name"] == join.name and row["id"] != join.id:
                 self.retire(row, "left", "a new cluster has taken its name", frees=True)
+        # Also those that may come back count, as their contributions and samples stay.
+        taking_part = [row for row in (*self.away(), *self.living()) if row["id"] != join.id]
+        away = [row for row in taking_part if row["state"] == "dropped"]
+        away.sort(key=lambda row: -self.last_seen_s(row["number"]))
+        for row in away[: max(0, len(taking_part) + 1 - self.settings.max_clusters)]:
+            self.retire(row, "left", "another cluster has taken its place", frees=True)
+        self._forget()
         new = "INSERT OR IGNORE INTO members (id, name, state) VALUES (?, ?, 'left')"
         self.db.run(new, join.id, join.name)
         number = self.db.number("SELECT number FROM members WHERE id = ?", join.id)
@@ -145,6 +166,27 @@ class Membership:
         self._moved_at.pop(number, None)
         return self.get(number)
 
+    def _forget(self) -> None:
+        # Of members that have left the newest stay known, one of each name, and those whose
+        # contributions others may still ask for.
+        rows = self.db.rows(
+            "SELECT number, name FROM members WHERE state = 'left' AND number NOT IN "
+            "(SELECT member FROM parts WHERE round >= (SELECT CAST(value AS INTEGER) FROM meta "
+            "WHERE key = 'kept_since')) ORDER BY number DESC"
+        )
+        names = {row["name"] for row in (*self.living(), *self.away())}
+        for row in rows:
+            if row["name"] in names or len(names) > _ROWS_EACH * self.settings.max_clusters:
+                number = row["number"]
+                self.samples.give_back(number)
+                self.db.run("DELETE FROM applied WHERE member = ?", number)
+                self.db.run("DELETE FROM states WHERE member = ?", number)
+                self.db.run("DELETE FROM members WHERE number = ?", number)
+                for known in (self._last_seen, self._moved_at, self._has, self.heartbeats):
+                    known.pop(number, None)
+                self._shown.pop(number, None)
+            names.add(row["name"])
+
     def stand_in(self, name: str) -> int:
         """The number for a name in rounds that another hub has decided."""
         sql = "SELECT number FROM members WHERE name = ?"
@@ -165,6 +207,7 @@ class Membership:
         """
         if frees:
             why += f"; {self.samples.give_back(row['number'])} samples go back"
+        self.has_left = self.has_left or state == "left"
         self.db.run("UPDATE members SET state = ? WHERE number = ?", state, row["number"])
         self.db.note(row["name"], state, why)
 
@@ -220,10 +263,21 @@ class Membership:
         self.holds(number, heartbeat.has)
 
     def show(self, number: int, record: str) -> None:
-        """Keep what a member shows of itself, and of each name only the newest."""
-        self._shown[number] = self.clock(), record
-        latest = {row["number"] for row in self.latest()}
-        self._shown = {n: shown for n, shown in self._shown.items() if n in latest}
+        """Keep what a member shows of itself, and of each name only the newest.
+
+        Raises:
+            Refusal: there is no room for it beside those of the other living members.
+        """
+        latest = {row["number"]: row["state"] == "living" for row in self.latest()}
+        found = {n: shown for n, shown in self._shown.items() if n in latest and n != number}
+        gone = sorted((n for n in found if not latest[n]), key=lambda n: found[n][0])
+        size = len(record) + sum(len(text) for _, text in found.values())
+        while size > _SHOWN_BYTES and gone:
+            size -= len(found.pop(gone.pop(0))[1])
+        if size > _SHOWN_BYTES:
+            what = f"all clusters together show {size} bytes; {_SHOWN_BYTES} at most are kept"
+            raise Refusal("too_large", what)
+        self._shown = {**found, number: (self.clock(), record)}
 
     def shown(self) -> dict[str, tuple[float, str]]:
         """What members show of themselves, by name: seconds since it came, and the record."""

@@ -11,11 +11,14 @@ from pathlib import Path
 
 from isles.outer.hub.files import Job
 from isles.outer.hub.members import Membership
-from isles.outer.hub.rules import Refusal, outliers
+from isles.outer.hub.rules import Refusal, counted_tokens, heavy, outliers
+from isles.outer.hub.samples import valid
 from isles.outer.messages import Contribution, Join, RoundAnswer
+from isles.outer.samples import RESERVE, reserve_of
 
 _REFUSALS = 3
-_NORMS = 32
+_NORMS, _ROUNDS = 32, 20
+"""Contributions by which norms and tokens are judged; decided rounds that are known by members."""
 
 
 class Rounds:
@@ -60,6 +63,11 @@ class Rounds:
         if last is not None and last["t"] is not None:
             return int(last["t"]) + 1
         return 0 if self.first is None else self.first.version
+
+    @property
+    def first_known(self) -> int:
+        """The first outer step of which this hub knows anything."""
+        return self._db.number("SELECT MIN(round) FROM rounds")
 
     @property
     def kept_since(self) -> int:
@@ -116,6 +124,13 @@ class Rounds:
     def _complete_parts(self, outer_step: int) -> list[sqlite3.Row]:
         return [part for part in self._parts(outer_step) if not part["reason"]]
 
+    def needed_parts(self, outer_step: int) -> set[Path]:
+        """The files of contributions that are counted, or may still come."""
+        members = [*self._membership.living(), *self._membership.away()]
+        numbers = {row["number"] for row in members}
+        numbers |= {part["member"] for part in self._complete_parts(outer_step)}
+        return {self.part_path(outer_step, number) for number in numbers}
+
     def is_counted(self, outer_step: int, number: int) -> bool:
         """Whether a member's contribution is complete."""
         return number in [part["member"] for part in self._complete_parts(outer_step)]
@@ -147,6 +162,20 @@ class Rounds:
                 "apply the averages of the rounds before it",
             )
 
+    def make_room(self, member: sqlite3.Row, outer_step: int) -> None:
+        """Let a member contribute beside as many others as may take part.
+
+        A name has one contribution in a round, and those of members that are gone give way.
+        """
+        others = [part for part in self._parts(outer_step) if part["member"] != member["number"]]
+        living = {row["number"] for row in self._membership.living()}
+        gone = sorted(part["member"] for part in others if part["member"] not in living)
+        too_many = max(0, len(others) + 1 - self._settings.max_clusters)
+        same = [part["member"] for part in others if part["name"] == member["name"]]
+        for number in dict.fromkeys([*same, *gone[:too_many]]):
+            sql = "DELETE FROM parts WHERE round = ? AND member = ?"
+            self._db.run(sql, outer_step, number)
+
     def complete(
         self,
         member: sqlite3.Row,
@@ -169,6 +198,7 @@ class Rounds:
         if self.is_counted(outer_step, number):
             return
         self.check(member, outer_step)
+        self.make_room(member, outer_step)
         reason = failure or ("" if math.isfinite(norm) else f"its norm is {norm}")
         new = "INSERT OR IGNORE INTO rounds (round, state) VALUES (?, 'collecting')"
         self._db.run(new, outer_step)
@@ -243,6 +273,7 @@ class Rounds:
         outer_step = self.next
         state = self.state(outer_step)
         if state == "collecting" and self._is_time(outer_step):
+            self._weigh(outer_step)
             self._refuse_outliers(outer_step)
             sql = "UPDATE rounds SET state = 'averaging' WHERE round = ?"
             self._db.run(sql, outer_step)
@@ -254,15 +285,42 @@ class Rounds:
         ]
         return Job(outer_step, parts, self.average_path(outer_step))
 
-    def _refuse_outliers(self, outer_step: int) -> None:
-        history = self._db.rows(
-            "SELECT norm, tokens FROM parts WHERE reason = '' AND norm >= 0 AND round < ? "
+    def _weigh(self, outer_step: int) -> None:
+        # Count no more tokens than can be: a member's weight is its own word.
+        parts, first = self._complete_parts(outer_step), self.first
+        text = "" if first is None else first.identity.get("data.seq_length", "")
+        claims = {part["member"]: part["tokens"] for part in parts}
+        if text.isascii() and text.isdecimal():
+            for part in parts:
+                start, stop = reserve_of(self._membership.get(part["member"])["id"])
+                spans = [(a, b) for a, b in json.loads(part["spans"]) if a >= RESERVE]
+                own = sum(max(0, min(b, stop) - max(a, start)) for a, b in spans)
+                # A sample has one text, or two that are compared; its number was leased to somebody.
+                most = 2 * int(text) * (self._samples.frontier + min(own, stop - start))
+                if self._samples.frontier:
+                    claims[part["member"]] = min(part["tokens"], most)
+        history = [(row["member"], row["tokens"]) for row in self._history(outer_step)]
+        for number, tokens in counted_tokens(claims, history).items():
+            part = next(part for part in parts if part["member"] == number)
+            if tokens < part["tokens"]:
+                sql = "UPDATE parts SET tokens = ? WHERE round = ? AND member = ?"
+                self._db.run(sql, tokens, outer_step, number)
+                what = f"round {outer_step}: {tokens} of the {part['tokens']} tokens that it claims"
+                self._db.note(part["name"], "weight", f"{what} count: no more are possible")
+
+    def _history(self, outer_step: int) -> list[sqlite3.Row]:
+        # What was accepted for the same fragment in the last rounds.
+        return self._db.rows(
+            "SELECT member, norm, tokens FROM parts WHERE reason = '' AND norm >= 0 AND round < ? "
             "AND round % ? = ? ORDER BY round DESC, member LIMIT ?",
             outer_step,
             self.fragments,
             outer_step % self.fragments,
             _NORMS,
         )
+
+    def _refuse_outliers(self, outer_step: int) -> None:
+        history = self._history(outer_step)
         usual = [(row["norm"], row["tokens"]) for row in history]
         parts = self._complete_parts(outer_step)
         norms = {part["member"]: (part["norm"], part["tokens"]) for part in parts}
@@ -302,11 +360,31 @@ class Rounds:
             self.open_for_s(outer_step),
             outer_step,
         )
-        for part in self._complete_parts(outer_step):
-            spans = [(start, stop) for start, stop in json.loads(part["spans"])]
-            self._samples.average(part["member"], spans)
+        parts = self._complete_parts(outer_step)
+        self._note_heavy(outer_step, {part["name"]: part["tokens"] for part in parts})
+        for part in parts:
+            self._samples.average(part["member"], valid(json.loads(part["spans"])))
             self._db.run("UPDATE members SET refusals = 0 WHERE number = ?", part["member"])
             self._came.pop((outer_step, part["member"]), None)
+
+    def _note_heavy(self, outer_step: int, weights: Mapping[str, int]) -> None:
+        # Once, and again when it is another.
+        found, before = heavy(weights), self._db.get("heavy") or ""
+        name, share = found or ("", 0.0)
+        if name and name != before:
+            what = f"it is {share:.1%} of the average of round {outer_step}, by the tokens it claims"
+            self._db.note(name, "weight", what)
+        if name != before:
+            self._db.put("heavy", name)
+
+    def prune(self) -> None:
+        """Forget what no rule looks at any more, so that the memory stays as small as it is."""
+        following = self.next
+        oldest = min(self.kept_since, following - _ROUNDS)
+        self._db.run("DELETE FROM rounds WHERE round < ?", oldest - self.fragments)
+        least = min(oldest, following - _NORMS * self.fragments)
+        self._db.run("DELETE FROM parts WHERE round < ?", least)
+        self._db.run("UPDATE parts SET spans = '[]' WHERE round < ? AND spans != '[]'", following)
 
     def take_over(self, answer: RoundAnswer, outer_params: str, numbers: Mapping[str, int]) -> None:
         """A round was decided by a hub that is gone; its average is on the disk.

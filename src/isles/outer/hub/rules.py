@@ -11,12 +11,16 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 _ENOUGH_NORMS = 4
+_MOST_TIMES = 1000
+"""A contribution counts at most so many times the usual tokens of the others."""
+_HEAVY = 0.9
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 _STATUS = {"token": 401, "unknown": 404, "no_state": 404, "no_run_file": 404, "gone": 410}
 _STATUS |= dict.fromkeys(("malformed", "hash", "refused"), 422)
+_STATUS |= {"too_large": 413, "busy": 429}
 
 
 class Refusal(Exception):
@@ -74,8 +78,8 @@ def outliers(
 ) -> dict[int, str]:
     """Contributions whose norm is far above what was usual, and by how much.
 
-    A norm may be larger in proportion where its cluster trained on more tokens; fewer tokens
-    never count against it. Where all are far above, none is at fault: what has changed is common.
+    A norm may be larger in proportion where its cluster trained on more tokens, up to `factor` times
+    (a member says itself how many); fewer tokens never count against it. Where all are far above, none is at fault: what has changed is common.
     Before there is a history, each is compared with the others of the round, if there are several.
 
     Args:
@@ -92,13 +96,43 @@ def outliers(
         known = history if has_history else others
         usual = statistics.median(norm for norm, _ in known)
         usual_tokens = statistics.median(tokens for _, tokens in known)
-        limit = factor * usual * max(1.0, tokens / usual_tokens) or math.inf
+        more = min(max(1.0, tokens / usual_tokens), factor)
+        limit = factor * usual * more or math.inf
         if norm > limit:
             found[member] = (
                 f"its norm {norm:.4g} is above {limit:.4g}, {factor:g} times what was usual "
                 f"({usual:.4g} for {usual_tokens:.0f} tokens)"
             )
     return found if len(found) < len(contributions) else {}
+
+
+def counted_tokens(
+    contributions: Mapping[int, int], history: Sequence[tuple[int, int]], most: float = math.inf
+) -> dict[int, int]:
+    """The tokens that count for each member: as many as it claims, within bounds.
+
+    A cluster may be a thousand times as large as the others are; who claims more counts that much.
+
+    Args:
+        contributions: tokens that each member claims for a round.
+        history: members and tokens of earlier rounds.
+        most: tokens of all samples that were ever leased.
+    """
+    found = {}
+    for member, tokens in contributions.items():
+        others = [n for other, n in (*contributions.items(), *history) if other != member]
+        limit = min(most, _MOST_TIMES * statistics.median(others) if others else math.inf)
+        found[member] = int(max(1, min(tokens, limit)))
+    return found
+
+
+def heavy(weights: Mapping[str, int]) -> tuple[str, float] | None:
+    """The cluster that outweighs all others of a round, and its share; None: there is none."""
+    total = sum(weights.values())
+    name = max(weights, key=weights.__getitem__, default="")
+    if len(weights) < 2 or weights[name] <= _HEAVY * total:
+        return None
+    return name, weights[name] / total
 
 
 def divergence(reports: Mapping[int, str]) -> tuple[str, list[int]]:

@@ -7,45 +7,84 @@ import sqlite3
 from collections.abc import Sequence
 
 from isles.outer.hub.journal import Journal
+from isles.outer.hub.rules import Refusal
+from isles.outer.messages import LAST_SAMPLE, MOST_LEASED, MOST_SPANS
 from isles.outer.samples import Interval, joined, leased, without
 
 FREE, AVERAGED = 0, -1
 """Owners of blocks that no member has."""
+
+_HORIZON = 2**40
+"""A hub that follows a lost one believes sample numbers so far beyond those of the first cluster."""
+_MOST_HELD = 2 * MOST_LEASED
+"""Samples that a member has at a time."""
+_LEASED_BLOCKS = 64
+"""Blocks in one lease."""
 
 
 class Samples:
     """One row for each block: from where to where, and whose it is.
 
     A block stays with its cluster for as long as that may come back, and is leased to another then.
+    Neighbours of one owner are one block, and no owner has more than `MOST_SPANS`, so that the
+    table stays small whatever members report.
     """
 
     def __init__(self, db: Journal) -> None:
         self._db = db
+        self.clean()
+
+    def clean(self) -> None:
+        """Forget numbers that no lease has given: isles 0.1.0 believed any that a cluster sent."""
+        self._db.run("DELETE FROM blocks WHERE stop > ?", LAST_SAMPLE)
 
     @property
     def frontier(self) -> int:
         """The first number that has never been leased."""
         return self._db.number("SELECT MAX(stop) FROM blocks")
 
+    def follow(self, holding: Sequence[Interval]) -> None:
+        """This hub's memory begins in a run that is under way: more was leased than it knows.
+
+        Args:
+            holding: of the first cluster that comes.
+        """
+        known = max((stop for _, stop in leased(holding)), default=0)
+        self._db.put("horizon", str(min(known, LAST_SAMPLE // 2) + _HORIZON))
+
     def lease(self, member: sqlite3.Row, number: int, count: int) -> list[Interval]:
-        """At least so many samples: what others have given back first, then a new block.
+        """As many samples: those that others have given back first, then a new block.
 
         A request with the number of the member's last one, whose answer was lost on the way, gives
         what that gave.
+
+        Raises:
+            Refusal: the member has too many that it has not trained on.
         """
         if number <= member["claim"]:
-            return [(start, stop) for start, stop in json.loads(member["claimed"])]
+            claimed = json.loads(member["claimed"])
+            if len(again := valid(claimed)) == len(claimed):
+                return again
+        own = "SELECT SUM(stop - start) FROM blocks WHERE owner = ?"
+        held, frontier = self._db.number(own, member["number"]), self.frontier
+        if held + count > _MOST_HELD or frontier + count > LAST_SAMPLE:
+            raise Refusal(
+                "too_many",
+                f"{member['name']} holds {held} samples and asks for {count} more; {_MOST_HELD} "
+                "at most may be leased to a cluster",
+                "train on those first",
+            )
         given, left = list[Interval](), count
-        for row in self._db.rows("SELECT * FROM blocks WHERE owner = ? ORDER BY start", FREE):
+        free = "SELECT * FROM blocks WHERE owner = ? ORDER BY start LIMIT ?"
+        for row in self._db.rows(free, FREE, _LEASED_BLOCKS):
             if left > 0:
-                sql = "UPDATE blocks SET owner = ? WHERE start = ?"
-                self._db.run(sql, member["number"], row["start"])
-                given.append((row["start"], row["stop"]))
-                left -= row["stop"] - row["start"]
+                given.append((row["start"], min(row["stop"], row["start"] + left)))
+                left -= given[-1][1] - given[-1][0]
         if left > 0:
-            start = self.frontier
-            self._insert((start, start + left), member["number"])
-            given.append((start, start + left))
+            self._insert((frontier, frontier + left), FREE)
+            given.append((frontier, frontier + left))
+        for span in given:
+            self._give(span, (FREE,), member["number"])
         given = joined(given)
         sql = "UPDATE members SET claim = ?, claimed = ? WHERE number = ?"
         self._db.run(sql, number, json.dumps(given), member["number"])
@@ -54,20 +93,27 @@ class Samples:
     def take_up(self, member: int, holding: Sequence[Interval]) -> list[Interval]:
         """A member comes, or comes back, and goes on with what it holds; the rest is given back.
 
-        What is not known here was leased by a hub whose journal is lost.
+        What is not known here was leased by a hub whose journal is lost, if there was such a hub.
 
         Returns:
-            What it holds without a right to: another's by now, or averaged already.
+            What it holds without a right to: another's by now, averaged already, or never leased.
         """
         self.give_back(member)
-        lost = list[Interval]()
-        for span in joined(leased(holding)):
-            rows = self._cut(span)
-            lost += [(row["start"], row["stop"]) for row in rows if row["owner"] != FREE]
+        limit = max(self.frontier, int(self._db.get("horizon") or 0))
+        lost, held = list[Interval](), 0
+        for start, stop in joined(leased(holding)):
+            span = start, min(stop, limit)
+            held += stop - start
+            rows = self._within(span)
+            others = [(row["start"], row["stop"]) for row in rows if row["owner"] != FREE]
+            others = [(max(a, start), min(b, stop)) for a, b in others]
+            if start >= limit or held > _MOST_HELD or len(lost) + len(others) > MOST_SPANS:
+                lost.append((start, stop))
+                continue
+            lost += [*others, *([(limit, stop)] if stop > limit else [])]
             for unknown in without([span], [(row["start"], row["stop"]) for row in rows]):
                 self._insert(unknown, FREE)
-            sql = "UPDATE blocks SET owner = ? WHERE start >= ? AND stop <= ? AND owner = ?"
-            self._db.run(sql, member, *span, FREE)
+            self._give(span, (FREE,), member)
         return joined(lost)
 
     def has_any(self, member: int) -> bool:
@@ -75,21 +121,19 @@ class Samples:
 
     def give_back(self, member: int) -> int:
         """A member has gone: its blocks are leased to others; how many samples there are."""
-        freed = self._db.number("SELECT SUM(stop - start) FROM blocks WHERE owner = ?", member)
-        self._db.run("UPDATE blocks SET owner = ? WHERE owner = ?", FREE, member)
-        return freed
+        blocks = "SELECT * FROM blocks WHERE owner = ?"
+        rows = self._db.rows(blocks, member)
+        for row in rows:
+            self._give((row["start"], row["stop"]), (member,), FREE)
+        self._thin(FREE)
+        return sum(row["stop"] - row["start"] for row in rows)
 
     def average(self, member: int, spans: Sequence[Interval]) -> None:
         """What a member has learnt of these is in an average, for good."""
-        for span in joined(leased(spans)):
-            self._cut(span)
-            self._db.run(
-                "UPDATE blocks SET owner = ? WHERE start >= ? AND stop <= ? AND owner IN (?, ?)",
-                AVERAGED,
-                *span,
-                member,
-                FREE,
-            )
+        for span in joined(leased(valid(spans))):
+            self._give(span, (member, FREE), AVERAGED)
+        for owner in (member, FREE):
+            self._thin(owner)
 
     def counts(self) -> dict[str, int]:
         """Samples that are averaged, leased and free."""
@@ -100,15 +144,49 @@ class Samples:
             found[name] = found.get(name, 0) + row["n"]
         return found
 
-    def _cut(self, span: Interval) -> list[sqlite3.Row]:
-        # The blocks within a span, once those that reach beyond it are cut in two.
-        for at in span:
-            row = self._db.row("SELECT * FROM blocks WHERE start < ? ORDER BY start DESC", at)
-            if row is not None and row["stop"] > at:
-                self._db.run("UPDATE blocks SET stop = ? WHERE start = ?", at, row["start"])
-                self._insert((at, row["stop"]), row["owner"])
-        sql = "SELECT * FROM blocks WHERE start >= ? AND stop <= ? ORDER BY start"
-        return self._db.rows(sql, *span)
+    def _thin(self, owner: int) -> None:
+        # Whoever reports every other sample would cut the blocks to pieces, more of them each time.
+        number = self._db.number("SELECT COUNT(*) FROM blocks WHERE owner = ?", owner)
+        if number > MOST_SPANS:
+            smallest = "SELECT * FROM blocks WHERE owner = ? ORDER BY stop - start, start LIMIT ?"
+            rows = self._db.rows(smallest, owner, number - MOST_SPANS)
+            for row in rows:
+                self._give((row["start"], row["stop"]), (owner,), AVERAGED)
+            lost = sum(row["stop"] - row["start"] for row in rows)
+            what = f"{lost} samples in {len(rows)} pieces are given up: too many pieces"
+            self._db.note("", "samples", what)
+
+    def _within(self, span: Interval) -> list[sqlite3.Row]:
+        # The blocks that have a sample of a span, in order.
+        before = "SELECT MAX(start) FROM blocks WHERE start <= ?"
+        first = self._db.number(before, span[0])
+        sql = "SELECT * FROM blocks WHERE start >= ? AND start < ? AND stop > ? ORDER BY start"
+        return self._db.rows(sql, first, span[1], span[0])
+
+    def _give(self, span: Interval, owners: Sequence[int], to: int) -> None:
+        # What some have of a span is another's from now on.
+        for row in self._within(span):
+            if row["owner"] in owners:
+                start, stop = max(row["start"], span[0]), min(row["stop"], span[1])
+                self._db.run("DELETE FROM blocks WHERE start = ?", row["start"])
+                for rest in ((row["start"], start), (stop, row["stop"])):
+                    if rest[0] < rest[1]:
+                        self._insert(rest, row["owner"])
+                self._insert((start, stop), to)
+        last = None  # a block that its neighbour may join
+        for row in self._within((max(0, span[0] - 1), span[1] + 1)):
+            if last is not None and last[1:] == (row["start"], row["owner"]):
+                self._db.run("DELETE FROM blocks WHERE start = ?", row["start"])
+                sql = "UPDATE blocks SET stop = ? WHERE start = ?"
+                self._db.run(sql, row["stop"], last[0])
+                last = last[0], row["stop"], row["owner"]
+            else:
+                last = row["start"], row["stop"], row["owner"]
 
     def _insert(self, span: Interval, owner: int) -> None:
         self._db.run("INSERT INTO blocks VALUES (?, ?, ?)", *span, owner)
+
+
+def valid(spans: Sequence[Sequence[int]]) -> list[Interval]:
+    """Spans out of a journal, without those that no message of today can have."""
+    return [(start, stop) for start, stop in spans if 0 <= start < stop <= LAST_SAMPLE]

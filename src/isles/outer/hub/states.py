@@ -67,8 +67,9 @@ class States:
         self.touch()
         newest = "SELECT * FROM states WHERE is_complete = 1 ORDER BY version DESC"
         for row in self._db.rows(newest):
-            if row["version"] >= self._rounds.kept_since:
-                content = State.model_validate_json(row["content"])
+            content = State.model_validate_json(row["content"])
+            is_right = not self._rounds.diverged(row["version"], content.outer_params)
+            if row["version"] >= self._rounds.kept_since and is_right:
                 source = self._membership.get(row["member"])["name"]
                 return StateAnswer(state=row["number"], source=source, **dict(content))
         self._choose(member["number"])
@@ -111,13 +112,18 @@ class States:
                 nobody has asked for it.
         """
         number, rounds = member["number"], self._rounds
-        is_wrong = offer.version > rounds.next or rounds.diverged(offer.version, offer.outer_params)
+        is_wrong = (
+            offer.version > rounds.next
+            or len(offer.outer_params) != rounds.fragments
+            or rounds.diverged(offer.version, offer.outer_params)
+        )
         if member["is_behind"] or is_wrong:
             raise Refusal("behind", f"the state of {member['name']} is not the run's")
         pieces = [] if rounds.first is None else rounds.first.pieces
         size_bytes = sum(file.size_bytes for file in offer.files)
         limit = sum(8 * sum(counts) + _SLACK_BYTES for counts in pieces)
-        if size_bytes > limit or len(offer.files) > len(pieces):
+        names = {file.name for file in offer.files}
+        if size_bytes > limit or len(offer.files) > len(pieces) or len(names) < len(offer.files):
             raise Refusal(
                 "too_large",
                 f"a state of {len(offer.files)} files and {size_bytes} bytes; one of this run has "
@@ -155,6 +161,12 @@ class States:
         name = self._membership.get(row["member"])["name"]
         self._db.note(name, "state", f"gave the state after round {row['version'] - 1}")
         self._source, self._passed = None, 0
+
+    def drop(self, member: int) -> None:
+        """A member has other weights than the run: nobody begins with what it has given."""
+        self._db.run("DELETE FROM states WHERE member = ?", member)
+        if self._source == member:
+            self._source = None
 
     def download(self, state: int, index: int) -> Path:
         """A file of a state that is complete."""

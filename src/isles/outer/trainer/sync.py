@@ -27,6 +27,7 @@ clusters learn too far apart."""
 _OPEN_STEPS = 8
 """A contribution is sent for so many outer steps from the next one that is decided, at most."""
 _LEAST_STEPS_AHEAD, _MOST_STEPS_AHEAD = 8, 1000
+_MOST = 1e15
 _USUAL, _LONG = 0.9, 3.0
 """Smoothing of the measured seconds of an inner step."""
 
@@ -311,4 +312,7 @@ def next_outer_step(version: int, sent: Iterable[int]) -> int:
 
 
 def _finite(value: object) -> float | None:
-    return value if isinstance(value, float) and math.isfinite(value) else None
+    # Within the bounds of a `Heartbeat`.
+    if not isinstance(value, float) or not math.isfinite(value):
+        return None
+    return max(-_MOST, min(value, _MOST))
