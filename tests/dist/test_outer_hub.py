@@ -36,6 +36,7 @@ from isles.outer.hub.journal import JOURNAL
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import Server
 from isles.outer.messages import CHUNK_BYTES, Heartbeat, RoundAnswer, read_body
+from isles.outer.state_file import state_head
 from isles.run.join_line import JoinLine, ask_hub, encode
 from isles.run.process import ProcessId
 from isles.run.records import write_secret
@@ -98,6 +99,13 @@ def join(name: str, elements: int, **more: Any) -> messages.Join:
     size = 1 << 17
     pieces = [min(size, elements - start) for start in range(0, elements, size)]
     return joining(name, FRAGMENTS, pieces=[pieces] * FRAGMENTS, **more)
+
+
+def digest_of_numbers(data: bytes) -> str:
+    """The digest of a fragment's outer parameters."""
+    size = 4 << 17
+    pieces = [data[start : start + size] for start in range(0, len(data), size)]
+    return hashlib.sha256(b"".join(hashlib.sha256(each).digest() for each in pieces)).hexdigest()
 
 
 async def beat(client: HubApi, version: int = 0) -> Any:
@@ -231,7 +239,7 @@ async def test_strangers_and_nonsense(tmp_path, caplog):
 @in_loop
 async def test_a_newcomer_pulls_the_state_over_a_cut(tmp_path):
     """a gives it; both ways are cut in the middle."""
-    folder, elements = tmp_path, 1000
+    folder, elements = tmp_path, 1 << 18
     async with (
         serving(folder / "state", keep_averages=4, dead_after_s=600.0) as (_, line),
         HubApi(line, member_id("a")) as a,
@@ -242,7 +250,7 @@ async def test_a_newcomer_pulls_the_state_over_a_cut(tmp_path):
 
         async def apply(client: HubApi, outer_step: int, held: list[str]) -> None:
             place, average = outer_step % 2, await average_of(client, folder, outer_step)
-            held[place] = hashlib.sha256(held[place].encode() + average).hexdigest()
+            held[place] = digest_of_numbers(average)  # it is what the weights are
             await client.applied(outer_step, held[place], DEADLINE_S)
 
         async def one_turn(outer_step: int) -> None:
@@ -255,29 +263,32 @@ async def test_a_newcomer_pulls_the_state_over_a_cut(tmp_path):
         pulling = asyncio.create_task(c.pull_state(folder / "pulled", DEADLINE_S))
         while not (await beat(a, version=6)).send_state:
             assert not pulling.done()
-        header = json.dumps({"__metadata__": {"version": "6"}}).encode()
-        body = len(header).to_bytes(8, "little") + header + os.urandom(3 * CHUNK_BYTES)
-        state = folder / "outer-params.safetensors"
-        state.write_bytes(body)
+        files = [folder / f"fragment-{place}.safetensors" for place in range(FRAGMENTS)]
+        for place, state in enumerate(files):
+            head = state_head("a", place, 6, elements, has_momentum=True)
+            weights = numbers(4 + place, elements).tobytes()
+            state.write_bytes(head + weights + os.urandom(4 * elements))
+        size = sum(state.stat().st_size for state in files)
         at_six = list(outer_params)
         a.channel.up.bytes_per_s = 4e6
-        giving = asyncio.create_task(a.give_state(6, at_six, [state], DEADLINE_S))
+        giving = asyncio.create_task(a.give_state(6, at_six, files, DEADLINE_S))
         sent = a.channel.up.total
         await _cut(giving, lambda: a.channel.up.total > sent)
-        assert sent < a.channel.up.total < sent + len(body)
+        assert sent < a.channel.up.total < sent + size
         await one_turn(6)
         a.channel.up.bytes_per_s = 0.0
         c.channel.down.bytes_per_s = 4e6
-        await a.give_state(6, at_six, [state], DEADLINE_S)
-        assert a.channel.up.total <= sent + len(body) + 4 * elements + CHUNK_BYTES
+        await a.give_state(6, at_six, files, DEADLINE_S)
+        assert a.channel.up.total <= sent + size + 4 * elements + CHUNK_BYTES
         await _cut(pulling, lambda: c.channel.down.total > 0)
-        assert 0 < c.channel.down.total < len(body)
+        assert 0 < c.channel.down.total < size
         c.channel.down.bytes_per_s = 0.0
         pulled = await c.pull_state(folder / "pulled", DEADLINE_S)
         # What was there was not fetched again, but for a chunk that was cut off before it was kept.
-        assert len(body) <= c.channel.down.total <= len(body) + CHUNK_BYTES
+        assert size <= c.channel.down.total <= size + CHUNK_BYTES
         assert (pulled.version, pulled.outer_params, pulled.source) == (6, at_six, "a")
-        assert (folder / "pulled" / state.name).read_bytes() == body
+        for state in files:
+            assert (folder / "pulled" / state.name).read_bytes() == state.read_bytes()
         again = functools.partial(join, "c", elements, outer_params=at_six)
         assert (await c.join(again(version=6), DEADLINE_S)).standing == "late"
         await apply(c, 6, at_six)

@@ -34,15 +34,13 @@ from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import Attempt
 from isles.run.process import ProcessId
 from isles.run.records import write_record
+from isles.run.strangers import Strangers
 
 _SHOWN = 8
 """Digits of a digest in messages."""
 
 _LONGEST = 400
 _PAUSE_S = 0.2
-
-_AT_ONCE = 64
-"""Limit of unauthenticated connections; an agent proves itself within milliseconds."""
 
 _LINES = 50
 """Limit of lines about connections that were refused."""
@@ -165,7 +163,7 @@ class RendezvousServer:
         self._lock = threading.Lock()
         self._peers: dict[int, NodeConnection] = {}
         self._dropped: set[str] = set()
-        self._unknown: dict[Wire, None] = {}
+        self._strangers = Strangers[Wire](Wire.close)
         self._num_lines = 0
         self._is_closed = threading.Event()
         if listener is not None:
@@ -257,11 +255,11 @@ class RendezvousServer:
 
     def _serve(self, connection: socket.socket, address: str) -> None:
         wire, challenge = Wire(connection), new_challenge()
-        self._limit(wire)
+        self._strangers.add(wire)
         try:
             wire.send({"challenge": challenge})
             first = wire.receive(HELLO_S, GREETING_BYTES)
-            self._forget(wire)
+            self._strangers.forget(wire)
             if first is None:
                 return
             if not is_proof(first.get("proof"), self._token, challenge, "agent"):
@@ -288,22 +286,8 @@ class RendezvousServer:
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             self._log(f"{address} has sent what no node sends: {error!r:.200}")
         finally:
-            self._forget(wire)
+            self._strangers.forget(wire)
             wire.close()
-
-    def _forget(self, wire: Wire) -> None:
-        with self._lock:
-            self._unknown.pop(wire, None)
-
-    def _limit(self, wire: Wire) -> None:
-        # Of connections that have not authenticated themselves the oldest ends above the limit.
-        with self._lock:
-            self._unknown[wire] = None
-            oldest = next(iter(self._unknown)) if len(self._unknown) > _AT_ONCE else None
-            if oldest is not None:
-                del self._unknown[oldest]
-        if oldest is not None:
-            oldest.close()
 
     def _log(self, line: str) -> None:
         # A line that may hold text of an unknown connection; so many, and no more.

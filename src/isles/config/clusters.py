@@ -19,30 +19,42 @@ MAX_NAME_LENGTH = 63
 _OWN = ("strategy", "balance")
 """Keys at the top that a cluster may have of its own."""
 
-_SHARED = (
-    "name",
-    "seed",
-    "model",
-    "tokenizer",
-    "adapter",
-    "data",
-    "training",
-    "outer",
-    "checkpoint",
-)
-_NOT_SHARED = (
-    "data.cache_dir",
-    "training.script",
-    "training.script_args",
-    "training.micro_batch_size",
-    "training.max_time",
-    "outer.hub",
-    "outer.public",
-    "outer.max_rate",
-    "checkpoint.push_to_hub",
-    "checkpoint.remote",
-)
-"""Of the shared sections, what each cluster has for itself."""
+_SHARED: dict[str, tuple[str, ...]] = {
+    "name": (),
+    "seed": (),
+    "model": ("name_or_path", "init", "attn_implementation", "trust_remote_code"),
+    "tokenizer": ("name_or_path", "chat_template", "train_vocab_size"),
+    "adapter": (
+        *("type", "r", "alpha", "dropout", "target_modules", "modules_to_save"),
+        *("use_rslora", "use_dora", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
+    ),
+    "data": (
+        *("sources", "seq_length", "packing", "isolate_documents", "too_long"),
+        *("max_bad_fraction", "streaming", "validation_fraction"),
+    ),
+    "training": (
+        *("method", "dpo_beta", "dpo_label_smoothing", "max_steps", "num_train_epochs"),
+        *("global_batch_size", "learning_rate", "lr_scheduler_type", "warmup_steps"),
+        *("decay_steps", "min_lr_ratio", "optimizer", "adam_beta1", "adam_beta2"),
+        *("adam_epsilon", "momentum", "weight_decay", "max_grad_norm", "precision"),
+        *("stochastic_rounding", "gradient_checkpointing", "torch_compile", "logging_steps"),
+        *("eval_steps", "eval_samples"),
+    ),
+    "outer": (
+        *("kind", "sync_every", "max_sync_overhead", "lr", "momentum", "warmup_rounds"),
+        *("warmup_sync_every", "max_norm", "codec", "fragments", "delay", "alpha", "wait"),
+        *("min_clusters", "outlier", "dead_after", "deadline"),
+    ),
+    "checkpoint": (
+        *("every_steps", "every_minutes", "keep", "async_save", "export_on_finish"),
+        *("merge_adapter", "max_shard_gb", "timeout"),
+    ),
+}
+"""What all clusters of a run have, by section: numbers, words of a list, and what `_PATHS` names.
+
+None of it says where a machine writes, whom it calls or what it starts. What is not listed, each
+cluster has for itself, also a key of a later version.
+"""
 
 _PATHS = re.compile(r"(data\.sources\.\d+\.path|.*\.name_or_path|tokenizer\.chat_template)")
 
@@ -104,17 +116,29 @@ def named_cluster(loaded: Loaded, name: str) -> Loaded:
 def shared_text(config: RunConfig) -> str:
     """The values that all clusters of a run have, as a run file: no machines, folders or people."""
     data = config.values()
-    found: dict[str, Any] = {key: deepcopy(data[key]) for key in _SHARED if key in data}
-    for key in _NOT_SHARED:
-        section, _, name = key.partition(".")
-        found.get(section, {}).pop(name, None)
+    found: dict[str, Any] = {}
+    for section, keys in _SHARED.items():
+        if section in data:
+            given = deepcopy(data[section])
+            found[section] = {k: given[k] for k in keys if k in given} if keys else given
     if found.get("training", {}).get("max_steps") is None and config.training.max_time:
         found["training"]["max_time"] = config.training.max_time  # it is the run's length
     return dump_yaml(as_written(found))
 
 
+def is_place(key: str) -> bool:
+    """Whether a key says where something is read: a path, or an id at Hugging Face."""
+    return _PATHS.fullmatch(key) is not None
+
+
 def leads_outside(key: str, value: object) -> bool:
-    """Whether a value from another cluster is a path that leads out of the folder of the run."""
-    if not _PATHS.fullmatch(key) or not isinstance(value, str):
+    """Whether a place from another cluster is outside of the folder of the run.
+
+    So is an address of any kind, which is opened with this machine's credentials, and so are hidden
+    files, which hold keys.
+    """
+    if not is_place(key) or not isinstance(value, str):
         return False
-    return value.startswith(("/", "~")) or ".." in re.split(r"[/\\]", value)
+    is_address = re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", value) is not None or "$" in value
+    parts = re.split(r"[/\\]", value)
+    return is_address or value.startswith(("/", "~")) or any(p.startswith(".") for p in parts)

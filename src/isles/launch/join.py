@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from isles import __version__
-from isles.config.clusters import leads_outside, named_cluster, shared_text
+from isles.config.clusters import is_place, leads_outside, named_cluster, shared_text
 from isles.config.load import Base, Loaded, load_run_file
 from isles.config.resume import unlike
 from isles.config.sections.cluster import ClusterConfig
@@ -99,6 +99,16 @@ def joining_run(line: JoinLine, joiner: Joiner, warn: Callable[[str], object] = 
         for change in unlike(theirs.config, loaded.config)
     ]
     issues += _untrusted(loaded, name)
+    theirs_read = [
+        f"{key}={_shown(_value(loaded, key))}"
+        for key, origin in loaded.origins.items()
+        if origin == name and is_place(key) and isinstance(_value(loaded, key), str)
+    ]
+    if theirs_read:
+        warn(
+            f"the run file of {line.run} chooses {', '.join(theirs_read)}: isles reads this in the "
+            "folder here, or with this machine's account at Hugging Face"
+        )
     kind = loaded.config.clusters[index].launcher.kind
     if joiner.launcher and kind != joiner.launcher:
         where = loaded.where(f"clusters.{index}.launcher.kind")
@@ -149,6 +159,16 @@ def _theirs(line: JoinLine, name: str) -> Loaded:
             "the hub gives a run file that is not of several clusters",
             where=str(line),
             fix="start it with a run file that has outer: {kind: diloco}",
+        )
+    outer = found.config.diloco
+    if outer.engine != "hub" or outer.url is not None or outer.hivemind is not None:
+        raise PreflightError(
+            f"the hub gives a run file with another meeting place (outer.engine: {outer.engine}, "
+            "outer.url or outer.hivemind), where this machine would write",
+            where=str(line),
+            fix="clusters that join through a join line meet at its hub: the owner of the hub "
+            "must start it with outer.engine: hub",
+            id="join.trust",
         )
     return found
 
@@ -203,7 +223,7 @@ def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
         if leads_outside(key, value):
             issues.append(
                 ConfigError(
-                    f"the others have {_shown(value)}, a path of their own",
+                    f"the others have {_shown(value)}, a path of their own or an address",
                     where=f"{name} {key}",
                     fix=f"say where it is here: {key}=PATH (what it holds must be the same)",
                     id="join.trust",

@@ -21,6 +21,7 @@ from isles.monitor.table import cell, columns, steps_text
 from isles.run.find import run_of, typed_name
 from isles.run.join_line import JoinLine, ask_hub
 from isles.run.remote import ClusterRun, MultiClusterRun, list_multi_cluster
+from isles.run.state import number_of
 
 ALIVE = ("running", "queued")
 
@@ -161,7 +162,21 @@ def _hub_lines(report: MultiClusterReport) -> list[str]:
     fragments = int(answer.get("fragments") or 0)
     parts = f" ({fragments} fragments)" if fragments > 1 else ""
     lines = [f"  hub        at {place}, round {answer.get('round')}{parts}"]
+    lines += [f"  weight     {note}" for note in heavy_notes(answer)]
     return [*lines, *waiting_lines(answer)]
+
+
+def heavy_notes(answer: Mapping[str, Any]) -> list[str]:
+    """Which cluster outweighs all others in the last average, by the answer of a hub."""
+    found = answer.get("heavy")
+    known = found if isinstance(found, dict) else {}
+    name, share = known.get("name"), number_of(known, "share")
+    if not isinstance(name, str) or share is None:
+        return []
+    return [
+        f"{name} is {share:.1%} of the last average, by the tokens that it claims: if it is not "
+        "that much larger than the others, throw it out (docs/security.md)"
+    ]
 
 
 def waiting_lines(answer: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from rich.console import Console
 from isles.errors import CommunicationError, ExitCode, UserError
 from isles.facts.units import format_bytes, format_duration, printable
 from isles.launch.hub import OpenHub, end_hub, hub_process, local_line
+from isles.monitor.clusters import heavy_notes
 from isles.monitor.follow import Follower
 from isles.monitor.logs import LineTail
 from isles.monitor.table import columns, print_lines
@@ -64,6 +65,7 @@ def hub_lines(state: Path, record: dict[str, Any]) -> list[str]:
     answer = record["hub"]
     if answer is not None:
         lines[-1] += f", round {answer['round']}"
+        lines += [f"  weight     {printable(note)}" for note in heavy_notes(answer)]
         lines += _member_lines(answer["members"])
     if record["state"] == "stopped":
         lines.append("  `isles hub` with its run file goes on with it")

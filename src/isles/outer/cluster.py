@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from isles.outer.codec import UnsoundUpdateError
 from isles.outer.diloco import FragmentShare, Mode, OuterSettings, clip_scale, total_norm
 from isles.outer.layout import Layout
 from isles.outer.rank_files import RankFiles
+from isles.outer.state_file import state_head
 
 
 class Weights(Protocol):
@@ -278,21 +278,13 @@ class Cluster:
         self._write(fragment, move if keeps_steps else share.outer_param, adds=keeps_steps)
 
     def _head(self, fragment: int, version: int) -> bytes:
-        # What a fragment's state begins with: it differs where anything else differs.
-        size = 4 * sum(self._layout.piece_counts(fragment))
-        known = {"layout": self._layout.digest, "fragment": str(fragment), "version": str(version)}
-        fields = ("outer_param", "momentum") if self._settings.momentum else ("outer_param",)
-        tensors = {
-            field: {
-                "dtype": "F32",
-                "shape": [size // 4],
-                "data_offsets": [index * size, (index + 1) * size],
-            }
-            for index, field in enumerate(fields)
-        }
-        text = json.dumps({"__metadata__": known, **tensors}, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        numbers, has_momentum = (
+            sum(self._layout.piece_counts(fragment)),
+            bool(self._settings.momentum),
+        )
+        return state_head(
+            self._layout.digest, fragment, version, numbers, has_momentum=has_momentum
+        )
 
     def _digest(self, pieces: Sequence[Tensor]) -> str:
         mine = [hashlib.sha256(piece.numpy().data.cast("B")).digest() for piece in pieces]

@@ -30,15 +30,14 @@ _WAKE_BYTES, _TLS_BYTES, _PATIENCE_S = 1 << 16, 1 << 15, 1.0
 PROTOCOL = 6
 """Raised when an older cluster could no longer talk with a newer hub."""
 
-# Every value that a cluster sends has its bound here, by its type. The hub adds the bounds that follow
-# from the run (`hub/`): a frontier, a round that is open, digests of decided rounds.
+# Every value that a cluster sends has its bound here. The hub adds those that follow from the run.
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Word = Annotated[str, StringConstraints(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Phase = Annotated[str, StringConstraints(max_length=64, pattern=r"^[ -~]*$")]
-"""What a cluster does now. People see it on terminals, so it has no control characters."""
+"""People see it on terminals."""
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Steps = Annotated[int, Field(ge=0, le=10**12)]
@@ -56,7 +55,6 @@ LAST_SAMPLE = 2**56
 MOST_LEASED = 2**32
 """Samples in one lease; a thousand inner steps of four million samples each."""
 MOST_SPANS = 4096
-"""Spans of samples in one message of a cluster."""
 
 
 def _spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -201,8 +199,7 @@ class Contribution(Message):
 
     id: Id
     tokens: Tokens
-    """The weight: tokens trained on since the last contribution to this fragment. The hub counts
-    no more than `rules.most_tokens` finds possible."""
+    """The weight: trained on since the last contribution to this fragment, as far as possible."""
     steps: Steps
     samples: Intervals
     """Trained on since the last contribution to any fragment."""
@@ -454,18 +451,13 @@ def chunk_size(size_bytes: int, index: int) -> int:
 
 def digest_of(chunks: Iterable[str]) -> str:
     """The digest of a file: sha256 over the sha256 of its chunks, so that none is read twice."""
-    whole = hashlib.sha256()
-    for chunk in chunks:
-        whole.update(bytes.fromhex(chunk))
-    return whole.hexdigest()
+    return hashlib.sha256(b"".join(bytes.fromhex(chunk) for chunk in chunks)).hexdigest()
 
 
 def hash_chunks(path: Path) -> list[str]:
-    hashes = []
     with path.open("rb") as stream:
-        while data := stream.read(CHUNK_BYTES):
-            hashes.append(hashlib.sha256(data).hexdigest())
-    return hashes
+        chunks = iter(lambda: stream.read(CHUNK_BYTES), b"")
+        return [hashlib.sha256(data).hexdigest() for data in chunks]
 
 
 async def read_body(

@@ -14,6 +14,7 @@ import json
 import re
 import socket
 import ssl
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ _LINE = re.compile(
     r"/(?P<run>[^/#?]+)#(?P<token>[A-Za-z0-9_-]{43})\.(?P<fingerprint>[A-Za-z0-9_-]{43})"
 )
 _OK, _TOKEN = 200, 401
+MOST_BYTES = 32 * 2**20
+"""Of an answer; a hub keeps less of what its clusters show."""
+_PART_BYTES, _PARTS = 2**18, 10
 _FIX = "paste the whole line that the hub has written (isles://HOST:PORT/RUN#…)"
 
 
@@ -122,7 +126,13 @@ def ask_hub(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any]:
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {line.token}"})
         answer = connection.getresponse()
-        body = answer.read()
+        body, end = b"", time.monotonic() + _PARTS * timeout_s
+        while part := answer.read1(_PART_BYTES):
+            body += part
+            if len(body) > MOST_BYTES or time.monotonic() > end:
+                raise http.client.HTTPException(
+                    f"its answer has more than {MOST_BYTES} bytes, or takes too long"
+                )
     except ssl.SSLError as error:
         raise PreflightError(
             f"what listens there is no hub: {error.reason or error}",
@@ -167,7 +177,7 @@ class _Pinned(http.client.HTTPSConnection):
 def _content(line: JoinLine, status: int, body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if status == _OK and isinstance(found, dict):
         return found

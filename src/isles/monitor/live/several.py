@@ -10,7 +10,7 @@ from typing import Any
 from isles import __version__
 from isles.errors import UserError
 from isles.facts.units import format_count, format_duration, printable
-from isles.monitor.clusters import worst_state
+from isles.monitor.clusters import heavy_notes, worst_state
 from isles.monitor.live.model import (
     ClusterRow,
     Head,
@@ -77,7 +77,8 @@ def ask(line: JoinLine) -> HubAnswer:
     except UserError:  # it is of an earlier version, or has just gone
         entries = None
     for name, entry in entries.items() if isinstance(entries, dict) else ():
-        text, heard_s = entry.get("record"), number_of(entry, "heard_s")
+        known = entry if isinstance(entry, dict) else {}
+        text, heard_s = known.get("record"), number_of(known, "heard_s")
         if isinstance(text, str) and heard_s is not None:
             shown[name] = heard_s, text
     return HubAnswer(line.address, status, shown=shown)
@@ -148,6 +149,7 @@ class SeveralView:
             own = set(row_notes(part.hosts, part.ranks, part.clusters))
             notes += [f"{name}: {note}" for note in part.notes if note not in own]
         notes += _waiting(hub)
+        notes += heavy_notes(hub.status or {}) if hub else []
         return Snapshot(
             version=__version__,
             at=at,

@@ -40,7 +40,7 @@ _AROUND = 5
 _TURN_S = 30.0
 """An average that does not come is made by the next cluster after so long, too."""
 _LOOK_S, _AVERAGE_S = 60.0, 600.0
-_SHOWN = ("round", "fragments", "members", "open")
+_SHOWN = ("round", "fragments", "members", "open", "heavy")
 
 
 class Replica:

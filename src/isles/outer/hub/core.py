@@ -15,7 +15,7 @@ from isles.facts.units import format_duration
 from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rounds import Rounds
-from isles.outer.hub.rules import Refusal, Settings, divergence
+from isles.outer.hub.rules import Refusal, Settings, divergence, heavy
 from isles.outer.hub.samples import Samples
 from isles.outer.hub.states import States
 from isles.outer.messages import (
@@ -349,8 +349,9 @@ class Core:
         # Of those who have left only reports on averages that they have a part in count: whoever
         # comes and goes under many names has no more voices than clusters may take part.
         rows = self.journal.rows(
-            "SELECT * FROM applied WHERE round = ? AND (member IN (SELECT number FROM members WHERE "
-            "state != 'left') OR member IN (SELECT member FROM parts WHERE round = ? AND reason = ''))",
+            "SELECT * FROM applied WHERE round = ? AND (member IN (SELECT number FROM members "
+            "WHERE state != 'left') OR member IN (SELECT member FROM parts WHERE round = ? "
+            "AND reason = ''))",
             outer_step,
             outer_step,
         )
@@ -374,10 +375,12 @@ def status(core: Core) -> dict[str, Any]:
     commits = [_commit(core, row) for row in core.journal.rows(newest, _COMMITS)]
     open_rounds = core.rounds.open_rounds()
     weights = commits[0]["weights"] if commits else {}
+    heaviest = heavy(weights)
     return {
         "round": core.rounds.next,
         "fragments": core.rounds.fragments,
         "is_over": core.membership.end_kind() == "over",
+        "heavy": None if heaviest is None else {"name": heaviest[0], "share": heaviest[1]},
         "members": [_member(core, row, weights, open_rounds) for row in core.membership.latest()],
         "open": [_open(core, answer) for answer in open_rounds],
         "commits": commits,
@@ -394,7 +397,7 @@ def live(core: Core) -> dict[str, Any]:
 
 
 def events(core: Core) -> list[dict[str, Any]]:
-    """What has happened last, oldest first; of each member the newest, so that none hides others."""
+    """What has happened last, oldest first; none hides what others did behind its own."""
     newest = core.journal.number("SELECT MAX(number) FROM events") - _LOOKED_AT
     rows = core.journal.rows(
         "SELECT number, at, member, kind, what FROM (SELECT *, ROW_NUMBER() OVER (PARTITION BY "

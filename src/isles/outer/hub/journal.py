@@ -21,7 +21,7 @@ _VERSION = 4
 
 _KEPT = 2000
 """Events, at least."""
-_LONGEST = 500
+_LONGEST = 2000
 
 # A round has a row in `parts` for each contribution; one with a reason was refused. The owner of a
 # block is a member's number, or one of those in samples.py.

@@ -295,7 +295,7 @@ class Rounds:
                 start, stop = reserve_of(self._membership.get(part["member"])["id"])
                 spans = [(a, b) for a, b in json.loads(part["spans"]) if a >= RESERVE]
                 own = sum(max(0, min(b, stop) - max(a, start)) for a, b in spans)
-                # A sample has one text, or two that are compared; its number was leased to somebody.
+                # A sample has one text, or two that are compared, and its number was leased.
                 most = 2 * int(text) * (self._samples.frontier + min(own, stop - start))
                 if self._samples.frontier:
                     claims[part["member"]] = min(part["tokens"], most)
@@ -372,7 +372,9 @@ class Rounds:
         found, before = heavy(weights), self._db.get("heavy") or ""
         name, share = found or ("", 0.0)
         if name and name != before:
-            what = f"it is {share:.1%} of the average of round {outer_step}, by the tokens it claims"
+            what = (
+                f"it is {share:.1%} of the average of round {outer_step}, by the tokens it claims"
+            )
             self._db.note(name, "weight", what)
         if name != before:
             self._db.put("heavy", name)
@@ -381,9 +383,10 @@ class Rounds:
         """Forget what no rule looks at any more, so that the memory stays as small as it is."""
         following = self.next
         oldest = min(self.kept_since, following - _ROUNDS)
-        self._db.run("DELETE FROM rounds WHERE round < ?", oldest - self.fragments)
         least = min(oldest, following - _NORMS * self.fragments)
-        self._db.run("DELETE FROM parts WHERE round < ?", least)
+        for table, limit in (("rounds", oldest - self.fragments), ("parts", least)):
+            if self._db.row(f"SELECT 1 FROM {table} WHERE round < ? LIMIT 1", limit) is not None:
+                self._db.run(f"DELETE FROM {table} WHERE round < ?", limit)
         self._db.run("UPDATE parts SET spans = '[]' WHERE round < ? AND spans != '[]'", following)
 
     def take_over(self, answer: RoundAnswer, outer_params: str, numbers: Mapping[str, int]) -> None:

@@ -51,15 +51,23 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Knows = Callable[[asyncio.BaseTransport | None], None]
 
+_MOST_UPLOADS = 16
+"""Chunks that a member sends at a time; a client sends four."""
+_SMALL_BYTES = 2**20
+"""Of a request's body, save of a join, which lists the model's pieces."""
 _BODY_S, _CHUNK_S, _LONGEST_WAIT_S = 60.0, 600.0, 30.0
 _JSON_BYTES = 16 * 2**20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DISK_FULL = 507
 
 
-def guard(token: str) -> Middleware:
+def guard(token: str, knows: Knows) -> Middleware:
     """Answers 401, whatever was asked for, unless a request carries the token.
+
+    Args:
+        knows: called with the connection of a request that carries it.
 
     Whatever goes wrong becomes an answer in words; only bugs of the hub get a traceback.
     """
@@ -72,6 +80,7 @@ def guard(token: str) -> Middleware:
             if not hmac.compare_digest(given, right):
                 fix = "use the join line that this hub has written"
                 raise Refusal("token", "the token is not this hub's", fix)
+            knows(request.transport)
             return await handler(request)
         except Exception as error:
             status, body = _explain(error)
@@ -112,10 +121,12 @@ async def _read(request: web.Request, kind: type[M]) -> M:
     # The body of a request.
     if request.content_length is None:
         raise Refusal("malformed", "a body without Content-Length")
+    if request.content_length > _SMALL_BYTES and kind is not Join:
+        raise Refusal("too_large", f"a body of {request.content_length} bytes")
     async with asyncio.timeout(_BODY_S):
         body = await request.read()
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -157,9 +168,9 @@ def _read_part(path: Path, part: slice) -> tuple[bytes, int]:
         return file.read(part.stop - part.start), size
 
 
-def make_app(work: Work, token: str) -> web.Application:
+def make_app(work: Work, token: str, knows: Knows) -> web.Application:
     """The routes of a hub; all need the token."""
-    app = web.Application(middlewares=[guard(token)], client_max_size=_JSON_BYTES)
+    app = web.Application(middlewares=[guard(token, knows)], client_max_size=_JSON_BYTES)
     core, routes = work.core, Routes(work)
 
     def post(path: str, kind: type[M], call: Callable[[M], Any]) -> web.RouteDef:
@@ -177,7 +188,7 @@ def make_app(work: Work, token: str) -> web.Application:
             return _answer(Received(size_bytes=incoming.size_bytes, chunks=chunks))
 
         async def put(request: web.Request) -> web.Response:
-            return await _put(request, await find(request))
+            return await routes.put(request, await find(request))
 
         app.add_routes([web.get(path, received), web.put(f"{path}/{{chunk:[0-9]{{1,12}}}}", put)])
 
@@ -235,6 +246,7 @@ class Routes:
 
     def __init__(self, work: Work) -> None:
         self._work, self._core = work, work.core
+        self._sending: dict[str, list[asyncio.Task[Any]]] = {}
 
     async def join(self, request: web.Request) -> web.Response:
         join = await _read(request, Join)
@@ -280,6 +292,23 @@ class Routes:
 
     # Contributions and averages.
 
+    async def put(self, request: web.Request, incoming: Incoming) -> web.Response:
+        """A chunk of a file. Of a link that was cut the hub may still wait for some: the oldest
+        goes."""
+        who, task = request.match_info["id"], asyncio.current_task()
+        assert task is not None
+        tasks = self._sending.setdefault(who, [])
+        if len(tasks) >= _MOST_UPLOADS:
+            tasks.pop(0).cancel()
+        tasks.append(task)
+        try:
+            return await _put(request, incoming)
+        finally:
+            if task in tasks:
+                tasks.remove(task)
+            if not tasks:
+                self._sending.pop(who, None)
+
     async def part(self, request: web.Request) -> Incoming:
         return await self._work.part(request.match_info["id"], _number(request, "outer_step"))
 
@@ -296,7 +325,7 @@ class Routes:
         offer = await _read(request, StateOffer)
         caller, states = self._core.caller, self._core.states
         number = await self._work.ask(lambda: states.offer(caller(offer.id), offer))
-        await self._work.ask(self._core.sweep)
+        await self._work.sweep()
         return _answer(StateNumber(state=number))
 
     async def _uploads(self, state: int, asker: str) -> list[tuple[Path, StateFile]]:
@@ -319,6 +348,15 @@ class Routes:
             await asyncio.to_thread(incoming.seal, file.digest)
             hashes = [sha256 for _, sha256 in sorted(incoming.received().items())]
             await asyncio.to_thread(write_chunk_list, path, hashes)
+        whole = [path for path, _ in files]
+        if not await self._work.is_sound(state, whole):
+            await self._work.ask(self._core.states.refuse, state)
+            await self._work.sweep()
+            raise Refusal(
+                "malformed",
+                f"state {state} holds other outer parameters than was announced",
+                "look at the disk of the cluster that gave it",
+            )
         await self._work.ask(self._core.states.complete, state)
         for path, _ in files:
             self._work.forget(path)

@@ -20,7 +20,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 _STATUS = {"token": 401, "unknown": 404, "no_state": 404, "no_run_file": 404, "gone": 410}
 _STATUS |= dict.fromkeys(("malformed", "hash", "refused"), 422)
-_STATUS |= {"too_large": 413, "busy": 429}
+_STATUS["too_large"] = 413
 
 
 class Refusal(Exception):
@@ -78,8 +78,9 @@ def outliers(
 ) -> dict[int, str]:
     """Contributions whose norm is far above what was usual, and by how much.
 
-    A norm may be larger in proportion where its cluster trained on more tokens, up to `factor` times
-    (a member says itself how many); fewer tokens never count against it. Where all are far above, none is at fault: what has changed is common.
+    A norm may be larger in proportion where its cluster trained on more tokens, by its own word,
+    and up to `factor` times; fewer tokens never count against it. Where all are far above, none is
+    at fault: what has changed is common.
     Before there is a history, each is compared with the others of the round, if there are several.
 
     Args:

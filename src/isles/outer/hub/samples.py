@@ -15,7 +15,7 @@ FREE, AVERAGED = 0, -1
 """Owners of blocks that no member has."""
 
 _HORIZON = 2**40
-"""A hub that follows a lost one believes sample numbers so far beyond those of the first cluster."""
+"""A hub that follows a lost one believes numbers so far beyond those of the first cluster."""
 _MOST_HELD = 2 * MOST_LEASED
 """Samples that a member has at a time."""
 _LEASED_BLOCKS = 64
@@ -164,24 +164,28 @@ class Samples:
         return self._db.rows(sql, first, span[1], span[0])
 
     def _give(self, span: Interval, owners: Sequence[int], to: int) -> None:
-        # What some have of a span is another's from now on.
-        for row in self._within(span):
-            if row["owner"] in owners:
-                start, stop = max(row["start"], span[0]), min(row["stop"], span[1])
+        # What some have of a span is another's from now on. Neighbours of one owner become one.
+        before = self._within((max(0, span[0] - 1), span[1] + 1))
+        found: list[tuple[int, int, int]] = []
+        for row in before:
+            start, stop = max(row["start"], span[0]), min(row["stop"], span[1])
+            pieces = [(row["start"], row["stop"], row["owner"])]
+            if row["owner"] in owners and start < stop:
+                pieces = [(row["start"], start, row["owner"]), (start, stop, to)]
+                pieces += [(stop, row["stop"], row["owner"])]
+            for first, last, owner in pieces:
+                if found and found[-1][1:] == (first, owner):
+                    found[-1] = (found[-1][0], last, owner)
+                elif first < last:
+                    found.append((first, last, owner))
+        known = {(row["start"], row["stop"], row["owner"]) for row in before}
+        starts = {start for start, _, _ in found}
+        for row in before:
+            if row["start"] not in starts:
                 self._db.run("DELETE FROM blocks WHERE start = ?", row["start"])
-                for rest in ((row["start"], start), (stop, row["stop"])):
-                    if rest[0] < rest[1]:
-                        self._insert(rest, row["owner"])
-                self._insert((start, stop), to)
-        last = None  # a block that its neighbour may join
-        for row in self._within((max(0, span[0] - 1), span[1] + 1)):
-            if last is not None and last[1:] == (row["start"], row["owner"]):
-                self._db.run("DELETE FROM blocks WHERE start = ?", row["start"])
-                sql = "UPDATE blocks SET stop = ? WHERE start = ?"
-                self._db.run(sql, row["stop"], last[0])
-                last = last[0], row["stop"], row["owner"]
-            else:
-                last = row["start"], row["stop"], row["owner"]
+        for block in found:
+            if block not in known:
+                self._db.run("INSERT OR REPLACE INTO blocks VALUES (?, ?, ?)", *block)
 
     def _insert(self, span: Interval, owner: int) -> None:
         self._db.run("INSERT INTO blocks VALUES (?, ?, ?)", *span, owner)

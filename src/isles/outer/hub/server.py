@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import logging
@@ -18,6 +19,7 @@ from pathlib import Path
 from aiohttp import web
 
 from isles.errors import CommunicationError, ConfigError, MissingDependencyError
+from isles.outer.hub.door import Door
 from isles.outer.hub.routes import make_app
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.work import Work
@@ -73,7 +75,7 @@ class Server:
         quiet = logging.getLogger("isles.hub.http")
         quiet.disabled = True
         self._runner = web.AppRunner(
-            make_app(self.work, token),
+            make_app(self.work, token, self._knows),
             access_log=None,
             logger=quiet,
             lingering_time=_LINGER_S,
@@ -98,7 +100,8 @@ class Server:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_cert_chain(self.folder / "certificate.pem", self.folder / "key.pem")
-        await web.SockSite(self._runner, listening, ssl_context=context).start()
+        assert self._runner.server is not None
+        self._door = Door(listening, context, self._runner.server)
         port = listening.getsockname()[1]
         write_secret(port_file, str(port))
         line = JoinLine(*_dialled(announce, host, port), run, token, fingerprint(self.folder))
@@ -107,8 +110,12 @@ class Server:
         log.info("listening at=%s run=%s state=%s", line.address, run, self.folder)
         return line
 
+    def _knows(self, transport: asyncio.BaseTransport | None) -> None:
+        self._door.knows(transport)
+
     async def stop(self) -> None:
         """Take no more requests, and end the work."""
+        await self._door.close()
         await self._runner.cleanup()
         await self.work.stop()
 

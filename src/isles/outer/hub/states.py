@@ -154,6 +154,18 @@ class States:
         self._progress_at = self._clock()
         return self._files(state)
 
+    def content(self, state: int) -> State:
+        """What a state's source has announced."""
+        return State.model_validate_json(self._row(state)["content"])
+
+    def refuse(self, state: int) -> None:
+        """Forget a state whose files are not what was announced: nobody could begin with it."""
+        row = self._row(state)
+        self.drop(row["member"])
+        name = self._membership.get(row["member"])["name"]
+        self._db.note(name, "refused", "its state is not what it has announced")
+        self._passed += 1
+
     def complete(self, state: int) -> None:
         """All files of a state are whole."""
         row = self._row(state)
@@ -185,7 +197,7 @@ class States:
         return row
 
     def _files(self, state: int) -> list[tuple[Path, StateFile]]:
-        content = State.model_validate_json(self._row(state)["content"])
+        content = self.content(state)
         folder = self._folder / f"{state}"
         return [(folder / f"{index}", file) for index, file in enumerate(content.files)]
 

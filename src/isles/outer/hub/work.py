@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -18,6 +18,7 @@ from isles.outer.hub.files import Incoming, average, norm_of, part_bytes
 from isles.outer.hub.journal import JOURNAL, damaged
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.messages import Contribution, ContributionAnswer, Join
+from isles.outer.state_file import state_digest
 
 log = logging.getLogger(__name__)
 
@@ -224,9 +225,29 @@ class Work:
                 async with asyncio.timeout(_TICK_S):
                     await changed.wait()
 
+    async def is_sound(self, state: int, files: Sequence[Path]) -> bool:
+        """Whether the files of a state are what was announced; see `States.is_sound`."""
+        first, content = await self._first(), await self.ask(self.core.states.content, state)
+        assert first is not None
+        layout, version = first.identity.get("layout", ""), content.version
+        found = [
+            await self._count(state_digest, path, layout, index, version, pieces)
+            for index, (path, pieces) in enumerate(zip(files, first.pieces, strict=False))
+        ]
+        return found == content.outer_params
+
+    async def sweep(self) -> None:
+        """Remove files that nobody needs."""
+        await self.ask(self.core.sweep)
+        for path in [path for path in self._incoming if not path.exists()]:
+            self.forget(path)
+
     async def _look_after(self) -> None:
         self._clock.tick()
         await self.ask(self.core.membership.drop_silent)
+        if self.core.membership.has_left:
+            self.core.membership.has_left = False
+            await self.sweep()
 
     async def _average(self) -> None:
         # Average the next round, if it is time.
@@ -245,9 +266,7 @@ class Work:
             return
         averaged = time.monotonic()
         await self.ask(self.core.commit, job.outer_step, digest, size_bytes)
-        await self.ask(self.core.sweep)
-        for path in [path for path in self._incoming if not path.exists()]:
-            self.forget(path)
+        await self.sweep()
         log.info(
             "round=%d committed clusters=%d bytes=%d average_s=%.2f commit_s=%.2f",
             job.outer_step,

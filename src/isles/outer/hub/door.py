@@ -1,0 +1,104 @@
+"""The hub's connections: accepted here, so that those without the token stay few and short."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+
+from isles.run.strangers import WITHIN_S, Strangers
+
+_MOST = 2048
+"""Connections of members. Each cluster needs about ten."""
+_LOOK_S, _PAUSE_S = 1.0, 0.2
+
+
+class Door:
+    """Accepts connections for an event loop, and ends those that do not show the token in time.
+
+    Counted from the first packet on: also connections that are silent, that stop within the
+    handshake of TLS or the head of a request, or whose token was wrong.
+
+    Args:
+        listening: a socket that listens.
+        context: of TLS.
+        protocol: makes what serves a connection.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        context: ssl.SSLContext,
+        protocol: Callable[[], asyncio.Protocol],
+    ) -> None:
+        self._listening, self._context, self._protocol = listening, context, protocol
+        self._sockets: dict[int, socket.socket] = {}
+        self._strangers = Strangers[socket.socket](_hang_up)
+        self._members = Strangers[socket.socket](_hang_up, most=_MOST, within_s=math.inf)
+        self._greeting: set[asyncio.Task[None]] = set()
+        listening.setblocking(False)
+        self._tasks = [asyncio.create_task(self._accept()), asyncio.create_task(self._look())]
+
+    def knows(self, transport: asyncio.BaseTransport | None) -> None:
+        """A request with the token has come over a connection."""
+        known = None if transport is None else transport.get_extra_info("socket")
+        found = None if known is None else self._sockets.get(known.fileno())
+        if found is not None and self._strangers.forget(found):
+            self._members.add(found)
+
+    async def close(self) -> None:
+        """Accept no more. Connections that were served are ended by their server."""
+        tasks = [*self._tasks, *self._greeting]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listening.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listening)
+            except OSError:  # for a moment this process has too many open files
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            connection.setblocking(False)
+            self._sockets[connection.fileno()] = connection
+            self._strangers.add(connection)
+            task = asyncio.create_task(self._greet(connection))
+            self._greeting.add(task)
+            task.add_done_callback(self._greeting.discard)
+
+    async def _greet(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(
+                self._protocol,
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=WITHIN_S,
+            )
+        except OSError:  # it has gone, or does not speak TLS
+            connection.close()
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for number, connection in list(self._sockets.items()):
+                if connection.fileno() == -1:  # closed
+                    del self._sockets[number]
+                    self._strangers.forget(connection)
+                    self._members.forget(connection)
+            self._strangers.look()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    # Whoever reads from it finds its end, and closes it.
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

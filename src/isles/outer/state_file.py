@@ -1,0 +1,50 @@
+"""The file in which a fragment's state travels: a head that follows from the run, then numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def state_head(
+    layout: str, fragment: int, version: int, numbers: int, *, has_momentum: bool
+) -> bytes:
+    """The head of a file with a fragment's state: it differs where anything else differs."""
+    size = 4 * numbers
+    known = {"layout": layout, "fragment": str(fragment), "version": str(version)}
+    fields = ("outer_param", "momentum") if has_momentum else ("outer_param",)
+    tensors = {
+        field: {
+            "dtype": "F32",
+            "shape": [numbers],
+            "data_offsets": [index * size, (index + 1) * size],
+        }
+        for index, field in enumerate(fields)
+    }
+    text = json.dumps({"__metadata__": known, **tensors}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def state_digest(
+    path: Path, layout: str, fragment: int, version: int, pieces: Sequence[int]
+) -> str:
+    """The digest of the outer parameters in a fragment's state; empty: the file is something else.
+
+    Args:
+        pieces: numbers of elements.
+    """
+    numbers, size = sum(pieces), path.stat().st_size
+    with path.open("rb") as stream:
+        for has_momentum in (True, False):
+            head = state_head(layout, fragment, version, numbers, has_momentum=has_momentum)
+            stream.seek(0)
+            is_due = size == len(head) + 4 * numbers * (1 + has_momentum)
+            if is_due and stream.read(len(head)) == head:
+                whole = hashlib.sha256()
+                for count in pieces:
+                    whole.update(hashlib.sha256(stream.read(4 * count)).digest())
+                return whole.hexdigest()
+    return ""

@@ -1,0 +1,63 @@
+"""Connections that have not shown yet that they know the run's token: few, and for a short time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+C = TypeVar("C")
+
+MOST = 64
+"""A client shows its token within milliseconds."""
+WITHIN_S = 10.0
+
+
+class Strangers(Generic[C]):
+    """Connections of one server, the oldest first; for any thread.
+
+    Args:
+        end: ends a connection; called for the oldest above the limit, and by `look`.
+        most: connections that may wait at a time.
+        within_s: seconds until a connection must be forgotten, because it has shown its token.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        end: Callable[[C], None],
+        *,
+        most: int = MOST,
+        within_s: float = WITHIN_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._end, self._most, self._within_s, self._clock = end, most, within_s, clock
+        self._since: dict[C, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, connection: C) -> None:
+        """A connection has come."""
+        oldest = None
+        with self._lock:
+            self._since[connection] = self._clock()
+            if len(self._since) > self._most:
+                oldest = next(iter(self._since))
+                del self._since[oldest]
+        if oldest is not None:
+            self._end(oldest)
+
+    def forget(self, connection: C) -> bool:
+        """A connection has shown its token, or has gone; whether it was a stranger."""
+        with self._lock:
+            return self._since.pop(connection, None) is not None
+
+    def look(self) -> None:
+        """End the connections that have waited too long."""
+        now = self._clock()
+        with self._lock:
+            late = [c for c, since in self._since.items() if now - since > self._within_s]
+            for connection in late:
+                del self._since[connection]
+        for connection in late:
+            self._end(connection)
