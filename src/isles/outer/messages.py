@@ -263,8 +263,6 @@ class State(Message):
 
 
 class StateOffer(State):
-    """A state source is about to upload it."""
-
     id: Id
 
 

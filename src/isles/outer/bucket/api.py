@@ -17,7 +17,15 @@ from typing import Any, TypeVar
 
 from isles.errors import ConfigError
 from isles.outer.bucket import BucketSettings
-from isles.outer.bucket.link import Link, Missing, as_refusal, copy, is_whole, refusal
+from isles.outer.bucket.link import (
+    BucketRefusal,
+    Link,
+    Missing,
+    as_refusal,
+    copy,
+    is_whole,
+    refusal,
+)
 from isles.outer.bucket.replica import (
     Replica,
     average_place,
@@ -46,6 +54,7 @@ from isles.outer.messages import (
     digest_of,
     hash_chunks,
 )
+from isles.outer.state_file import state_digest
 from isles.run.objects import StoreError, open_store, probe
 
 log = logging.getLogger(__name__)
@@ -363,4 +372,19 @@ class BucketApi:
             except Missing as error:  # deleted meanwhile: there will be a newer one
                 self._report(f"the state of {answer.source} cannot be fetched: {error}")
                 return False
+        core, state = self._replica.core, answer.state
+        first = await self._read(lambda: core.rounds.first)
+        assert first is not None and state is not None
+        layout, pieces = first.identity.get("layout", ""), first.pieces
+        found = [
+            await asyncio.to_thread(
+                state_digest, folder / file.name, layout, index, answer.version, pieces[index]
+            )
+            for index, file in enumerate(answer.files[: len(pieces)])
+        ]
+        if found != answer.outer_params:
+            self._report(f"the state of {answer.source} is not what it has announced")
+            with suppress(BucketRefusal):  # another cluster has refused it already
+                await self._change("a wrong state", lambda: core.states.refuse(state), _HEARTBEAT_S)
+            return False
         return True

@@ -1,0 +1,470 @@
+"""A member of a run with a valid token that means harm: what the hub takes from it, and keeps."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from isles.outer.hub.core import Core, events, live, status
+from isles.outer.hub.rules import counted_tokens, heavy
+from isles.outer.messages import (
+    LAST_SAMPLE,
+    MOST_LEASED,
+    MOST_SPANS,
+    Applied,
+    Contribution,
+    Heartbeat,
+    Join,
+    LeaseRequest,
+    Shown,
+    StateOffer,
+)
+from isles.outer.samples import RESERVE
+from isles.outer.state_file import state_digest, state_head
+from isles.run.relay import LONGEST
+from tests.outer_world import ZERO, World, after, joining, member_id, overlaps, refused
+
+REPOSITORY = Path(__file__).parents[2]
+HUGE = 2**61
+
+
+def test_a_field_beyond_its_bound_is_refused_in_every_message():
+    own = {"id": member_id("a")}
+    join = joining("a").model_dump()
+    beat = {**own, "step": 1, "version": 0}
+    part = {**own, "tokens": 1, "steps": 1, "samples": [], "digest": ZERO}
+    file = {"name": "fragment-0.safetensors", "size_bytes": 10, "digest": ZERO}
+    offer = {**own, "version": 0, "outer_params": [ZERO], "files": [file]}
+    lease, applied = {**own, "number": 1, "samples": 1}, {**own, "outer_step": 0}
+    applied["outer_params"] = ZERO
+    many = [[2 * n, 2 * n + 1] for n in range(MOST_SPANS + 1)]
+    bad_spans: list[Any] = [[[5, 5]], [[5, 3]], [[-1, 3]], [[0, 2**62]], [[0.5, 3]], many]
+    table: list[tuple[type[Any], dict[str, Any], dict[str, list[Any]]]] = [
+        (
+            Join,
+            join,
+            {
+                "name": ["../x", "x/y", "", "-x", "x" * 65, "x\n", "\x1b[2J"],
+                "identity": [{"k": "\x1b[2J"}, {"\n": "v"}, {"k": "v" * 257}],
+                "codec": ["\x1b[31m", "x" * 65],
+                "pieces": [[], [[0]], [[2**24 + 1]], [[-1]], [[1.5]]],
+                "version": [-1, HUGE, "1", 1.5, True],
+                "has": [-1, HUGE],
+                "outer_params": [["0" * 63], [ZERO] * 4097],
+                "holding": bad_spans,
+            },
+        ),
+        (
+            Heartbeat,
+            beat,
+            {
+                "phase": ["\x1b]0;OWNED\x07", "a\nb", "x" * 65, "\x9b2J", "\u202e"],
+                "tokens_per_s": [1e300, -1.0, "1"],
+                "loss": [1e300, -1e300],
+                "sync_every": [100_001, -1],
+                "exposed_s": [1e300],
+                "hidden_s": [1e300],
+                **dict.fromkeys(("step", "version", "has", "since"), [-1, HUGE, "1", 1.5]),
+                **dict.fromkeys(("sent_bytes", "received_bytes"), [-1, HUGE, "1"]),
+            },
+        ),
+        (
+            Contribution,
+            part,
+            {
+                "tokens": [0, -1, 2**62, 1.5, "1"],
+                "steps": [-1, HUGE],
+                "samples": bad_spans,
+                "digest": ["0"],
+            },
+        ),
+        (LeaseRequest, lease, {"samples": [0, MOST_LEASED + 1], "number": [0, HUGE]}),
+        (Applied, applied, {"outer_step": [-1, HUGE], "outer_params": ["x", "0" * 65]}),
+        (
+            StateOffer,
+            offer,
+            {
+                "version": [-1, HUGE],
+                "files": [
+                    [],
+                    [{**file, "name": "../x.safetensors"}],
+                    [{**file, "size_bytes": HUGE}],
+                ],
+            },
+        ),
+        (Shown, {**own, "record": ""}, {"record": ["A" * (LONGEST + 1), "\x1b", "{}"]}),
+    ]
+    taken = []
+    for kind, good, bad in table:
+        kind.model_validate_json(json.dumps(good), strict=True)
+        fields = set(kind.model_fields) - {"id", "protocol", "ends"}
+        assert fields == set(bad), f"{kind.__name__}: a field without a bad value"
+        for field, values in bad.items():
+            for value in values:
+                try:
+                    kind.model_validate_json(json.dumps({**good, field: value}), strict=True)
+                except ValidationError:
+                    continue
+                taken.append((kind.__name__, field, str(value)[:40]))
+    assert taken == []
+
+
+# Weights and norms.
+
+
+def test_a_claim_of_tokens_lifts_no_limit(tmp_path):
+    world = World(tmp_path, "ab")
+    world.turns("ab", 0, 1, 2, 3, 4, 5)
+    # A norm 100 times as large as usual is refused, also with any number of tokens; what passes is
+    # at most `outlier` times `outlier`.
+    for outer_step, (norm, tokens) in enumerate(((1e16, HUGE), (101.0, HUGE), (11.0, 10)), 6):
+        world.complete("a", outer_step)
+        world.complete("b", outer_step, norm=norm, tokens=tokens)
+        assert world.close() == ["a"], norm
+        for name in "ab":
+            world.applied(name, outer_step, after(outer_step))
+        world.core.reset_done(member_id("b"))
+
+
+def test_a_share_above_nine_tenths_is_bounded_and_seen(tmp_path):
+    world = World(tmp_path, "abc")
+    world.complete("ab", 0, tokens=100), world.complete("c", 0, tokens=HUGE)
+    assert world.close() == ["a", "b", "c"]
+    assert world.answer(0).weights == {"a": 100, "b": 100, "c": 100_000}
+    assert "no more are possible" in world.events("weight")[0]
+    assert "99.8% of the average of round 0" in world.events("weight")[1]
+    assert status(world.core)["heavy"] == {"name": "c", "share": pytest.approx(0.998, abs=1e-3)}
+    for outer_step in (1, 2):  # told once
+        world.complete("ab", outer_step, tokens=1), world.complete("c", outer_step, tokens=100)
+        world.close()
+    assert len(world.events("weight")) == 2
+    world.turn("abc", 3)
+    assert status(world.core)["heavy"] is None
+    # A cluster that is a hundred times as large is an honest one.
+    assert counted_tokens({1: 100, 2: 10_000}, []) == {1: 100, 2: 10_000}
+    assert heavy({"a": 1, "b": 9}) is None and heavy({"a": 5}) is None
+
+
+def test_no_more_tokens_count_than_samples_were_leased(tmp_path):
+    world = World(tmp_path)
+    identity = {"layout": "a", "data.seq_length": "10"}
+    for name in "ab":
+        world.join(name, identity=identity)
+        world.lease(name, 1, 8)
+    world.complete("a", 0, tokens=80)
+    world.complete("b", 0, [(RESERVE, 2**61)], tokens=HUGE)  # a reserve, but not its own
+    world.close()
+    assert world.answer(0).weights == {"a": 80, "b": 2 * 10 * 16}
+
+
+# Samples.
+
+
+def test_numbers_that_were_never_leased_are_nobodys(tmp_path):
+    world = World(tmp_path, "a")
+    assert world.lease("a", 1, 100) == [(0, 100)]
+    for holding in ([(0, 2**62 - 1)], [(RESERVE - 1, RESERVE)], [(100, 101)], [(2**40, 2**41)]):
+        answer = world.join("e", holding=holding)
+        assert answer.lost and world.core.samples.frontier == 100
+        JoinAnswerAgain = type(answer)
+        assert JoinAnswerAgain.model_validate_json(answer.model_dump_json()) == answer
+    assert world.lease("a", 2, 100) == [(100, 200)]
+    world.complete("e", 0, [(0, 2**62 - 1)]), world.turn("a", 0)
+    assert world.core.samples.counts() == {"leased": 200}, "another's samples are not averaged"
+    world.leave("e", has_finished=True)
+    assert world.lease("a", 3, 100) == [(200, 300)]
+    assert overlaps(world.core.journal) == []
+
+
+def test_a_journal_of_isles_0_1_with_such_numbers_is_gone_on_with(tmp_path):
+    world = World(tmp_path, "ab")
+    world.lease("a", 1, 100)
+    run = world.core.journal.run
+    run("INSERT INTO blocks VALUES (100, ?, ?)", 2**62 - 1, world.number("b"))
+    spans = json.dumps([[0, 2**62 + 100]])
+    run("UPDATE members SET claim = 5, claimed = ? WHERE id = ?", spans, member_id("a"))
+    world.complete("a", 0, [(0, 10)]), world.complete("b", 0)
+    bad = json.dumps([[5, 3], [4, 4], [0, 2**62 - 1]])
+    run("UPDATE parts SET spans = ? WHERE member = ?", bad, world.number("b"))
+    world.restart()
+    assert world.close() == ["a", "b"]
+    assert world.lease("a", 5, 10) == [(100, 110)] == world.lease("a", 5, 10)
+    assert world.core.samples.counts() == {"averaged": 10, "leased": 100}
+    # And a hub that follows a lost one believes numbers of its time, but no others.
+    later = World(tmp_path / "later")
+    later.join("a", version=7, holding=[(20, 28)])
+    later.join("e", version=7, holding=[(40, 44), (2**50, 2**50 + 1)])
+    assert later.core.samples.frontier < 2**41 < LAST_SAMPLE
+    assert later.lease("a", 1, 8)
+
+
+def test_pieces_of_samples_stay_few_however_they_are_cut(tmp_path):
+    world = World(tmp_path, "ae", max_clusters=2)
+    count = "SELECT COUNT(*) FROM blocks"
+    for number in range(1, 4):
+        ((start, stop),) = world.lease("e", number, 2 * MOST_SPANS)
+        spans = [(n, n + 1) for n in range(start, stop, 2)]
+        world.complete("e", number - 1, spans), world.turn("a", number - 1)
+        assert world.core.journal.number(count) <= 4 * MOST_SPANS + 4
+        world.leave("e", has_finished=True), world.join("e", version=number)
+    assert "too many pieces" in world.events("samples")[0]
+    lost = world.join(
+        "e", version=3, holding=[(n, n + 1) for n in range(0, 2 * MOST_SPANS, 2)]
+    ).lost
+    assert len(lost) <= 2 * MOST_SPANS
+    found = world.lease("a", 1, 2**20)
+    assert len(found) <= 65 and sum(stop - start for start, stop in found) == 2**20
+    assert overlaps(world.core.journal) == []
+
+
+def test_who_hoards_samples_is_stopped_and_others_are_not(tmp_path):
+    world = World(tmp_path, "ae")
+    world.lease("e", 1, MOST_LEASED), world.lease("e", 2, MOST_LEASED)
+    assert refused(world.lease, "e", 3, 1).kind == "too_many"
+    assert world.lease("a", 1, 8) == [(2 * MOST_LEASED, 2 * MOST_LEASED + 8)]
+    world.drop("e", for_long=True)
+    assert world.lease("a", 2, 8) == [(0, 8)], "what it had is given to others, as much as asked"
+
+
+# States and reports.
+
+
+def test_a_diverged_members_state_is_given_to_nobody(tmp_path):
+    world = World(tmp_path, "ae", keep_averages=2)
+    world.turns("ae", 0, 1, 2, 3)
+    assert world.join("n").standing == "behind"
+    assert world.turn("ae", 4) == ["a", "e"]
+    world.applied("e", 4, "e" * 64)
+    world.heartbeat("e", version=5)
+    assert world.want_state("n").source == "e"
+    number = world.offer_state("e", 5, "e" * 64)
+    world.core.states.complete(number)
+    assert world.want_state("n").state == number
+    world.applied("a", 4, after(4))
+    assert world.heartbeat("e", version=5).command == "pull"
+    world.heartbeat("a", version=5)
+    for _ in range(3):
+        answer = world.want_state("n")
+        assert answer.state is None and answer.source == "a"
+    assert world.core.journal.number("SELECT COUNT(*) FROM states") == 0
+    assert "not the run's" in refused(world.offer_state, "e", 5, "e" * 64).what
+    right = world.offer_state("a", 5, after(4))
+    world.core.states.complete(right)
+    assert world.want_state("n").outer_params == [after(4)]
+    # A cluster with a flipped bit, which most others find out of what it has given before.
+    world.core.journal.run("UPDATE rounds SET outer_params = ? WHERE round = 4", "b" * 64)
+    assert world.want_state("n").state is None
+
+
+def test_a_state_is_what_was_announced(tmp_path):
+    path, pieces = tmp_path / "fragment-0.safetensors", [3, 2]
+    head, numbers = state_head("a", 0, 5, 5, has_momentum=True), bytes(range(20))
+    path.write_bytes(head + numbers + bytes(20))
+    right = state_digest(path, "a", 0, 5, pieces)
+    assert len(right) == 64
+    for layout, fragment, version in (("b", 0, 5), ("a", 1, 5), ("a", 0, 6)):
+        assert state_digest(path, layout, fragment, version, pieces) == ""
+    for content in (b"", head, head + numbers, head + numbers + bytes(21), bytes(1000)):
+        path.write_bytes(content)
+        assert state_digest(path, "a", 0, 5, pieces) == "", content
+    world = World(tmp_path / "hub", "an")
+    world.core.states.touch()
+    world.want_state("n")
+    number = world.offer_state("a", 0, ZERO)
+    world.do(world.core.states.refuse, number)
+    assert "there is no state" in refused(world.core.states.download, number, 0).what
+    assert "not what it has announced" in world.events("refused")[0]
+
+
+def test_reports_under_many_names_outvote_nobody(tmp_path):
+    world = World(tmp_path, "ab", max_clusters=3)
+    world.turn("ab", 0)
+    world.applied("a", 0, after(0)), world.applied("b", 0, after(0))
+    for number in range(20):
+        name = f"e{number}"
+        world.join(name)
+        world.applied(name, 0, "e" * 64)
+        world.leave(name, has_finished=True)
+    assert world.heartbeat("a").command == "" == world.heartbeat("b").command
+    assert world.core.rounds.diverged(1, [after(0)]) == []
+    world.join("c", version=1, outer_params=after(0))
+    for outer_step in range(-1, -9, -1):  # and of rounds that nobody knows nothing is kept
+        with pytest.raises(ValidationError):
+            world.applied("c", outer_step, ZERO)
+
+
+# What stays behind.
+
+
+def test_what_members_leave_behind_is_bounded_by_name_and_in_all(tmp_path):
+    world = World(tmp_path, "a", max_clusters=2, dead_after_s=10.0)
+    core = world.core
+
+    def files() -> int:
+        core.sweep()
+        return len(list(tmp_path.rglob("*.part")))
+
+    def begin(name: str) -> None:
+        for outer_step in range(8):
+            path = world.do(core.part_path, member_id(name), outer_step)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"x")
+
+    for number in range(30):  # one name, with a new id each time; and a new name
+        for name, own in ((f"e{number}", "evil"), (f"f{number}", f"f{number}")):
+            world.join(name, name=own)
+            begin(name)
+            world.do(core.show, Shown(id=member_id(name), record="A" * LONGEST))
+            assert files() <= 8
+            world.leave(name)
+            assert files() == 0
+    for number in range(30):  # contributions that are counted, and those of the silent
+        world.join(f"g{number}")
+        begin(f"g{number}")
+        world.complete(f"g{number}", 0)
+        assert files() <= 2 * 8
+        (world.leave if number % 2 else world.drop)(f"g{number}")
+    for table in ("parts", "members"):
+        assert core.journal.number(f"SELECT COUNT(*) FROM {table}") <= 24
+    assert len(status(core)["members"]) <= 4 * 2 + 3
+    told = live(core)["members"]
+    assert sum(len(each["record"]) for each in told.values()) <= 24 * 2**20
+    assert len(told) <= 4 * 2 + 3
+    assert world.turn("a", 0) is not None and len(world.answer(0).weights) <= 2
+
+
+def test_what_all_show_together_is_bounded(tmp_path):
+    world = World(tmp_path, max_clusters=200)
+    names = [f"n{number}" for number in range(100)]
+    for name in names:
+        world.join(name)
+    record = "A" * LONGEST
+    kinds = set()
+    for name in names:
+        try:
+            world.do(world.core.show, Shown(id=member_id(name), record=record))
+        except Exception as error:
+            kinds.add(getattr(error, "kind", repr(error)))
+    assert kinds == {"too_large"}
+    assert sum(len(e["record"]) for e in live(world.core)["members"].values()) <= 24 * 2**20
+
+
+def test_a_name_has_one_contribution_in_a_round_and_keeps_its_cluster(tmp_path):
+    world = World(tmp_path, "a")
+    world.join("e1", name="e")
+    world.complete("e1", 0)
+    world.leave("e1")
+    world.join("e2", name="e")
+    world.complete("e2", 0)
+    assert world.turn("a", 0) == ["a", "e"]
+    job_parts = world.core.journal.number("SELECT COUNT(*) FROM parts WHERE round = 0")
+    assert job_parts == len(world.answer(0).weights) == 2, "as many as the average is made of"
+    assert refused(world.join, "e2", name="z", version=1).kind == "renamed"
+    assert refused(world.join, "e3", name="a", version=1).kind == "name_taken"
+
+
+def test_events_of_one_hide_none_of_others_and_stay_few(tmp_path):
+    world = World(tmp_path, "abe")
+    world.complete("ab", 0, tokens=1), world.complete("e", 0, tokens=HUGE)
+    world.close()
+    for _ in range(500):
+        refused(world.complete, "e", 1, norm=float("inf"))
+    told = events(world.core)
+    assert {event["member"] for event in told} >= {"a", "b", "e"} and len(told) <= 50
+    world.core.journal.run("UPDATE events SET number = number + 1999")
+    for _ in range(2100):
+        world.core.journal.note("e", "x", "y")
+    assert world.core.journal.number("SELECT COUNT(*) FROM events") <= 4001
+
+
+def test_rounds_far_off_are_early_and_past_ones_are_late(tmp_path):
+    world = World(tmp_path, "ae", open_rounds=8)
+    world.turns("ae", 0, 1)
+    assert refused(world.complete, "e", 10).kind == "early"
+    assert refused(world.complete, "e", 10**12).kind == "early"
+    assert refused(world.complete, "e", 1).kind == "late"
+    assert refused(world.applied, "e", 2, ZERO).kind == "early"
+    assert refused(world.join, "n", version=3).kind == "ahead"
+    world.heartbeat("e", step=10**12, version=10**12, has=10**12, since=10**12)
+    assert world.core.membership.get(world.number("e"))["version"] == 2
+    # What it has sent once counts once.
+    world.complete("e", 2, tokens=10), world.complete("e", 2, tokens=HUGE)
+    world.turn("a", 2)
+    assert world.answer(2).weights == {"a": 10, "e": 10}
+
+
+def test_the_memory_stays_as_small_as_it_is(tmp_path):
+    world = World(tmp_path, "ab", keep_averages=2)
+    for outer_step in range(60):
+        for name in "ab":
+            spans = world.lease(name, outer_step + 1, 4)
+            world.complete(name, outer_step, spans)
+        world.close()
+        for name in "ab":
+            world.applied(name, outer_step, after(outer_step))
+    number = world.core.journal.number
+    assert number("SELECT COUNT(*) FROM rounds") <= 22
+    assert number("SELECT COUNT(*) FROM parts") <= 2 * 33
+    assert number("SELECT COUNT(*) FROM blocks") == 1
+    assert number("SELECT COUNT(*) FROM applied") <= 2 * 3
+
+
+# What a member can still do: each line of docs/security.md has its test.
+
+
+def test_each_line_of_the_page_about_members_has_its_test():
+    text = (REPOSITORY / "docs" / "security.md").read_text()
+    wrong = []
+    for title in ("## What is refused", "## What a malicious member can still do"):
+        section = text.partition(f"{title}\n")[2].partition("\n## ")[0]
+        lines = re.split(r"\n- ", section)[1:]
+        assert lines, title
+        for line in lines:
+            named = re.findall(r"<!-- (tests/\S+\.py)::(\w+) -->", line)
+            for file, name in named:
+                path = REPOSITORY / file
+                if not path.exists() or f"def {name}(" not in path.read_text():
+                    wrong.append(f"{title}: {file}::{name} does not exist")
+            if not named:
+                wrong.append(f"{title}: no test: {line[:60]}")
+    assert wrong == []
+
+
+def test_updates_that_look_normal_are_averaged(tmp_path):
+    world = World(tmp_path, "ae")
+    world.turns("ae", 0, 1, 2, 3)
+    world.complete("a", 4), world.complete("e", 4, norm=9.0)
+    assert world.close() == ["a", "e"]
+
+
+def test_a_member_that_says_it_works_holds_up_a_round_that_waits_for_all(tmp_path):
+    for wait, rules in (("all", {}), ("time_boxed", {"time_box_s": 5.0})):
+        world = World(tmp_path / wait, "ae", wait=wait, **rules)
+        world.complete("a", 0)
+        for step in range(20):
+            world.now += 1.0
+            world.heartbeat("a"), world.heartbeat("e", step=step)
+        assert (world.close() is None) == (wait == "all")
+
+
+def test_the_majority_is_right(tmp_path):
+    world = World(tmp_path, "aef")
+    world.turn("aef", 0)
+    world.applied("a", 0, after(0)), world.applied("e", 0, ZERO), world.applied("f", 0, ZERO)
+    assert world.heartbeat("a").command == "pull"
+
+
+def test_the_first_member_says_which_run_it_is(tmp_path):
+    world = World(tmp_path)
+    assert world.join("e", version=7).standing == "first"
+    assert world.join("a", version=0).standing == "behind"
+
+
+def open_again(world: World) -> Core:
+    world.restart()
+    return world.core
