@@ -79,7 +79,7 @@ class World:
 
     def complete(
         self,
-        names: str,
+        names: Iterable[str],
         outer_step: int,
         samples: Iterable[Interval] = (),
         tokens: int = 10,

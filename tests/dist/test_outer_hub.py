@@ -9,10 +9,9 @@ import logging
 import os
 import socket
 import ssl
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -425,21 +424,6 @@ async def _ask(line: JoinLine, request: bytes) -> bytes:
         return b""
     finally:
         writer.close()
-
-
-def test_silent_connections_keep_nobody_out(tmp_path):
-    """More of them than files that a process may have open, where it leaves its limit as it is."""
-    hub_words = [sys.executable, "-m", "isles.outer.hub", str(tmp_path / "state"), "--run", "t"]
-    words = ["bash", "-c", 'ulimit -Sn 128 && exec "$@"', "-", *hub_words]
-    with ExitStack() as stack:
-        process = stack.enter_context(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
-        stack.callback(process.kill)
-        assert process.stdout is not None and "is open" in process.stdout.readline()
-        line = JoinLine.parse((tmp_path / "state" / "join").read_text())
-        for _ in range(300):
-            stack.enter_context(socket.create_connection((line.host, line.port), DEADLINE_S))
-        request = b"GET /v1/status HTTP/1.1\r\nHost: x\r\n\r\n"
-        assert b"401" in asyncio.run(_ask(line, request)).splitlines()[0]
 
 
 @in_loop

@@ -159,10 +159,56 @@ def test_nothing_from_elsewhere_is_trusted(line, state, tmp_path):
         ({"model": {"name_or_path": "/home/a/m"}}, "model.name_or_path=m", "a path of their own"),
         ({"data": {"sources": [{"path": "../../.ssh/id"}]}}, f"{data}text", f"{data}PATH"),
         ({"data": {"sources": [{"path": "~/x"}]}}, f"{data}~/x", "~/x"),
+        ({"data": {"sources": [{"path": "s3://theirs/x"}]}}, f"{data}x", "an address"),
+        ({"data": {"sources": [{"path": "file:///etc/x"}]}}, f"{data}x", "an address"),
+        ({"data": {"sources": [{"path": ".ssh/id_rsa"}]}}, f"{data}x", "a path of their own"),
+        ({"data": {"sources": [{"path": "a/.git/**"}]}}, f"{data}x", "a path of their own"),
+        ({"data": {"sources": [{"path": "$HOME/x"}]}}, f"{data}x", "a path of their own"),
+        ({"tokenizer": {"chat_template": "/etc/passwd"}}, "tokenizer.chat_template=x", "passwd"),
     ):
         (state / "run.yaml").write_text(given(tmp_path, **changes))
         assert what in issues(line, Joiner(name="b"))
         joining_run(line, Joiner(None, (typed,), "b"))
+
+
+def test_only_listed_keys_come_from_elsewhere(tmp_path):
+    own = {
+        "data": {"cache_dir"},
+        "training": {"script", "script_args", "micro_batch_size", "max_time"},
+        "outer": {"engine", "url", "hivemind", "hub", "public", "max_rate"},
+        "checkpoint": {"push_to_hub", "remote"},
+    }
+    # A key of a later version is a cluster's own until somebody has thought about it.
+    shared = yaml.safe_load(given(tmp_path))
+    assert set(shared) <= {"name", "seed", "model", "tokenizer", "adapter", *own}
+    config = load(tmp_path, RUN).config
+    for section, keys in config.values().items():
+        if section in shared and isinstance(keys, dict):
+            assert not set(shared[section]) & own.get(section, set()), section
+            left = set(keys) - set(shared[section]) - own.get(section, set())
+            assert left == set(), f"{section}: say for each whether others may choose it"
+
+
+def test_through_a_join_line_the_hub_is_the_meeting_place(line, state, tmp_path):
+    for more in (
+        f"engine: bucket, url: 'file://{tmp_path}/chosen'",
+        "engine: hivemind, hivemind: {secret_file: /etc/passwd}",
+    ):
+        text = RUN.replace("kind: diloco,", f"kind: diloco, {more},")
+        text = text.replace(', public: "hub.example.org:29400"', "")
+        (state / "run.yaml").write_text(text)
+        with pytest.raises(PreflightError, match="another meeting place") as caught:
+            joining_run(line, Joiner(name="b"))
+        assert caught.value.id == "join.trust" and caught.value.fix
+    assert not (tmp_path / "chosen").exists()
+    (state / "run.yaml").write_text(given(tmp_path))
+    said: list[str] = []
+    joining_run(line, Joiner(name="b"), said.append)
+    assert "data.sources.0.path=python-docs" in said[0]
+    # Nor does whoever answers there fill the memory of this machine.
+    (state / "run.yaml").write_text("x" * 40 * 2**20)
+    with pytest.raises(CommunicationError, match="more than"):
+        ask_hub(line, "/v1/run-file", 20)
 
 
 def test_a_hub_may_say_what_it_likes(line, state):
