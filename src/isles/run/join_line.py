@@ -133,6 +133,8 @@ def ask_hub(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any]:
                 raise http.client.HTTPException(
                     f"its answer has more than {MOST_BYTES} bytes, or takes too long"
                 )
+        if answer.length:
+            raise http.client.IncompleteRead(b"", answer.length)
     except ssl.SSLError as error:
         raise PreflightError(
             f"what listens there is no hub: {error.reason or error}",

@@ -66,6 +66,7 @@ class Door:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             connection.setblocking(False)
+            self._forget(self._sockets.get(connection.fileno()))  # it has had the same number
             self._sockets[connection.fileno()] = connection
             self._strangers.add(connection)
             task = asyncio.create_task(self._greet(connection))
@@ -93,9 +94,13 @@ class Door:
             for number, connection in list(self._sockets.items()):
                 if connection.fileno() == -1:  # closed
                     del self._sockets[number]
-                    self._strangers.forget(connection)
-                    self._members.forget(connection)
+                    self._forget(connection)
             self._strangers.look()
+
+    def _forget(self, connection: socket.socket | None) -> None:
+        if connection is not None:
+            self._strangers.forget(connection)
+            self._members.forget(connection)
 
 
 def _hang_up(connection: socket.socket) -> None:
