@@ -157,8 +157,8 @@ def gather(found: Found, output_dir: Path, most_bytes: int | None = None) -> Bun
             _gather_clusters(bundle, found, output_dir)
         case _:
             _gather_hub(bundle, found, "")
-    if not isinstance(found, Path) and found.owner:
-        bundle.left_out.append(shown_only(found.owner))
+    if owner := _owner(found):
+        bundle.left_out.append(shown_only(owner))
     bundle.left += _README_BYTES
     bundle.add("README.txt", _readme(bundle))
     return bundle
@@ -184,11 +184,16 @@ def default_place(found: Found, output_dir: Path) -> Path:
     match found:
         case RemoteRun():
             return output_dir / f"{found.label.replace('/', '_')}-{name}"
+        case _ if _owner(found):
+            return Path(f"{found.name}-{name}")  # nothing is written into another user's folder
         case RunDir() | MultiClusterRun():
-            return Path(f"{found.name}-{name}") if found.owner else found.path / name
+            return found.path / name
         case _:
-            is_own = not owner_of(found / "settings.json")
-            return found / name if is_own else Path(f"{found.name}-{name}")
+            return found / name
+
+
+def _owner(found: Found) -> str:
+    return owner_of(found / "settings.json") if isinstance(found, Path) else found.owner
 
 
 def is_inside(found: Found, path: Path) -> bool:

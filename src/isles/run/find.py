@@ -167,7 +167,8 @@ def typed_command(run_dir: RunDir) -> str:
     """The command of the last start of a run, which goes on with it; empty: not recorded, or
     another user's, which nobody is told to type."""
     attempt = run_dir.last_attempt()
-    return str((read_own(attempt.launch) or {}).get("typed") or "") if attempt else ""
+    launch = read_own(attempt.launch) if attempt else None
+    return str(launch.get("typed") or "") if launch else ""
 
 
 def _newest(output_dir: Path, remotes: list[RemoteRun]) -> Run:
