@@ -62,6 +62,9 @@ def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
     module, words = "isles.train.verbs", [verb, str(run_dir.path), *option_words(options)]
     if (owner := run_dir.owner) and verb == "export" and not options.get("output"):
         raise not_own("write into another user's run: give --output", owner, run_dir.path)
+    if owner:
+        text = f"{run_dir.name} belongs to {owner}: its model's code and its container are not used"
+        sys.stderr.write(f"{text}\n")
     attempt = run_dir.last_attempt()
     fleet = read_own_fleet(attempt) if attempt else None
     container = fleet.container if fleet else None

@@ -109,8 +109,8 @@ class Bundle:
     def add_end(self, name: str, path: Path, most: int, about: str = "") -> None:
         """Add the last lines of a file; nothing where there is none.
 
-        `path` ends with `name`, but for a folder that is named otherwise. A link that leads out of
-        the run directory is not followed: the report may be passed on.
+        `name` has as many folders as `path` has below the run directory. A link that leads out of
+        that directory is skipped, because somebody else will read the report.
         """
         try:
             if not path.is_file():

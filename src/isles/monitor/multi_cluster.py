@@ -102,7 +102,7 @@ def choose(loaded: Loaded, resume: str) -> Choice:
         )
     if not found or (found[0].owner and resume == "auto"):
         return fresh
-    found[0].require_own("go on with another user's run")
+    found[0].require_own("resume another user's run")
     choice = _go_on(loaded, found[0], run, may_change=resume != "auto")
     if choice.todo or choice.running or resume != "auto":
         return choice

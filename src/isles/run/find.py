@@ -164,8 +164,8 @@ def typed_name(run_dir: RunDir | MultiClusterRun) -> str:
 
 
 def typed_command(run_dir: RunDir) -> str:
-    """The command of the last start of a run, which goes on with it; empty: not recorded, or
-    another user's, which nobody is told to type."""
+    """The command of the last start, which resumes the run; empty if it is not recorded, or if
+    another user has recorded it."""
     attempt = run_dir.last_attempt()
     launch = read_own(attempt.launch) if attempt else None
     return str(launch.get("typed") or "") if launch else ""

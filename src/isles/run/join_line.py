@@ -37,8 +37,7 @@ _FIX = "paste the whole line that the hub has written (isles://HOST:PORT/RUN#…
 class JoinLine:
     """Address and secrets of a hub. Printed, it shows no secret.
 
-    `owner`: another user who has written the file that it was read from, so that no hub is asked by
-    it; empty: this user, or somebody has handed it over.
+    `owner` is another user whose file the line was read from: `ask_hub` refuses such a line.
     """
 
     host: str
@@ -126,7 +125,7 @@ def ask_hub(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any]:
             the line is of another user's record.
     """
     if line.owner:
-        raise not_own("dial the hub that it names", line.owner, line.address)
+        raise not_own("connect to the hub that it names", line.owner, line.address)
     connection = _Pinned(line, timeout_s)
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {line.token}"})

@@ -59,7 +59,7 @@ class Fleet:
         coordinator: the address at which the coordinator listens; empty: that of the first node.
         sees_run_dir: whether all nodes were seen to have the coordinator's run directory.
         container: which the agents enter, a record of `isles.launch.container`; None: none.
-        is_own: whether this user has written the record that it was read from.
+        is_own: whether this user has written the record.
     """
 
     launcher: str
@@ -159,8 +159,8 @@ def read_fleet(attempt: Attempt, path: Path | None = None) -> Fleet | None:
 
 
 def read_own_fleet(attempt: Attempt) -> Fleet | None:
-    """As `read_fleet`, for whoever dials or enters what it names; None also where this start of the
-    run is another user's."""
+    """Read the nodes to connect to them, or to enter their container; None if there is no record,
+    or if another user has started the attempt."""
     fleet = None if attempt.owner else read_fleet(attempt)
     return fleet if fleet is not None and fleet.is_own else None
 

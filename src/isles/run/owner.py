@@ -1,9 +1,10 @@
-"""Whose a record is: what another user has written is shown, and never acted on.
+"""The owner of a record: isles shows the records of other users, and never acts on them.
 
 Records name programs, shell lines, hosts, processes and secrets. Whoever looks at the run of
-another user, and acts on them, lends that user the own account. So `read_record` (records.py)
-gives an `OwnRecord` only for a file of this user, and whatever runs, dials, signals or writes takes
-one of these, or asks `Attempt.owner`, `RunDir.owner`, or the `owner` of what a record was read to.
+another user, and acts on them, lends that user the own account. `read_record` (records.py)
+returns an `OwnRecord` only for a file of this user. Code that runs a program, connects, sends a
+signal or writes into a run takes an `OwnRecord`, or checks `Attempt.owner`, `RunDir.owner` or the
+`owner` of the object that a record was read into.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from isles.errors import PreflightError
 
 
 class Record(dict[str, Any]):
-    """A record as it was read; `owner`: another user who has written it, empty: this user."""
+    """A record; `owner` is the other user who has written it, empty for this user's own."""
 
     owner = ""
 
@@ -29,7 +30,7 @@ class OwnRecord(Record):
 
 
 def record_of(found: dict[str, Any], owner: str) -> Record:
-    """What was read from a file of this owner, as of `read_text`."""
+    """The record in a file of this owner (see `read_text`)."""
     if not owner:
         return OwnRecord(found)
     record = Record(found)
@@ -38,10 +39,10 @@ def record_of(found: dict[str, Any], owner: str) -> Record:
 
 
 def read_text(path: Path) -> tuple[str, str]:
-    """The text of a file, and the other user to whom it belongs; empty: it is this user's.
+    """Read a file; returns its text, and its owner if that is another user, else an empty text.
 
-    The owner is that of the file that was read, whatever stands at the path by now. A link counts
-    as another's: it may have been put there.
+    The owner is read from the open file, so replacing the path meanwhile changes nothing. A link
+    counts as another user's, who may have put it there.
 
     Raises:
         OSError, UnicodeDecodeError: it cannot be read as text.
@@ -60,8 +61,10 @@ def read_text(path: Path) -> tuple[str, str]:
 
 
 def owner_of(path: Path) -> str:
-    """Another user to whom a file or folder belongs, as of `read_text`; empty also where there is
-    nothing. For what is written there: what is read says by itself whose it is."""
+    """The owner of a file or folder if that is another user (see `read_text`), else an empty text.
+
+    For places to write to. The owner of a record comes from `read_text`.
+    """
     try:
         found = path.lstat()
     except OSError:
@@ -78,22 +81,22 @@ def user_name(uid: int) -> str:
 
 
 def shown_only(owner: str) -> str:
-    """The remark beside what is shown of another user's run."""
+    """The remark that isles prints beside another user's run."""
     return (
-        f"it belongs to {owner}: shown from its files alone, as they are; its queue, its hub and "
-        "its other machines were not asked"
+        f"it belongs to {owner}: only its files were read, and its queue, hub and other machines "
+        "were not asked"
     )
 
 
 def not_own(what: str, owner: str, path: Path | str) -> PreflightError:
-    """What to raise where something of another user would have to be acted on.
+    """The error of a command that would have to act on another user's record.
 
     Args:
-        what: what would be done, after "cannot".
+        what: the act, as a verb after "isles does not".
     """
     return PreflightError(
         f"isles does not {what}: the record belongs to {owner}",
         where=str(path),
-        fix=f"ask {owner} to do it; or make a copy of your own, if you trust what it names: cp -r",
+        fix=f"ask {owner} to do it, or copy the run with `cp -r` if you trust all that it names",
         id="run.foreign",
     )

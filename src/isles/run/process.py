@@ -23,7 +23,7 @@ class ProcessId:
 
     Args:
         started: seconds since the epoch at which the kernel started it.
-        is_own: whether this user says so, and not another's record: no other is sent a signal.
+        is_own: whether it may be sent a signal: another user's record may name any process.
     """
 
     host: str

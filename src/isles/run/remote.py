@@ -44,8 +44,7 @@ class RemoteRun:
         started_at: seconds since the epoch.
         folder: where it is remembered here; empty where that is not known.
         elsewhere: the run directory on the other hosts; empty: the same path.
-        owner: another user who has written the record, which is shown and not acted on; empty:
-            this user.
+        owner: another user who has written the record; empty for this user's own.
     """
 
     name: str
@@ -182,7 +181,7 @@ class MultiClusterRun:
         hub: HOST:PORT of a hub that was started by itself; empty: it belongs to this run, or
             there is none (`meets`).
         typed: the command that goes on with it, as the user types it; empty: not known.
-        owner: another user who has written the record; empty: this user.
+        owner: another user who has written the record; empty for this user's own.
     """
 
     path: Path
@@ -260,7 +259,7 @@ def read_multi_cluster(path: Path) -> MultiClusterRun | None:
         record = read_any(path / _CLUSTERS)
         given = {**(record or {}), "path": path, "owner": record.owner if record else ""}
         if given["owner"]:
-            given["typed"] = ""  # nobody is told to type another's command
+            given["typed"] = ""  # isles suggests no command of another user
         return TypeAdapter(MultiClusterRun).validate_python(given)
     return None
 

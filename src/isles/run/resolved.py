@@ -1,4 +1,4 @@
-"""The resolved file of a run, for those who look at the run or use what it has trained."""
+"""Reading resolved.yaml of a run, to show the run or to use its checkpoints."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from isles.run.paths import RunDir
 
 
 def read_resolved(run_dir: RunDir) -> Resolved:
-    """What `resolved.yaml` says; of another user's, without anything that would act.
+    """Read `resolved.yaml`; another user's file loses all values that isles would act on.
 
     Raises:
-        OSError: there is none, or it cannot be read.
+        OSError: it cannot be read.
         ConfigError: another version of isles has written it, or it is no such file.
     """
     text, owner = read_text(run_dir.resolved)

@@ -60,13 +60,13 @@ def send_signal(process: ProcessId, signum: signal.Signals, *, to_group: bool = 
         to_group: also to the process group, if it leads one.
 
     Raises:
-        UserError: the process belongs to another user, or only another user's record names it.
+        UserError: another user owns the process, or the record that names it.
     """
     if not (process.is_here() and process.is_alive()):
         return False
     if not process.is_own:
         raise UserError(
-            f"process {process.pid} is named by a record of another user",
+            f"only a record of another user names process {process.pid}",
             where=f"host {process.host}",
             fix="ask the user who started the run, or the administrator",
             id="run.foreign",
