@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -194,14 +196,14 @@ def test_a_record_that_another_host_replaces_is_read_again(tmp_path, monkeypatch
     """On NFS what was opened is gone then: ESTALE."""
     path = tmp_path / "status.json"
     write_record(path, {"step": 1})
-    read, faults = Path.read_text, [OSError(errno.ESTALE, "Stale file handle")]
+    opened, faults = os.open, [OSError(errno.ESTALE, "Stale file handle")]
 
-    def stale(self: Path, encoding: str | None = None) -> str:
+    def stale(*given: Any, **more: Any) -> int:
         if faults:
             raise faults.pop()
-        return read(self, encoding=encoding)
+        return opened(*given, **more)
 
-    monkeypatch.setattr(Path, "read_text", stale)
+    monkeypatch.setattr(os, "open", stale)
     assert read_record(path) == {"step": 1} and not faults
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -202,7 +203,8 @@ class Signals:
             record = read_record(self._attempt.rank_record(rank)) or {}
             process = ProcessId.from_record(record)
             if process is not None and record.get("restart") == self._restart:
-                send_signal(process, signal.Signals(number))
+                # Its own children, also where a disk shows every file as another user's.
+                send_signal(replace(process, is_own=True), signal.Signals(number))
                 self._waiting.discard(rank)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:

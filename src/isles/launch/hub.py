@@ -29,8 +29,16 @@ from isles.launch.ssh.shell import start_detached
 from isles.run.env import inherited
 from isles.run.find import numbered_runs
 from isles.run.join_line import JoinLine
+from isles.run.owner import Record, owner_of
 from isles.run.process import ProcessId
-from isles.run.records import clear_errors, read_record, write_record, write_secret
+from isles.run.records import (
+    clear_errors,
+    read_any,
+    read_own,
+    read_record,
+    write_record,
+    write_secret,
+)
 from isles.run.stop import kill_now, send_signal
 
 EVERYWHERE = ("0.0.0.0", "::")
@@ -99,7 +107,9 @@ def _state_directory(loaded: Loaded, *, is_anew: bool) -> Path:
     folder = Path(loaded.config.output_dir).expanduser()
     name = f"{loaded.config.name}-hub"
     taken = numbered_runs(folder, name)
-    ours = [run.path for _, run in taken if (run.path / "settings.json").exists()]
+    # In a folder of several users the others have hubs of the same name.
+    settings = [(run.path, run.path / "settings.json") for _, run in taken]
+    ours = [path for path, file in settings if file.exists() and not owner_of(file)]
     if ours and not is_anew:
         return ours[-1]
     return folder / f"{name}-{taken[-1][0] + 1 if taken else 1}"
@@ -194,8 +204,8 @@ def reopen_hub(state: Path) -> bool:
     Raises:
         UserError: it ends again at once.
     """
-    record = read_record(state / "process.json") or {}
-    if hub_process(state) is not None or "command" not in record:
+    record = read_own(state / "process.json")
+    if record is None or hub_process(state) is not None or "command" not in record:
         return False
     _launch(state, record)
     return True
@@ -248,7 +258,9 @@ def local_line(state: Path) -> JoinLine:
         ConfigError: there is none.
     """
     line = JoinLine.read(state / "join")
-    listen = str((read_record(state / "process.json") or {}).get("listen", ""))
+    record = read_any(state / "process.json") or Record()
+    line = replace(line, owner=line.owner or record.owner)
+    listen = str(record.get("listen", ""))
     host = listen.rpartition(":")[0].strip("[]") or line.host
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     try:

@@ -31,7 +31,7 @@ from isles.launch.ssh.shell import start_detached
 from isles.run.begin import begin_run, choose_run, new_attempt, write_launch
 from isles.run.env import inherited, rank_defaults, visible_devices
 from isles.run.find import numbered_runs
-from isles.run.nodes import Fleet, FleetNode, read_fleet
+from isles.run.nodes import Fleet, FleetNode, read_own_fleet
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import clear_errors, read_record
@@ -190,7 +190,7 @@ def _join_running(resolved: Resolved, options: StartOptions) -> Started | None:
     attempt = run_dir.last_attempt() if run_dir is not None else None
     if run_dir is None or attempt is None:
         return None
-    fleet, state = read_fleet(attempt), attempt_state(run_dir, attempt)
+    fleet, state = read_own_fleet(attempt), attempt_state(run_dir, attempt)
     if fleet is None or state.state != "running" or state.process is None or not state.is_here:
         return None
     records = {n.node: read_record(attempt.node_record(n.node)) or {} for n in fleet.nodes}

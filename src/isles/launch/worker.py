@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from isles import __version__
 from isles.errors import ExitCode, MissingDependencyError, UserError
 from isles.run.env import is_in_container
+from isles.run.nodes import read_own_fleet
+from isles.run.owner import not_own
 from isles.run.paths import RunDir
-from isles.run.records import read_record
 from isles.run.state import script_of
 
 NEEDED_TO_TRAIN = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -59,8 +60,14 @@ def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
             fix=f"isles {verb} is for runs of the built-in trainer; a script does that by itself",
         )
     module, words = "isles.train.verbs", [verb, str(run_dir.path), *option_words(options)]
+    if (owner := run_dir.owner) and verb == "export" and not options.get("output"):
+        raise not_own("write into another user's run: give --output", owner, run_dir.path)
+    if owner:
+        text = f"{run_dir.name} belongs to {owner}: its model's code and its container are not used"
+        sys.stderr.write(f"{text}\n")
     attempt = run_dir.last_attempt()
-    container = (read_record(attempt.fleet) or {}).get("container") if attempt else None
+    fleet = read_own_fleet(attempt) if attempt else None
+    container = fleet.container if fleet else None
     if container is not None and not is_in_container():
         return run_module("isles.launch.container", json.dumps(container), module, *words)
     require_train()

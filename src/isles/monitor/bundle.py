@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from isles import __version__
-from isles.config.resolve import load_resolved
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import PreflightError, UserError, cut_more
 from isles.facts.secrets import Redactor, may_be_secret
@@ -37,10 +36,12 @@ from isles.run.env import hub_access, inherited
 from isles.run.find import run_of
 from isles.run.join_line import JoinLine
 from isles.run.live import ask_for_stacks
-from isles.run.nodes import read_fleet
+from isles.run.nodes import read_own_fleet
+from isles.run.owner import owner_of, shown_only
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import clear_errors, read_record
 from isles.run.remote import MultiClusterRun, RemoteRun, last_report
+from isles.run.resolved import read_resolved
 from isles.run.state import number_of, run_state
 
 Found = RunDir | RemoteRun | MultiClusterRun | Path
@@ -106,9 +107,17 @@ class Bundle:
             self.files[name], self.about[name] = data, about
 
     def add_end(self, name: str, path: Path, most: int, about: str = "") -> None:
-        """Add the last lines of a file; nothing where there is none."""
+        """Add the last lines of a file; nothing where there is none.
+
+        `name` has as many folders as `path` has below the run directory. A link that leads out of
+        that directory is skipped, because somebody else will read the report.
+        """
         try:
             if not path.is_file():
+                return
+            root = path.parents[name.count("/")]
+            if not path.resolve().is_relative_to(root.resolve()):
+                self.left_out.append(f"{name}: it is a link that leads out of the run directory")
                 return
             with path.open("rb") as stream:
                 size = os.fstat(stream.fileno()).st_size
@@ -148,6 +157,8 @@ def gather(found: Found, output_dir: Path, most_bytes: int | None = None) -> Bun
             _gather_clusters(bundle, found, output_dir)
         case _:
             _gather_hub(bundle, found, "")
+    if owner := _owner(found):
+        bundle.left_out.append(shown_only(owner))
     bundle.left += _README_BYTES
     bundle.add("README.txt", _readme(bundle))
     return bundle
@@ -173,10 +184,16 @@ def default_place(found: Found, output_dir: Path) -> Path:
     match found:
         case RemoteRun():
             return output_dir / f"{found.label.replace('/', '_')}-{name}"
+        case _ if _owner(found):
+            return Path(f"{found.name}-{name}")  # nothing is written into another user's folder
         case RunDir() | MultiClusterRun():
             return found.path / name
         case _:
             return found / name
+
+
+def _owner(found: Found) -> str:
+    return owner_of(found / "settings.json") if isinstance(found, Path) else found.owner
 
 
 def is_inside(found: Found, path: Path) -> bool:
@@ -281,6 +298,8 @@ def _ask_stacks(bundle: Bundle, attempt: Attempt) -> None:
             time.sleep(_LOOK_S)
     except OSError as error:
         why = f"the ranks cannot be asked: {error.strerror}"
+    except UserError as error:
+        why = error.what
     if ranks:
         text = json.dumps(ranks, indent=1)
         bundle.add("stacks-now.json", text, "where each rank stands at this moment")
@@ -306,7 +325,7 @@ def _gather_attempt(bundle: Bundle, attempt: Attempt) -> None:
 def _gather_elsewhere(bundle: Bundle, run_dir: RunDir, attempt: Attempt) -> None:
     # Logs that only other nodes have.
     try:
-        fleet = read_fleet(attempt)
+        fleet = read_own_fleet(attempt)
         if fleet is None or len(fleet) < 2 or fleet.launcher == "local":
             return
         choice = LogChoice(last=_LINES_ELSEWHERE)
@@ -425,7 +444,7 @@ def _secrets_of_run(run_dir: RunDir) -> Iterator[str]:
     yield from _texts([run_dir.join_line, *(a.token for a in run_dir.attempts())])
     yield str((read_record(run_dir.outer / "member.json") or {}).get("id") or "")
     with suppress(OSError, UserError, ValueError):
-        config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+        config = read_resolved(run_dir).config
         for cluster in config.clusters:
             variables = cluster.environment.variables
             yield from (value for name, value in variables.items() if may_be_secret(name))

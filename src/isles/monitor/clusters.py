@@ -20,6 +20,7 @@ from isles.monitor.status import ReportState, RunReport
 from isles.monitor.table import cell, columns, steps_text
 from isles.run.find import run_of, typed_name
 from isles.run.join_line import JoinLine, ask_hub
+from isles.run.owner import shown_only
 from isles.run.remote import ClusterRun, MultiClusterRun, list_multi_cluster
 from isles.run.state import number_of
 
@@ -136,6 +137,7 @@ def multi_cluster_report(run: MultiClusterRun) -> MultiClusterReport:
 def multi_cluster_lines(report: MultiClusterReport) -> list[str]:
     run = report.run
     lines = [run.name, f"  state      {report.state}", *_hub_lines(report), ""]
+    lines[2:2] = [f"  {shown_only(run.owner)}"] if run.owner else []
     lines += [f"  {text}" for text in (*columns(_rows(report)), *_remarks(report))]
     if report.state == "finished":
         lines += _model_lines(run, report.clusters)
@@ -407,6 +409,7 @@ def stop_clusters(
     Returns:
         0 where nothing of it runs any more; else the highest exit code of the clusters' stops.
     """
+    run.require_own("stop the runs that it names")
     words = ["--now"] if now else []
     words += [f"--timeout={timeout}", f"--output-dir={run.path.parent}"]
     width = max(len(cluster.name) for cluster in run.clusters)

@@ -100,8 +100,9 @@ def choose(loaded: Loaded, resume: str) -> Choice:
             fix="give the folder that has clusters.json, or `--resume no` for a new run",
             id="run.unknown",
         )
-    if not found:
+    if not found or (found[0].owner and resume == "auto"):
         return fresh
+    found[0].require_own("resume another user's run")
     choice = _go_on(loaded, found[0], run, may_change=resume != "auto")
     if choice.todo or choice.running or resume != "auto":
         return choice

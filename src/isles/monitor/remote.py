@@ -27,6 +27,7 @@ from isles.monitor.follow import Follower
 from isles.monitor.status import ReportState, RunReport, collect
 from isles.monitor.stop import WORDS
 from isles.run.find import is_run_dir, list_runs, remote_runs
+from isles.run.owner import shown_only
 from isles.run.paths import RunDir
 from isles.run.remote import RemoteRun, forget_remote, keep_report, last_report
 from isles.run.state import QUEUES
@@ -70,11 +71,14 @@ def reports_of(runs: Sequence[RunDir | RemoteRun], output_dir: Path) -> list[Run
     here = [run for run in runs if isinstance(run, RunDir)]
     groups: dict[tuple[object, ...], list[RemoteRun]] = defaultdict(list)
     for run in runs:
-        if isinstance(run, RemoteRun):
+        if isinstance(run, RemoteRun) and not run.owner:
             groups[run.ssh, run.lines, run.python].append(run)
     answers, _ = on_all(list(groups.values()), lambda group: _ask(group, output_dir))
     jobs = refresh_all(here)
     found = {id(run): collect(run, jobs=jobs) for run in here}
+    for run in runs:
+        if isinstance(run, RemoteRun) and run.owner:
+            found[id(run)] = _shown_only(run)
     for group, answer in zip(groups.values(), answers, strict=True):
         found |= {id(run): report for run, report in zip(group, answer or (), strict=True)}
     return [found[id(run)] for run in runs]
@@ -123,6 +127,11 @@ def _ask(runs: Sequence[RemoteRun], output_dir: Path) -> list[RunReport]:
         keep_report(output_dir, run, record)
         reports.append(report)
     return reports
+
+
+def _shown_only(run: RemoteRun) -> RunReport:
+    bare = _bare(run, "unknown", "", shown_only(run.owner))
+    return bare.model_copy(update={"owner": run.owner, "begun_at": run.started_at})
 
 
 def _last_known(run: RemoteRun, output_dir: Path, error: UserError) -> RunReport:
@@ -297,6 +306,7 @@ def _stop_pods(
     # Kubernetes would start pods again for as long as there is a Job: it goes in any case.
     from isles.launch.kubernetes.reach import read_place
 
+    run.require_own()
     place = read_place(run.ssh)
     code = 0
     if any(pod.is_running for pod in place.kubectl.pods(place.job)):

@@ -188,9 +188,9 @@ def evaluate(
 
 
 def _config_of(run_dir: RunDir) -> RunConfig:
-    from isles.config.resolve import load_resolved
+    from isles.run.resolved import read_resolved
 
-    return load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+    return read_resolved(run_dir).config
 
 
 def _copy_of(run_dir: RunDir) -> RunStore | None:
@@ -208,6 +208,10 @@ def _copy_of(run_dir: RunDir) -> RunStore | None:
 def _needed_copy(run_dir: RunDir) -> RunStore:
     if (copy := _copy_of(run_dir)) is not None:
         return copy
+    if owner := run_dir.owner:
+        from isles.run.owner import not_own
+
+        raise not_own("ask the bucket that it names", owner, run_dir.resolved)
     raise UserError(
         "its run file names no checkpoint.remote",
         where=str(run_dir.path),

@@ -118,6 +118,8 @@ class RunReport(BaseModel, frozen=True):
     """Findings of `isles check` before the start."""
     outer: dict[str, Any] | None = None
     """Outer steps of this cluster, as its status.json has them."""
+    owner: str = ""
+    """Another user whose run this is, so that only its files were looked at; empty: this user."""
 
 
 def collect(
@@ -185,6 +187,7 @@ def collect(
         hangs=hang_texts(attempt) if attempt else (),
         checked=_checked_text(attempt) if attempt else "",
         outer=outer if isinstance(outer := status.get("outer"), dict) else None,
+        owner=run_dir.owner,
     )
 
 

@@ -102,6 +102,8 @@ def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, print_line: PrintL
     if not stopping.ask("now" if now else "save"):
         print_line(f"{run_dir.name} has just ended: {_state_text(run_dir)}")
         return ExitCode.OK
+    if owner := stopping.owner:
+        print_line(f"{run_dir.name} belongs to {owner}: it was asked by its directory alone")
     is_script = script_of(run_dir) is not None
     if now:
         stopping.wait_now()
@@ -127,6 +129,10 @@ def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, print_line: PrintL
     return ExitCode.OK
 
 
+def _named(attempt: Attempt) -> str:
+    return f", {attempt.owner}" if attempt.owner else ""
+
+
 def _state_text(run_dir: RunDir) -> str:
     report = collect(run_dir)
     if report.state == "new":
@@ -141,11 +147,14 @@ class Stopping:
 
     def __init__(self, run_dir: RunDir, attempt: Attempt, print_line: PrintLine) -> None:
         self.state = attempt_state(run_dir, attempt)
+        self.owner = attempt.owner
         self._run_dir = run_dir
         self._attempt = attempt
         self._job = queue_job(run_dir, attempt)
         self._print_line = print_line
-        self._process = self.state.process if self.state.is_here else None
+        # A process that another user's record names is not signalled: it may be any.
+        is_sent = self.state.is_here and not attempt.owner
+        self._process = self.state.process if is_sent else None
 
     @property
     def place(self) -> str:
@@ -172,7 +181,8 @@ class Stopping:
                 raise UserError(
                     f"the request to stop cannot be left: {error.strerror}",
                     where=str(self._attempt.stop_request),
-                    fix="ask as the user who started the run, or on its own machine",
+                    fix=f"ask as the user who started the run{_named(self._attempt)}, or on its "
+                    "own machine",
                     id="stop.late",
                 ) from error
         if self._job is not None:

@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from isles.config.resolve import load_resolved
 from isles.errors import UserError
 from isles.launch.remote.login import remote_isles
 from isles.launch.ssh.environment import path_elsewhere, python_of, setting_lines
 from isles.monitor.children import Children, isles_argv
 from isles.monitor.logs import LogChoice, LogFiles, choose_attempt, local_lines
 from isles.run.find import run_of
-from isles.run.nodes import read_fleet
+from isles.run.nodes import read_own_fleet
+from isles.run.owner import shown_only
 from isles.run.paths import Attempt, RunDir
 from isles.run.remote import MultiClusterRun, RemoteRun
+from isles.run.resolved import read_resolved
 from isles.run.state import QUEUES
 
 Note = Callable[[str], object]
@@ -95,6 +96,8 @@ def _sources(found: RunDir | RemoteRun, choice: LogChoice, note: Note) -> list[S
             fix=f"the nodes there are: {there}",
             id="run.logs",
         )
+    if (owner := found.owner) != "":
+        note(f"{found.name}: {shown_only(owner)}")
     sources = [Source(isles_argv(["logs", str(found.path), "--here", *choice.words()]))]
     try:
         sources += _nodes_elsewhere(found, attempt, files, choice)
@@ -107,7 +110,7 @@ def _nodes_elsewhere(
     run_dir: RunDir, attempt: Attempt, files: LogFiles, choice: LogChoice
 ) -> list[Source]:
     # Nodes that have no log here are asked by ssh.
-    fleet = read_fleet(attempt)
+    fleet = read_own_fleet(attempt)
     if fleet is None or len(fleet) == 1 or fleet.launcher == "local":
         return []
     wanted = [
@@ -123,7 +126,7 @@ def _nodes_elsewhere(
     path = run_dir.path.absolute()
     lines, python, there = [], sys.executable, str(path)
     try:
-        config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+        config = read_resolved(run_dir).config
     except (OSError, UserError):
         pass  # of another version: perhaps it is as here
     else:

@@ -15,6 +15,7 @@ from isles.facts.units import format_bytes, format_count, format_duration
 from isles.monitor.status import NodeReport, RunReport
 from isles.run.bucket import RunStore
 from isles.run.checkpoints import checkpoint_name, list_checkpoints
+from isles.run.owner import shown_only
 from isles.run.paths import RunDir
 from isles.run.state import script_of
 
@@ -83,7 +84,7 @@ def runs_table(reports: Sequence[RunReport]) -> Table:
             cell(report.eta_s, format_duration),
             cell(report.checkpoint_step, "step {}".format),
             cell(report.begun_at, _moment),
-            Text(_short_place(report)),
+            Text(_short_place(report) + (f", of {report.owner}" if report.owner else "")),
         )
     return table
 
@@ -112,6 +113,7 @@ def report_lines(report: RunReport) -> list[str]:
         ("directory", f"{report.on}:{report.path}" if report.on else report.path),
     ]
     lines = [_label(report), *(f"  {key:<10} {value}" for key, value in rows if value != "-")]
+    lines += [f"  {shown_only(report.owner)}"] if report.owner else []
     return [*lines, f"  {report.hint}"] if report.hint else lines
 
 

@@ -12,7 +12,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from isles.config.resolve import load_resolved
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from isles.plan.machines import Device
@@ -20,6 +19,7 @@ from isles.plan.step import Job, Outcome, RankPlan
 from isles.run.find import list_runs
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
+from isles.run.resolved import read_resolved
 
 _LOOKED_AT = 50
 """Runs, from the newest on."""
@@ -74,7 +74,7 @@ def _read(run: RunDir, job: Job, own: Outcome) -> Measured | None:
     if attempt is None or not _is_alike(read_record(attempt.live) or {}, own):
         return None
     try:
-        config = load_resolved(run.resolved.read_text(encoding="utf-8")).config
+        config = read_resolved(run).config
     except (OSError, UserError):  # of another version of isles
         return None
     if _settings(config) != _settings(job.config):

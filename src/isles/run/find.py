@@ -12,7 +12,7 @@ from isles.errors import UserError
 from isles.run.env import named_elsewhere
 from isles.run.paths import Attempt, RunDir, is_file
 from isles.run.process import ProcessId
-from isles.run.records import read_record
+from isles.run.records import read_own, read_record
 from isles.run.remote import (
     RUNS,
     ClusterRun,
@@ -21,7 +21,7 @@ from isles.run.remote import (
     is_multi_cluster,
     list_multi_cluster,
     list_remotes,
-    owner_of,
+    parent_of,
     read_multi_cluster,
 )
 from isles.run.state import QUEUES, number_of
@@ -164,9 +164,11 @@ def typed_name(run_dir: RunDir | MultiClusterRun) -> str:
 
 
 def typed_command(run_dir: RunDir) -> str:
-    """The command of the last start of a run, which goes on with it; empty: not recorded."""
+    """The command of the last start, which resumes the run; empty if it is not recorded, or if
+    another user has recorded it."""
     attempt = run_dir.last_attempt()
-    return str((read_record(attempt.launch) or {}).get("typed") or "") if attempt else ""
+    launch = read_own(attempt.launch) if attempt else None
+    return str(launch.get("typed") or "") if launch else ""
 
 
 def _newest(output_dir: Path, remotes: list[RemoteRun]) -> Run:
@@ -183,9 +185,9 @@ def _newest(output_dir: Path, remotes: list[RemoteRun]) -> Run:
         return several[-1]
     found = runs[-1]
     if isinstance(found, RemoteRun):
-        owner = owner_of(several, found.path, found.ssh)
+        owner = parent_of(several, found.path, found.ssh)
     else:
-        owner = owner_of(several, found.path.absolute())
+        owner = parent_of(several, found.path.absolute())
     return owner[0] if owner is not None else found
 
 

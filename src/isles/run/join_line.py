@@ -15,11 +15,12 @@ import re
 import socket
 import ssl
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from isles.errors import CommunicationError, ConfigError, PreflightError
+from isles.run.owner import not_own, read_text
 
 SECRET_BYTES = 32
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -38,7 +39,10 @@ _FIX = "paste the whole line that the hub has written (isles://HOST:PORT/RUN#…
 
 @dataclass(frozen=True, slots=True)
 class JoinLine:
-    """Address and secrets of a hub. Printed, it shows no secret."""
+    """Address and secrets of a hub. Printed, it shows no secret.
+
+    `owner` is another user whose file the line was read from: `ask_hub` refuses such a line.
+    """
 
     host: str
     port: int
@@ -46,6 +50,7 @@ class JoinLine:
     token: str = field(repr=False)
     fingerprint: bytes
     """sha256 of the certificate: no other server can pass for this one."""
+    owner: str = field(default="", compare=False)
 
     @classmethod
     def parse(cls, text: str, *, where: str = "the join line") -> JoinLine:
@@ -75,12 +80,12 @@ class JoinLine:
     def read(cls, path: Path) -> JoinLine:
         """Read the line from a file; errors as of `parse`."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text, owner = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"the join line cannot be read: {error}", where=str(path), fix=_FIX, id="join.line"
             ) from error
-        return cls.parse(text, where=str(path))
+        return replace(cls.parse(text, where=str(path)), owner=owner)
 
     @property
     def address(self) -> str:
@@ -120,8 +125,11 @@ def ask_hub(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any]:
 
     Raises:
         CommunicationError: it cannot be reached, or does not answer in time.
-        PreflightError: another server answers, or the hub refuses the token or the question.
+        PreflightError: another server answers, or the hub refuses the token or the question; or
+            the line is of another user's record.
     """
+    if line.owner:
+        raise not_own("connect to the hub that it names", line.owner, line.address)
     connection = _Pinned(line, timeout_s)
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {line.token}"})

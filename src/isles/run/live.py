@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from isles.run.owner import not_own
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record
 
@@ -84,7 +85,14 @@ class SampledMeans:
 
 
 def ask_for_stacks(attempt: Attempt) -> float:
-    """Leave a request for the stacks of all ranks; the `asked_at` of its answer."""
+    """Leave a request for the stacks of all ranks; the `asked_at` of its answer.
+
+    Raises:
+        PreflightError: this start is another user's, in whose folder nothing is written.
+        OSError: the folder cannot be written.
+    """
+    if owner := attempt.owner:
+        raise not_own("ask its ranks where they stand", owner, attempt.path)
     at = time.time()
     write_record(attempt.stacks_request, {"at": at}, durable=False)
     return at

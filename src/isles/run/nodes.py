@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from isles import __version__
 from isles.errors import UserError
+from isles.run.owner import OwnRecord
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record
+
+Host = Annotated[str, Field(pattern=r"^([^\s-]\S*)?$")]
+"""A host as ssh takes it; never an option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +33,8 @@ class FleetNode:
 
     node: int
     name: str
-    ssh: str | None
-    address: str
+    ssh: Host | None
+    address: Host
     nproc: int
     interface: str | None = None
 
@@ -55,6 +59,7 @@ class Fleet:
         coordinator: the address at which the coordinator listens; empty: that of the first node.
         sees_run_dir: whether all nodes were seen to have the coordinator's run directory.
         container: which the agents enter, a record of `isles.launch.container`; None: none.
+        is_own: whether this user has written the record.
     """
 
     launcher: str
@@ -68,6 +73,7 @@ class Fleet:
     coordinator: str = ""
     sees_run_dir: bool = False
     container: dict[str, Any] | None = None
+    is_own: bool = field(default=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -119,7 +125,7 @@ class Fleet:
         return sum(node.nproc for node in self.nodes)
 
     def record(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "is_own"}
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Fleet:
@@ -141,7 +147,7 @@ def read_fleet(attempt: Attempt, path: Path | None = None) -> Fleet | None:
     if record is None:
         return None
     try:
-        return Fleet.of(record)
+        return replace(Fleet.of(record), is_own=isinstance(record, OwnRecord))
     except ValidationError as error:
         theirs = f"isles {record.get('isles', 'of another version')}"
         raise UserError(
@@ -150,6 +156,13 @@ def read_fleet(attempt: Attempt, path: Path | None = None) -> Fleet | None:
             where=str(attempt.fleet),
             fix=f"use {theirs} for this run, or start it again: `isles train`",
         ) from error
+
+
+def read_own_fleet(attempt: Attempt) -> Fleet | None:
+    """Read the nodes to connect to them, or to enter their container; None if there is no record,
+    or if another user has started the attempt."""
+    fleet = None if attempt.owner else read_fleet(attempt)
+    return fleet if fleet is not None and fleet.is_own else None
 
 
 def require_nodes(attempt: Attempt, path: Path | None = None) -> Fleet:

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from isles.run.owner import owner_of
+
 
 class _Entry:
     """A file or folder at a fixed place below the folder of its owner."""
@@ -54,6 +56,16 @@ class Attempt:
     """What `isles check` found before this start."""
     hangs = _Entry("hangs")
     """Stacks of the ranks at steps that took far too long."""
+
+    @property
+    def owner(self) -> str:
+        """Another user whose start this is; empty: this user's own.
+
+        Several may start one run in turn, so the folder of the run itself does not matter.
+        """
+        folder = self.path.parent
+        link = owner_of(folder) if folder.is_symlink() else ""
+        return link or owner_of(self.path) or owner_of(self.launch)
 
     def rank_log(self, rank: int) -> Path:
         return self.path / f"rank-{rank}.log"
@@ -128,6 +140,12 @@ class RunDir:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def owner(self) -> str:
+        """Another user whose run this is, by its last start; empty: this user's own."""
+        attempt = self.last_attempt()
+        return (attempt.owner if attempt else "") or owner_of(self.resolved)
 
     def reference(self, part: str) -> Path:
         """Scores of pairs before training (dpo): of the part training or validation."""

@@ -8,11 +8,13 @@ import platform
 import signal
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from isles.run.owner import OwnRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +23,13 @@ class ProcessId:
 
     Args:
         started: seconds since the epoch at which the kernel started it.
+        is_own: whether it may be sent a signal: another user's record may name any process.
     """
 
     host: str
     pid: int
     started: float
+    is_own: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
@@ -34,15 +38,16 @@ class ProcessId:
         Raises:
             psutil.NoSuchProcess: there is none.
         """
-        return cls(socket.gethostname(), pid, psutil.Process(pid).create_time())
+        return cls(socket.gethostname(), pid, psutil.Process(pid).create_time(), is_own=True)
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> ProcessId | None:
         """From a launch or rank record; None where the record names no process."""
         try:
-            return cls(str(record["host"]), int(record["pid"]), float(record["started"]))
+            place = str(record["host"]), int(record["pid"]), float(record["started"])
         except (KeyError, TypeError, ValueError):
             return None
+        return cls(*place, is_own=isinstance(record, OwnRecord))
 
     def record(self) -> dict[str, Any]:
         return {"host": self.host, "pid": self.pid, "started": self.started}

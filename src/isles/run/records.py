@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import TrainingError, UserError
+from isles.run.owner import OwnRecord, Record, read_text, record_of
 from isles.run.paths import Attempt
 
 NOT_A_FOLDER = "a file stands where a folder is needed"
@@ -85,10 +86,19 @@ def write_record(path: Path, record: dict[str, Any], *, durable: bool = True) ->
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """A JSON record, or None where there is none (or it is not one)."""
+    """A JSON record, or None where there is none (or it is not one).
+
+    It is an `OwnRecord` if this user has written it; else it may be shown, and not acted on.
+    """
+    return read_any(path)
+
+
+def read_any(path: Path) -> Record | None:
+    """As `read_record`, with the name of the other user who may have written it."""
     for _ in range(_TRIES):
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            text, owner = read_text(path)
+            record = json.loads(text)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, RecursionError):  # it is no record of ours
@@ -98,8 +108,16 @@ def read_record(path: Path) -> dict[str, Any] | None:
                 raise
             # NFS: another host has replaced the file while it was read.
         else:
-            return record if isinstance(record, dict) else None
+            if not isinstance(record, dict):
+                return None
+            return record_of(record, owner)
     return None
+
+
+def read_own(path: Path) -> OwnRecord | None:
+    """A JSON record that this user has written; None also where another user has."""
+    record = read_any(path)
+    return record if isinstance(record, OwnRecord) else None
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -12,16 +12,21 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from isles.errors import UserError
+from isles.run.nodes import Host
+from isles.run.owner import not_own
 from isles.run.paths import is_file
-from isles.run.records import clear_errors, read_record, write_record
+from isles.run.records import clear_errors, read_any, read_record, write_record
 
 RUNS = Path("runs")
 """Where runs are looked for by default."""
+
+Word = Annotated[str, Field(pattern=r"^([^-][^\n]*)?$")]
+"""A path or a program on a command line; never an option."""
 
 _CLUSTERS = "clusters.json"
 
@@ -39,18 +44,25 @@ class RemoteRun:
         started_at: seconds since the epoch.
         folder: where it is remembered here; empty where that is not known.
         elsewhere: the run directory on the other hosts; empty: the same path.
+        owner: another user who has written the record; empty for this user's own.
     """
 
     name: str
-    ssh: str
-    path: str
+    ssh: Host
+    path: Word
     lines: tuple[str, ...]
-    python: str
+    python: Word
     launcher: str
-    hosts: tuple[str, ...]
+    hosts: tuple[Host, ...]
     started_at: float
     folder: str = field(default="", compare=False)
     elsewhere: str = ""
+    owner: str = field(default="", compare=False)
+
+    def require_own(self) -> None:
+        """UserError: another user has written the record."""
+        if self.owner:
+            raise not_own(f"run what the record of {self.label} names", self.owner, self.folder)
 
     @property
     def host(self) -> str:
@@ -100,7 +112,7 @@ def write_remote(output_dir: Path, run: RemoteRun) -> RemoteRun:
     with clear_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         record = asdict(run)
-        del record["folder"]
+        del record["folder"], record["owner"]
         write_record(path, record)
     return replace(run, folder=str(output_dir))
 
@@ -110,8 +122,10 @@ def list_remotes(output_dir: Path) -> list[RemoteRun]:
     found = []
     for path in (output_dir / ".remote").glob("*.json"):
         with suppress(ValidationError):  # of another version of isles, which has fewer fields
-            run = TypeAdapter(RemoteRun).validate_python(read_record(path))
-            found.append(replace(run, folder=str(output_dir)))
+            record = read_any(path)
+            run = TypeAdapter(RemoteRun).validate_python(record)
+            owner = record.owner if record else ""
+            found.append(replace(run, folder=str(output_dir), owner=owner))
     return sorted(found, key=lambda run: run.started_at)
 
 
@@ -126,6 +140,8 @@ def keep_report(output_dir: Path, run: RemoteRun, report: dict[str, Any]) -> Non
     path = _report_file(output_dir, run)
     with suppress(OSError):  # without it one only knows less
         path.parent.mkdir(exist_ok=True)
+        if path.parent.is_symlink():  # another user may have put it there
+            return
         write_record(path, {"at": time.time(), "report": report}, durable=False)
 
 
@@ -148,8 +164,8 @@ class ClusterRun:
 
     name: str
     launcher: str
-    path: str = ""
-    ssh: str = ""
+    path: Word = ""
+    ssh: Host = ""
     attempt: int = 0
 
 
@@ -165,6 +181,7 @@ class MultiClusterRun:
         hub: HOST:PORT of a hub that was started by itself; empty: it belongs to this run, or
             there is none (`meets`).
         typed: the command that goes on with it, as the user types it; empty: not known.
+        owner: another user who has written the record; empty for this user's own.
     """
 
     path: Path
@@ -174,6 +191,12 @@ class MultiClusterRun:
     config: dict[str, Any]
     hub: str = ""
     typed: str = ""
+    owner: str = field(default="", compare=False)
+
+    def require_own(self, doing: str) -> None:
+        """UserError: another user has written the record. `doing`: what would be done."""
+        if self.owner:
+            raise not_own(doing, self.owner, self.path / _CLUSTERS)
 
     @property
     def name(self) -> str:
@@ -221,7 +244,7 @@ class MultiClusterRun:
 
     def write(self) -> None:
         """Write its record. UserError: it cannot be written."""
-        record = {key: value for key, value in asdict(self).items() if key != "path"}
+        record = {k: v for k, v in asdict(self).items() if k not in ("path", "owner")}
         with clear_errors(self.path):
             write_record(self.path / _CLUSTERS, record)
 
@@ -233,8 +256,11 @@ def is_multi_cluster(path: Path) -> bool:
 def read_multi_cluster(path: Path) -> MultiClusterRun | None:
     """The run of several clusters that a folder holds; None: it holds none."""
     with suppress(ValidationError):  # of another version of isles
-        record = {**(read_record(path / _CLUSTERS) or {}), "path": path}
-        return TypeAdapter(MultiClusterRun).validate_python(record)
+        record = read_any(path / _CLUSTERS)
+        given = {**(record or {}), "path": path, "owner": record.owner if record else ""}
+        if given["owner"]:
+            given["typed"] = ""  # isles suggests no command of another user
+        return TypeAdapter(MultiClusterRun).validate_python(given)
     return None
 
 
@@ -246,7 +272,7 @@ def list_multi_cluster(output_dir: Path) -> list[MultiClusterRun]:
     return sorted((run for run in found if run is not None), key=lambda run: run.started_at)
 
 
-def owner_of(
+def parent_of(
     runs: list[MultiClusterRun], path: Path | str, ssh: str = ""
 ) -> tuple[MultiClusterRun, ClusterRun] | None:
     """The run of several clusters that a run belongs to, and as which of them."""

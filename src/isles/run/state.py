@@ -204,10 +204,9 @@ def script_of(run_dir: RunDir) -> str | None:
     """The user's own training script; None where the built-in trainer runs."""
     status = read_record(run_dir.status)
     if status is None:  # its ranks have not begun
-        from isles.config.resolve import load_resolved  # slow: agents do without
+        from isles.run.resolved import read_resolved  # slow: agents do without
 
         with suppress(OSError, UserError, ValueError):
-            text = run_dir.resolved.read_text(encoding="utf-8")
-            return load_resolved(text).config.training.script
+            return read_resolved(run_dir).config.training.script
     script = (status or {}).get("script")
     return script if isinstance(script, str) else None

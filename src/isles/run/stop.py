@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -30,7 +31,13 @@ class StopRequest:
 
 
 def request_stop(attempt: Attempt, kind: StopKind) -> None:
-    """Ask an attempt to stop; a stronger request (now) replaces a weaker one, never the reverse."""
+    """Ask an attempt to stop; a stronger request (now) replaces a weaker one, never the reverse.
+
+    Raises:
+        OSError: the attempt's folder cannot be written, or is a link, perhaps to another run.
+    """
+    if attempt.path.is_symlink() or attempt.path.parent.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(attempt.path))
     present = read_stop_request(attempt)
     if present is not None and present.kind == "now":
         return
@@ -53,10 +60,17 @@ def send_signal(process: ProcessId, signum: signal.Signals, *, to_group: bool = 
         to_group: also to the process group, if it leads one.
 
     Raises:
-        UserError: the process belongs to another user.
+        UserError: another user owns the process, or the record that names it.
     """
     if not (process.is_here() and process.is_alive()):
         return False
+    if not process.is_own:
+        raise UserError(
+            f"only a record of another user names process {process.pid}",
+            where=f"host {process.host}",
+            fix="ask the user who started the run, or the administrator",
+            id="run.foreign",
+        )
     try:
         # A process that leads no group of its own was started by hand: only itself then.
         if to_group and os.getpgid(process.pid) == process.pid:

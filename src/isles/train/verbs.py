@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from isles.checkpoint.export import read_trained
 from isles.checkpoint.hub import check_push, push
 from isles.checkpoint.load import load_tensors, sound_checkpoint
-from isles.config.resolve import Resolved, load_resolved
+from isles.config.resolve import Resolved
 from isles.config.sections.output import HubId
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.data.chat.template import chat_prompt
@@ -32,6 +32,7 @@ from isles.models.build import converts_weights, take_generation_config
 from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
+from isles.run.resolved import read_resolved
 from isles.train.data import data_cache
 from isles.train.finish import export_step
 from isles.train.logs import log_of_verb
@@ -48,7 +49,7 @@ def main() -> int:
     run_dir = RunDir(options.run_dir)
     verbs = {"export": _export, "generate": _generate, "eval": _eval}
     try:
-        resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
+        resolved = read_resolved(run_dir)
         verbs[options.verb](options, run_dir, resolved)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")

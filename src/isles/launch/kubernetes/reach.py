@@ -24,7 +24,7 @@ from isles.errors import PreflightError, UserError
 from isles.launch.kubernetes.kubectl import Kubectl, not_running
 from isles.launch.ssh.shell import IN_POD, SSH_FAILED
 from isles.run.env import state_home
-from isles.run.records import clear_errors, read_record, write_record
+from isles.run.records import clear_errors, read_own, write_record
 
 _READER_S = 180.0
 """Longest wait for a pod that is made to read a run."""
@@ -68,7 +68,7 @@ class Place:
 def read_place(destination: str) -> Place:
     """Of a run that was started from here. PreflightError: this machine knows nothing of it."""
     try:
-        return TypeAdapter(Place).validate_python(read_record(_path(destination)))
+        return TypeAdapter(Place).validate_python(read_own(_path(destination)))
     except ValidationError:
         raise PreflightError(
             f"this machine has no record of {destination}",

@@ -244,7 +244,7 @@ class PbsAllocation(Allocation):
         words = shlex.join([self._pbs.path("qsub"), str(self._attempt.script)])
         submit = f"cd {shlex.quote(folder)} && {words}"
         commands = [["/bin/bash", "-c", submit]]
-        commands += [["ssh", "-n", "-o", "BatchMode=yes", host, submit]] if host else []
+        commands += [["ssh", "-n", "-o", "BatchMode=yes", "--", host, submit]] if host else []
         error = ""
         hand_on(self._attempt)
         for command in commands:

@@ -16,7 +16,7 @@ from isles.launch.queue.slurm import Slurm
 from isles.launch.ray.jobs import RayJobs
 from isles.launch.ssh.shell import on_all
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import read_record, write_record
+from isles.run.records import read_own, read_record, write_record
 
 _MAX_AGE_S = 4.0
 """An answer younger than this is not asked for again."""
@@ -28,9 +28,10 @@ Clock = Callable[[], float]
 
 
 def queue_job(run_dir: RunDir, attempt: Attempt, *, ask_s: float = ASK_S) -> QueueJob | None:
-    """The job of an attempt, or that which it was submitted again as; None: no queue started it."""
-    launch = read_record(attempt.launch) or {}
-    if not launch.get("job_id"):
+    """The job of an attempt, or that which it was submitted again as; None: no queue has started
+    it, or another user has."""
+    launch = None if attempt.owner else read_own(attempt.launch)
+    if launch is None or not launch.get("job_id"):
         return None
     queue: JobQueue
     match launch.get("launcher"):
@@ -76,7 +77,7 @@ def refresh(
         hasten: the run is to go on: see `JobQueue.hasten`.
 
     Returns:
-        The answer; None where no queue has started the attempt.
+        The answer; None where no queue, or another user, has started the attempt.
     """
     job = queue_job(run_dir, attempt, ask_s=ask_s)
     if job is None:

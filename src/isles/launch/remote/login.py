@@ -202,7 +202,12 @@ def copied_file_script(
 
 
 def remote_script(run: RemoteRun, words: Sequence[str]) -> str:
-    """The bash that runs one isles command where the run directory is."""
+    """The bash that runs one isles command where the run directory is.
+
+    Raises:
+        PreflightError: the record of the run belongs to another user.
+    """
+    run.require_own()
     command = shlex.join([run.python, "-m", "isles", *words])
     return "\n".join([*run.lines, f"export {NAMED}={shlex.quote(run.behind)}", f"exec {command}"])
 
@@ -214,7 +219,7 @@ def remote_isles(
     the one that has the run directory.
 
     Raises:
-        PreflightError: this machine has no ssh, or no kubectl.
+        PreflightError: this machine has no ssh, or no kubectl; or as of `remote_script`.
     """
     shell = Shell(host or run.ssh, connect_timeout_s + _more_s(run))
     argv = shell.argv(["bash", "-c", remote_script(run, words)])

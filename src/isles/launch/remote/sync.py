@@ -106,6 +106,7 @@ def rsync_argv(shell: Shell, sync: SyncConfig, workdir: str) -> list[str]:
         *("rsync", "--archive", "--protect-args", "--compress", "--stats"),
         *(f"--exclude={pattern}" for pattern in sync.exclude),
         f"--rsh={shlex.join(['ssh', *shell.ssh_options()])}",
+        "--",
         *(os.path.expanduser(path) for path in paths),  # noqa: PTH111  # Path drops the slash
         f"{shell.destination}:{folder}/",
     ]

@@ -71,7 +71,7 @@ class Shell:
         if self.is_pod:
             words = [sys.executable, "-m", "isles.launch.kubernetes.reach"]
             return [*words, self.destination, *command]
-        return ["ssh", *self.ssh_options(), self.destination, login_line(command)]
+        return ["ssh", *self.ssh_options(), "--", self.destination, login_line(command)]
 
     def ssh_options(self) -> list[str]:
         """Options for ssh, and for rsync -e, besides those of the user's own files."""
@@ -332,7 +332,7 @@ def on_all(
 def ssh_config(destination: str) -> dict[str, str]:
     """The user's own configuration for a destination, as `ssh -G` prints it; empty: no ssh."""
     try:
-        done = Shell().run(["ssh", "-G", destination], timeout_s=10)
+        done = Shell().run(["ssh", "-G", "--", destination], timeout_s=10)
     except PreflightError:
         return {}
     return dict(line.partition(" ")[::2] for line in done.stdout.splitlines())

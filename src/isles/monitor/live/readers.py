@@ -28,7 +28,7 @@ from isles.run.remote import (
     MultiClusterRun,
     RemoteRun,
     list_multi_cluster,
-    owner_of,
+    parent_of,
     read_multi_cluster,
 )
 
@@ -307,12 +307,12 @@ def reader_of(found: Found, every_s: float, *, is_own: bool) -> Reader:
     match found:
         case RunDir():
             parent = list_multi_cluster(found.path.parent)
-            has_parent = owner_of(parent, found.path.absolute()) is not None
+            has_parent = parent_of(parent, found.path.absolute()) is not None
             lines = [line for line in (found.join_line, found.tunnel_line) if line.exists()]
             alone = is_own or has_parent or not lines
             return Here(found) if alone else Joined(found, lines[0])
         case RemoteRun():
-            owner = owner_of(list_multi_cluster(Path(found.folder)), found.path, found.ssh)
+            owner = parent_of(list_multi_cluster(Path(found.folder)), found.path, found.ssh)
             return There(found, every_s, is_own=is_own or owner is not None)
         case MultiClusterRun():
             return Several(found, every_s)

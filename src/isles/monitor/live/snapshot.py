@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isles import __version__
-from isles.config.resolve import load_resolved
 from isles.errors import UserError
 from isles.facts.units import format_duration, printable
 from isles.monitor.live.history import History, goodput, spans_of
@@ -27,8 +26,10 @@ from isles.monitor.live.rows import Records, host_rows, link_rows, part_of, rank
 from isles.monitor.live.waits import Waits
 from isles.monitor.status import RunReport, collect
 from isles.run.links import read_links
+from isles.run.owner import shown_only
 from isles.run.paths import RunDir
 from isles.run.records import read_record
+from isles.run.resolved import read_resolved
 from isles.run.restarts import list_restarts
 from isles.run.state import FRESH_S, QUEUES, number_of
 
@@ -164,7 +165,7 @@ class ClusterView:
 
 def _cluster_name(run_dir: RunDir) -> str:
     try:
-        config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+        config = read_resolved(run_dir).config
     except (OSError, UserError, ValueError):
         return run_dir.name
     return config.clusters[0].name
@@ -295,6 +296,8 @@ def _notes(
         last = records.restarts[-1]
         if 0 <= (ago_s := records.at - last.at) < _RECENT_S:
             found.append(f"{format_duration(ago_s)} ago: {last.text}")
+    if records.report.owner:
+        found.append(shown_only(records.report.owner))
     return tuple(printable(text) for text in found)
 
 

@@ -24,6 +24,7 @@ from isles.monitor.live.source import Watch
 from isles.monitor.live.source import snapshot as snapshot_of
 from isles.run.find import find_any, typed_name
 from isles.run.hang import STAGES
+from isles.run.owner import shown_only
 from isles.run.paths import RunDir
 from isles.run.remote import RemoteRun
 from isles.run.state import script_of
@@ -183,6 +184,8 @@ def check_run(
     if isinstance(found, RemoteRun):
         words = ["status", found.path, "--check", *(["--json"] if json else [])]
         return pass_on(found, [*words, *(["--wait", *wait] if wait is not None else [])])
+    if owner := found.owner:
+        note(shown_only(owner))
     typed, is_script = typed_name(found), isinstance(found, RunDir) and bool(script_of(found))
 
     def lines_of(shown: Snapshot) -> list[CheckLine]:

@@ -1,0 +1,102 @@
+"""The owner of a record: isles shows the records of other users, and never acts on them.
+
+Records name programs, shell lines, hosts, processes and secrets. Whoever looks at the run of
+another user, and acts on them, lends that user the own account. `read_record` (records.py)
+returns an `OwnRecord` only for a file of this user. Code that runs a program, connects, sends a
+signal or writes into a run takes an `OwnRecord`, or checks `Attempt.owner`, `RunDir.owner` or the
+`owner` of the object that a record was read into.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pwd
+import stat
+from pathlib import Path
+from typing import Any
+
+from isles.errors import PreflightError
+
+
+class Record(dict[str, Any]):
+    """A record; `owner` is the other user who has written it, empty for this user's own."""
+
+    owner = ""
+
+
+class OwnRecord(Record):
+    """A record that this user has written. Only `read_record` makes one."""
+
+
+def record_of(found: dict[str, Any], owner: str) -> Record:
+    """The record in a file of this owner (see `read_text`)."""
+    if not owner:
+        return OwnRecord(found)
+    record = Record(found)
+    record.owner = owner
+    return record
+
+
+def read_text(path: Path) -> tuple[str, str]:
+    """Read a file; returns its text, and its owner if that is another user, else an empty text.
+
+    The owner is read from the open file, so replacing the path meanwhile changes nothing. A link
+    counts as another user's, who may have put it there.
+
+    Raises:
+        OSError, UnicodeDecodeError: it cannot be read as text.
+    """
+    flags, is_link = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, False
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        is_link, handle = True, os.open(path, flags)
+    with os.fdopen(handle, encoding="utf-8") as stream:
+        uid = os.fstat(handle).st_uid
+        text = stream.read()
+    return text, user_name(uid) if is_link or uid != os.geteuid() else ""
+
+
+def owner_of(path: Path) -> str:
+    """The owner of a file or folder if that is another user (see `read_text`), else an empty text.
+
+    For places to write to. The owner of a record comes from `read_text`.
+    """
+    try:
+        found = path.lstat()
+    except OSError:
+        return ""
+    is_own = found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode)
+    return "" if is_own else user_name(found.st_uid)
+
+
+def user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def shown_only(owner: str) -> str:
+    """The remark that isles prints beside another user's run."""
+    return (
+        f"it belongs to {owner}: only its files were read, and its queue, hub and other machines "
+        "were not asked"
+    )
+
+
+def not_own(what: str, owner: str, path: Path | str) -> PreflightError:
+    """The error of a command that would have to act on another user's record.
+
+    Args:
+        what: the act, as a verb after "isles does not".
+    """
+    return PreflightError(
+        f"isles does not {what}: the record belongs to {owner}",
+        where=str(path),
+        fix=f"ask {owner} to do it, or copy the run with `cp -r` if you trust all that it names",
+        id="run.foreign",
+    )

@@ -1,0 +1,40 @@
+"""Reading resolved.yaml of a run, to show the run or to use its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from isles.config.resolve import Resolved, load_resolved
+from isles.config.sections.cluster import EnvironmentConfig
+from isles.config.sections.run import RunConfig
+from isles.run.owner import read_text
+from isles.run.paths import RunDir
+
+
+def read_resolved(run_dir: RunDir) -> Resolved:
+    """Read `resolved.yaml`; another user's file loses all values that isles would act on.
+
+    Raises:
+        OSError: it cannot be read.
+        ConfigError: another version of isles has written it, or it is no such file.
+    """
+    text, owner = read_text(run_dir.resolved)
+    resolved = load_resolved(text)
+    return replace(resolved, config=_harmless(resolved.config)) if owner else resolved
+
+
+def _harmless(config: RunConfig) -> RunConfig:
+    # Without code of the model, shell lines, programs, a container, a bucket that would be asked
+    # with this user's keys, and a folder that would be written.
+    clusters = tuple(
+        cluster.model_copy(update={"environment": EnvironmentConfig(), "workdir": None})
+        for cluster in config.clusters
+    )
+    return config.model_copy(
+        update={
+            "clusters": clusters,
+            "model": config.model.model_copy(update={"trust_remote_code": False}),
+            "checkpoint": config.checkpoint.model_copy(update={"remote": None}),
+            "data": config.data.model_copy(update={"cache_dir": None}),
+        }
+    )

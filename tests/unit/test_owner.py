@@ -1,0 +1,154 @@
+"""What another user has written is shown, and never acted on: one process, files that are given."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from isles.config.load import load_run_file
+from isles.config.resolve import dump_resolved, resolve
+from isles.errors import UserError
+from isles.launch.queue.status import queue_job
+from isles.launch.remote.login import remote_script
+from isles.launch.ssh.shell import Shell
+from isles.launch.worker import run_verb
+from isles.monitor import bundle
+from isles.run.nodes import read_fleet, read_own_fleet
+from isles.run.owner import OwnRecord
+from isles.run.process import ProcessId
+from isles.run.records import read_own, read_record, write_record
+from isles.run.remote import list_remotes
+from isles.run.resolved import read_resolved
+from isles.run.stop import request_stop, send_signal
+from tests.run_records import recorded_run, two_hosts
+from tests.runs import bare_run
+
+OTHER = 5  # games, on every Debian
+RUN_FILE = """
+model: {name_or_path: x, trust_remote_code: true}
+data: {sources: [{path: x.txt}], cache_dir: /c}
+training: {max_steps: 9, global_batch_size: 2}
+checkpoint: {remote: 's3://evil/b'}
+clusters:
+- launcher: {kind: ssh, hosts: [h0]}
+  workdir: /w
+  environment: {setup: [touch x], python: ./p, variables: {LD_PRELOAD: x}, container: evil}
+"""
+
+
+@pytest.fixture
+def give() -> Callable[..., None]:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files to another user")
+
+    def to_another(*paths: Path) -> None:
+        for path in paths:
+            os.chown(path, OTHER, OTHER, follow_symlinks=False)
+
+    return to_another
+
+
+def test_a_record_is_own_by_the_file_that_was_read(tmp_path: Path, give) -> None:
+    own, other, link = (tmp_path / name for name in ("own.json", "other.json", "link.json"))
+    for path in (own, other):
+        write_record(path, {"pid": 1})
+    link.symlink_to(own)
+    give(other)
+    assert isinstance(read_record(own), OwnRecord)
+    for path in (other, link):
+        assert read_record(path) == {"pid": 1} and read_own(path) is None
+    os.mkfifo(tmp_path / "pipe.json")
+    assert read_record(tmp_path / "pipe.json") is None, "nobody waits for a writer"
+
+
+def test_no_process_is_signalled_that_only_anothers_record_names(tmp_path: Path, give) -> None:
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as child:
+        try:
+            path = tmp_path / "launch.json"
+            write_record(path, ProcessId.of(child.pid).record())
+            give(path)
+            process = ProcessId.from_record(read_record(path) or {})
+            assert process is not None and process.is_alive()
+            with pytest.raises(UserError, match="only a record of another user"):
+                send_signal(process, 9, to_group=True)  # type: ignore[arg-type]
+            assert child.poll() is None
+        finally:
+            child.kill()
+
+
+def test_a_start_is_anothers_by_its_folder_its_record_or_a_link(tmp_path: Path, give) -> None:
+    launch = {"launcher": "slurm", "job_id": "4711", "bin_path": "/evil"}
+    wrong = []
+    for name, given in {"folder": ".", "record": "launch.json", "run": "../..", "link": ""}.items():
+        run_dir, attempt = recorded_run(tmp_path / name, launch)
+        two_hosts(attempt, "slurm")
+        if given:
+            give(attempt.path / given)
+        else:
+            attempt.path.parent.rename(tmp_path / "away")
+            attempt.path.parent.symlink_to(tmp_path / "away")
+            with pytest.raises(OSError, match="symbolic links"):
+                request_stop(attempt, "save")
+        # Several may start a run in turn: the folder of the run itself does not matter.
+        is_own = name == "run"
+        acts = queue_job(run_dir, attempt) is not None, read_own_fleet(attempt) is not None
+        if acts != (is_own, is_own) or bool(run_dir.owner) == is_own:
+            wrong.append(f"{name}: {acts}, {run_dir.owner!r}")
+        assert read_fleet(attempt) is not None, "it is shown all the same"
+    assert not wrong
+
+
+def test_anothers_resolved_file_has_nothing_that_acts(tmp_path: Path, give) -> None:
+    run_dir = bare_run(tmp_path / "x-1")
+    (tmp_path / "run.yaml").write_text(RUN_FILE)
+    resolved = resolve(load_run_file(tmp_path / "run.yaml"), num_gpus=0)
+    run_dir.resolved.write_text(dump_resolved(resolved))
+    assert read_resolved(run_dir).config == resolved.config
+    give(run_dir.resolved)
+    config = read_resolved(run_dir).config
+    cluster, plain = config.clusters[0], type(config.clusters[0].environment)()
+    assert not config.model.trust_remote_code and config.model.name_or_path == "x"
+    assert cluster.environment == plain and cluster.workdir is None
+    assert config.checkpoint.remote is None and config.data.cache_dir is None
+    with pytest.raises(UserError, match="give --output"):
+        run_verb("export", run_dir, {})
+
+
+def test_a_remembered_run_of_another_is_listed_and_its_lines_are_not_run(
+    tmp_path: Path, give
+) -> None:
+    folder = tmp_path / ".remote"
+    folder.mkdir()
+    record = {"name": "q-1", "ssh": "me@h", "path": "/q", "lines": ["touch x"], "python": "py"}
+    record |= {"launcher": "ssh", "hosts": ["me@h"], "started_at": 1.0, "owner": ""}
+    bad = {"ssh": "-oProxyCommand=x", "python": "-c", "path": "-x", "hosts": ["-E"]}
+    for number, (key, value) in enumerate(bad.items()):
+        write_record(folder / f"{number}.json", {**record, key: value})
+    assert not list_remotes(tmp_path), "words that are options are refused"
+    write_record(folder / "q.json", record)
+    (own,) = list_remotes(tmp_path)
+    assert "touch x" in remote_script(own, ["status"])
+    give(folder / "q.json")
+    (other,) = list_remotes(tmp_path)
+    with pytest.raises(UserError, match="belongs to"):
+        remote_script(other, ["status"])
+
+
+def test_a_destination_is_never_an_option_of_ssh() -> None:
+    argv = Shell("-oProxyCommand=touch x").argv(["true"])
+    assert argv.index("--") == argv.index("-oProxyCommand=touch x") - 1
+
+
+def test_a_report_follows_no_link_out_of_the_run(tmp_path: Path) -> None:
+    run_dir, attempt = recorded_run(tmp_path / "x-1", {"launcher": "local"})
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "id.log").write_text("my key\n")
+    (attempt.path / "rank-0.log").symlink_to(tmp_path / "secret" / "id.log")
+    attempt.hangs.symlink_to(tmp_path / "secret")
+    gathered = bundle.gather(run_dir, tmp_path)
+    assert b"my key" not in b"".join(gathered.files.values())
+    assert sum("leads out" in text for text in gathered.left_out) == 2
