@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ NOT_A_FOLDER = "a file stands where a folder is needed"
 NO_SPACE = "there is no space left"
 
 _TRIES = 3
+_LONGEST_BYTES = 64 << 20
 
 
 def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
@@ -88,7 +90,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
     """A JSON record, or None where there is none (or it is not one)."""
     for _ in range(_TRIES):
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = json.loads(_text(path))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, RecursionError):  # it is no record of ours
@@ -100,6 +102,16 @@ def read_record(path: Path) -> dict[str, Any] | None:
         else:
             return record if isinstance(record, dict) else None
     return None
+
+
+def _text(path: Path) -> str:
+    # Of a file alone: a pipe that lies there would be waited for without end.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as stream:
+        facts = os.fstat(handle)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > _LONGEST_BYTES:
+            raise ValueError("it is not a record")
+        return stream.read().decode("utf-8")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

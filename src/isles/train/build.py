@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,7 +100,8 @@ def build(
 
         exchange = make_exchange(config, engine, world, run_dir, recorder, resume_from)
     progress = _take_over(engine, resume_from, config, run_dir, world, disks, recorder, exchange)
-    samples = None if exchange is None else exchange.begin(progress)
+    with nullcontext() if resume_from is None else resume_from.reading("outer"):
+        samples = None if exchange is None else exchange.begin(progress)
     split, rank = balancer.split, mesh.dp_rank
     loader = Loader(training, split=split, dp_rank=rank, device=world.device, numbering=samples)
     meter = _make_meter(model_size, config, strategy, mesh, balancer, world)

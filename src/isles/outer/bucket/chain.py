@@ -13,8 +13,11 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
 import secrets
+import sqlite3
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -23,6 +26,7 @@ from isles.errors import ConfigError
 from isles.outer.hub.core import Core
 from isles.outer.hub.rules import Refusal
 from isles.outer.hub.samples import AVERAGED
+from isles.run.manifest import is_plain, number_of
 from isles.run.objects import Store, StoreError
 
 log = logging.getLogger(__name__)
@@ -35,21 +39,62 @@ _AGAIN_S = 0.2
 _EVENTS, _ROUNDS, _NORMS = 50, 20, 32
 """So much of each is kept; of norms, for each fragment."""
 
+_NUMBER, _REAL, _TEXT, _NAME, _DIGEST = "number", "real", "text", "name", "digest"
 _TABLES = {
-    "meta": ("key", "value"),
-    "members": (
-        *("number", "id", "name", "state", "is_behind", "from_round", "version", "refusals"),
-        *("command", "command_reason", "claim", "claimed", "has_finished", "ended", "refusal"),
-    ),
-    "rounds": ("round", "state", "digest", "size", "outer_params", "committed_at", "seconds"),
-    "parts": ("round", "member", "tokens", "norm", "spans", "reason"),
-    "objects": ("round", "member", "digest", "size"),
-    "blocks": ("start", "stop", "owner"),
-    "applied": ("round", "member", "outer_params"),
-    "states": ("number", "member", "version", "content", "is_complete"),
-    "events": ("number", "at", "member", "kind", "what"),
-    "sqlite_sequence": ("name", "seq"),
+    "meta": {"key": _TEXT, "value": _TEXT},
+    "members": {
+        "number": _NUMBER,
+        "id": _TEXT,
+        "name": _NAME,
+        "state": _TEXT,
+        "is_behind": _NUMBER,
+        "from_round": _NUMBER,
+        "version": _NUMBER,
+        "refusals": _NUMBER,
+        "command": _TEXT,
+        "command_reason": _TEXT,
+        "claim": _NUMBER,
+        "claimed": _TEXT,
+        "has_finished": _NUMBER,
+        "ended": _NUMBER,
+        "refusal": _TEXT,
+    },
+    "rounds": {
+        "round": _NUMBER,
+        "state": _TEXT,
+        "digest": _DIGEST,
+        "size": _NUMBER,
+        "outer_params": _TEXT,
+        "committed_at": _REAL,
+        "seconds": _REAL,
+    },
+    "parts": {
+        "round": _NUMBER,
+        "member": _NUMBER,
+        "tokens": _NUMBER,
+        "norm": _REAL,
+        "spans": _TEXT,
+        "reason": _TEXT,
+    },
+    "objects": {"round": _NUMBER, "member": _NUMBER, "digest": _DIGEST, "size": _NUMBER},
+    "blocks": {"start": _NUMBER, "stop": _NUMBER, "owner": _NUMBER},
+    "applied": {"round": _NUMBER, "member": _NUMBER, "outer_params": _TEXT},
+    "states": {
+        "number": _NUMBER,
+        "member": _NUMBER,
+        "version": _NUMBER,
+        "content": _TEXT,
+        "is_complete": _NUMBER,
+    },
+    "events": {"number": _NUMBER, "at": _REAL, "member": _TEXT, "kind": _TEXT, "what": _TEXT},
+    "sqlite_sequence": {"name": _TEXT, "seq": _NUMBER},
 }
+"""The columns of each table, and what a value of each may be: others write to the bucket, too."""
+
+_DIGESTS = re.compile(r"([0-9a-f]{64})?")
+_MOST_BYTES = 64 << 20
+"""An entry that is longer, unpacked, is not read."""
+
 _OBJECTS = """
 CREATE TABLE IF NOT EXISTS objects (
   round INTEGER NOT NULL, member INTEGER NOT NULL, digest TEXT NOT NULL, size INTEGER NOT NULL,
@@ -121,10 +166,7 @@ class Chain:
     def _pointed(self) -> int:
         # Where the newest entry is, about: who has written one may have died before this.
         data = self._store.read("newest")
-        try:
-            return int(data or b"0")
-        except ValueError:
-            return 0
+        return number_of((data or b"")[:20].decode("ascii", "replace")) or 0
 
     def _has(self, number: int) -> bool:
         return self._store.read(_name(number)) is not None
@@ -161,8 +203,16 @@ class Chain:
                 for row in tables[name]:
                     journal.run(f"INSERT INTO {name} VALUES ({marks})", *row)
 
-        self.core.journal.do(load)
-        self.core.rounds.note_parts()
+        try:
+            self.core.journal.do(load)
+            self.core.rounds.note_parts()
+        except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"the journal holds what isles does not write: {error}",
+                where=self._store.url,
+                fix=_FIX,
+                id="bucket.refused",
+            ) from error
 
     # Writing.
 
@@ -231,7 +281,8 @@ class Chain:
 
     def _listed(self) -> list[int]:
         names = (name.removeprefix("journal/") for name in self._store.names("journal/"))
-        return [int(name) for name in names if name.isdecimal()]
+        numbers = ((name, number_of(name)) for name in names)
+        return [n for name, n in numbers if n is not None and _name(n) == f"journal/{name}"]
 
     def _dump(self) -> str:
         self.core.journal.do(self._prune)
@@ -266,17 +317,47 @@ def _name(number: int) -> str:
     return f"journal/{number:08d}"
 
 
+_FIX = "is it the url of another thing, or of another version of isles? take an empty prefix"
+
+
 def _decode(data: bytes, where: str) -> dict[str, Any]:
-    fix = "is it the url of another thing, or of another version of isles? take an empty prefix"
     try:
-        entry: dict[str, Any] = json.loads(gzip.decompress(data))
+        entry = json.loads(_unpacked(data))
         if entry["format"] != _FORMAT:
-            what = f"this journal is of another version of isles ({entry['format']})"
-            raise ConfigError(what, where=where, fix=fix, id="bucket.refused")
+            shown = ascii(entry["format"])[:20]
+            what = f"this journal is of another version of isles ({shown})"
+            raise ConfigError(what, where=where, fix=_FIX, id="bucket.refused")
+        if not isinstance(entry["chain"], str):
+            raise ValueError("chain")
         for name, columns in _TABLES.items():
-            if any(len(row) != len(columns) for row in entry["tables"][name]):
-                raise ValueError(f"table {name}")
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            for row in entry["tables"][name]:
+                if not all(_is_sound(v, k) for v, k in zip(row, columns.values(), strict=True)):
+                    raise ValueError(f"table {name}")
+    except (ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
         what = f"this is no entry of a journal of isles: {error}"
-        raise ConfigError(what, where=where, fix=fix, id="bucket.refused") from None
-    return entry
+        raise ConfigError(what, where=where, fix=_FIX, id="bucket.refused") from None
+    found: dict[str, Any] = entry
+    return found
+
+
+def _unpacked(data: bytes) -> bytes:
+    # No more than that: a few KB can stand for gigabytes.
+    gunzip = zlib.decompressobj(wbits=31)
+    text = gunzip.decompress(data, _MOST_BYTES)
+    if not gunzip.eof or gunzip.unused_data:
+        raise ValueError("it is longer than an entry can be, or cut off")
+    return text
+
+
+def _is_sound(value: object, kind: str) -> bool:
+    match kind:
+        case "number":
+            return value is None or (type(value) is int and abs(value) < 2**63)
+        case "real":
+            return isinstance(value, (int, float)) and abs(value) < 1e300
+        case "digest":
+            return isinstance(value, str) and bool(_DIGESTS.fullmatch(value))
+        case "name":
+            return is_plain(value)
+        case _:
+            return value is None or isinstance(value, str)
