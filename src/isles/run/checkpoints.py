@@ -175,7 +175,7 @@ def verify_checkpoint(path: Path) -> list[str]:
         except OSError as error:
             damage.append(f"{name}: cannot be read: {error.strerror}")
     sizes = {name: facts.size for name, facts in info.manifest.files.items()}
-    if not damage and has_index(sizes):
+    if not damage and (has_index(sizes) or info.manifest.version > 1):
         try:
             read_index(path, sizes)
         except IndexFault as error:

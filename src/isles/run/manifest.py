@@ -94,6 +94,10 @@ class Manifest(Mapping[str, Any]):
         return int(self.record["step"])
 
     @property
+    def version(self) -> int:
+        return int(self.record.get("version") or MANIFEST_VERSION)
+
+    @property
     def created_at(self) -> float:
         return float(self.record.get("created_at") or 0.0)
 
