@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from isles.errors import ConfigError, UserError
 from isles.outer.bucket import chain
 from isles.run import objects
-from isles.run.bucket import RunStore, find_newest, take
+from isles.run.bucket import RunStore, find_named, find_newest
 from isles.run.manifest import Manifest, is_plain, number_of, step_of
 from isles.run.objects import Folder, StoreError
 from isles.run.paths import RunDir
@@ -86,7 +86,6 @@ def test_odd_objects_in_a_bucket_are_left_out(remote: Path, run_file: Path, tmp_
     assert copy.steps() == [20, 40, 60]
     assert "has step None" in copy.bring(60, begun.run_dir, print)[0]
     assert copy.bring(40, begun.run_dir, print) == []
-    assert take(copy, None, print).number == 3
     notes: list[str] = []
     saved(begun.run_dir, 100)
     uploader = Uploader(copy, begun.run_dir, keep=3, note=notes.append)
@@ -115,7 +114,7 @@ def test_no_link_of_a_bucket_is_followed(remote: Path, run_file: Path, tmp_path:
     assert [path.name for path in outside.iterdir()] == ["x.json"]
     (remote / "tiny-2").symlink_to(outside)
     with pytest.raises(UserError, match="is a link"):
-        find_named_store(remote)
+        find_named(str(remote), "tiny-2")
     newest = find_newest(str(remote), "tiny")
     assert newest is not None and newest.name == "tiny-1"
     os.mkfifo(run / "tokenizer" / "pipe")
@@ -123,12 +122,6 @@ def test_no_link_of_a_bucket_is_followed(remote: Path, run_file: Path, tmp_path:
     os.mkfifo(run / "resolved.yaml")
     with pytest.raises(UserError, match="is not a file"):
         begin(run_file, tmp_path / "later", remote)
-
-
-def find_named_store(remote: Path) -> None:
-    from isles.run.bucket import find_named
-
-    find_named(str(remote), "tiny-2")
 
 
 @each("..", "../x", "a/../../x", "a\0b")
@@ -151,9 +144,7 @@ def test_a_record_that_is_too_long_is_not_read(remote: Path, run_file: Path, mon
     monkeypatch.setattr(objects, "RECORD_BYTES", 100_000)
     path = remote / "tiny-1" / "checkpoints" / "step-00000040" / "manifest.json"
     path.write_text('{"files": {' + " " * 200_000 + "}}")
-    with pytest.raises(
-        UserError, match=r"manifest.json is longer than .* isles does not use|does not use"
-    ):
+    with pytest.raises(UserError, match=r"does not use: .*manifest.json is longer than"):
         find_newest(str(remote), "tiny")
 
 

@@ -48,7 +48,8 @@ class Made:
     __slots__ = ("args", "name", "state")
 
     def __init__(self, name: str, args: tuple[Any, ...]) -> None:
-        self.name, self.args, self.state = name, args, None
+        self.name, self.args = name, args
+        self.state: Any = None
 
     def __getitem__(self, key: str) -> Any:
         return self.state.get(key) if isinstance(self.state, dict) else None
@@ -245,7 +246,8 @@ def read_torch_index(data: bytes) -> tuple[Tensors, Places]:
     for name, value in entries.items():
         entry = _of(value, f"{_PLACE}.TensorStorageMetadata", name)
         properties = _of(entry["properties"], f"{_PLACE}.TensorProperties", name)
-        state, chunks = properties.state, entry["chunks"]
+        state: Any = properties.state
+        chunks = entry["chunks"]
         if type(state) is not tuple or not state or type(chunks) is not list:
             raise PickleFault("it has a tensor without type or pieces")
         dtype = state[0].name.removeprefix("torch.") if type(state[0]) is _Named else None
