@@ -49,11 +49,11 @@ _FULL_BYTES = 1 << 20
 
 _BUFFER_BYTES = 1 << 20
 _HEAD_BYTES, _HEAD_NAMES = 30, 26
-"""The head of a file in an archive, and where in it the lengths of what follows stand."""
+"""Size of a file's head in an archive, and the place of two lengths in it: name and extra field."""
 
 
 class TensorWriter(StorageWriter):
-    """Writes this rank's tensors into a folder, which is there."""
+    """Writes this rank's tensors into a folder that exists."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -207,7 +207,7 @@ class TensorReader(StorageReader):
 
 
 class TensorPlanner(DefaultLoadPlanner):
-    """Plans what is read of tensors, and takes nothing else: torch unpickles what is not one."""
+    """Plans the reading of tensors and refuses all other entries, which torch would unpickle."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise TrainingError(f"{read_item.dest_index.fqn} is not a tensor", id="checkpoint.broken")

@@ -108,7 +108,7 @@ class RunStore:
         return sorted(steps)
 
     def manifest(self, step: int) -> Manifest | None:
-        """The manifest of a checkpoint; None if there is none that is sound."""
+        """The manifest of a checkpoint; None if it is missing or not sound."""
         with suppress(ManifestError):
             return self._sound_manifest(step)
         return None

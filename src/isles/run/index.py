@@ -35,7 +35,7 @@ ITEM_BYTES = {
 
 
 class IndexFault(ValueError):
-    """An index cannot be used; the text says why.
+    """An index cannot be used. Its text is the reason.
 
     Args:
         file: the name of the index.
@@ -48,7 +48,7 @@ class IndexFault(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor that lies in one place.
+    """A part of a tensor: consecutive bytes of one file.
 
     Args:
         offsets, sizes: which part, by dimension.
@@ -115,10 +115,10 @@ def read_index(folder: Path, sizes: Mapping[str, int] | None = None) -> Index:
     """Read the index of a checkpoint and check it.
 
     Args:
-        sizes: the files that the manifest lists and their bytes; None: what lies in the folder.
+        sizes: the files that the manifest lists and their bytes; None: the files of the folder.
 
     Raises:
-        IndexFault: there is no index, or a value in it is not sound.
+        IndexFault: the index is missing, or a value in it is not sound.
     """
     try:
         if sizes is None:
@@ -211,7 +211,7 @@ def _piece(shown: str, record: dict[str, Any], sizes: Mapping[str, int]) -> Piec
     file, start, length = record.get("file"), record.get("start"), record.get("length")
     if not is_plain(file) or file not in sizes:
         text = ascii(file)[:80] if isinstance(file, str) else "no file"
-        raise IndexFault(f"a piece of {shown} lies in {text}, which the manifest does not list")
+        raise IndexFault(f"the manifest does not list {text}, where a piece of {shown} should be")
     if not is_count(start) or not is_count(length) or start + length > sizes[file]:
         raise IndexFault(f"a piece of {shown} lies outside {file}")
     offsets, extents = (_numbers(record.get(key), shown) for key in ("offsets", "sizes"))

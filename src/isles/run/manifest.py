@@ -27,7 +27,7 @@ _LONGEST_TEXT = 10_000
 
 
 class ManifestError(ValueError):
-    """A record is not a manifest; the text says which value is wrong."""
+    """A record is not a manifest. Its text names the wrong value."""
 
 
 def is_plain(name: object) -> TypeGuard[str]:
@@ -36,7 +36,7 @@ def is_plain(name: object) -> TypeGuard[str]:
 
 
 def number_of(text: str) -> int | None:
-    """The number that a name from elsewhere stands for; None if it has other characters than 0-9.
+    """Read a name from elsewhere as a number; None if it has other characters than 0-9.
 
     Not `int`, which also takes signs, underscores and the digits of other scripts.
     """

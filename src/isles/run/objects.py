@@ -33,7 +33,7 @@ _PIECE_BYTES, _MOST_PIECES = 8 << 20, 9_000
 _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 _LONGEST = 300
 RECORD_BYTES = 64 << 20
-"""No record is longer; of what is longer nothing is read."""
+"""The longest record. A longer object is not read."""
 _AT_ONCE, _PROBES = 4, 2
 
 Kind = Literal["away", "full", "forbidden", "missing", "unconditional", "odd"]
@@ -45,8 +45,8 @@ class StoreError(Exception):
     Args:
         kind: away: it may do so in a moment. full: once there is space. forbidden: not with these
             credentials, if any. missing: there is no such bucket. unconditional: it writes an
-            object that is there as if it were not. odd: something lies there that isles does not
-            put there, and does not touch.
+            object that is there as if it were not. odd: an object is not one that isles writes,
+            and isles does not touch it.
         what: in words.
     """
 
@@ -98,7 +98,7 @@ class Store:
             raise _explained(error) from error
 
     def read(self, name: str) -> bytes | None:
-        """The bytes of an object; None: there is none.
+        """The bytes of an object; None if it does not exist.
 
         Raises:
             StoreError: it has more than RECORD_BYTES, kind `odd`; or the bucket does not give it.

@@ -43,7 +43,7 @@ class _Named:
 
 
 class Made:
-    """An instance that a pickle makes: of which class, and from what. Equal only to itself."""
+    """An instance that a pickle makes: its class by name, arguments and state. Equal only to itself."""
 
     __slots__ = ("args", "name", "state")
 
@@ -184,16 +184,16 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "BUILD": _Machine._build,
     "BINPERSID": _Machine._storage,
 }
-"""What each opcode does. Others are refused: isles 0.1.0 wrote none of them."""
+"""The action of each opcode. All others are refused: isles 0.1.0 never wrote them."""
 
 
 def _named(module: object, name: object) -> _Named:
     if type(module) is not str or type(name) is not str:
-        raise PickleFault("it names something by what is not a text")
+        raise PickleFault("it names something with a number")
     path = f"{module}.{name}"
     is_type = module in ("torch", "torch.storage") and name.isidentifier()
     if path not in _CLASSES | _CALLED and not is_type:
-        raise PickleFault(f"it names {ascii(path)[1:-1][:80]}, which is no part of an index")
+        raise PickleFault(f"it names {ascii(path)[1:-1][:80]}, which does not belong in an index")
     return _Named(path)
 
 
@@ -201,7 +201,7 @@ def _made(called: object, arguments: object, *, is_class: bool) -> Any:
     arguments = _tuple_of(arguments)
     if type(called) is not _Named or called.name not in (_CLASSES if is_class else _CALLED):
         name = called.name if type(called) is _Named else type(called).__name__
-        raise PickleFault(f"it calls {ascii(name)[1:-1][:80]}, which is no part of an index")
+        raise PickleFault(f"it calls {ascii(name)[1:-1][:80]}, which does not belong in an index")
     match called.name:
         case "torch.Size":
             [sizes] = arguments
@@ -213,7 +213,7 @@ def _made(called: object, arguments: object, *, is_class: bool) -> Any:
         case "builtins.getattr":
             kind, name = arguments
             if getattr(kind, "name", "") != f"{_PLACE}._MEM_FORMAT_ENCODING":
-                raise PickleFault("it asks for an attribute, which is no part of an index")
+                raise PickleFault("it asks for an attribute, which does not belong in an index")
             return None
     return Made(called.name, arguments)
 
