@@ -349,7 +349,7 @@ RECORDS = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(RECORDS)
 def test_any_record_is_a_manifest_or_a_fault(record: object):
     for value in (record, {"step": 1, "files": {}, **(record if isinstance(record, dict) else {})}):
@@ -392,7 +392,7 @@ def real() -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_pickle_is_an_index_or_a_fault(real: bytes, data: st.DataObject):
     """Real ones with bytes and whole opcodes changed, and opcodes by chance."""

@@ -1,4 +1,4 @@
-"""Tensors in the files of a checkpoint: torch plans who reads and writes what, this does so.
+"""Tensors in the files of a checkpoint. torch plans the reads and writes of each rank.
 
 Each rank writes the numbers of its tensors, one after the other, into `tensors-RANK.bin`; rank 0
 writes where each lies into `tensors.json`. Nothing in a checkpoint is a pickle. The archives that

@@ -43,7 +43,7 @@ class _Named:
 
 
 class Made:
-    """An instance that a pickle makes: its class by name, arguments and state. Equal only to itself."""
+    """An instance that a pickle makes: its class, arguments and state. Equal only to itself."""
 
     __slots__ = ("args", "name", "state")
 
