@@ -94,6 +94,41 @@ def file_graph() -> dict[str, set[str]]:
     return graph
 
 
+UNPICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+LOADS = {
+    *("torch.load", "np.load", "numpy.load", "pandas.read_pickle", "yaml.load", "yaml.unsafe_load"),
+    *("yaml.full_load", "FileSystemReader", "FileSystemWriter", "DefaultLoadPlanner"),
+    *("eval", "exec", "compile", "__import__"),
+}
+MAY_LOAD = {
+    # To dump alone: what two agents say to their own children, over a pipe.
+    "agent/workers.py": {"pickle"},
+    # The user's own script, which `isles train` is told to run.
+    "agent/script/main.py": {"exec", "compile"},
+    # A planner that refuses all but tensors.
+    "checkpoint/tensors.py": {"DefaultLoadPlanner"},
+    # With allow_pickle=False.
+    "train/reference.py": {"np.load"},
+    "data/tokens/store.py": {"np.load"},
+}
+
+
+def test_nothing_that_is_read_can_run_code():
+    """A file from elsewhere is data: no room unpickles, evaluates, or has torch do so."""
+    wrong = {}
+    for path in FILES:
+        used = {name.split(".")[0] for name in imports_of(path)} & UNPICKLES
+        used |= {name.rpartition(".")[2] for name in imports_of(path)} & LOADS
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in LOADS:
+                flags = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                used |= (
+                    {name} if name != "np.load" or flags.get("allow_pickle") == "False" else {"!"}
+                )
+        wrong[path] = used - MAY_LOAD.get(str(path.relative_to(SRC)), set())
+    assert not {path: names for path, names in wrong.items() if names}
+
+
 def test_no_circles_between_files():
     """A file may not reach itself through its imports."""
     TopologicalSorter(file_graph()).prepare()  # raises CycleError, which names them

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from isles.checkpoint.load import SafeReader, load_tensors
+from isles.checkpoint.load import load_tensors
+from isles.checkpoint.tensors import TensorReader
 from isles.run.checkpoints import find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_rows
@@ -43,10 +44,10 @@ def give_weights(run_file: Path, **values: object) -> Any:
 def weights_of(run_dir: RunDir, step: int | None = None) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, weights and optimizer state."""
     folder = find_checkpoint(run_dir, step).path
-    metadata = SafeReader(str(folder)).read_metadata().state_dict_metadata
+    tensors = TensorReader(folder).index().tensors
     state = {
-        name: torch.empty(item.size, dtype=item.properties.dtype)  # type: ignore[union-attr]
-        for name, item in metadata.items()
+        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        for name, entry in tensors.items()
     }
     load_tensors(state, folder, alone=True)
     return state

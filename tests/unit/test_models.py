@@ -32,6 +32,7 @@ from isles.models.adapter import base_name, frozen_dtype
 from isles.models.attention import use_maskless_attention
 from isles.models.fill import fill_fresh, weights_folder
 from isles.run.checkpoints import CheckpointInfo
+from isles.run.manifest import Manifest
 from isles.strategies.fsdp import find_blocks
 from isles.train.data import data_cache
 from isles.train.model import base_of, count_parameters, flops_per_token, with_base
@@ -449,7 +450,7 @@ def test_a_base_is_found_from_any_folder(tmp_path, monkeypatch):
     make_base(tmp_path / "here" / "tiny")
     run = fake_run(Path("tiny"), LORA)
     monkeypatch.chdir(tmp_path / "here")
-    checkpoint = CheckpointInfo(tmp_path, 1, {"base": base_of(run)})
+    checkpoint = CheckpointInfo(tmp_path, 1, Manifest({"base": base_of(run)}, {}))
     assert with_base(run, checkpoint) == run
     monkeypatch.chdir(tmp_path)
     found = with_base(run, checkpoint).model.name_or_path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import re
 import sys
 import time
@@ -18,19 +17,19 @@ import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from isles.checkpoint.card import card_text
 from isles.checkpoint.export import export_model
-from isles.checkpoint.load import SafeReader
-from isles.checkpoint.save import CheckpointManager, disk_failure, seal
+from isles.checkpoint.save import CheckpointManager, seal
+from isles.checkpoint.tensors import disk_failure
 from isles.config.resolve import resolve
 from isles.config.sections.output import CheckpointConfig
 from isles.dist.files import Disks
 from isles.dist.world import Place, World
 from isles.errors import DataError, TrainingError, UserError
-from isles.run.checkpoints import MANIFEST, MANIFEST_VERSION, CheckpointInfo, checkpoint_name
+from isles.run.checkpoints import CheckpointInfo, checkpoint_name
+from isles.run.manifest import MANIFEST, MANIFEST_VERSION, Manifest
 from isles.run.paths import RunDir
 from isles.run.records import write_record
 from isles.run.restarts import checkpoint_to_load
@@ -40,42 +39,6 @@ from tests.each import each
 from tests.run_files import load
 from tests.small_models import small_model
 from tests.unit.test_begin import add_checkpoint
-
-
-class Reduced:
-    """Pickled, it is a call of a function, which a plain unpickler makes."""
-
-    def __init__(self, function: object, *args: object) -> None:
-        self.call = function, args
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return self.call
-
-
-def read_index(folder: Path, content: bytes) -> Metadata:
-    (folder / ".metadata").write_bytes(content)
-    return SafeReader(str(folder)).read_metadata()
-
-
-def test_an_index_that_names_code_or_is_broken_is_refused_and_members_of_an_enum_are_read(tmp_path):
-    marker = tmp_path / "it-ran"
-    content = pickle.dumps(Reduced(os.mkdir, str(marker)))
-    with pytest.raises(TrainingError, match="mkdir"):
-        read_index(tmp_path, content)
-    assert not marker.exists()
-    pickle.loads(content)
-    assert marker.exists(), "a plain unpickler would have run it"
-    for place in ((torch.Size, "mro"), (_MEM_FORMAT_ENCODING, "__class__")):
-        with pytest.raises(TrainingError, match="no part of an index"):
-            read_index(tmp_path, pickle.dumps(Reduced(getattr, *place)))
-    for content in (b"", b"\x80", b"not a pickle at all"):
-        with pytest.raises(TrainingError) as caught:
-            read_index(tmp_path, content)
-        assert ".metadata" in caught.value.where
-    # Members of an enum are read, also as Python 3.11.2 pickles them.
-    member = Reduced(getattr, _MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")
-    metadata = read_index(tmp_path, pickle.dumps(Metadata({}, planner_data={"a": member})))
-    assert metadata.planner_data == {"a": _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT}
 
 
 def test_a_full_disk_is_named_before_what_torch_says_of_it(tmp_path, monkeypatch):
@@ -161,7 +124,7 @@ def test_records_and_checkpoints_are_on_the_disk_before_their_names(tmp_path, mo
     monkeypatch.setattr(Path, "replace", name)
     partial, final = tmp_path / ".partial-step-00000001", tmp_path / "step-00000001"
     partial.mkdir()
-    for part in ("__0_0.distcp", ".metadata"):
+    for part in ("tensors-00000.bin", "rng-00000.safetensors"):
         (partial / part).write_bytes(b"weights")
     seal(partial, final, {"version": 1, "step": 1})
     assert tmp_path.stat().st_ino in safe  # the entry of the name itself
@@ -189,7 +152,7 @@ def card_of(folder: Path, tokenizer: Any, *overrides: str, **options: Any) -> st
     run_dir.metrics.write_text(json.dumps(row) + "\n")
     resolved = resolve(load(folder, RUN, *overrides), num_gpus=0, world_size=1)
     manifest = {"tokens": 6441, "samples": 80, "elapsed_s": 3.0, "world_size": 1, "versions": {}}
-    checkpoint = CheckpointInfo(folder, 20, manifest)
+    checkpoint = CheckpointInfo(folder, 20, Manifest(manifest, {}))
     return card_text(run_dir, resolved, checkpoint, tokenizer, **options)
 
 

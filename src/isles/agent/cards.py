@@ -121,7 +121,7 @@ class NvidiaCards:
                 chosen.append((len(chosen), part))
                 continue
             named = (index for index, uuid in uuids.items() if uuid.startswith(entry))
-            index = int(entry) if entry.isdigit() else next(named, -1)
+            index = int(entry) if entry.isdecimal() else next(named, -1)
             if index not in present:
                 break
             chosen.append((index, present[index]))
@@ -167,7 +167,7 @@ class AmdCards:
         amdsmi.amdsmi_init()
         present = list(enumerate(amdsmi.amdsmi_get_processor_handles()))
         if wanted is not None:
-            numbers = [int(entry) for entry in wanted if entry.isdigit()]
+            numbers = [int(entry) for entry in wanted if entry.isdecimal()]
             present = [present[number] for number in numbers if number < len(present)]
         self._cards = present[:count]
         if not self._cards:

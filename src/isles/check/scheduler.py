@@ -241,7 +241,7 @@ def _pbs_node(name: str, own: Mapping[str, str]) -> QueueNode:
     is_up = not any(word in state for word in _PBS_OUT)
     gpus = own.get("resources_available.ngpus", own.get("gpus", ""))
     reason = own.get("comment", own.get("note", ""))
-    return QueueNode(name, state, is_up, reason, int(gpus) if gpus.isdigit() else None)
+    return QueueNode(name, state, is_up, reason, int(gpus) if gpus.isdecimal() else None)
 
 
 def ray_findings(cluster: ClusterConfig, launcher: RayLauncherConfig, where: str) -> list[Finding]:

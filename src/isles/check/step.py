@@ -84,7 +84,7 @@ def _run_facts(run_dir: RunDir) -> RunFacts:
 
 def _address(master: str) -> tuple[str, int]:
     host, _, port = master.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise UserError(
             f"--master is {master or 'not given'}",
             where="command line",

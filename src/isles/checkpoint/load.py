@@ -1,34 +1,32 @@
-"""Loading: the newest whole checkpoint, brought to every disk, read without running pickles."""
+"""Loading: the newest whole checkpoint, brought to every disk, read without running a pickle."""
 
 from __future__ import annotations
 
 import logging
-import pickle
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from isles.checkpoint.tensors import TensorPlanner, TensorReader, root_cause
 from isles.dist.files import Disks, Progress, broadcast_folder
 from isles.dist.world import World, raise_first
-from isles.errors import TrainingError, UserError
+from isles.errors import TrainingError
 from isles.run.checkpoints import (
-    MANIFEST,
-    MANIFEST_VERSION,
     PARTIAL_PREFIX,
     CheckpointInfo,
     read_checkpoint,
     verify_checkpoint,
 )
+from isles.run.manifest import MANIFEST, MANIFEST_VERSION, READ_VERSIONS
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 
@@ -47,7 +45,7 @@ def latest_good(run_dir: RunDir) -> CheckpointInfo | None:
     folders = sorted(run_dir.checkpoints.glob("step-*"), reverse=True)
     for folder in folders:
         record = read_record(folder / MANIFEST) or {}
-        if record.get("version", MANIFEST_VERSION) != MANIFEST_VERSION:
+        if record.get("version", MANIFEST_VERSION) not in READ_VERSIONS:
             read_checkpoint(folder)  # raises, naming the version that wrote it
         issues = verify_checkpoint(folder)
         if not issues:
@@ -100,7 +98,7 @@ def on_this_disk(
     folder, takes = checkpoint.path, world.rank in disks.apart_leaders
     if disks.is_apart[world.rank]:
         folder = run_dir.checkpoints / f"{PARTIAL_PREFIX}loading-{disks.keeper(world.rank)}"
-    files = {name: facts["sha256"] for name, facts in checkpoint.manifest["files"].items()}
+    files = {name: facts.sha256 for name, facts in checkpoint.manifest.files.items()}
     try:
         takers = broadcast_folder(folder, world, src=0, needs=takes, files=files, progress=progress)
         log.info("checkpoint=%s travels to ranks=%s", checkpoint.path.name, takers)
@@ -143,8 +141,8 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
     Raises:
         TrainingError: the checkpoint lacks a tensor, or holds it in another shape.
     """
-    reader = SafeReader(str(folder))
-    known = reader.read_metadata().state_dict_metadata
+    reader = TensorReader(folder)
+    known = reader.index().tensors
     missing = [name for name in state if name not in known]
     if missing:
         raise TrainingError(
@@ -154,7 +152,7 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
             id="checkpoint.unlike",
         )
     for name, value in state.items():
-        saved = tuple(getattr(known[name], "size", ()))
+        saved = known[name].shape
         if saved != tuple(value.shape):
             raise TrainingError(
                 f"{name} has shape {saved} in the checkpoint and {tuple(value.shape)} here",
@@ -165,7 +163,7 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            load(state, storage_reader=reader, no_dist=alone)
+            load(state, storage_reader=reader, planner=TensorPlanner(), no_dist=alone)
         except CheckpointException as error:
             raise TrainingError(
                 f"the checkpoint could not be read: {root_cause(error)}",
@@ -185,97 +183,23 @@ def restore_rng(folder: Path, rank: int, *, saved_world_size: int, world_size: i
 
     Returns:
         Whether it was restored; otherwise the caller seeds afresh.
+
+    Raises:
+        TrainingError: the file holds no random state.
     """
     file = rng_file(folder, rank)
     if saved_world_size != world_size or not file.is_file():
         return False
-    state = load_file(file)
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    try:
+        state = load_file(file)
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+    except (SafetensorError, KeyError, TypeError, RuntimeError, OSError) as error:
+        raise TrainingError(
+            f"the random state in {file.name} cannot be used: {root_cause(error)}",
+            where=str(folder),
+            fix="take another checkpoint: `isles checkpoint list`",
+            id="checkpoint.broken",
+        ) from error
     return True
-
-
-def root_cause(error: BaseException) -> str:
-    """The cause in one line: torch reports the failures of all ranks in one exception."""
-    if isinstance(error, CheckpointException):
-        rank, cause = first_failure(error)
-        return f"rank {rank}: {root_cause(cause)}"
-    if isinstance(error, UserError):
-        return error.what
-    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
-
-
-def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
-    """The first rank that failed, and of what."""
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return int(rank), cause
-
-
-class SafeReader(FileSystemReader):
-    """Reads a checkpoint whose index may name torch's own metadata types and nothing else.
-
-    torch keeps the index (`.metadata`) as a pickle; its plain reader would run whatever code a
-    tampered file names.
-    """
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of the checkpoint.
-
-        Raises:
-            TrainingError: the index names something that does not belong into one.
-        """
-        path = Path(str(self.path)) / ".metadata"
-        try:
-            with path.open("rb") as stream:
-                metadata: Metadata = _MetadataUnpickler(stream).load()
-        except (pickle.UnpicklingError, EOFError, FileNotFoundError) as error:
-            raise TrainingError(
-                f"the checkpoint's index cannot be read: {error}",
-                where=str(path),
-                fix="take another checkpoint: `isles checkpoint list`",
-                id="checkpoint.broken",
-            ) from error
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    _METADATA = "torch.distributed.checkpoint.metadata"
-    _ALLOWED = frozenset(
-        {
-            (_METADATA, "Metadata"),
-            (_METADATA, "MetadataIndex"),
-            (_METADATA, "TensorStorageMetadata"),
-            (_METADATA, "BytesStorageMetadata"),
-            (_METADATA, "ChunkStorageMetadata"),
-            (_METADATA, "TensorProperties"),
-            (_METADATA, "StorageMeta"),
-            (_METADATA, "_MEM_FORMAT_ENCODING"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.serialization", "_get_layout"),
-            ("torch", "Size"),
-            ("pathlib", "PosixPath"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == ("pathlib._local", "PosixPath"):
-            return PosixPath  # as Python 3.13 names it
-        if (module, name) == ("builtins", "getattr"):
-            return _memory_format  # Python 3.11 before 3.11.4 writes members of an enum so
-        if (module, name) in self._ALLOWED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index")
-
-
-def _memory_format(kind: Any, name: Any) -> Any:
-    # What `getattr` may do in an index: name a member of torch's one enum there.
-    if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
-        raise pickle.UnpicklingError(f"it names {name!r} of {kind!r}, which is no part of an index")
-    return _MEM_FORMAT_ENCODING[name]

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -27,21 +26,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
-from torch.futures import Future as TorchFuture
 
-from isles.checkpoint.load import first_failure, rng_file, root_cause
+from isles.checkpoint.load import rng_file
+from isles.checkpoint.tensors import TensorWriter, disk_failure, first_failure
 from isles.config.sections.output import CheckpointConfig
 from isles.dist.files import Disks, gather_folder
 from isles.dist.world import World, raise_first
 from isles.errors import TrainingError, UserError
-from isles.facts.units import format_bytes
 from isles.run.checkpoints import (
-    MANIFEST,
     PARTIAL_PREFIX,
     checkpoint_name,
     hash_files,
@@ -49,14 +43,12 @@ from isles.run.checkpoints import (
     sync_folder,
     verify_checkpoint,
 )
+from isles.run.manifest import MANIFEST, step_of
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 from isles.run.upload import Uploader
 
 log = logging.getLogger(__name__)
-
-_FULL_BYTES = 1 << 20
-"""With less than that free, whatever could not be written met a full disk."""
 
 
 class CheckpointManager:
@@ -116,8 +108,7 @@ class CheckpointManager:
         """
         self.wait()
         for folder in sorted(self._run_dir.checkpoints.glob("step-*")):
-            number = folder.name.removeprefix("step-")
-            if number.isdigit() and int(number) > step:
+            if (number := step_of(folder.name)) is not None and number > step:
                 log.warning("%s is of steps that are done again, and is removed", folder.name)
                 _discard(folder)
         if self._uploader is not None:
@@ -342,27 +333,7 @@ def write_shards(staged: dict[str, Tensor], folder: Path, group: dist.ProcessGro
     """Write this rank's part into a folder, which is there. All ranks must call this."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        save(staged, storage_writer=_Writer(folder), process_group=group)
-
-
-class _ExistingFolders(FileSystem):
-    # torch makes the folder of a checkpoint with all that is above it, and so made a run directory
-    # again that was deleted.
-    def mkdir(self, path: str | os.PathLike[str]) -> None:
-        pass
-
-
-class _Writer(FileSystemWriter):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.fs = _ExistingFolders()
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        # An error names the disk, as the other ranks see this error alone.
-        try:
-            return super().write_data(plan, planner)
-        except (OSError, RuntimeError) as error:
-            raise disk_failure(error, Path(str(self.path)), dist.get_rank()) from error
+        save(staged, storage_writer=TensorWriter(folder), process_group=group)
 
 
 def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
@@ -389,25 +360,6 @@ def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     partial.replace(final)
     sync_folder(final.parent)
     shutil.rmtree(removed, ignore_errors=True)
-
-
-def disk_failure(error: BaseException, folder: Path, rank: int) -> TrainingError:
-    """The error for a disk that does not take a file: its reason, its place, what is free."""
-    try:
-        free_bytes = shutil.disk_usage(folder).free
-    except OSError:
-        free_bytes = 0
-    cause, free = root_cause(error), f"{format_bytes(free_bytes)} are free on this disk"
-    what = f"{cause}; {free}"
-    if free_bytes < _FULL_BYTES and not isinstance(error, OSError):
-        what = f"the disk is full, {free} ({cause})"  # torch only says that a file ended early
-    return TrainingError(
-        what,
-        where=f"{folder}, rank {rank} on {socket.gethostname()}",
-        fix="free some space there, lower checkpoint.keep or set another output_dir; "
-        "`isles train` again goes on from the last whole checkpoint, which is untouched",
-        id="checkpoint.unsaved",
-    )
 
 
 def _discard(folder: Path) -> None:

@@ -146,7 +146,7 @@ def _line_of(error: ConfigError, path: Path) -> tuple[int, int]:
     # By line in the file; the command line last.
     head, _, rest = error.where.partition(f"{path}:")
     digits = rest.partition(" ")[0].partition(":")[0]
-    return (0, int(digits)) if not head and digits.isdigit() else (1, 0)
+    return (0, int(digits)) if not head and digits.isdecimal() else (1, 0)
 
 
 def _over(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def _override_path(key: str) -> KeyPath:
         if keys.named(keys.schema_at(tuple(path)) or {}) is not None:
             # A name of the user's own, such as a host's: dots and dashes belong to it.
             return (*path, ".".join(parts[position:]))
-        is_index = part.isascii() and part.isdigit() and len(part) < 7
+        is_index = part.isascii() and part.isdecimal() and len(part) < 7
         path.append(int(part) if is_index else part.replace("-", "_"))
     return tuple(path)
 

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -255,7 +255,13 @@ class _End:
             self.failure = _disk_failure(error, self._name, self._folder, self._world)
 
     def open(self, name: str, mode: str) -> None:
-        assert not name.startswith("/") and ".." not in PurePosixPath(name).parts, name
+        if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+            raise TrainingError(
+                f"{ascii(name)[:80]} is not the name of a file in a folder",
+                where=f"{self._folder}, rank {self._world.rank} on {self._world.host}",
+                fix="take another checkpoint: `isles checkpoint list`",
+                id="checkpoint.broken",
+            )
         self._name, self._hash = name, hashlib.sha256()
         path = self._folder / name
         if mode == "wb":

@@ -204,4 +204,4 @@ def least_driver(cuda: str) -> int | None:
     Source: CUDA Toolkit Release Notes, minimum driver versions for minor version compatibility.
     """
     major = cuda.partition(".")[0]
-    return _LEAST_DRIVERS.get(int(major)) if major.isdigit() else None
+    return _LEAST_DRIVERS.get(int(major)) if major.isdecimal() else None

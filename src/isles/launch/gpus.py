@@ -67,7 +67,7 @@ def free_bytes() -> dict[str, int]:
     return {
         row[0].strip(): int(row[1]) * 2**20
         for row in rows
-        if len(row) == 2 and row[1].strip().isdigit()
+        if len(row) == 2 and row[1].strip().isdecimal()
     }
 
 
@@ -105,7 +105,7 @@ def read_gpus(code: int, stdout: str, stderr: str, wanted: list[str] | None) -> 
         parts = [part.strip() for part in line.split(",")]
         if len(parts) >= 4:
             memory = parts[-1].removesuffix("MiB").strip()
-            size = int(memory) * 2**20 if memory.isdigit() else None
+            size = int(memory) * 2**20 if memory.isdecimal() else None
             # A name may hold a comma; the other three fields cannot.
             present.append(LocalGpu(", ".join(parts[1:-2]), parts[-2], size))
     return GpuFinding(tuple(present)) if wanted is None else _select(present, wanted)
@@ -121,7 +121,7 @@ def _select(present: list[LocalGpu], wanted: list[str]) -> GpuFinding:
     # As CUDA reads CUDA_VISIBLE_DEVICES: it stops at the first entry that is not there.
     chosen: list[LocalGpu] = []
     for entry in wanted:
-        if entry.isdigit():
+        if entry.isdecimal():
             gpu = present[int(entry)] if int(entry) < len(present) else None
         elif entry.startswith("MIG-"):
             gpu = LocalGpu("MIG device", entry, None)  # nvidia-smi's query does not list them

@@ -225,7 +225,7 @@ def _torchrun_script(
         notes.append("before that: export MASTER_ADDR=the address at which the others reach node 0")
     elif num_nodes > 1:
         address = cluster.hosts[0].address or cluster.hosts[0].ssh.rpartition("@")[2]
-        if not address.replace(".", "").isdigit():
+        if not address.replace(".", "").isdecimal():
             notes.append(f"every node must know {address} by an address that is not its loopback:")
             notes.append("launcher.hosts: [{ssh: ..., address: ...}] names one")
     where = "one node" if num_nodes == 1 else f"{num_nodes} nodes"

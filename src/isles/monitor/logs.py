@@ -11,6 +11,7 @@ from pathlib import Path
 
 from isles.errors import UserError
 from isles.monitor.status import node_reports
+from isles.run.manifest import number_of
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
@@ -254,9 +255,9 @@ class LogFiles:
             found["agent"] = attempt.agent_log
             found |= {path.stem: path for path in sorted(attempt.path.glob("*.out"))}
         for path in sorted(attempt.path.glob("node-*.log")):
-            number = path.stem.partition("-")[2]
-            if number.isdigit() and node in (None, int(number)):
-                name = self._name(int(number), "agent") if self.nodes else f"node {number}"
+            number = number_of(path.stem.partition("-")[2])
+            if number is not None and node in (None, number):
+                name = self._name(number, "agent") if self.nodes else f"node {number}"
                 found[name] = path
         return found
 

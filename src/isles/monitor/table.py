@@ -210,8 +210,8 @@ def copy_lines(copy: RunStore) -> list[str]:
     """The whole checkpoints of a run at `checkpoint.remote`."""
     found = [(step, manifest) for step in copy.steps() if (manifest := copy.manifest(step))]
     return [
-        f"step {step:<8} {_moment(manifest['created_at'])}  "
-        f"{format_bytes(sum(int(f['size']) for f in manifest['files'].values())):>10}  "
+        f"step {step:<8} {_moment(manifest.created_at)}  "
+        f"{format_bytes(manifest.size_bytes):>10}  "
         f"{copy.url}/checkpoints/{checkpoint_name(step)}"
         for step, manifest in found
     ] or [f"{copy.url} has no checkpoint yet"]

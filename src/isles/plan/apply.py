@@ -109,7 +109,7 @@ def _set(text: str, path: list[str], value: object) -> str:
 
 def _entry(node: yaml.Node, name: str) -> tuple[yaml.Node, yaml.Node] | None:
     if isinstance(node, yaml.SequenceNode):
-        item = node.value[int(name)] if name.isdigit() and int(name) < len(node.value) else None
+        item = node.value[int(name)] if name.isdecimal() and int(name) < len(node.value) else None
         return None if item is None else (item, item)
     for key, value in node.value:
         if key.value == name:

@@ -353,7 +353,7 @@ def _in_queue(cluster: ClusterConfig) -> Machines:
 def _named_in(text: str) -> Iterator[Device]:
     for word in re.split(r"[:,|&\s]+", text):
         try:
-            if word and not word.isdigit():
+            if word and not word.isdecimal():
                 yield Device.of(named_gpu(word))
         except KeyError:
             continue

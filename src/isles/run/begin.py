@@ -36,6 +36,7 @@ from isles.run.find import (
     typed_command,
     typed_name,
 )
+from isles.run.manifest import step_of
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import (
@@ -343,10 +344,9 @@ def _choose_copy(resolved: Resolved, url: str, resume: str, now: Clock) -> Begun
     # `--resume URL/NAME-N`, or `--resume URL/NAME-N/checkpoints/step-N`.
     name, _, rest = resume.removeprefix(f"{url.rstrip('/')}/").rstrip("/").partition("/")
     folder, _, checkpoint = rest.rpartition("/")
-    step = checkpoint.removeprefix("step-")
-    is_asked = folder == "checkpoints" and checkpoint.startswith("step-") and step.isdigit()
+    step = step_of(checkpoint) if folder == "checkpoints" else None
     found = find_named(url, name)
-    has_it = found is not None and (not rest or (is_asked and int(step) in found.steps))
+    has_it = found is not None and (not rest or step in found.steps)
     if found is None or found.step is None or not has_it:
         raise UserError(
             f"there is no {'checkpoint' if rest else 'run'} {resume}",
@@ -358,9 +358,9 @@ def _choose_copy(resolved: Resolved, url: str, resume: str, now: Clock) -> Begun
     run_dir = RunDir(Path(resolved.config.output_dir).expanduser() / name)
     if run_dir.attempts():
         _refuse_running(run_dir, run_state(run_dir, now), now)
-    place = f"from step {int(step) if is_asked else found.step}"
+    place = f"from step {found.step if step is None else step}"
     begun = _from_copy(run_dir, found, place, _changes_since(found, resolved))
-    asked = run_dir.checkpoints / checkpoint_name(int(step)) if is_asked else None
+    asked = None if step is None else run_dir.checkpoints / checkpoint_name(step)
     return replace(begun, resume_from=asked)
 
 

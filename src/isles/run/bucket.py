@@ -11,30 +11,41 @@ can; its predecessor finds it and ends to write.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePath
+from fnmatch import fnmatchcase
+from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
 from isles.errors import TrainingError, UserError
 from isles.facts.units import format_bytes, format_duration
 from isles.run.checkpoints import (
-    MANIFEST,
     PARTIAL_PREFIX,
     checkpoint_name,
     sync_folder,
     verify_checkpoint,
 )
 from isles.run.find import NUMBERED
+from isles.run.manifest import (
+    MANIFEST,
+    Manifest,
+    ManifestError,
+    is_plain,
+    number_of,
+    step_of,
+)
 from isles.run.objects import StoreError, open_store, within
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
 from isles.run.records import clear_errors, read_record, write_bytes_atomic
+
+log = logging.getLogger(__name__)
 
 KEY = "checkpoint.remote"
 BEAT_S, LOST_AFTER_S = 15.0, 60.0
@@ -43,6 +54,8 @@ BEAT_S, LOST_AFTER_S = 15.0, 60.0
 ANSWER_S = 40.0
 AT_ONCE = 4
 """Files that travel at the same time."""
+
+_LONGEST_RECORD_BYTES, _MOST_OWNERS = 1 << 30, 10**9
 
 _RECORDS = (
     "run.yaml",
@@ -72,23 +85,39 @@ class RunStore:
     def __init__(self, url: str, name: str) -> None:
         self.url, self.name = f"{url.rstrip('/')}/{name}", name
         with in_words(self.url):
-            self.store = open_store(self.url, f"{KEY} {url}")
+            self.store = open_store(url, f"{KEY} {url}", name)
 
     def record(self, name: str) -> dict[str, Any] | None:
         """A JSON record; None where there is none."""
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             found = json.loads(self.store.read(name) or b"null")
             return found if isinstance(found, dict) else None
         return None
 
     def steps(self) -> list[int]:
         """The steps of the whole checkpoints, oldest first; their files are not looked at."""
-        found = (name.split("/") for name in self.store.sizes("checkpoints"))
-        return sorted(int(p[0][5:]) for p in found if p[1:] == [MANIFEST] and p[0][5:].isdigit())
+        found = (name.partition("/") for name in self.store.sizes("checkpoints"))
+        steps = []
+        for folder, _, name in found:
+            if name == MANIFEST:
+                step = step_of(folder)
+                if step is not None and folder == checkpoint_name(step):
+                    steps.append(step)
+                else:
+                    log.warning("%s has a folder %r that isles did not make", self.url, folder)
+        return sorted(steps)
 
-    def manifest(self, step: int) -> dict[str, Any] | None:
-        found = self.record(f"checkpoints/{checkpoint_name(step)}/{MANIFEST}")
-        return found if found and isinstance(found.get("files"), dict) else None
+    def manifest(self, step: int) -> Manifest | None:
+        """The manifest of a checkpoint; None if it is missing or not sound."""
+        with suppress(ManifestError):
+            return self._sound_manifest(step)
+        return None
+
+    def _sound_manifest(self, step: int) -> Manifest:
+        manifest = Manifest.from_record(self.record(_place(step, MANIFEST)))
+        if manifest.step != step:
+            raise ManifestError(f"its manifest is of step {manifest.step}")
+        return manifest
 
     def delete_checkpoint(self, step: int) -> None:
         """Delete the manifest first, so that no part is ever taken for a checkpoint."""
@@ -116,14 +145,23 @@ class RunStore:
 
     def bring_records(self, run_dir: RunDir) -> None:
         """Take over the records, in a run directory that is there."""
-        for name in self.store.sizes(""):
-            patterns = (p for p in _RECORDS if p.count("/") == name.count("/"))
-            if any(PurePath(name).match(pattern) for pattern in patterns):
-                data = self.store.read(name)
-                if data is not None:
-                    path = run_dir.path / name
-                    path.parent.mkdir(exist_ok=True)
-                    write_bytes_atomic(path, data)
+        for name, size in self.store.sizes("").items():
+            if not _is_record(name):
+                continue
+            if size > _LONGEST_RECORD_BYTES:
+                log.warning("%s/%s has %s: not fetched", self.url, name, format_bytes(size))
+                continue
+            path = run_dir.path / name
+            if path.parent != run_dir.path and not path.parent.is_symlink():
+                path.parent.mkdir(exist_ok=True)
+            partial = path.with_name(f".{path.name}.partial")
+            try:
+                self.store.fetch(name, partial, lambda _: None)
+                partial.replace(path)
+            except FileNotFoundError:
+                continue  # deleted meanwhile
+            finally:
+                partial.unlink(missing_ok=True)
 
     def bring(self, step: int, run_dir: RunDir, report: Callable[[str], object]) -> list[str]:
         """Fetch a checkpoint: its faults, one line each; none where it is on this disk now.
@@ -132,13 +170,24 @@ class RunStore:
             StoreError: the bucket does not give it.
             OSError: this disk does not take it.
         """
-        manifest, final = self.manifest(step), run_dir.checkpoints / checkpoint_name(step)
-        if manifest is None:
-            return ["it has no readable manifest.json"]
+        try:
+            manifest = self._sound_manifest(step)
+        except ManifestError as error:
+            return [str(error)]
+        final = run_dir.checkpoints / checkpoint_name(step)
+        # Nothing is fetched that would not be taken: a longer file could fill this disk.
+        there = self.store.sizes(_place(step, ""))
+        faults = [
+            f"{name}: {there[name]} bytes, the manifest says {facts.size}"
+            for name, facts in manifest.files.items()
+            if there.get(name, facts.size) != facts.size
+        ]
+        if faults:
+            return faults
         partial = final.with_name(f"{PARTIAL_PREFIX}{final.name}")
         rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        total, done = sum(int(entry["size"]) for entry in manifest["files"].values()), 0
+        total, done = manifest.size_bytes, 0
 
         def moved(num_bytes: int) -> None:
             nonlocal done
@@ -147,13 +196,13 @@ class RunStore:
 
         def fetch(name: str) -> None:
             with suppress(FileNotFoundError):  # `verify_checkpoint` says so
-                self.store.fetch(f"checkpoints/{final.name}/{name}", partial / name, moved)
+                self.store.fetch(_place(step, name), partial / name, moved)
 
         moved(0)
         try:
             with ThreadPoolExecutor(AT_ONCE) as threads:
-                list(threads.map(fetch, manifest["files"]))
-            write_bytes_atomic(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+                list(threads.map(fetch, manifest.files))
+            write_bytes_atomic(partial / MANIFEST, json.dumps(manifest.record, indent=1).encode())
             if faults := verify_checkpoint(partial):
                 return faults
             rmtree(final, ignore_errors=True)  # a broken one
@@ -162,6 +211,19 @@ class RunStore:
         finally:
             rmtree(partial, ignore_errors=True)
         return []
+
+
+def _place(step: int, name: str) -> str:
+    return f"checkpoints/{checkpoint_name(step)}/{name}".rstrip("/")
+
+
+def _is_record(name: str) -> bool:
+    # Plain names only, as PurePath.match takes `tokenizer/..` for `tokenizer/*`.
+    parts = name.split("/")
+    patterns = (pattern.split("/") for pattern in _RECORDS)
+    return all(map(is_plain, parts)) and any(
+        len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern)) for pattern in patterns
+    )
 
 
 @contextmanager
@@ -184,6 +246,8 @@ def trouble_text(error: BaseException) -> str:
             return f"has no space left: {error.what}"
         case StoreError(kind="missing"):
             return f"is not there: {error.what}"
+        case StoreError(kind="odd"):
+            return f"holds something that isles does not use: {error.what}"
         case StoreError():
             return f"does not answer as it should: {error.what}"
         case _:
@@ -202,6 +266,8 @@ def _fix(error: BaseException) -> str:
         return f"make the bucket, or name another in {KEY}"
     if kind == "full":
         return "free some there, or raise its quota"
+    if kind == "odd":
+        return f"find out who put it there, and delete it; or name another bucket in {KEY}"
     return f"try again when it answers, or set {KEY}: null and train without it"
 
 
@@ -296,10 +362,11 @@ def _owned(copy: RunStore, record: dict[str, Any]) -> UserError:
 
 
 def _newest(copy: RunStore) -> tuple[int, dict[str, Any]]:
-    numbers = [int(name) for name in copy.store.sizes("owner") if name.isdigit()]
-    if not numbers:
-        return 0, {}
-    return max(numbers), copy.record(f"owner/{max(numbers):08d}") or {}
+    found = ((name, number_of(name)) for name in copy.store.sizes("owner"))
+    newest = max((n for name, n in found if n is not None and name == f"{n:08d}"), default=0)
+    if newest >= _MOST_OWNERS:
+        raise StoreError("odd", f"owner/{newest} has a number that no machine takes")
+    return (newest, copy.record(f"owner/{newest:08d}") or {}) if newest else (0, {})
 
 
 def _boot() -> str:
@@ -317,7 +384,7 @@ class Found:
         self.step = self.steps[-1] if self.steps else None
         self.is_finished = copy.record("summary.json") is not None
         self.manifest = copy.manifest(self.step) if self.step is not None else None
-        self.resolved = (copy.store.read("resolved.yaml") or b"").decode()
+        self.resolved = (copy.store.read("resolved.yaml") or b"").decode(errors="replace")
 
 
 def find_newest(url: str, name: str) -> Found | None:
@@ -386,8 +453,8 @@ def bring_asked(
         UserError: as `bring_newer`.
         TrainingError: it is broken there.
     """
-    step = int(folder.name.removeprefix("step-"))
-    if folder.is_dir():
+    step = step_of(folder.name)
+    if folder.is_dir() or step is None:
         return
     with in_words(copy.url), clear_errors(run_dir.checkpoints):
         if faults := copy.bring(step, run_dir, report):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isles.errors import TrainingError, UserError
+from isles.run.index import IndexFault, has_index, read_index
+from isles.run.manifest import MANIFEST, READ_VERSIONS, Manifest, ManifestError, step_of
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 
-MANIFEST = "manifest.json"
-MANIFEST_VERSION = 1
 PARTIAL_PREFIX = ".partial-"
 
 
@@ -27,15 +30,31 @@ class CheckpointInfo:
 
     path: Path
     step: int
-    manifest: dict[str, Any]
+    manifest: Manifest
+
+    @contextmanager
+    def reading(self, key: str) -> Iterator[None]:
+        """Raise a TrainingError in place of what an odd value of the manifest causes.
+
+        For values whose form only their own part of isles knows.
+        """
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise TrainingError(
+                f"{key!r} in the manifest is not what isles writes there: {error!r:.100}",
+                where=str(self.path / MANIFEST),
+                fix="take another checkpoint: `isles checkpoint list`",
+                id="checkpoint.broken",
+            ) from error
 
     @property
     def created_at(self) -> float:
-        return float(self.manifest["created_at"])
+        return self.manifest.created_at
 
     @property
     def size_bytes(self) -> int:
-        return sum(int(entry["size"]) for entry in self.manifest["files"].values())
+        return self.manifest.size_bytes
 
 
 def checkpoint_name(step: int) -> str:
@@ -49,24 +68,29 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
     Raises:
         TrainingError: the folder holds no manifest of this version.
     """
-    manifest = read_record(path / MANIFEST)
-    if manifest is None or not isinstance(manifest.get("files"), dict):
+    record = read_record(path / MANIFEST) or {}
+    version, versions = record.get("version"), record.get("versions")
+    if isinstance(record.get("files"), dict) and version not in READ_VERSIONS:
+        writer = versions.get("isles") if isinstance(versions, dict) else None
         raise TrainingError(
-            "this folder is not a whole checkpoint: it has no readable manifest.json",
+            f"the checkpoint has format {version!r:.40}, this isles reads formats "
+            f"{' and '.join(map(str, READ_VERSIONS))}",
+            where=str(path),
+            fix=f"use the version of isles that wrote it: {writer or 'unknown'!s:.40}",
+            id="checkpoint.unlike",
+        )
+    try:
+        manifest = Manifest.from_record(record)
+        if step_of(path.name) not in (None, manifest.step):
+            raise ManifestError(f"its manifest is of step {manifest.step}")
+    except ManifestError as error:
+        raise TrainingError(
+            f"this folder is not a whole checkpoint: {error}",
             where=str(path),
             fix="take another one from `isles checkpoint list`",
             id="checkpoint.broken",
-        )
-    if manifest.get("version") != MANIFEST_VERSION:
-        raise TrainingError(
-            f"the checkpoint has format {manifest.get('version')!r}, this isles reads "
-            f"format {MANIFEST_VERSION}",
-            where=str(path),
-            fix="use the version of isles that wrote it: "
-            f"{manifest.get('versions', {}).get('isles', 'unknown')}",
-            id="checkpoint.unlike",
-        )
-    return CheckpointInfo(path, int(manifest["step"]), manifest)
+        ) from None
+    return CheckpointInfo(path, manifest.step, manifest)
 
 
 def list_checkpoints(run_dir: RunDir) -> list[CheckpointInfo]:
@@ -126,24 +150,36 @@ def hash_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def verify_checkpoint(path: Path) -> list[str]:
-    """Faults of a checkpoint, one line each; none where it is whole."""
+    """Find the faults of a checkpoint, one line each; an empty list if it is whole.
+
+    Each file is hashed, and the index of the tensors is read as a load would read it.
+    """
     try:
         info = read_checkpoint(path)
     except TrainingError as error:
         return [error.what]
     damage = []
-    for name, expected in info.manifest["files"].items():
+    for name, expected in info.manifest.files.items():
         file = path / name
         try:
-            size = file.stat().st_size
-            if size != expected["size"]:
-                damage.append(f"{name}: {size} bytes, the manifest says {expected['size']}")
-            elif hash_file(file) != expected["sha256"]:
+            # Not followed: a link may point to any file of this machine, a pipe would never end.
+            found = file.lstat()
+            if not stat.S_ISREG(found.st_mode):
+                damage.append(f"{name}: it is not a file")
+            elif found.st_size != expected.size:
+                damage.append(f"{name}: {found.st_size} bytes, the manifest says {expected.size}")
+            elif hash_file(file) != expected.sha256:
                 damage.append(f"{name}: its SHA-256 is not the manifest's: the bytes changed")
         except FileNotFoundError:
             damage.append(f"{name}: missing")
         except OSError as error:
             damage.append(f"{name}: cannot be read: {error.strerror}")
+    sizes = {name: facts.size for name, facts in info.manifest.files.items()}
+    if not damage and (has_index(sizes) or info.manifest.version > 1):
+        try:
+            read_index(path, sizes)
+        except IndexFault as error:
+            damage.append(f"{error.file}: {error}")
     return damage
 
 

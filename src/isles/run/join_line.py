@@ -81,7 +81,7 @@ class JoinLine:
         """Read the line from a file; errors as of `parse`."""
         try:
             text, owner = read_text(path)
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the join line cannot be read: {error}", where=str(path), fix=_FIX, id="join.line"
             ) from error

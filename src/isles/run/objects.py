@@ -10,17 +10,18 @@ import errno
 import hashlib
 import os
 import secrets
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from isles.errors import MissingDependencyError
 from isles.facts.secrets import Redactor
-from isles.facts.units import format_duration
+from isles.facts.units import format_bytes, format_duration
 from isles.run.records import write_bytes_atomic
 
 T = TypeVar("T")
@@ -31,9 +32,11 @@ _CONNECT_S, _READ_S = 10, 30
 _PIECE_BYTES, _MOST_PIECES = 8 << 20, 9_000
 _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 _LONGEST = 300
+RECORD_BYTES = 64 << 20
+"""The longest record. A longer object is not read."""
 _AT_ONCE, _PROBES = 4, 2
 
-Kind = Literal["away", "full", "forbidden", "missing", "unconditional"]
+Kind = Literal["away", "full", "forbidden", "missing", "unconditional", "odd"]
 
 
 class StoreError(Exception):
@@ -42,7 +45,8 @@ class StoreError(Exception):
     Args:
         kind: away: it may do so in a moment. full: once there is space. forbidden: not with these
             credentials, if any. missing: there is no such bucket. unconditional: it writes an
-            object that is there as if it were not.
+            object that is there as if it were not. odd: an object is not one that isles writes,
+            and isles does not touch it.
         what: in words.
     """
 
@@ -82,8 +86,6 @@ class Store:
             raise _explained(error) from error
         if hasattr(self._fs, "retries"):
             self._fs.retries = 1  # we try again, and say so
-        # s3fs asks for the size before each object that it reads, to read long ones in parts.
-        self._reading = {"max_concurrency": 1} if protocol in ("s3", "s3a") else {}
         self._root: str = self._fs._strip_protocol(self.url)
 
     def _path(self, name: str) -> str:
@@ -96,13 +98,29 @@ class Store:
             raise _explained(error) from error
 
     def read(self, name: str) -> bytes | None:
-        """The bytes of an object; None: there is none."""
+        """The bytes of an object; None if it does not exist.
+
+        Raises:
+            StoreError: it has more than RECORD_BYTES, kind `odd`; or the bucket does not give it.
+        """
         try:
-            return bytes(self._fs.cat_file(self._path(name), **self._reading))
+            data = self._read(name, RECORD_BYTES + 1)
         except FileNotFoundError:
             return None
         except Exception as error:
             raise _explained(error) from error
+        if len(data) > RECORD_BYTES:
+            raise StoreError("odd", f"{name} is longer than {format_bytes(RECORD_BYTES)}")
+        return data
+
+    def _read(self, name: str, most_bytes: int) -> bytes:
+        try:
+            return bytes(self._fs.cat_file(self._path(name), start=0, end=most_bytes))
+        except Exception as error:
+            # An object without a byte has no first one.
+            if "InvalidRange" in f"{error!r}{error.__cause__!r}" or "416" in str(error)[:60]:
+                return b""
+            raise
 
     def write(self, name: str, data: bytes) -> None:
         """Write an object, over one that is there."""
@@ -211,14 +229,70 @@ class Store:
 
 
 class Folder(Store):
-    """A folder, as `/mnt/nas/runs` or `file:///mnt/nas/runs`."""
+    """A folder, as `/mnt/nas/runs` or `file:///mnt/nas/runs`.
 
-    def __init__(self, url: str) -> None:
+    Others may write there, too. So no link below `url` is followed: it could lead a read or a write
+    to any file of this machine.
+    """
+
+    def __init__(self, url: str, name: str = "") -> None:
         from fsspec.implementations.local import LocalFileSystem
 
-        self.url, self._reading = url.rstrip("/"), {}
+        self.url = f"{url.rstrip('/')}/{name}".rstrip("/")
         self._fs = LocalFileSystem(auto_mkdir=True)
-        self._root = str(Path(self.url.removeprefix("file://")).expanduser().absolute())
+        self._base = Path(url.rstrip("/").removeprefix("file://")).expanduser().absolute()
+        self._root = str(self._base / name)
+
+    def _path(self, name: str) -> str:
+        if "\0" in name or ".." in Path(name).parts:
+            raise StoreError("odd", f"{ascii(name)[:80]} is not a name of an object")
+        path = Path(super()._path(name))
+        for part in (path, *path.parents):
+            if part == self._base:
+                break
+            if part.is_symlink():
+                raise StoreError("odd", f"{part} is a link, and is not followed")
+        return str(path)
+
+    def _read(self, name: str, most_bytes: int) -> bytes:
+        with _regular(Path(self._path(name))) as stream:
+            return stream.read(most_bytes)
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        start, found = Path(self._path(prefix)), {}
+        try:
+            for folder, _, names in os.walk(start, onerror=_raise_unless_gone):
+                for name in names:
+                    path = Path(folder, name)
+                    with suppress(FileNotFoundError):
+                        if stat.S_ISREG((facts := path.lstat()).st_mode):
+                            found[str(path.relative_to(start))] = facts.st_size
+        except OSError as error:
+            raise _explained(error) from error
+        return found
+
+    def folders(self) -> list[str]:
+        try:
+            with os.scandir(self._path("")) as entries:
+                return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise _explained(error) from error
+
+    def fetch(self, name: str, path: Path, moved: Moved) -> None:
+        source = Path(self._path(name))
+        with path.open("wb") as target:
+            try:
+                stream = _regular(source)
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                raise _explained(error) from error
+            with stream:
+                while piece := stream.read(_PIECE_BYTES):
+                    target.write(piece)
+                    moved(len(piece))
 
     def write(self, name: str, data: bytes) -> None:
         path = Path(self._path(name))
@@ -226,13 +300,8 @@ class Folder(Store):
         self._try(lambda: write_bytes_atomic(path, data))
 
     def names(self, prefix: str) -> list[str]:
-        # Not `find`, which leaves a whole folder out where a file of it vanishes meanwhile.
-        root = Path(self._root)
-        try:
-            found = [path for path in (root / prefix).rglob("*") if path.name[0] != "."]
-            return sorted(str(path.relative_to(root)) for path in found if path.is_file())
-        except OSError as error:
-            raise _explained(error) from error
+        found = (name for name in self.sizes(prefix.rstrip("/")) if Path(name).name[0] != ".")
+        return sorted(prefix + name for name in found)
 
     def create(self, name: str, data: bytes) -> bool:
         path = Path(self._path(name))
@@ -249,10 +318,25 @@ class Folder(Store):
         return True
 
 
-def open_store(url: str, where: str) -> Store:
-    """The objects at a URL, or the files in a folder. Raises as `Store`."""
-    is_folder = "://" not in url or url.startswith("file://")
-    return Folder(url) if is_folder else Store(url, where)
+def open_store(url: str, where: str, name: str = "") -> Store:
+    """The objects at a URL, or the files in a folder, below `name`. Raises as `Store`."""
+    if "://" not in url or url.startswith("file://"):
+        return Folder(url, name)
+    return Store(f"{url.rstrip('/')}/{name}".rstrip("/"), where)
+
+
+def _regular(path: Path) -> BinaryIO:
+    # A file, opened; a pipe would never end, and a link that has just come is not followed.
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise StoreError("odd", f"{path} is not a file")
+    return os.fdopen(handle, "rb")
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error
 
 
 def probe(store: Store) -> None:
@@ -343,6 +427,8 @@ _UNKNOWN = ("Unable to locate credentials", "ExpiredToken", "NoCredentials", "cr
 
 
 def _explained(error: Exception) -> StoreError:
+    if isinstance(error, StoreError):
+        return error
     text = Redactor(())(" ".join(f"{error}".split()))[:_LONGEST] or type(error).__name__
     answer = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
     if isinstance(answer, dict) and (code := answer.get("Error", {}).get("Code")):

@@ -18,6 +18,8 @@ from typing import Any
 
 from isles.errors import PreflightError
 
+_LONGEST_BYTES = 64 << 20
+
 
 class Record(dict[str, Any]):
     """A record; `owner` is the other user who has written it, empty for this user's own."""
@@ -45,7 +47,8 @@ def read_text(path: Path) -> tuple[str, str]:
     counts as another user's, who may have put it there.
 
     Raises:
-        OSError, UnicodeDecodeError: it cannot be read as text.
+        OSError: it cannot be read.
+        ValueError: it is not text, not a regular file, or longer than any record.
     """
     flags, is_link = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, False
     try:
@@ -55,9 +58,13 @@ def read_text(path: Path) -> tuple[str, str]:
             raise
         is_link, handle = True, os.open(path, flags)
     with os.fdopen(handle, encoding="utf-8") as stream:
-        uid = os.fstat(handle).st_uid
+        facts = os.fstat(handle)
+        # A pipe would be waited for without end, and a device read without end.
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > _LONGEST_BYTES:
+            raise ValueError("it is not a record")
         text = stream.read()
-    return text, user_name(uid) if is_link or uid != os.geteuid() else ""
+    is_own = facts.st_uid == os.geteuid() and not is_link
+    return text, "" if is_own else user_name(facts.st_uid)
 
 
 def owner_of(path: Path) -> str:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from isles.run.manifest import number_of
 from isles.run.owner import owner_of
 
 
@@ -168,8 +169,8 @@ class RunDir:
         folder = self.path / "attempts"
         if not os.access(folder, os.R_OK | os.X_OK):  # there is none, or it is another user's
             return []
-        numbers = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit())
-        return [self.attempt(number) for number in numbers]
+        numbers = (number_of(entry.name) for entry in folder.iterdir())
+        return [self.attempt(number) for number in sorted(n for n in numbers if n is not None)]
 
     def attempt(self, number: int) -> Attempt:
         """The attempt of this number, whether or not it exists."""

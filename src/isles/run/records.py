@@ -123,16 +123,18 @@ def read_own(path: Path) -> OwnRecord | None:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSON-lines file; a last line that is still being written is left out."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
-    rows = []
+    rows: list[dict[str, Any]] = []
     for line in text.splitlines(keepends=True):
         if line.endswith("\n"):
             try:
-                rows.append(json.loads(line))
-            except ValueError:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
                 continue  # a line torn by a full disk or a kill
+            if isinstance(row, dict):
+                rows.append(row)
     return rows
 
 

@@ -28,12 +28,12 @@ from isles.run.bucket import (
     trouble_text,
 )
 from isles.run.checkpoints import (
-    MANIFEST,
     CheckpointInfo,
     checkpoint_name,
     list_checkpoints,
     read_checkpoint,
 )
+from isles.run.manifest import MANIFEST, FileFacts
 from isles.run.objects import StoreError, within
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
@@ -73,7 +73,7 @@ class Uploader:
         self._detail = ""
         self._owner: Owner | None = None
         self._record: dict[str, Any] = {}
-        self._there: dict[int, dict[str, Any]] | None = None
+        self._there: dict[int, dict[str, FileFacts]] | None = None
         self._broken: set[int] = set()
         self._failing_since: float | None = None
         self._trouble, self._is_noted = "", False
@@ -207,7 +207,7 @@ class Uploader:
             self.take(log.info)
         if self._there is None:
             found = {step: self.copy.manifest(step) for step in self.copy.steps()}
-            self._there = {s: manifest["files"] for s, manifest in found.items() if manifest}
+            self._there = {s: manifest.files for s, manifest in found.items() if manifest}
             self.copy.store.delete(["summary.json"])  # it says that the run is over
             self.copy.delete_parts(str(self._record.get("sent", {}).get("name", "")))
         self._forget()
@@ -224,7 +224,7 @@ class Uploader:
         return [
             info
             for info in list_checkpoints(self._run_dir)[-self._keep :]
-            if info.step not in self._broken and there.get(info.step) != info.manifest["files"]
+            if info.step not in self._broken and there.get(info.step) != info.manifest.files
         ]
 
     def _forget(self) -> None:
@@ -236,7 +236,7 @@ class Uploader:
         for later in [s for s in self._there if s > step]:
             here = self._run_dir.checkpoints / checkpoint_name(later)
             with suppress(Exception):
-                if read_checkpoint(here).manifest["files"] == self._there[later]:
+                if read_checkpoint(here).manifest.files == self._there[later]:
                     continue  # done again since, and as before
             self.copy.delete_checkpoint(later)
             del self._there[later]
@@ -254,7 +254,7 @@ class Uploader:
     def _send(self, info: CheckpointInfo) -> None:
         # The files, then what else goes on with the run, and the manifest when all are there.
         assert self._there is not None and self._owner is not None
-        name, files = info.path.name, info.manifest["files"]
+        name, files = info.path.name, info.manifest.files
         if self._there.pop(info.step, None) is not None:
             self.copy.delete_checkpoint(info.step)  # of the same step, before it was done again
         self.sending, self.moved_at = info.step, time.monotonic()
@@ -263,7 +263,7 @@ class Uploader:
             self._send_files(info)
             self.copy.send_records(self._run_dir)
             text = (info.path / MANIFEST).read_bytes()
-            if (read_record(info.path / MANIFEST) or {}).get("files") != files:
+            if read_record(info.path / MANIFEST) != info.manifest.record:
                 return  # saved anew meanwhile
             self._owner.beat()
             self.copy.store.write(f"checkpoints/{name}/{MANIFEST}", text)
@@ -272,7 +272,7 @@ class Uploader:
             self.copy.delete_checkpoint(info.step)
             return
         except _Changed as error:
-            if read_record(info.path / MANIFEST) == info.manifest:
+            if read_record(info.path / MANIFEST) == info.manifest.record:
                 self._broken.add(info.step)
                 self._note(f"{error}; it is not sent to {self.copy.url}")
             return
@@ -288,7 +288,7 @@ class Uploader:
 
     def _send_files(self, info: CheckpointInfo) -> None:
         folder, name = f"checkpoints/{info.path.name}", info.path.name
-        files, there = info.manifest["files"], self.copy.store.sizes(folder)
+        files, there = info.manifest.files, self.copy.store.sizes(folder)
         sent = self._record.get("sent", {})
         if sent.get("name") != name:
             sent = {"name": name, "files": {}}
@@ -302,19 +302,16 @@ class Uploader:
 
         def send(file: str) -> None:
             expected = files[file]
-            if (sent["files"].get(file), there.get(file)) == (expected["sha256"], expected["size"]):
+            if (sent["files"].get(file), there.get(file)) == (expected.sha256, expected.size):
                 log.info("remote file=%s/%s is there already", name, file)
-                moved(expected["size"])
+                moved(expected.size)
                 return
             if self._is_lost:
                 raise TakenOver(self._trouble)
-            if (
-                self.copy.store.send(info.path / file, f"{folder}/{file}", moved)
-                != expected["sha256"]
-            ):
+            if self.copy.store.send(info.path / file, f"{folder}/{file}", moved) != expected.sha256:
                 raise _Changed(f"{name}: the bytes of {file} are not those that were saved")
             with self._changing:
-                sent["files"][file] = expected["sha256"]
+                sent["files"][file] = expected.sha256
                 self._record["sent"] = sent
                 self._keep_record()
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, slowest
 from isles.balance.revise import Allocation, Device, History, choose, equal_devices, pooled
-from isles.checkpoint.save import disk_failure
+from isles.checkpoint.tensors import disk_failure
 from isles.config.layout import Strategy
 from isles.config.sections.run import RunConfig
 from isles.dist.mesh import Mesh
@@ -110,7 +110,8 @@ class _Chooser:
     ) -> None:
         self._model, self._config, self._strategy = model, config, strategy
         self._mesh, self._world = mesh, world
-        self._manifest = resume_from.manifest if resume_from else {}
+        self._from = resume_from
+        self._manifest: Mapping[str, Any] = resume_from.manifest if resume_from else {}
         self._rows = config.training.global_batch_size
         self._in_step = runs_in_step(strategy)
         self._devices = world.gather(Device(world.host, _device_name(world), mesh.dp_rank))
@@ -125,9 +126,11 @@ class _Chooser:
 
     def history(self, run_dir: RunDir, step: int, recorder: Recorder) -> tuple[History, Allocation]:
         # What was decided before and still holds, or a new beginning.
-        before = self._world.main_first(
-            lambda: History.load(run_dir.balance, self._manifest.get("balance"))
-        )
+        def load() -> History:
+            with contextlib.nullcontext() if self._from is None else self._from.reading("balance"):
+                return History.load(run_dir.balance, self._manifest.get("balance"))
+
+        before = self._world.main_first(load)
         history = before.going_on_after(step, self._fits)
         if history is None:
             if before.at(step) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,7 @@ from isles.train.strategy import (
 )
 
 if TYPE_CHECKING:
+    from isles.outer.samples import OwnSamples
     from isles.outer.trainer.step import Exchange
 
 log = logging.getLogger(__name__)
@@ -99,7 +101,7 @@ def build(
 
         exchange = make_exchange(config, engine, world, run_dir, recorder, resume_from)
     progress = _take_over(engine, resume_from, config, run_dir, world, disks, recorder, exchange)
-    samples = None if exchange is None else exchange.begin(progress)
+    samples = _begin(exchange, progress, resume_from)
     split, rank = balancer.split, mesh.dp_rank
     loader = Loader(training, split=split, dp_rank=rank, device=world.device, numbering=samples)
     meter = _make_meter(model_size, config, strategy, mesh, balancer, world)
@@ -213,6 +215,13 @@ def _make_model(
         world.world_size,
     )
     return model
+
+
+def _begin(
+    exchange: Exchange | None, progress: Progress, checkpoint: CheckpointInfo | None
+) -> OwnSamples | None:
+    with nullcontext() if checkpoint is None else checkpoint.reading("outer"):
+        return None if exchange is None else exchange.begin(progress)
 
 
 def _take_over(

@@ -150,7 +150,7 @@ def with_base(config: RunConfig, checkpoint: CheckpointInfo) -> RunConfig:
             was taken with.
     """
     name = config.model.name_or_path
-    recorded = (checkpoint.manifest.get("base") or {}).get("name", name)
+    recorded = str((checkpoint.manifest.get("base") or {}).get("name", name))
     if not Path(name).expanduser().exists() and Path(recorded).exists():
         config = config.model_copy(
             update={"model": config.model.model_copy(update={"name_or_path": recorded})}
@@ -166,9 +166,9 @@ def check_base(base: Base, checkpoint: CheckpointInfo) -> None:
         UserError: the checkpoint was taken with others.
     """
     before = checkpoint.manifest.get("base")
-    if before is None or before["fingerprint"] == base["fingerprint"]:
+    if before is None or before.get("fingerprint") == base["fingerprint"]:
         return
-    named = "" if before["name"] == base["name"] else f", which was {before['name']}"
+    named = "" if before.get("name") == base["name"] else f", which was {before.get('name')}"
     raise UserError(
         f"the weights of {base['name']} are not those that this adapter was trained beside{named}",
         where=str(checkpoint.path),

@@ -25,7 +25,7 @@ from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import TrainingError
 from isles.outer.samples import joined
-from isles.run.checkpoints import MANIFEST_VERSION
+from isles.run.manifest import MANIFEST_VERSION
 from isles.run.paths import RunDir
 from isles.strategies.base import Engine
 from isles.train.metrics import StepMeter, evaluate

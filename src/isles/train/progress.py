@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -37,7 +38,7 @@ class Progress:
         return cls(step=0, samples=0, tokens=0, target_tokens=0, elapsed_s=0.0)
 
     @classmethod
-    def from_manifest(cls, manifest: dict[str, Any]) -> Progress:
+    def from_manifest(cls, manifest: Mapping[str, Any]) -> Progress:
         """Of a run that goes on from a checkpoint."""
         return cls(
             step=int(manifest["step"]),

@@ -142,7 +142,12 @@ def _known(dataset: Dataset, path: Path) -> Any:
         return unknown
     try:
         with np.load(path, allow_pickle=False) as kept:
-            return kept["scores"] if str(kept["content"]) == dataset.content else unknown
+            scores = kept["scores"] if str(kept["content"]) == dataset.content else unknown
+            return (
+                scores
+                if (scores.shape, scores.dtype) == (unknown.shape, unknown.dtype)
+                else unknown
+            )
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         log.warning("reference scores=%s cannot be read, scoring anew: %s", path, error)
         return unknown

@@ -113,6 +113,6 @@ def _main_stack(text: str) -> list[Frame]:
         if _THREAD.match(line):
             stack = []  # the oldest thread comes last
         elif found := _FRAME.match(line):
-            number = int(found[2]) if found[2].isdigit() else 0
+            number = int(found[2]) if found[2].isdecimal() else 0
             stack.append((found[1], number, found[3]))
     return [frame for frame in reversed(stack) if frame[0] != str(RUNNER)]

@@ -150,4 +150,4 @@ def _number(text: str | None) -> int:
     digits = (text or "").split(" ")[0].partition(".")[0]
     if digits.lower() == "yes":
         return 1
-    return int(digits) if digits.isdigit() else 0
+    return int(digits) if digits.isdecimal() else 0

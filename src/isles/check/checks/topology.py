@@ -173,7 +173,7 @@ def _cards() -> dict[str, Card]:
 
 
 def _number(text: str | None) -> int:
-    return int(text) if text and text.isdigit() else 0  # [N/A], [Not Supported]
+    return int(text) if text and text.isdecimal() else 0  # [N/A], [Not Supported]
 
 
 def _narrow(name: str, used: Sequence[Card]) -> Iterator[Finding]:

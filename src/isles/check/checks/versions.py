@@ -95,7 +95,7 @@ def _old_drivers(
         cuda = imported.get(name, {}).get("cuda")
         least = least_driver(cuda) if cuda else None
         major = driver.partition(".")[0]
-        if least is None or not major.isdigit() or int(major) >= least:
+        if least is None or not major.isdecimal() or int(major) >= least:
             continue
         text = f"torch is built for CUDA {cuda}, which needs the driver {least} or newer, and it "
         text += f"has {driver}"

@@ -242,7 +242,7 @@ class QueueJob:
 
 def training_job(attempt: Attempt) -> str | None:
     """The id of the job that trains an attempt, or has until it was handed on; None: none has."""
-    found = [word for word in _holder(attempt) if word[0].isdigit()]
+    found = [word for word in _holder(attempt) if word[0].isdecimal()]
     return found[-1] if found else None
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
 import secrets
 import sqlite3
 import time
@@ -22,9 +23,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from isles.errors import ConfigError
-from isles.facts.units import printable
 from isles.outer.hub.core import Core
 from isles.outer.hub.rules import Refusal
+from isles.run.manifest import is_plain, number_of
 from isles.run.objects import Store, StoreError
 
 log = logging.getLogger(__name__)
@@ -36,25 +37,63 @@ _KEPT, _SWEEP_EVERY = 64, 16
 _AGAIN_S = 0.2
 _EVENTS = 50
 """So many are kept."""
-_FIX = "is it the url of another thing, or of another version of isles? take an empty prefix"
-_MOST_BYTES = 256 * 2**20
-"""Of an entry, unpacked."""
 
+_NUMBER, _REAL, _TEXT, _NAME, _DIGEST = "number", "real", "text", "name", "digest"
 _TABLES = {
-    "meta": ("key", "value"),
-    "members": (
-        *("number", "id", "name", "state", "is_behind", "from_round", "version", "refusals"),
-        *("command", "command_reason", "claim", "claimed", "has_finished", "ended", "refusal"),
-    ),
-    "rounds": ("round", "state", "digest", "size", "outer_params", "committed_at", "seconds"),
-    "parts": ("round", "member", "tokens", "norm", "spans", "reason"),
-    "objects": ("round", "member", "digest", "size"),
-    "blocks": ("start", "stop", "owner"),
-    "applied": ("round", "member", "outer_params"),
-    "states": ("number", "member", "version", "content", "is_complete"),
-    "events": ("number", "at", "member", "kind", "what"),
-    "sqlite_sequence": ("name", "seq"),
+    "meta": {"key": _TEXT, "value": _TEXT},
+    "members": {
+        "number": _NUMBER,
+        "id": _TEXT,
+        "name": _NAME,
+        "state": _TEXT,
+        "is_behind": _NUMBER,
+        "from_round": _NUMBER,
+        "version": _NUMBER,
+        "refusals": _NUMBER,
+        "command": _TEXT,
+        "command_reason": _TEXT,
+        "claim": _NUMBER,
+        "claimed": _TEXT,
+        "has_finished": _NUMBER,
+        "ended": _NUMBER,
+        "refusal": _TEXT,
+    },
+    "rounds": {
+        "round": _NUMBER,
+        "state": _TEXT,
+        "digest": _DIGEST,
+        "size": _NUMBER,
+        "outer_params": _TEXT,
+        "committed_at": _REAL,
+        "seconds": _REAL,
+    },
+    "parts": {
+        "round": _NUMBER,
+        "member": _NUMBER,
+        "tokens": _NUMBER,
+        "norm": _REAL,
+        "spans": _TEXT,
+        "reason": _TEXT,
+    },
+    "objects": {"round": _NUMBER, "member": _NUMBER, "digest": _DIGEST, "size": _NUMBER},
+    "blocks": {"start": _NUMBER, "stop": _NUMBER, "owner": _NUMBER},
+    "applied": {"round": _NUMBER, "member": _NUMBER, "outer_params": _TEXT},
+    "states": {
+        "number": _NUMBER,
+        "member": _NUMBER,
+        "version": _NUMBER,
+        "content": _TEXT,
+        "is_complete": _NUMBER,
+    },
+    "events": {"number": _NUMBER, "at": _REAL, "member": _TEXT, "kind": _TEXT, "what": _TEXT},
+    "sqlite_sequence": {"name": _TEXT, "seq": _NUMBER},
 }
+"""The columns of each table, and what a value of each may be: others write to the bucket, too."""
+
+_DIGESTS = re.compile(r"([0-9a-f]{64})?")
+_MOST_BYTES = 64 << 20
+"""An entry that is longer, unpacked, is not read."""
+
 _OBJECTS = """
 CREATE TABLE IF NOT EXISTS objects (
   round INTEGER NOT NULL, member INTEGER NOT NULL, digest TEXT NOT NULL, size INTEGER NOT NULL,
@@ -104,10 +143,7 @@ class Chain:
         return None
 
     def _have(self, number: int, entry: dict[str, Any]) -> None:
-        try:
-            self._load(json.dumps(entry["tables"]))
-        except sqlite3.Error as error:
-            raise _malformed(str(error), f"{self._store.url}/{_name(number)}") from error
+        self._load(json.dumps(entry["tables"]))
         self.number, self._id = number, str(entry["chain"])
 
     def follow(self, *, looks_around: bool = False) -> bool:
@@ -129,10 +165,7 @@ class Chain:
     def _pointed(self) -> int:
         # Where the newest entry is, about: who has written one may have died before this.
         data = self._store.read("newest")
-        try:
-            return int(data or b"0")
-        except ValueError:
-            return 0
+        return number_of((data or b"")[:20].decode("ascii", "replace")) or 0
 
     def _has(self, number: int) -> bool:
         return self._store.read(_name(number)) is not None
@@ -170,8 +203,16 @@ class Chain:
                     journal.run(f"INSERT INTO {name} VALUES ({marks})", *row)
             self.core.samples.clean()
 
-        self.core.journal.do(load)
-        self.core.rounds.note_parts()
+        try:
+            self.core.journal.do(load)
+            self.core.rounds.note_parts()
+        except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"the journal holds what isles does not write: {error}",
+                where=self._store.url,
+                fix=_FIX,
+                id="bucket.refused",
+            ) from error
 
     # Writing.
 
@@ -240,7 +281,8 @@ class Chain:
 
     def _listed(self) -> list[int]:
         names = (name.removeprefix("journal/") for name in self._store.names("journal/"))
-        return [int(name) for name in names if name.isascii() and name.isdecimal()]
+        numbers = ((name, number_of(name)) for name in names)
+        return [n for name, n in numbers if n is not None and _name(n) == f"journal/{name}"]
 
     def _dump(self) -> str:
         self.core.journal.do(self._prune)
@@ -262,30 +304,47 @@ def _name(number: int) -> str:
     return f"journal/{number:08d}"
 
 
+_FIX = "is it the url of another thing, or of another version of isles? take an empty prefix"
+
+
 def _decode(data: bytes, where: str) -> dict[str, Any]:
     try:
-        unpacking = zlib.decompressobj(31)  # gzip
-        text = unpacking.decompress(data, _MOST_BYTES)
-        if not unpacking.eof:
-            raise ValueError(f"it is cut off, or has more than {_MOST_BYTES} bytes")
-        entry: dict[str, Any] = json.loads(text)
+        entry = json.loads(_unpacked(data))
         if entry["format"] != _FORMAT:
-            what = f"this journal is of another version of isles ({entry['format']})"
+            shown = ascii(entry["format"])[:20]
+            what = f"this journal is of another version of isles ({shown})"
             raise ConfigError(what, where=where, fix=_FIX, id="bucket.refused")
+        if not isinstance(entry["chain"], str):
+            raise ValueError("chain")
         for name, columns in _TABLES.items():
             for row in entry["tables"][name]:
-                if len(row) != len(columns) or not all(map(_is_cell, row)):
+                if not all(_is_sound(v, k) for v, k in zip(row, columns.values(), strict=True)):
                     raise ValueError(f"table {name}")
-    except (zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _malformed(str(error), where) from None
-    return entry
+    except (ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
+        what = f"this is no entry of a journal of isles: {error}"
+        raise ConfigError(what, where=where, fix=_FIX, id="bucket.refused") from None
+    found: dict[str, Any] = entry
+    return found
 
 
-def _is_cell(value: object) -> bool:
-    is_small = not isinstance(value, int) or abs(value) < 2**63
-    return is_small and (value is None or isinstance(value, int | float | str))
+def _unpacked(data: bytes) -> bytes:
+    # No more than that: a few KB can stand for gigabytes.
+    gunzip = zlib.decompressobj(wbits=31)
+    text = gunzip.decompress(data, _MOST_BYTES)
+    if not gunzip.eof or gunzip.unused_data:
+        raise ValueError("it is longer than an entry can be, or cut off")
+    return text
 
 
-def _malformed(what: str, where: str) -> ConfigError:
-    text = f"this is no entry of a journal of isles: {printable(what)}"
-    return ConfigError(text, where=where, fix=_FIX, id="bucket.refused")
+def _is_sound(value: object, kind: str) -> bool:
+    match kind:
+        case "number":
+            return value is None or (type(value) is int and abs(value) < 2**63)
+        case "real":
+            return isinstance(value, (int, float)) and abs(value) < 1e300
+        case "digest":
+            return isinstance(value, str) and bool(_DIGESTS.fullmatch(value))
+        case "name":
+            return is_plain(value)
+        case _:
+            return value is None or isinstance(value, str)

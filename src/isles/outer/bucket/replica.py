@@ -27,6 +27,7 @@ from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.work import AwakeClock
 from isles.outer.messages import Heartbeat
+from isles.run.manifest import number_of
 from isles.run.objects import StoreError
 
 log = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ class Replica:
         try:
             said = json.loads(beat)
             heartbeat, asks = Heartbeat.model_validate(said["heartbeat"]), str(said["asks"])
-        except (ValidationError, ValueError, KeyError, TypeError):
+        except (ValidationError, ValueError, KeyError, TypeError, RecursionError):
             log.info("outer the heartbeat of member %d cannot be read", number)
             return
         before = core.membership.heartbeats.get(number)
@@ -319,8 +320,8 @@ def state_place(state: int, index: int, digest: str) -> str:
 
 
 def _number(name: str) -> int:
-    part = name.split("/")[1]
-    return int(part) if part.isdecimal() else 2**62
+    number = number_of(name.split("/")[1])
+    return 2**62 if number is None else number
 
 
 def refused(error: Refusal, url: str) -> BucketRefusal:

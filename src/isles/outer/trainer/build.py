@@ -57,14 +57,17 @@ def make_exchange(
         engine, world, layout, OuterSettings(outer.lr, outer.momentum, outer.max_norm)
     )
     manifest = None if resume_from is None else resume_from.manifest.get("outer")
-    if manifest is not None:
-        if manifest["layout"] != layout.digest:
+    if resume_from is not None and manifest is not None:
+        with resume_from.reading("outer"):
+            found = manifest["layout"]
+            sent = [int(one["outer_step"]) % outer.fragments for one in manifest["sent"]]
+        if found != layout.digest:
             raise TrainingError(
                 "the checkpoint's outer state is of other weights, fragments or codec",
                 where="outer",
                 fix="go on with the section outer and the adapter that the run began with",
             )
-        cluster.expect([int(sent["outer_step"]) % outer.fragments for sent in manifest["sent"]])
+        cluster.expect(sent)
 
     def member_id() -> str:
         # Who this cluster is, for the whole run; made at its first start.

@@ -1,0 +1,226 @@
+"""The index of a checkpoint: of each tensor its type, its shape, and the bytes that hold it.
+
+`tensors.json` is the index that isles writes. `.metadata` is the index that isles 0.1.0 wrote, as
+torch does: `run/pickled.py` reads it without running a pickle. Both become an `Index`, which is
+checked whole against the files of the checkpoint before any tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isles.run import pickled
+from isles.run.manifest import is_count, is_plain
+
+INDEX, OLD_INDEX = "tensors.json", ".metadata"
+_FORMAT = 1
+_LONGEST_BYTES = 1 << 30
+_MOST_DIMENSIONS, _LONGEST_NAME = 64, 2_000
+
+ITEM_BYTES = {
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e4m3fnuz"), 1),
+    **dict.fromkeys(("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    "complex128": 16,
+}
+"""The types of the tensors that a checkpoint may hold, as torch names them."""
+
+
+class IndexFault(ValueError):
+    """An index cannot be used. Its text is the reason.
+
+    Args:
+        file: the name of the index.
+    """
+
+    def __init__(self, what: str, file: str = INDEX) -> None:
+        super().__init__(what)
+        self.file = file
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor: consecutive bytes of one file.
+
+    Args:
+        offsets, sizes: which part, by dimension.
+        file: the name of a file of the checkpoint.
+        start, length: which of its bytes.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a checkpoint; `dtype` is one of `ITEM_BYTES`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The tensors of a checkpoint by name.
+
+    Args:
+        is_old: each piece is a small archive as `torch.save` writes it, not the numbers alone.
+    """
+
+    tensors: Mapping[str, Entry]
+    is_old: bool = False
+
+
+def has_index(names: Mapping[str, object]) -> bool:
+    """Whether an index is among the files of a checkpoint."""
+    return INDEX in names or OLD_INDEX in names
+
+
+def index_text(tensors: Mapping[str, Entry]) -> str:
+    """The text of `tensors.json`."""
+    records = {
+        name: {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "pieces": [
+                {
+                    "offsets": piece.offsets,
+                    "sizes": piece.sizes,
+                    "file": piece.file,
+                    "start": piece.start,
+                    "length": piece.length,
+                }
+                for piece in entry.pieces
+            ],
+        }
+        for name, entry in tensors.items()
+    }
+    return json.dumps({"format": _FORMAT, "tensors": records}, separators=(",", ":")) + "\n"
+
+
+def read_index(folder: Path, sizes: Mapping[str, int] | None = None) -> Index:
+    """Read the index of a checkpoint and check it.
+
+    Args:
+        sizes: the files that the manifest lists and their bytes; None: the files of the folder.
+
+    Raises:
+        IndexFault: the index is missing, or a value in it is not sound.
+    """
+    try:
+        if sizes is None:
+            found = ((entry.name, entry.lstat()) for entry in folder.iterdir())
+            sizes = {name: s.st_size for name, s in found if stat.S_ISREG(s.st_mode)}
+        name = INDEX if INDEX in sizes else OLD_INDEX
+        if name not in sizes:
+            raise IndexFault(f"there is neither {INDEX} nor {OLD_INDEX}")
+        if sizes[name] > _LONGEST_BYTES:
+            raise IndexFault(f"an index of {sizes[name]} bytes is too long", name)
+        data = (folder / name).read_bytes()
+    except OSError as error:
+        raise IndexFault(f"it cannot be read: {error.strerror}") from error
+    return index_from(data, sizes, is_old=name == OLD_INDEX)
+
+
+def index_from(data: bytes, sizes: Mapping[str, int], *, is_old: bool) -> Index:
+    """Check the bytes of an index. Raises as `read_index`."""
+    file = OLD_INDEX if is_old else INDEX
+    try:
+        records = _old_records(data) if is_old else _records(data)
+        return Index({n: _entry(n, record, sizes, is_old) for n, record in records.items()}, is_old)
+    except RecursionError:
+        raise IndexFault("it is nested too deeply", file) from None
+    except IndexFault as error:
+        raise IndexFault(str(error), file) from None
+    except ValueError as error:  # of JSON, of the old form
+        raise IndexFault(f"it is not an index: {ascii(str(error))[1:200]}", file) from None
+
+
+def _records(data: bytes) -> dict[str, Any]:
+    found = json.loads(data)
+    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        raise IndexFault(f"it is not an index of format {_FORMAT}")
+    if not isinstance(found.get("tensors"), dict):
+        raise IndexFault("it lists no tensors")
+    return dict(found["tensors"])
+
+
+def _old_records(data: bytes) -> dict[str, Any]:
+    # What torch wrote, in the form of the JSON.
+    tensors, places = pickled.read_torch_index(data)
+    records = {}
+    for name, (dtype, shape, chunks) in tensors.items():
+        pieces = []
+        for offsets, sizes in chunks:
+            file, start, length = places.get((name, offsets), (None, None, None))
+            place = {"file": file, "start": start, "length": length}
+            pieces.append({"offsets": offsets, "sizes": sizes, **place})
+        records[name] = {"dtype": dtype, "shape": shape, "pieces": pieces}
+    return records
+
+
+def _entry(name: object, record: Any, sizes: Mapping[str, int], is_old: bool) -> Entry:
+    if not isinstance(name, str) or len(name) > _LONGEST_NAME:
+        raise IndexFault("the name of a tensor is not a text, or too long")
+    shown = ascii(name)[1:-1][:80]
+    if not isinstance(record, dict) or not isinstance(record.get("pieces"), list):
+        raise IndexFault(f"{shown} is not a tensor")
+    dtype, shape = record.get("dtype"), _numbers(record.get("shape"), shown)
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise IndexFault(f"{shown} has a type that no tensor of a checkpoint has")
+    total, numel, seen = 0, math.prod(shape), set()
+    if not is_count(numel * ITEM_BYTES[dtype]):
+        raise IndexFault(f"{shown} is too large")
+    pieces = []
+    for one in record["pieces"]:
+        if not isinstance(one, dict):
+            raise IndexFault(f"a piece of {shown} is not one")
+        piece = _piece(shown, one, sizes)
+        ends = zip(piece.offsets, piece.sizes, shape, strict=False)
+        if not len(piece.offsets) == len(piece.sizes) == len(shape):
+            raise IndexFault(f"a piece of {shown} has another number of dimensions")
+        part = math.prod(piece.sizes)
+        if any(at + size > whole for at, size, whole in ends) or (part and piece.offsets in seen):
+            raise IndexFault(f"a piece of {shown} lies outside its tensor, or twice")
+        seen.add(piece.offsets)
+        if piece.length != part * ITEM_BYTES[dtype] and not (
+            is_old and piece.length > part * ITEM_BYTES[dtype]
+        ):
+            raise IndexFault(f"a piece of {shown} has {piece.length} bytes for {part} numbers")
+        total += part
+        pieces.append(piece)
+    if total != numel:
+        raise IndexFault(f"the pieces of {shown} have {total} of its {numel} numbers")
+    return Entry(dtype, shape, tuple(pieces))
+
+
+def _piece(shown: str, record: dict[str, Any], sizes: Mapping[str, int]) -> Piece:
+    file, start, length = record.get("file"), record.get("start"), record.get("length")
+    if not is_plain(file) or file not in sizes:
+        text = ascii(file)[:80] if isinstance(file, str) else "no file"
+        raise IndexFault(f"the manifest does not list {text}, where a piece of {shown} should be")
+    if not is_count(start) or not is_count(length) or start + length > sizes[file]:
+        raise IndexFault(f"a piece of {shown} lies outside {file}")
+    offsets, extents = (_numbers(record.get(key), shown) for key in ("offsets", "sizes"))
+    return Piece(offsets, extents, file, start, length)
+
+
+def _numbers(value: object, shown: str) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or len(value) > _MOST_DIMENSIONS:
+        raise IndexFault(f"{shown} has no sound shape")
+    if not all(map(is_count, value)):
+        raise IndexFault(f"{shown} has no sound shape")
+    return tuple(value)

@@ -1,0 +1,225 @@
+"""Buckets that others write to: nothing outside the run directory, and odd objects in words."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isles.errors import ConfigError, UserError
+from isles.outer.bucket import chain
+from isles.run import objects
+from isles.run.bucket import RunStore, find_named, find_newest
+from isles.run.manifest import Manifest, is_plain, number_of, step_of
+from isles.run.objects import Folder, StoreError
+from isles.run.paths import RunDir
+from isles.run.records import write_record
+from isles.run.upload import Uploader
+from tests.each import each
+from tests.unit.test_remote_checkpoints import begin, saved, sent
+
+FACTS = {"size": 7, "sha256": "239f59ed55e737c77147cf55ad0c1b030b6d7ee748a7426952f9b852d5a935e5"}
+"""Of the seven bytes of `payload`."""
+
+
+@pytest.fixture
+def remote(run_file: Path, tmp_path: Path) -> Path:
+    """A bucket with the run tiny-1 up to step 40."""
+    made = tmp_path / "bucket"
+    run_dir = begin(run_file, tmp_path / "a", made).run_dir
+    sent(run_dir, made, 20, 40)
+    return made
+
+
+def names_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_names_in_a_manifest_write_no_file_outside(remote: Path, run_file: Path, tmp_path: Path):
+    """The hash is right, and the object is where the name says."""
+    home = tmp_path / "home"
+    home.mkdir()
+    folder = remote / "tiny-1" / "checkpoints" / "step-00000040"
+    record = json.loads((folder / "manifest.json").read_text())
+    machines = tmp_path / "machines"
+    for number, name in enumerate((f"{home}/.bashrc", "../" * 5 + "home/.profile", "x/../y")):
+        (target := folder / name).parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(b"payload")
+        changed = {**record, "files": {**record["files"], name: FACTS}}
+        (folder / "manifest.json").write_text(json.dumps(changed))
+        target.unlink()
+        begun = begin(run_file, machines / f"{number}", remote)
+        notes: list[str] = []
+        assert begun.found is not None
+        faults = begun.found.copy.bring(40, begun.run_dir, notes.append)
+        assert "which is not a plain name" in faults[0], faults
+        assert list(home.iterdir()) == [] and list(begun.run_dir.path.glob("checkpoints/*")) == []
+    assert names_in(machines) == names_in(machines) - {"home"}
+    copy = RunStore(str(remote), "tiny-1")
+    assert (copy.steps(), copy.manifest(40)) == ([20, 40], None)
+
+
+def odd_objects(run: Path) -> None:
+    """What others may leave beside the checkpoints."""
+    for name in ("step-\u00b2", "step-7", "step-00000060", "step--1", "step-", "x"):
+        (run / "checkpoints" / name).mkdir()
+        (run / "checkpoints" / name / "manifest.json").write_text('{"files": {"x": "str"}}')
+    (run / "checkpoints" / "step-00000080" / "manifest.json").mkdir(parents=True)
+    (run / "owner" / "\u00b2").write_text("{}")
+    (run / "owner" / "7").write_text("[")
+    (run / "owner" / "00000000").write_text("[" * 100_000)
+
+
+def test_odd_objects_in_a_bucket_are_left_out(remote: Path, run_file: Path, tmp_path: Path):
+    odd_objects(remote / "tiny-1")
+    (remote / "tiny-\u00b2").mkdir()
+    begun = begin(run_file, tmp_path / "fresh", remote)
+    assert begun.found is not None
+    copy = begun.found.copy
+    assert copy.steps() == [20, 40, 60]
+    assert "has step None" in copy.bring(60, begun.run_dir, print)[0]
+    assert copy.bring(40, begun.run_dir, print) == []
+    notes: list[str] = []
+    saved(begun.run_dir, 100)
+    uploader = Uploader(copy, begun.run_dir, keep=3, note=notes.append)
+    uploader.take(print)
+    assert uploader.finish(print) == [] and notes == []
+
+
+def test_no_link_of_a_bucket_is_followed(remote: Path, run_file: Path, tmp_path: Path):
+    """Neither to read a secret into the run, which is sent back, nor to write."""
+    secret, outside = tmp_path / "secret", tmp_path / "outside"
+    secret.write_text("a key")
+    outside.mkdir()
+    run, fresh = remote / "tiny-1", tmp_path / "fresh"
+    (run / "tokenizer").mkdir()
+    (run / "tokenizer" / "key").symlink_to(secret)
+    (run / "track").symlink_to(outside)
+    (outside / "x.json").write_text("a key")
+    begun = begin(run_file, fresh, remote)
+    held = [path for path in fresh.rglob("*") if path.is_file() and b"a key" in path.read_bytes()]
+    assert held == []
+    (begun.run_dir.path / "track").mkdir()
+    (begun.run_dir.path / "track" / "mine.json").write_text("{}")
+    copy = RunStore(str(remote), "tiny-1")
+    with pytest.raises(StoreError, match="is a link"):
+        copy.send_records(begun.run_dir)
+    assert [path.name for path in outside.iterdir()] == ["x.json"]
+    (remote / "tiny-2").symlink_to(outside)
+    with pytest.raises(UserError, match="is a link"):
+        find_named(str(remote), "tiny-2")
+    newest = find_newest(str(remote), "tiny")
+    assert newest is not None and newest.name == "tiny-1"
+    os.mkfifo(run / "tokenizer" / "pipe")
+    (run / "resolved.yaml").unlink()
+    os.mkfifo(run / "resolved.yaml")
+    with pytest.raises(UserError, match="is not a file"):
+        begin(run_file, tmp_path / "later", remote)
+
+
+@each("..", "../x", "a/../../x", "a\0b")
+def test_no_name_leaves_a_folder(name: str, *, tmp_path: Path):
+    store = Folder(str(tmp_path / "bucket"))
+    for call in (
+        store.read,
+        lambda n: store.write(n, b""),
+        store.sizes,
+        lambda n: store.delete([n]),
+    ):
+        with pytest.raises(StoreError):
+            call(name)
+    with pytest.raises(StoreError):
+        store.fetch(name, tmp_path / "here", print)
+    assert names_in(tmp_path) <= {"here"}
+
+
+def test_a_record_that_is_too_long_is_not_read(remote: Path, run_file: Path, monkeypatch: Any):
+    monkeypatch.setattr(objects, "RECORD_BYTES", 100_000)
+    path = remote / "tiny-1" / "checkpoints" / "step-00000040" / "manifest.json"
+    path.write_text('{"files": {' + " " * 200_000 + "}}")
+    with pytest.raises(UserError, match=r"does not use: .*manifest.json is longer than"):
+        find_newest(str(remote), "tiny")
+
+
+def test_a_file_that_is_longer_than_announced_is_not_fetched(remote: Path, tmp_path: Path):
+    folder = remote / "tiny-1" / "checkpoints" / "step-00000040"
+    with (folder / "0.distcp").open("ab") as stream:
+        stream.truncate(1 << 40)  # takes no room here
+    run_dir = RunDir(tmp_path / "fresh" / "tiny-1")
+    faults = RunStore(str(remote), "tiny-1").bring(40, run_dir, print)
+    assert faults and "0.distcp: 1099511627776 bytes, the manifest says" in faults[0]
+    assert not run_dir.path.exists()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=12) | st.sampled_from(("step-7", "step-\u0663", "+1", "1_0", "..", " 1")))
+def test_names_from_elsewhere(name: str):
+    """Each is plain or not, a number or not; what is one can be made into a path."""
+    number = number_of(name)
+    assert number is None or (number >= 0 and f"{number}" == name.lstrip("0").rjust(1, "0"))
+    assert step_of(name) is None or name.startswith("step-")
+    if is_plain(name):
+        assert Path("folder", name).parent == Path("folder") and name.isprintable()
+
+
+def entry(**tables: list[Any]) -> bytes:
+    """An entry of a journal, with rows in its tables."""
+    empty: dict[str, list[Any]] = {name: [] for name in chain._TABLES}
+    record = {"format": 1, "chain": "c", "by": "x", "at": 1.0, "tables": {**empty, **tables}}
+    return gzip.compress(json.dumps(record).encode())
+
+
+@each(
+    b"",
+    b"no gzip",
+    gzip.compress(b"[" * 100_000),
+    gzip.compress(b"{}"),
+    gzip.compress(b"null"),
+    entry()[:-3],
+    entry() + b"more",
+    gzip.compress(bytes(chain._MOST_BYTES + 1)),
+    entry(objects=[[1, "../../x", "", 1]]),
+    entry(objects=[[1, 1, "../../x", 1]]),
+    entry(objects=[[1, 1, "", 1 << 70]]),
+    entry(objects=[[1, 1, ""]]),
+    entry(objects=[3]),
+    entry(rounds=[[1, "committed", "../x", 1, "", 0, 0]]),
+    entry(rounds=[[1, "committed", "", 1, "", "x", 0]]),
+    entry(events=[[1, 1.0, "a", "b", {}]]),
+)
+def test_what_is_no_entry_of_a_journal_is_refused(data: bytes):
+    with pytest.raises(ConfigError, match=r"no entry of a journal|another version"):
+        chain._decode(data, "here")
+    assert chain._decode(entry(events=[[1, 1.0, "a", "b", "c"]]), "here")["chain"] == "c"
+
+
+JSON: Callable[[], Any] = lambda: st.recursive(  # noqa: E731
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.floats(),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4)
+    ),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(chain._TABLES)), JSON(), st.binary(max_size=30))
+def test_any_entry_is_one_or_refused(table: str, rows: Any, data: bytes):
+    for each_one in (entry(**{table: rows}), entry(**{table: [rows]}), data, gzip.compress(data)):
+        try:
+            chain._decode(each_one, "here")
+        except ConfigError as error:
+            assert error.id == "bucket.refused"
+
+
+def test_a_manifest_that_holds_is_written_as_it_was(tmp_path: Path):
+    record = {"step": 3, "files": {}, "more": [1, {"a": None}], "version": 2}
+    write_record(tmp_path / "manifest.json", Manifest.from_record(record).record)
+    assert json.loads((tmp_path / "manifest.json").read_text()) == record
