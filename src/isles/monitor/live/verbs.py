@@ -144,7 +144,7 @@ def report(
             fix="add --yes",
         )
     gathered = bundle.gather(found, output_dir)
-    if must_ask and not bundle.ask_whether(gathered, path, input):
+    if must_ask and not bundle.ask_whether(gathered, path, _ask):
         print_line("nothing was written")
         return ExitCode.USER
     size = bundle.write_report(path, gathered)
@@ -166,6 +166,13 @@ def rank_stack(run: Path, rank: int, /) -> int:
 
     print_line(stack_of(RunDir(run), rank))
     return ExitCode.OK
+
+
+def _ask(question: str) -> str:
+    # A prompt of `input` would go to the terminal past sys.stdout, and quote names raw.
+    sys.stdout.write(question)
+    sys.stdout.flush()
+    return input()
 
 
 def _watched(run: str | None, output_dir: Path) -> Found:
