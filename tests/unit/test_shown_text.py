@@ -18,6 +18,7 @@ from isles.facts.units import printable
 from isles.run.records import read_record, write_record
 from tests.data import write_rows
 from tests.deadline import run_program
+from tests.inputs import TINY
 from tests.run_records import FAR, GONE, rank_error, recorded_run, two_hosts
 from tests.unit.test_begin import add_checkpoint
 
@@ -102,7 +103,7 @@ def test_errors_that_quote_data_models_and_templates_send_nothing(
     chat = write_rows(tmp_path / "chat.jsonl", [{"messages": said}] * 9)
     model = tmp_path / "odd"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": f"x{EVIL}"}))
+    (model / "config.json").write_text(json.dumps({**TINY, "model_type": f"x{EVIL}"}))
     template = tmp_path / "template.jinja"
     template.write_text("{{ raise_exception(messages[0]['content']) }}")
     source = f"data.sources=[{{path: {chat}, type: chat}}]"
@@ -110,7 +111,7 @@ def test_errors_that_quote_data_models_and_templates_send_nothing(
         ("data", "show", run_file, f"data.sources=[{{path: {data}}}]"),
         ("data", "show", run_file, source),
         ("data", "show", run_file, source, f"tokenizer.chat_template={template}"),
-        ("data", "show", run_file, f"data.sources=[{{path: {tmp_path}/{EVIL[:-16]}}}]"),
+        ("data", "show", run_file, f"data.sources=[{{path: {json.dumps(EVIL)}}}]"),
         ("plan", run_file, f"model.name_or_path={model}"),
         ("check", run_file, f"name={json.dumps(EVIL)}", f"{EVIL[:9]}=3"),
     )
@@ -118,7 +119,7 @@ def test_errors_that_quote_data_models_and_templates_send_nothing(
     for words in cases:
         done = run_program([sys.executable, "-m", "isles", *map(str, words)], tmp_path)
         text = done.stdout + done.stderr
-        if controls(text) or "\\u001b]0;OWNED" not in text or "Traceback" in text:
+        if controls(text) or "]0;OWNED" not in text or "Traceback" in text:
             bad.append((words, ascii(text)))
     assert not bad, "\n".join(map(str, bad))
 
