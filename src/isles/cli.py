@@ -19,6 +19,7 @@ from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 from isles import __version__
 from isles.errors import ConfigErrors, ExitCode, UserError, more_lines
 from isles.facts.console import Console
+from isles.facts.secrets import without_secrets
 from isles.facts.terminal import shown_streams
 from isles.launch.verbs import config, data, normalise_overrides, render, setup_app
 from isles.monitor import results, verbs
@@ -297,6 +298,8 @@ def _report(error: Exception) -> int:
             )
     with suppress(BrokenPipeError):
         sys.stdout.flush()
+    # Of an old run, whose records were not searched for secrets yet.
+    text = without_secrets(text)
     print("\n".join([text, *more_lines(ids, text)]), file=sys.stderr, flush=True)
     return code
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from isles.errors import ExitCode, UserError
+from isles.facts.units import printable
 from isles.monitor.verbs import RUNS, Run, RunsDir, end_with_stdin, note, print_line
 
 if TYPE_CHECKING:
@@ -169,10 +170,8 @@ def rank_stack(run: Path, rank: int, /) -> int:
 
 
 def _ask(question: str) -> str:
-    # A prompt of `input` would go to the terminal past sys.stdout, and quote names raw.
-    sys.stdout.write(question)
-    sys.stdout.flush()
-    return input()
+    # A prompt goes to the terminal past sys.stdout.
+    return input(printable(question))
 
 
 def _watched(run: str | None, output_dir: Path) -> Found:
