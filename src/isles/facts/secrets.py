@@ -194,22 +194,22 @@ def _without_key(match: re.Match[str]) -> str:
 
 
 _REFERENCE = re.compile(
-    r"\$\{\w+(?::?\?[^}]*)?\}|\$\w+|\$\([^()]*\)|`[^`]*`|<[^<>]*>|\*{3,}|\{\{.*?\}\}"
+    r"\$\{\w+(?::?\?[^}]{0,100})?\}|\$\w+|\$\([^()]*\)|`[^`]*`|<[^<>]*>|\*{3,}|\{\{.{0,100}?\}\}"
 )
 """What stands for a value that is elsewhere."""
 
 _USER = re.compile(
-    r"""://[^\s/@:'"<>?#[]*:(?!\d{1,5}/)(?P<secret>[^\s@'"<>]+)@(?!sha\d+:)"""
+    r"""://[^\s/@:'"<>?#[]*:(?!\d{1,5}/)(?P<secret>[^\s@'"<>]{1,300})@(?!sha\d+:)"""
     r"""|(?:^|(?<==))[^\s/@:'"<>=]+:(?P<bare>[^\s/@:'"<>]+)@(?!sha\d+:)[\w.-]+(?::\d+)?/?$"""
     r"""|https?://(?=[^\s/@]*\d)(?=[^\s/@]*[a-z])(?P<alone>[\w.~%+-]{20,})@"""
-    r"""|\b(?:curl|wget)\b[^\n|;]*\s(?:-u|--user|--proxy-user)(?:\s+|=)["']?[^\s:"']+:"""
+    r"""|\b(?:curl|wget)\b[^\n|;]{0,300}\s(?:-u|--user|--proxy-user)(?:\s+|=)["']?[^\s:"']+:"""
     r"""(?P<option>[^\s"']+)"""
 )
 """User and password of an address, not its port nor the digest of an image."""
 
 _KEY = re.compile(
     r"\b(?:(?:hf|api_org)_[A-Za-z0-9]{20,}|wandb_v\d_\w{16,}|gh[pousr]_[A-Za-z0-9]{16,}"
-    r"|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-(?=[\w-]*\d)[\w-]{16,}|xox[abprs]-[\w-]{10,}"
+    r"|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-(?=[\w-]{0,200}\d)[\w-]{16,}|xox[abprs]-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}\b|AIza[\w-]{30,}|nvapi-[\w-]{20,}|r8_[A-Za-z0-9]{20,}"
     r"|tskey-[a-z]+-[\w-]{8,}|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
     r"|isles://[^\s#]{1,300}#[\w.-]+|\bsig=[\w%+/=.~-]{8,}"
