@@ -18,6 +18,9 @@ from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from isles import __version__
 from isles.errors import ConfigErrors, ExitCode, UserError, more_lines
+from isles.facts.console import Console
+from isles.facts.secrets import without_secrets
+from isles.facts.terminal import shown_streams
 from isles.launch.verbs import config, data, normalise_overrides, render, setup_app
 from isles.monitor import results, verbs
 from isles.monitor.live import verbs as live_verbs
@@ -27,6 +30,7 @@ app = App(
     help="Train or fine-tune one language model on whatever GPUs you have.",
     help_format="plaintext",
     version=__version__,
+    console=Console(),
     default_parameter=Parameter(negative=()),
 )
 app.command(config)
@@ -148,7 +152,8 @@ def check(
             fix="for example --timeout 30s",
         )
     extent = Extent(net=net, smoke=smoke, in_job=in_job, as_json=json, timeout_s=timeout_s)
-    return run_check(run_file, overrides, hosts, extent, print)
+    console = Console()
+    return run_check(run_file, overrides, hosts, extent, lambda text: console.print_lines([text]))
 
 
 @app.command
@@ -199,7 +204,8 @@ def plan(
     played = {"--fleet": fleet, "--hours": hours, "--seed": seed, "--png": png}
     check_options(options, played, is_simulated=simulate)
     if not simulate:
-        return run_plan(run_file, overrides, options, print)
+        console = Console()
+        return run_plan(run_file, overrides, options, lambda text: console.print_lines([text]))
     from isles.config.load import load_run_file
     from isles.plan.simulate.verb import simulate_run
 
@@ -245,6 +251,11 @@ def version() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    with shown_streams():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     tokens = normalise_overrides(sys.argv[1:] if argv is None else argv)
     try:
         code = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
@@ -287,6 +298,8 @@ def _report(error: Exception) -> int:
             )
     with suppress(BrokenPipeError):
         sys.stdout.flush()
+    # Of an old run, whose records were not searched for secrets yet.
+    text = without_secrets(text)
     print("\n".join([text, *more_lines(ids, text)]), file=sys.stderr, flush=True)
     return code
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from isles.facts.console import Console
 from isles.monitor.follow import RunFollower
 from isles.monitor.stop import caught_signals
 from isles.run.state import attempt_state

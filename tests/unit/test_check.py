@@ -63,8 +63,8 @@ def test_the_report_has_the_worst_first_and_its_fix() -> None:
     saved = record([fine, warning, error], seconds=1.26)
     assert saved["summary"] == {"ok": 1, "warnings": 1, "errors": 1, "seconds": 1.3}
     lines = report_lines([fine, warning, error], ["a"], seconds=1.0, is_terminal=False)
-    assert "\n".join(lines).isascii()
-    assert lines[-5:] == [
+    assert "\n".join(map(str, lines)).isascii()
+    assert [str(line) for line in lines[-5:]] == [
         "XX disk.free  a: full",
         "    fix: make room",
         "!! shm.size  a: small",
@@ -78,7 +78,7 @@ def test_the_table_is_as_wide_as_its_values() -> None:
 
     def table(*hosts: str) -> str:
         found = [Finding("os.kernel", "ok", host, "Linux", system) for host in hosts]
-        return "\n".join(report_lines(found, hosts, seconds=1.0, is_terminal=False))
+        return "\n".join(map(str, report_lines(found, hosts, seconds=1.0, is_terminal=False)))
 
     assert table("a").count(system) == 1
     assert table("a", "b").count(f"{system[:15]}... ") == 1, "one beside the other"
@@ -209,11 +209,11 @@ def test_what_is_wrong_with_a_cluster_names_its_own_keys(run_file: Path) -> None
     launcher = "launcher: {kind: slurm, bin_path: /nowhere}, gpus_per_node: 1"
     clusters = f"clusters=[{{name: x1, {launcher}}}, {{name: x2, {launcher}}}]"
     outer = "outer={kind: diloco, sync_every: 5, public: '127.0.0.1:0'}"
-    texts: list[str] = []
+    texts: list[object] = []
     extent = Extent(net=False, timeout_s=30.0)
     assert run_check(run_file, (outer, clusters), (), extent, texts.append) == 2
     assert len(texts) == 2
-    for index, text in enumerate(texts):
+    for index, text in enumerate(map(str, texts)):
         assert f"fix: on a login node: clusters[{index}].launcher.login" in text, text
         assert f"clusters[{1 - index}]" not in text
 

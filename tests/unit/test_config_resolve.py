@@ -83,7 +83,8 @@ def test_what_the_ranks_cannot_do_is_refused(tmp_path: Path) -> None:
     ("track=[mlflow, {kind: wandb, project: p, tags: [a, b], mode: offline}]",),
     ("track=[{kind: mlflow, tracking_uri: 'http://tracker:5000', experiment: 'a b'}, jsonl]",),
     ("track=[{kind: mlflow, tracking_uri: 'databricks://profile@x'}]",),  # no password
-    ('data.sources.0.path="a: b # \\u2028 \\x85 \\"\' é😀\\n"', "output_dir='4e-4'"),
+    ('data.sources.0.path="a: b # \\"\' é😀\\t"', "output_dir='4e-4'"),
+    ('clusters.0.environment.variables.X="a: b # \\"\' é😀\\n\\n"',),
 )
 def test_the_resolved_file_reads_back_the_same(overrides: tuple[str, ...], *, tmp_path):
     resolved = settle(tmp_path, *overrides)

@@ -420,7 +420,7 @@ def test_documents_are_shown_whole_and_marked_exactly_and_pairs_together(chatml,
     assert shown.num_hidden == len(store.tokens) - SHOWN_TOKENS > 0
     whole = chatml.decode(store.tokens[:SHOWN_TOKENS].tolist())
     assert "".join(stretch.text for stretch in shown.stretches) == whole
-    assert printable("a\x1b[31m\r\x00\tb\nä") == "a\\x1b[31m\\r\\x00\tb\nä"
+    assert printable("a\x1b[31m\r\x00\tb\nä") == "a\\u001b[31m\\u000d\\u0000\tb\nä"
     rows = [{"prompt": f"{n}", "chosen": "yes", "rejected": "no"} for n in range(9)]
     file = write_rows(tmp_path / "pairs.jsonl", rows)
     store = prepare_file(chatml, file, tmp_path / "c", type="preference")

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
+from isles.facts.console import Console
 from isles.monitor.follow import RunFollower, progress_text
 from isles.monitor.logs import LineTail, LogChoice, log_lines
 from isles.monitor.stop import Signals, wait_for_end

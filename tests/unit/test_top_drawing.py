@@ -93,4 +93,4 @@ def test_notes_and_a_run_of_which_little_is_known() -> None:
             lines = draw(shown, View(), size, age_s=99.0, error="x").lines
             text = "\n".join(line.plain for line in lines)
             assert "\x1b" not in text and "\x07" not in text and "nothing new for 1m 39s" in text
-    assert "a\\x1b[2Jb" in text and "°C" not in text, "what is not known has no column"
+    assert "a\\u001b[2Jb" in text and "°C" not in text, "what is not known has no column"

@@ -33,6 +33,7 @@ from isles.agent.server import LocalLink
 from isles.agent.telemetry import Telemetry
 from isles.agent.workers import RankStore, WorkerGroup, redirect_output
 from isles.errors import UserError
+from isles.facts.terminal import show_streams
 from isles.launch.container.enter import Container, end_with_host, enter
 from isles.launch.ssh.facts import interface_of
 from isles.run.env import ATTEMPT, RUN_DIR, is_in_container, is_sampled, job_node, rank_defaults
@@ -264,4 +265,5 @@ def _own_node(nodes: Fleet, given: int | None, attempt: Attempt) -> FleetNode:
 
 
 if __name__ == "__main__":
+    show_streams()
     sys.exit(main())

@@ -7,13 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from rich.text import Text
+
 from isles.errors import ExitCode
 
 Level = Literal["ok", "warning", "error"]
 _WORST_FIRST: tuple[Level, ...] = ("error", "warning", "ok")
 _SIGNS: dict[Level, str] = {"ok": "✓", "warning": "!", "error": "✗"}
 _PLAIN: dict[Level, str] = {"ok": "ok", "warning": "!!", "error": "XX"}
-_COLOURS: dict[Level, str] = {"ok": "32", "warning": "33", "error": "31"}
+_COLOURS: dict[Level, str] = {"ok": "green", "warning": "yellow", "error": "red"}
 _ID_CHARS, _CELL_CHARS = 22, 18
 _MANY_HOSTS = 5
 
@@ -92,7 +94,7 @@ def record(findings: Sequence[Finding], *, seconds: float) -> dict[str, Any]:
 
 def report_lines(
     findings: Sequence[Finding], hosts: Sequence[str], *, seconds: float, is_terminal: bool
-) -> list[str]:
+) -> list[Text]:
     """A table over the hosts, and in full what is not well.
 
     Args:
@@ -100,28 +102,30 @@ def report_lines(
         seconds: that the check has taken.
         is_terminal: signs and colours, not plain ASCII.
     """
-    lines = [*_table(findings, hosts, is_terminal), ""]
+    lines = [*_table(findings, hosts, is_terminal), Text()]
     elsewhere = [f for f in findings if f.where not in hosts and f.level == "ok"]
-    lines += [f"{_mark('ok', is_terminal)} {f.id:<21} {f.where}: {f.text}" for f in elsewhere]
-    lines += [""] if elsewhere else []
+    ok = _mark("ok", is_terminal)
+    lines += [Text.assemble(ok, f" {f.id:<21} {f.where}: {f.text}") for f in elsewhere]
+    lines += [Text()] if elsewhere else []
     for finding in ordered(findings):
         if finding.level == "ok":
             continue
         text = finding.text.replace("\n", "\n    ")
-        lines.append(f"{_mark(finding.level, is_terminal)} {finding.id}  {finding.where}: {text}")
+        mark = _mark(finding.level, is_terminal)
+        lines.append(Text.assemble(mark, f" {finding.id}  {finding.where}: {text}"))
         if finding.fix:
-            lines.append(f"    fix: {finding.fix}")
-    lines += [] if lines[-1] == "" else [""]
+            lines.append(Text(f"    fix: {finding.fix}"))
+    lines += [Text()] if lines[-1] else []
     counts = Counter(finding.level for finding in findings)
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     bad = [
         f"{counts[level] or 'no'} {level}{'' if counts[level] == 1 else 's'}"
         for level in _WORST_FIRST[:2]
     ]
-    return [*lines, f"{where}: {', '.join(bad)}, {counts['ok']} ok, in {seconds:.1f} s"]
+    return [*lines, Text(f"{where}: {', '.join(bad)}, {counts['ok']} ok, in {seconds:.1f} s")]
 
 
-def _table(findings: Sequence[Finding], hosts: Sequence[str], is_terminal: bool) -> list[str]:
+def _table(findings: Sequence[Finding], hosts: Sequence[str], is_terminal: bool) -> list[Text]:
     # A row for each check that was made on a host, a column for each host; the worst counts.
     cells: dict[str, dict[str, Finding]] = {}
     for finding in findings:
@@ -135,14 +139,17 @@ def _table(findings: Sequence[Finding], hosts: Sequence[str], is_terminal: bool)
         host: 2 + max(len(host), *(len(_cell(row.get(host), hosts, is_terminal)) for row in rows))
         for host in hosts
     }
-    lines = [(" " * _ID_CHARS + "".join(f"{host:<{widths[host]}}" for host in hosts)).rstrip()]
+    head = " " * _ID_CHARS + "".join(f"{host:<{widths[host]}}" for host in hosts)
+    lines = [Text(head.rstrip())]
     for finding_id, row in cells.items():
-        line = f"{finding_id:<{_ID_CHARS}}"
+        line = Text(f"{finding_id:<{_ID_CHARS}}")
         for host in hosts:
             cell = f"{_cell(row.get(host), hosts, is_terminal):<{widths[host]}}"
             sign, space, value = cell.partition(" ")
-            line += (_mark(row[host].level, is_terminal) if host in row else sign) + space + value
-        lines.append(line.rstrip())
+            line.append_text(_mark(row[host].level, is_terminal) if host in row else Text(sign))
+            line.append(space + value)
+        line.rstrip()
+        lines.append(line)
     return lines
 
 
@@ -158,7 +165,5 @@ def _cell(finding: Finding | None, hosts: Sequence[str], is_terminal: bool) -> s
     return f"{sign} {value}"
 
 
-def _mark(level: Level, is_terminal: bool) -> str:
-    if not is_terminal:
-        return _PLAIN[level]
-    return f"\033[{_COLOURS[level]}m{_SIGNS[level]}\033[0m"
+def _mark(level: Level, is_terminal: bool) -> Text:
+    return Text(_SIGNS[level], _COLOURS[level]) if is_terminal else Text(_PLAIN[level])

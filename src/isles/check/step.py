@@ -26,6 +26,7 @@ from isles.check.verb import check_hosts
 from isles.config.load import Loaded
 from isles.config.resolve import digest, load_resolved
 from isles.errors import CommunicationError, ExitCode, UserError
+from isles.facts.terminal import show_streams
 from isles.launch.ssh.channel import Channel, open_channel
 from isles.launch.ssh.shell import Shell
 from isles.run.paths import RunDir
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {**record(findings, seconds=seconds), "hosts": names}
     write_record(run_dir.attempt(options.attempt).findings, found)
     lines = report_lines(findings, names, seconds=seconds, is_terminal=False)
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write("\n".join(map(str, lines)) + "\n")
     return exit_code(findings)
 
 
@@ -235,6 +236,7 @@ def _serve(connection: socket.socket, timeout_s: float) -> int:
 
 
 if __name__ == "__main__":
+    show_streams()
     code = main()
     sys.stdout.flush()
     os._exit(code)

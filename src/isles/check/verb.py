@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from isles import __version__
 from isles.check.checks.files import try_shared
 from isles.check.checks.links import try_links
@@ -64,7 +66,7 @@ def run_check(
     overrides: Sequence[str],
     hosts: tuple[str, ...],
     extent: Extent,
-    write: Callable[[str], object],
+    write: Callable[[str | Text], object],
 ) -> int:
     """Check, write the report, and give the exit code.
 
@@ -93,7 +95,8 @@ def run_check(
         code, text, records[cluster.name] = _check_one(own, extent, index)
         codes.append(code)
         if not extent.as_json:
-            write(f"=== cluster {cluster.name} ({cluster.launcher.kind}) ===\n{text}\n")
+            head = f"=== cluster {cluster.name} ({cluster.launcher.kind}) ===\n"
+            write(Text.assemble(head, text, "\n"))
     if extent.as_json:
         write(json.dumps({"clusters": records}, indent=1))
     return max(codes)
@@ -128,7 +131,7 @@ def _run_facts(loaded: Loaded | None, overrides: Sequence[str], hosts: tuple[str
     return replace(run, cluster=cluster)
 
 
-def _check_one(run: RunFacts, extent: Extent, index: int = 0) -> tuple[int, str, dict[str, Any]]:
+def _check_one(run: RunFacts, extent: Extent, index: int = 0) -> tuple[int, Text, dict[str, Any]]:
     begin = time.monotonic()
     is_terminal = sys.stdout.isatty() and not extent.as_json
 
@@ -141,7 +144,7 @@ def _check_one(run: RunFacts, extent: Extent, index: int = 0) -> tuple[int, str,
     findings = [replace(each, fix=keys_of_cluster(each.fix, index)) for each in found]
     seconds = time.monotonic() - begin
     lines = report_lines(findings, columns, seconds=seconds, is_terminal=is_terminal)
-    return exit_code(findings), "\n".join(lines), record(findings, seconds=seconds)
+    return exit_code(findings), Text("\n").join(lines), record(findings, seconds=seconds)
 
 
 def _check_cluster(run: RunFacts, extent: Extent, print_line: PrintLine) -> Found:  # noqa: PLR0911  # one each

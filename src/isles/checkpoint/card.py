@@ -10,6 +10,7 @@ from isles.config.resolve import Resolved
 from isles.config.sections.data import SourceConfig
 from isles.config.sections.run import RunConfig
 from isles.config.show import show
+from isles.facts.secrets import without_secrets
 from isles.facts.units import format_count, format_duration
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
@@ -38,6 +39,8 @@ def card_text(
         repo: where it will lie on the hub, owner/name; None: as the run file says.
     """
     config = resolved.config
+    # The run may be of an isles that did not refuse them yet.
+    run_file = without_secrets(show(resolved, origins=False))
     repo = repo or config.checkpoint.push_to_hub
     versions = checkpoint.manifest.get("versions") or {}
     shown = [f"- {name} {versions[name]}" for name in _SHOWN_VERSIONS if name in versions]
@@ -50,7 +53,7 @@ def card_text(
             "\n".join(["## Data\n", *(f"- {_source(source)}" for source in config.data.sources)]),
             _figures(run_dir, checkpoint, config),
             "\n".join(["## Versions\n", *shown]),
-            f"## Run file\n\n```yaml\n{show(resolved, origins=False).strip()}\n```\n",
+            f"## Run file\n\n```yaml\n{run_file.strip()}\n```\n",
         )
     )
 

@@ -145,7 +145,9 @@ class _WrongValue:
         value, node, has_numbers = self.value, self.node, keys.has_numbers(self.node)
         allowed, own_types = keys.allowed(node), keys.own_types(node)
         if isinstance(value, str) and "one-line" in own_types:
-            return self._is(", not one line", "write it on one line")
+            if value.splitlines() not in ([], [value]):
+                return self._is(", not one line", "write it on one line")
+            return self._is(", with a control character", "delete the character")
         if "string_pattern_mismatch" in self.errors and not keys.is_own_text(node):
             what, fix = ", not the name of a repository", f"use {allowed}"
             if "hub-id" not in own_types:

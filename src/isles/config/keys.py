@@ -195,6 +195,7 @@ _OWN_TYPES = {
     "duration": "a time such as 90s, 20m, 23h30m, 2d or 12:30:00",
     "range": "a range such as 1:3",
     "one-line": "text on one line",
+    "interface": "a network interface such as eth0",
     "login": "a host as ssh takes it, such as me@big-box",
     "hub-id": "owner/name",
     "rate": "bytes a second, such as 500kB or 20MB",
@@ -205,7 +206,7 @@ _OWN_TYPES = {
     "bucket": "a place in object storage such as s3://bucket/prefix, or file:///shared/folder",
     "maddr": "an address such as /ip4/0.0.0.0/tcp/30001",
 }
-_OWN_TEXTS = ("rate", "line", "count", "address", "peer", "maddr", "bucket", "login")
+_OWN_TEXTS = ("rate", "line", "count", "address", "peer", "maddr", "bucket", "login", "interface")
 _LIMITS = (
     ("minimum", "at least"),
     ("exclusiveMinimum", "greater than"),

@@ -15,9 +15,11 @@ from isles.config import keys
 from isles.config.explain import explain
 from isles.config.issues import Issue
 from isles.config.rules import check_rules
+from isles.config.secrets import secret_errors
 from isles.config.sections.run import RunConfig
 from isles.config.yaml import KeyPath, dotted, parse_value, read_text, scan_yaml, shorten
 from isles.errors import ConfigError, ConfigErrors
+from isles.facts.secrets import without_secrets
 
 COMMAND_LINE = "command line"
 
@@ -93,6 +95,9 @@ def load_run_file(
         data, first = trial, changed[0]
         given = {at: place for at, place in given.items() if at[: len(first)] != first}
         given |= dict.fromkeys(changed, f"{COMMAND_LINE} {shorten(override)}")
+    # Alone: other errors might quote the value.
+    if secrets := secret_errors(data, overrides, given, text, str(path)):
+        raise ConfigErrors(sorted(secrets, key=lambda error: _line_of(error, path)))
     config, issues = _check(data)
     places = {dotted(at): place for at, place in given.items()}
     found = placed(issues, places, base.name if base else f"{path}:1")
@@ -194,11 +199,12 @@ def _below(path: KeyPath, value: object) -> list[KeyPath]:
 def _apply_override(data: dict[str, object], override: str) -> list[KeyPath]:
     # Set one key; sections on the way, and the first item of a list, are made where absent. Gives
     # the paths that the override set: the outermost first, then all below it.
-    where = f"{COMMAND_LINE} {shorten(override)}"
+    shown = shorten(without_secrets(override))
+    where = f"{COMMAND_LINE} {shown}"
     key, equals, text = override.partition("=")
     path = _override_path(key.strip().lstrip("-"))
     if not equals or "" in path:
-        what = f'"{shorten(override)}" is not of the form key=value'
+        what = f'"{shown}" is not of the form key=value'
         raise ConfigError(what, where=COMMAND_LINE, fix="write it as training.max_steps=100")
     try:
         value = parse_value(text, where)

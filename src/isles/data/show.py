@@ -13,7 +13,6 @@ from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.builders import Ranges, make_table
 from isles.data.samples import SampleCounts
 from isles.data.tokens.store import TokenStore
-from isles.facts.units import printable
 
 SHOWN_TOKENS = 600
 """Of a longer document only so many are shown."""
@@ -129,6 +128,6 @@ def _stretches(
         so_far = decode(ids[:end])
         is_prefix = so_far.startswith(before)
         text = so_far[len(before) :] if is_prefix else decode(ids[start:end])
-        stretches.append(Stretch(printable(text), bool(mask[start])))
+        stretches.append(Stretch(text, bool(mask[start])))
         before = so_far
     return stretches

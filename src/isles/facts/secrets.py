@@ -191,3 +191,81 @@ def _without_value(match: re.Match[str]) -> str:
 def _without_key(match: re.Match[str]) -> str:
     before = match.string[max(0, match.start() - 24) : match.start()]
     return match[0] if _COMMIT.search(before) else REMOVED
+
+
+_REFERENCE = re.compile(
+    r"\$\{\w+(?::?\?[^}]{0,100})?\}|\$\w+|\$\([^()]*\)|`[^`]*`|<[^<>]*>|\*{3,}|\{\{.{0,100}?\}\}"
+)
+"""What stands for a value that is elsewhere."""
+
+_USER = re.compile(
+    r"""://[^\s/@:'"<>?#[]*:(?!\d{1,5}/)(?P<secret>[^\s@'"<>]{1,300})@(?!sha\d+:)"""
+    r"""|(?:^|(?<==))[^\s/@:'"<>=]+:(?P<bare>[^\s/@:'"<>]+)@(?!sha\d+:)[\w.-]+(?::\d+)?/?$"""
+    r"""|https?://(?=[^\s/@]*\d)(?=[^\s/@]*[a-z])(?P<alone>[\w.~%+-]{20,})@"""
+    r"""|\b(?:curl|wget)\b[^\n|;]{0,300}\s(?:-u|--user|--proxy-user)(?:\s+|=)["']?[^\s:"']+:"""
+    r"""(?P<option>[^\s"']+)"""
+)
+"""User and password of an address, not its port nor the digest of an image."""
+
+_KEY = re.compile(
+    r"\b(?:(?:hf|api_org)_[A-Za-z0-9]{20,}|wandb_v\d_\w{16,}|gh[pousr]_[A-Za-z0-9]{16,}"
+    r"|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-(?=[\w-]{0,200}\d)[\w-]{16,}|xox[abprs]-[\w-]{10,}"
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}\b|AIza[\w-]{30,}|nvapi-[\w-]{20,}|r8_[A-Za-z0-9]{20,}"
+    r"|tskey-[a-z]+-[\w-]{8,}|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+    r"|isles://[^\s#]{1,300}#[\w.-]+|\bsig=[\w%+/=.~-]{8,}"
+    r"|(?i:\b(?:authorization|cookie)\\*[\"']?\s*[:=]\s*[^\s<].*"
+    r"|\bbearer\s+(?=[\w.~+/=-]*\d)[\w.~+/=-]{16,})"
+    rf"|sshpass\s+-p\s*[^\s<]+|(?s:-----BEGIN [A-Z ]*{_PRIVATE}.*)"
+)
+_OF_VOCABULARY = re.compile(
+    r"(?i)(?:pad|eos|bos|unk|mask|sep|cls|stop|end|start|image|audio|special|next)[_-]?token\W*"
+)
+_PATH = re.compile(r"(?:~|\.{0,2})/|file:|[A-Za-z]:\\")
+
+
+def secrets_in(text: str) -> Iterator[tuple[int, int]]:
+    """The places in a text of the user's own that hold a secret beyond doubt, in order.
+
+    Such a text is refused or written with gaps, so unlike in a report, a doubt is no secret: words,
+    paths, digests, and references such as `$HF_TOKEN` or `$(cat FILE)` are none.
+    """
+    masked = _REFERENCE.sub(lambda match: "<" * len(match[0]), text)
+    found = [match.span() for match in _KEY.finditer(masked)]
+    found += [
+        match.span(match.lastgroup or 0)
+        for match in _USER.finditer(text)
+        if not _REFERENCE.fullmatch(match[match.lastgroup or 0])
+    ]
+    if _HINT.search(masked.lower()):
+        found += [
+            match.span("value")
+            for match in _NAMED.finditer(masked)
+            if is_secret(match["name"], match["value"])
+        ]
+    end = 0
+    for start, stop in sorted(found):
+        if start >= end:
+            yield start, stop
+            end = stop
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether the value of a name that means a secret is one; the name ends with its `=` or `:`."""
+    inner = value.strip("\\\"'")
+    if inner.lower() in _NOTHING or inner[:1] in ("<", "[", "{", "…") or _PATH.match(inner):
+        return False
+    if _OF_VOCABULARY.search(name) or (_TOKEN.search(name) and _VOCABULARY.fullmatch(inner)):
+        return False
+    if inner.isdecimal() and len(inner) < _LEAST and "pass" not in name.lower():
+        return False
+    is_assigned = name.rstrip().endswith("=") or name.startswith("-")
+    return is_assigned or (len(inner) >= _LEAST and any(c.isdigit() for c in inner))
+
+
+def without_secrets(text: str) -> str:
+    """A text with a mark in place of each of `secrets_in`."""
+    end, parts = 0, []
+    for start, stop in secrets_in(text):
+        parts += [text[end:start], REMOVED]
+        end = stop
+    return "".join([*parts, text[end:]])

@@ -9,6 +9,9 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
 _PARTS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B")
+_CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+"""Control characters, those that turn the direction of text, separators of lines, and halves of
+pairs, which no stream takes."""
 
 
 def parse_duration_s(text: str) -> float:
@@ -81,13 +84,16 @@ def format_count(number: float) -> str:
 
 
 def printable(text: str, *, keep: str = "\n\t", longest: int | None = None) -> str:
-    """Text that does nothing to a terminal: control characters as they are written in Python.
+    """Text that does nothing to a terminal: control characters as JSON escapes them (`\\u001b`).
+
+    Letters that have no shape of their own but join others stay: no-break spaces, joiners of
+    Persian and of emoji, soft hyphens.
 
     Args:
         text: from wherever.
         keep: control characters that stay as they are.
-        longest: characters that are taken at the most; what is left out shows as an ellipsis.
+        longest: characters that are taken at the most; an ellipsis replaces the rest.
     """
     if longest is not None and len(text) > longest:
         text = text[: longest - 1] + "…"
-    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+    return _CONTROL.sub(lambda m: m[0] if m[0] in keep else f"\\u{ord(m[0]):04x}", text)

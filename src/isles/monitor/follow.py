@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from isles.errors import ExitCode, UserError
+from isles.facts.console import Console
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.launch.queue.status import queue_job, refresh
 from isles.monitor.logs import LineTail
 from isles.monitor.outcome import report_outcome
 from isles.monitor.stop import Signals, Stopping, wait_for_end
-from isles.monitor.table import print_lines, steps_text
+from isles.monitor.table import steps_text
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import deleted, read_record
@@ -71,7 +71,7 @@ class Follower:
 
     def print_line(self, line: str) -> None:
         """Print a line beside the progress."""
-        print_lines(self.errors, [line])
+        self.errors.print_lines([line])
 
     def follow(self, signals: Signals, pause: Callable[[float], object] = time.sleep) -> int:
         """Follow to the end: the exit code; 0 where the terminal was closed and the run goes on."""
@@ -128,7 +128,7 @@ class RunFollower(Follower):
         is_queued = state.state == "queued"
         news = self._watch.queue_news(state.reason) if is_queued else self._watch.news()
         if self._bar is None:
-            print_lines(self.console, [line for _, line in news])
+            self.console.print_lines([line for _, line in news])
         else:
             self._bar.show(self._watch.status, news)
         is_late = False
@@ -209,7 +209,7 @@ class _Bar:
     def show(self, status: dict[str, Any], news: list[tuple[str, str]]) -> None:
         console = self.progress.console
         kinds = ("eval", "save", "restart", "note")
-        print_lines(console, [line for kind, line in news if kind in kinds])
+        console.print_lines([line for kind, line in news if kind in kinds])
         self.progress.update(
             self._task,
             description=str(status.get("phase") or "starting"),

@@ -9,15 +9,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from isles.errors import CommunicationError, ExitCode, UserError
-from isles.facts.units import format_bytes, format_duration, printable
+from isles.facts.console import Console
+from isles.facts.units import format_bytes, format_duration
 from isles.launch.hub import OpenHub, end_hub, hub_process, local_line
 from isles.monitor.clusters import heavy_notes
 from isles.monitor.follow import Follower
 from isles.monitor.logs import LineTail
-from isles.monitor.table import columns, print_lines
+from isles.monitor.table import columns
 from isles.run.join_line import JoinLine, ask_hub
 from isles.run.paths import is_file
 
@@ -83,7 +82,7 @@ def _member_lines(members: list[dict[str, Any]]) -> list[str]:
         rows.append((member["name"], member["state"], str(member["step"]), speed, weight, seen))
         notes = [text for text in (member["slow"], member["refused"]) if text]
         remarks += [f"{member['name']}: {text}" for text in notes]
-    return ["", *(f"  {printable(text)}" for text in (*columns(rows), *remarks)), ""]
+    return ["", *(f"  {text}" for text in (*columns(rows), *remarks)), ""]
 
 
 def stop_hub(state: Path, *, print_line: Callable[[str], object]) -> int:
@@ -147,7 +146,7 @@ class HubNews:
                 self._event = event["number"]
                 who = f"{event['member']} " if event.get("member") else ""
                 text = f"{who}{event['kind'].replace('_', ' ')}: {event['what']}".rstrip("; ")
-                found.append((float(event["at"]), str(event["kind"]), printable(text)))
+                found.append((float(event["at"]), str(event["kind"]), text))
         for commit in reversed(commits):
             if commit["round"] > self._round:
                 self._round = commit["round"]
@@ -157,7 +156,7 @@ class HubNews:
                     f"round {commit['round']} averaged: {', '.join(parts) or 'nobody'}; "
                     f"{format_bytes(commit['size_bytes'])} in {format_duration(commit['seconds'])}"
                 )
-                found.append((float(commit["at"]), "round", printable(text)))
+                found.append((float(commit["at"]), "round", text))
         return sorted(found, key=lambda news: news[0])
 
 
@@ -219,7 +218,7 @@ class HubFollower(Follower):
         if time.monotonic() >= self._ask_at:
             for at, _, text in self._news.look():
                 clock = datetime.fromtimestamp(at).strftime("%H:%M:%S")
-                print_lines(self.console, [f"{clock}  {text}"])
+                self.console.print_lines([f"{clock}  {text}"])
             self._ask_at = time.monotonic() + _POLL_S
         return None
 
@@ -229,5 +228,5 @@ class HubFollower(Follower):
             return ExitCode.OK
         end_hub(self._hub.state)
         text = "the hub has ended; clusters train on by themselves, and come back to it when the "
-        print_lines(self.console, [text + "same command is typed again"])
+        self.console.print_lines([text + "same command is typed again"])
         return ExitCode.INTERRUPTED

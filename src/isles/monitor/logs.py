@@ -40,6 +40,8 @@ class LineTail:
     def read(self, *, final: bool = False) -> list[str]:
         """The lines added since the last call, without their ends.
 
+        Of a progress bar, which begins a line again and again, only the last state is given.
+
         Args:
             final: also what stands after the last line end, since nothing will follow.
         """
@@ -52,7 +54,8 @@ class LineTail:
         if final and self._rest:
             lines.append(self._rest)
             self._rest = b""
-        return [line.decode("utf-8", errors="replace").rstrip("\r") for line in lines]
+        texts = (line.decode("utf-8", errors="replace").rstrip("\r") for line in lines)
+        return [text.rpartition("\r")[2] for text in texts]
 
     def _added(self, handle: int) -> bytes:
         info = os.fstat(handle)

@@ -14,8 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-
 from isles.config.clusters import keys_of_cluster, named_cluster, shared_text
 from isles.config.load import Loaded
 from isles.config.resume import change_lines, changed_error, changed_length, changed_mathematics
@@ -23,6 +21,7 @@ from isles.config.sections.cluster import ManualLauncherConfig, QueueSection, Sk
 from isles.config.sections.outer import DiLoCoConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, UserError
+from isles.facts.console import Console
 from isles.launch.base import StartOptions
 from isles.launch.hub import (
     end_hub,
@@ -38,7 +37,6 @@ from isles.monitor.clusters import ALIVE, cluster_reports, hub_line, outcome_lin
 from isles.monitor.follow import Follower
 from isles.monitor.hub import HubNews
 from isles.monitor.stop import WORDS
-from isles.monitor.table import print_lines
 from isles.run.find import numbered_runs, typed_name
 from isles.run.join_line import JoinLine
 from isles.run.records import clear_errors, read_record, write_secret, write_text_atomic
@@ -435,7 +433,7 @@ class ClustersFollower(Follower):
             if line.kind == "err" and line.child in order:
                 text = keys_of_cluster(text, order.index(line.child))
             console = self.errors if line.kind == "err" else self.console
-            print_lines(console, [f"{line.child.ljust(self._width)} | {text}"])
+            console.print_lines([f"{line.child.ljust(self._width)} | {text}"])
         if self._children.left:
             return None
         self._is_over.set()
@@ -444,7 +442,7 @@ class ClustersFollower(Follower):
         if states.isdisjoint({*ALIVE, "new"}) and self._run.meets and not self._run.hub:
             end_hub(self._run.state)
         lines, code = outcome_lines(self._run, self._codes)
-        print_lines(self.console, lines)
+        self.console.print_lines(lines)
         return code
 
     def handle(self, number: signal.Signals) -> int | None:

@@ -8,13 +8,11 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
-from rich.console import Console
-
 from isles.errors import ExitCode, more_lines
+from isles.facts.console import Console
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.monitor.logs import LineTail
 from isles.monitor.status import generate_command, next_start
-from isles.monitor.table import print_lines
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -34,26 +32,26 @@ def report_outcome(run_dir: RunDir, attempt: Attempt, console: Console, errors: 
     status = f"`isles status {typed_name(run_dir)}`"
     match state.state:
         case "finished":
-            print_lines(console, finished_lines(run_dir))
+            console.print_lines(finished_lines(run_dir))
         case "stopped":
             outcome = state.outcome or {}
             step = number_of(outcome, "step")
             place = f" at step {step:.0f}" if step is not None else ""
             reason = f" ({outcome['reason']})" if outcome.get("reason") else ""
             lines = [f"{run_dir.name} stopped{place}{reason}", f"  {next_start(run_dir)}"]
-            print_lines(console, lines)
+            console.print_lines(lines)
         case "failed" | "killed" | "new":
-            print_lines(errors, failure_lines(attempt, [f"  {next_start(run_dir)}"]))
+            errors.print_lines(failure_lines(attempt, [f"  {next_start(run_dir)}"]))
         case "running":
-            print_lines(errors, [f"{run_dir.name} is still closing; {status} says when it is done"])
+            errors.print_lines([f"{run_dir.name} is still closing; {status} says when it is done"])
         case "queued":
-            print_lines(errors, [f"{run_dir.name} waits in the queue; {status} says how it is"])
+            errors.print_lines([f"{run_dir.name} waits in the queue; {status} says how it is"])
         case "unknown":
             what = f"is {state.process.host if state.process else 'its host'} up?"
             if state.last_seen_at is not None:
                 at = datetime.fromtimestamp(state.last_seen_at).strftime("%H:%M:%S")
                 what = f"its last sign of life was at {at}; {what}"
-            print_lines(errors, [f"error: {run_dir.name} is not heard of any more: {what}"])
+            errors.print_lines([f"error: {run_dir.name} is not heard of any more: {what}"])
     recorded = number_of(state.outcome, "exit_code")
     if recorded is not None:
         return int(recorded)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rich.console import Console
 
 from isles import __version__
 from isles.errors import ExitCode, PreflightError, UserError, cut_more
+from isles.facts.console import Console
 from isles.facts.units import format_duration
 from isles.launch.queue.status import refresh_all
 from isles.launch.remote.login import ask_isles, pass_on, remote_isles

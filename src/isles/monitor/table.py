@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TypeVar
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from isles.facts.console import Console
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.monitor.status import NodeReport, RunReport
 from isles.run.bucket import RunStore
@@ -31,27 +30,13 @@ _COLOURS = {
 }
 
 
-class PipeConsole(Console):
-    """A console whose reader (head, less) may leave; rich itself would end the program silently."""
-
-    def on_broken_pipe(self) -> None:
-        """Raise what `isles.cli` expects."""
-        raise BrokenPipeError(errno.EPIPE, "nobody reads this any more")
-
-
 def console(*, stderr: bool = False, width: int | None = None) -> Console:
     """The console of this process; `width`: of the terminal that it draws on from afar."""
     if width is not None:
-        return PipeConsole(stderr=stderr, highlight=False, width=width, force_terminal=True)
-    made = PipeConsole(stderr=stderr, highlight=False)
+        return Console(stderr=stderr, width=width, force_terminal=True)
+    made = Console(stderr=stderr)
     # A pipe has no width: nothing is cut there.
-    return made if made.is_terminal else PipeConsole(stderr=stderr, highlight=False, width=240)
-
-
-def print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Print lines as they are: without markup, and uncut."""
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return made if made.is_terminal else Console(stderr=stderr, width=240)
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -74,17 +59,16 @@ def runs_table(reports: Sequence[RunReport]) -> Table:
     for column in ("run", "state", "step", "loss", "tokens/s", "left", "saved", "started", "where"):
         table.add_column(column, no_wrap=True)
     for report in reports:
-        colour = _COLOURS.get(report.state, "")
         table.add_row(
             _label(report),
-            f"[{colour}]{report.state}[/]" if colour else report.state,
+            Text(report.state, style=_COLOURS.get(report.state, "")),
             steps_text(report.step, report.total_steps),
             cell(report.loss, "{:.4f}".format),
             cell(report.tokens_per_second or None, format_count),
             cell(report.eta_s, format_duration),
             cell(report.checkpoint_step, "step {}".format),
             cell(report.begun_at, _moment),
-            Text(_short_place(report) + (f", of {report.owner}" if report.owner else "")),
+            _short_place(report) + (f", of {report.owner}" if report.owner else ""),
         )
     return table
 

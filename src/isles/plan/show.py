@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import groupby
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from isles.facts.console import Console
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.plan.apply import changed, typed
 from isles.plan.links import OuterPlan
@@ -32,17 +33,16 @@ _AFTER = 2
 
 
 def text_of(plan: Plan, *, details: bool, is_terminal: bool, width: int) -> str:
-    """The plan for people."""
+    """The plan for people, with colours as codes; nothing in it is a code of somebody else."""
     stream = io.StringIO()
     console = Console(
         file=stream,
         width=min(width, _WIDTH),
-        highlight=False,
         force_terminal=is_terminal,
         no_color=not is_terminal,
     )
     for part in _parts(plan, details):
-        console.print(part, markup=False)
+        console.print(part)
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     return "\n".join(lines).rstrip()
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich.text import Text
+
 from isles.config.files import deepspeed_issues
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError, ConfigErrors, ExitCode, UserError, more_lines
@@ -21,7 +23,7 @@ from isles.plan.report import Plan, Price, make_plan, record
 from isles.plan.show import text_of
 from isles.run.records import clear_errors, write_text_atomic
 
-Write = Callable[[str], object]
+Write = Callable[[str | Text], object]
 
 _PRICE = re.compile(r"(\d+(?:\.\d+)?)\s*/\s*(kwh|h|hour)", re.I)
 
@@ -146,7 +148,8 @@ def _print(plan: Plan, options: PlanOptions, write: Write) -> None:
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
     is_terminal = sys.stdout.isatty()
-    write(text_of(plan, details=options.details, is_terminal=is_terminal, width=width))
+    text = text_of(plan, details=options.details, is_terminal=is_terminal, width=width)
+    write(Text.from_ansi(text))
 
 
 def _code(plan: Plan) -> int:

@@ -24,6 +24,7 @@ from shutil import rmtree
 from typing import Any
 
 from isles.errors import TrainingError, UserError
+from isles.facts.secrets import without_secrets
 from isles.facts.units import format_bytes, format_duration
 from isles.run.checkpoints import (
     PARTIAL_PREFIX,
@@ -141,6 +142,9 @@ class RunStore:
             for path in sorted(run_dir.path.glob(pattern)):
                 with suppress(FileNotFoundError):
                     data = path.read_bytes()
+                    if path.suffix == ".yaml":
+                        # The run may be of an isles that did not refuse them yet.
+                        data = without_secrets(data.decode("utf-8", "replace")).encode()
                     self.store.write(str(path.relative_to(run_dir.path)), data)
 
     def bring_records(self, run_dir: RunDir) -> None:

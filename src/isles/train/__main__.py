@@ -19,6 +19,7 @@ from isles.config.resolve import Resolved, resolve
 from isles.dist.files import find_disks
 from isles.dist.world import World, join_world, raise_first
 from isles.errors import UserError, more_lines
+from isles.facts.terminal import show_streams
 from isles.run.begin import begin_run, new_attempt, write_launch
 from isles.run.env import RankEnv, num_restarts, read_rank_env
 from isles.run.find import numbered_runs
@@ -142,4 +143,5 @@ def _own_run_dir(run_dir: RunDir, number: int, world: World) -> RunDir:
 
 
 if __name__ == "__main__":
+    show_streams()
     leave(main())

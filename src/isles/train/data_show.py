@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -28,6 +27,8 @@ from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
 from isles.data.tokens.tokenizer import load_tokenizer
 from isles.errors import ExitCode, UserError, more_lines
+from isles.facts.console import Console
+from isles.facts.terminal import show_streams
 from isles.run.paths import RunDir
 from isles.train.data import data_cache, write_tokenizer
 from isles.train.logs import log_of_verb
@@ -44,7 +45,7 @@ def main() -> int:
     options = parser.parse_args()
     log_of_verb(level=logging.WARNING, form="warning: %(message)s")
     run_dir = RunDir(options.folder)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(soft_wrap=True)
     try:
         config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
         _show(config, run_dir, options.samples, console)
@@ -181,4 +182,5 @@ def _report(line: str) -> None:
 
 
 if __name__ == "__main__":
+    show_streams()
     sys.exit(main())

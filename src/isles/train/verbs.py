@@ -28,6 +28,7 @@ from isles.data.tokens.tokenizer import check_vocabulary, load_tokenizer
 from isles.dist.batch import MIXED_DTYPE
 from isles.dist.world import join_world, leave_world
 from isles.errors import DataError, UserError
+from isles.facts.terminal import show_streams
 from isles.models.build import converts_weights, take_generation_config
 from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv
@@ -272,4 +273,5 @@ def _tokenizer(run_dir: RunDir, resolved: Resolved) -> Any:
 
 
 if __name__ == "__main__":
+    show_streams()
     sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -20,9 +19,6 @@ from isles.config.sections.cluster import (
 )
 from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.config.sections.run import RunConfig
-
-_SECRET = re.compile(r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY)$")
-"""Names of environment variables that hold a secret, beyond doubt."""
 
 
 def cluster_rules(config: RunConfig) -> Iterator[Issue]:
@@ -75,13 +71,6 @@ def _environment_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
             (f"{key}.environment.python",),
             f"python {environment.python} is run as it is written, and ~ is no folder",
             "write its whole path, or name the folder of its environment as venv",
-        )
-    for name in filter(_SECRET.search, environment.variables):
-        yield Issue(
-            (f"{key}.environment.variables",),
-            f"{name} looks like a secret, and this file is copied into records and command lines",
-            "export it before `isles train` on this machine; elsewhere let a line of "
-            "environment.setup read a file of the hosts; for the hub: hf auth login",
         )
     yield from _container_rules(cluster, key)
     allowed = EnvironmentConfig(variables=environment.variables, container=environment.container)

@@ -92,11 +92,16 @@ DurationS = Annotated[
 ]
 """Seconds, written in the run file as `90s`, `20m`, `23h30m`, `2d` or `12:30:00`."""
 
+NO_CONTROL = r"\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
+"""For a pattern: line ends, and characters that do something to a terminal or a script."""
+
 Text = Annotated[
     str,
-    Field(min_length=1, pattern=r"^[^\n\r\x00]*$", json_schema_extra={"x-isles-type": "one-line"}),
+    Field(
+        min_length=1,
+        pattern=f"^[^{NO_CONTROL}]*$",
+        json_schema_extra={"x-isles-type": "one-line"},
+    ),
 ]
-"""One line of text."""
-
-Name = Annotated[str, Field(min_length=1)]
-"""Text that is not empty."""
+"""One line of text without control characters; the type of every text that has no narrower one, as
+all of them may come to stand in scripts, comments of scripts, and tables."""

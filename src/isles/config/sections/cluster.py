@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from isles.config.sections.base import DurationS, Section, Text, own_type
+from isles.config.sections.base import NO_CONTROL, DurationS, Section, Text, own_type
 from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.config.sections.strategy import StrategyConfig
 
@@ -19,7 +19,11 @@ that is not named has share 1."""
 
 Count = Annotated[int, Field(ge=1, le=100_000)]
 Login = Annotated[
-    str, Field(pattern=r"^[^\s-][^\s]*$", json_schema_extra={"x-isles-type": "login"})
+    str,
+    Field(
+        pattern=rf"^[^\s{NO_CONTROL}-][^\s{NO_CONTROL}]*$",
+        json_schema_extra={"x-isles-type": "login"},
+    ),
 ]
 """A destination as ssh takes it: host, user@host, or a name of ~/.ssh/config."""
 
@@ -242,6 +246,9 @@ LauncherConfig = Annotated[
 ]
 
 
+Lines = Annotated[str, Field(pattern=rf"^(?:\n|[^{NO_CONTROL}])*$")]
+"""The value of a variable, which may have several lines and be empty."""
+
 Runtime = Literal["apptainer", "podman", "pyxis"]
 """What runs a container."""
 
@@ -288,7 +295,7 @@ class EnvironmentConfig(Section):
     setup: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Lines of bash that come before everything else."""
 
-    variables: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field(
+    variables: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Lines] = Field(
         default={}
     )
     """Environment variables of the ranks. They are written into scripts and records: no secrets."""
@@ -308,13 +315,19 @@ class EnvironmentConfig(Section):
         return self.container
 
 
+Interface = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9._:@-]{1,64}$", json_schema_extra={"x-isles-type": "interface"})
+]
+"""A network interface; it stands between double quotes in scripts."""
+
+
 class NetworkConfig(Section):
     """How the ranks of a cluster reach one another."""
 
     profile: Literal["auto", "infiniband", "roce", "ethernet"] = "auto"
     """Settings of NCCL for this kind of network. auto: NCCL's own choice."""
 
-    interface: Text | None = None
+    interface: Interface | None = None
     """Network interface of the ranks, such as eth0. null: the one that has the node's address."""
 
     port: Annotated[int, Field(ge=1024, le=65_435)] = 29500

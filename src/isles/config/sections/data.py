@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from isles.config.sections.base import Name, Section
+from isles.config.sections.base import Section, Text
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "chat": ("messages", "role", "content", "tools", "system"),
@@ -20,7 +20,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 class SourceConfig(Section):
     """One source of training data."""
 
-    path: Annotated[str, Field(min_length=1)] | None = None
+    path: Text | None = None
     """A file, a glob (**/*.txt), a folder saved by datasets, a hub id, python-docs or
     python-stdlib. Files: .jsonl, .json (objects, one a line or in an array), .csv, .tsv, .parquet,
     each also with .gz; anything else is read as UTF-8 text."""
@@ -31,10 +31,10 @@ class SourceConfig(Section):
     prompt with a chosen and a rejected answer, for training.method: dpo. fake: random token ids, to
     try machines without data."""
 
-    text_column: Name = "text"
+    text_column: Text = "text"
     """text only: the column that holds the text, in files with columns and datasets."""
 
-    columns: dict[Name, Name] = {}  # noqa: RUF012 (pydantic copies defaults)
+    columns: dict[Annotated[str, Field(min_length=1)], Text] = {}  # noqa: RUF012 (pydantic copies defaults)
     """Where the data names its columns otherwise, such as {instruction: question, output: answer}.
     chat: messages, role, content, tools, system. instruct: instruction, input, output, or prompt
     and completion, and system. tokens: input_ids, labels, attention_mask. preference: prompt,
@@ -44,10 +44,10 @@ class SourceConfig(Section):
     """chat and instruct: which tokens are trained. assistant: what the assistant says, with the end
     of its turn. last: its last answer only. all: every token."""
 
-    split: Annotated[str, Field(min_length=1)] = "train"
+    split: Text = "train"
     """The split of a Hugging Face dataset."""
 
-    subset: Annotated[str, Field(min_length=1)] | None = None
+    subset: Text | None = None
     """The configuration of a Hugging Face dataset, such as wikitext-2-raw-v1."""
 
     weight: Annotated[float, Field(gt=0)] | None = None
@@ -90,7 +90,7 @@ class DataConfig(Section):
     validation_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.02
     """Share of the documents held out for evaluation, by document. 0: no evaluation."""
 
-    cache_dir: Annotated[str, Field(min_length=1)] | None = None
+    cache_dir: Text | None = None
     """Where prepared tokens are kept. null: ~/.cache/isles (or $XDG_CACHE_HOME/isles)."""
 
 

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from isles.config.sections.base import DurationS, Section, Text
+from isles.config.sections.base import NO_CONTROL, DurationS, Section, Text
 
-Folder = Annotated[str, Field(pattern=r"^/[^\n\r\x00:]*$")]
+Folder = Annotated[str, Field(pattern=rf"^/[^:{NO_CONTROL}]*$")]
 """A folder in the pods, absolute."""
 
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]{1,316}$")]

@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from isles.config.sections.base import Name, Section
+from isles.config.sections.base import Section, Text
 from isles.errors import MissingDependencyError, not_installed
 
 
 class ModelConfig(Section):
     """Which model is trained, and from what it starts."""
 
-    name_or_path: Annotated[str, Field(min_length=1)]
+    name_or_path: Text
     """A Hugging Face hub id, a local folder or config.json, or a shape shipped with isles."""
 
     init: Literal["pretrained", "scratch"] = "pretrained"
@@ -30,10 +30,10 @@ class ModelConfig(Section):
 class TokenizerConfig(Section):
     """Which tokenizer; left out, the model's own."""
 
-    name_or_path: Annotated[str, Field(min_length=1)] | None = None
+    name_or_path: Text | None = None
     """A hub id or a local folder. null: the tokenizer in the model's folder."""
 
-    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    chat_template: Text | None = None
     """How messages become text: a Jinja file, or chatml, which is built in and works with any
     tokenizer. null: the tokenizer's own; of one that is trained here, chatml."""
 
@@ -60,12 +60,12 @@ class AdapterConfig(Section):
     """Dropout on what goes into them."""
 
     target_modules: (
-        Literal["all-linear"] | Annotated[tuple[Name, ...], Field(min_length=1, strict=False)]
+        Literal["all-linear"] | Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
     ) = "all-linear"
     """Matrices that get an adapter, by the ends of their names such as [q_proj, v_proj].
     all-linear: every one but the head."""
 
-    modules_to_save: Annotated[tuple[Name, ...], Field(strict=False)] = ()
+    modules_to_save: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Modules that are trained and saved whole besides, such as [embed_tokens, lm_head]."""
 
     use_rslora: bool = False

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from isles.config.sections.base import DurationS, Name, Section
+from isles.config.sections.base import DurationS, Section, Text
 
 HubId = Annotated[
     str,
@@ -50,7 +50,7 @@ class CheckpointConfig(Section):
     An upload that fails is not the run's failure: the export stays, and the log says how to
     repeat it."""
 
-    remote: Name | None = None
+    remote: Text | None = None
     """Also keep verified checkpoints here, from where a fresh machine goes on: s3://bucket/prefix,
     gs://, hf://, or a folder; needs `pip install 'isles[bucket]'` (gs: gcsfs). The run lies below
     it as NAME-N. Credentials come from where the bucket's own tools look for them, on the machine
@@ -84,16 +84,16 @@ class WandbConfig(Section):
     kind: Literal["wandb"] = "wandb"
     """Its own files lie in RUN/wandb."""
 
-    project: Name | None = None
+    project: Text | None = None
     """Project. null: $WANDB_PROJECT, else isles."""
 
-    entity: Name | None = None
+    entity: Text | None = None
     """User or team that the project belongs to. null: wandb's own default."""
 
-    group: Name | None = None
+    group: Text | None = None
     """Group that this run is shown in."""
 
-    tags: Annotated[tuple[Name, ...], Field(strict=False)] = ()
+    tags: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Tags of the run."""
 
     mode: Literal["online", "offline"] | None = None
@@ -108,10 +108,10 @@ class MLflowConfig(Section):
     kind: Literal["mlflow"] = "mlflow"
     """Needs a server, or Databricks."""
 
-    tracking_uri: Name | None = None
+    tracking_uri: Text | None = None
     """Address of the server, such as http://tracker:5000. null: $MLFLOW_TRACKING_URI."""
 
-    experiment: Name | None = None
+    experiment: Text | None = None
     """Experiment. null: $MLFLOW_EXPERIMENT_NAME, else isles."""
 
 

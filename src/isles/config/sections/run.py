@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from isles.config.sections.base import Section
+from isles.config.sections.base import Section, Text
 from isles.config.sections.cluster import BalanceConfig, ClusterConfig
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.config.sections.model import AdapterConfig, ModelConfig, TokenizerConfig
@@ -37,7 +37,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the weights, the order of the data and dropout."""
 
-    output_dir: Annotated[str, Field(min_length=1)] = "runs"
+    output_dir: Text = "runs"
     """Folder of the run directories; relative to where isles is called."""
 
     model: ModelConfig

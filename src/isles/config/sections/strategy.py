@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from isles.config.sections.base import Section
+from isles.config.sections.base import Section, Text
 
 Size = Annotated[int, Field(ge=1, le=65_536)]
 Bytes = Annotated[int, Field(ge=1, le=10**12)]
@@ -74,7 +74,7 @@ class FSDPStrategyConfig(MeshSection):
     shard_size: Size | None = None
     """HYBRID_SHARD only: ranks that share one copy. null: the ranks of one node."""
 
-    transformer_layer_cls_to_wrap: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    transformer_layer_cls_to_wrap: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Class names of the blocks that are sharded one by one. Left out: found from the model."""
 
     cpu_offload: bool = False
@@ -105,7 +105,7 @@ class DeepSpeedStrategyConfig(Section):
     offload_param: Literal["none", "cpu", "nvme"] = "none"
     """Where parameters lie while unused. ZeRO-3 only."""
 
-    nvme_path: Annotated[str, Field(min_length=1)] | None = None
+    nvme_path: Text | None = None
     """Folder on a fast disk for offloading to nvme."""
 
     reduce_bucket_size: Bytes = 500_000_000
@@ -117,7 +117,7 @@ class DeepSpeedStrategyConfig(Section):
     overlap_comm: bool = True
     """Reduce gradients while the backward pass goes on."""
 
-    config_file: Annotated[str, Field(min_length=1)] | None = None
+    config_file: Text | None = None
     """A DeepSpeed JSON file that is used as it is; its `"auto"` values come from the run file, and
     what contradicts the run file is refused."""
 

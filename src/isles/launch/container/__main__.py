@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from isles.errors import PreflightError
+from isles.facts.terminal import show_streams
 from isles.launch.container.enter import Container, enter
 from isles.launch.container.failure import refusal_line
 
@@ -23,4 +24,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    show_streams()
     sys.exit(main(sys.argv[1:]))

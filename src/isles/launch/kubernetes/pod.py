@@ -23,6 +23,7 @@ import psutil
 
 from isles.config.resolve import Resolved, load_resolved
 from isles.errors import ConfigErrors, ExitCode, UserError
+from isles.facts.terminal import show_streams
 from isles.launch.kubernetes.manifest import FILES, SECRET
 from isles.launch.queue.job import Allocation, JobNode
 from isles.run.env import pod_address, pod_index
@@ -226,4 +227,5 @@ def _file(name: str) -> str:
 
 
 if __name__ == "__main__":
+    show_streams()
     sys.exit(main())

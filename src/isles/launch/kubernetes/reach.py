@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from isles.errors import PreflightError, UserError
+from isles.facts.terminal import show_streams
 from isles.launch.kubernetes.kubectl import Kubectl, not_running
 from isles.launch.ssh.shell import IN_POD, SSH_FAILED
 from isles.run.env import state_home
@@ -102,11 +103,12 @@ def _exec(kubectl: Kubectl, pod: str, command: Sequence[str]) -> int:
     code = None
     try:
         for raw in process.stderr:
-            if found := _EXITED.search(raw.decode(errors="replace")):
+            line = raw.decode(errors="replace")
+            if found := _EXITED.search(line):
                 code = int(found[1])
                 continue
-            sys.stderr.buffer.write(raw)
-            sys.stderr.buffer.flush()
+            sys.stderr.write(line)
+            sys.stderr.flush()
         ended = process.wait()
     finally:
         if process.poll() is None:
@@ -142,4 +144,5 @@ def _path(destination: str) -> Any:
 
 
 if __name__ == "__main__":
+    show_streams()
     sys.exit(main())

@@ -20,6 +20,7 @@ from isles.config.sections.cluster import (
 )
 from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError, ExitCode
+from isles.facts.units import printable
 from isles.launch.base import ranks_text
 from isles.launch.container.rendered import torchrun_words
 from isles.launch.ssh.environment import network_variables, python_of, quoted, setting_lines
@@ -80,6 +81,11 @@ def fill_template(name: str, /, **values: object) -> str:
         autoescape=False,  # shell scripts; values are quoted for the shell
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    for lines in ("head", "options"):
+        # Comments for bash: the folder in which isles was called may have any name.
+        found = values.get(lines)
+        if isinstance(found, list):
+            values[lines] = [printable(line, keep="\t") for line in found]
     return environment.get_template(name).render(**values)
 
 

@@ -29,6 +29,7 @@ from types import FrameType
 from typing import Any
 
 from isles.errors import ExitCode, PreflightError, UserError, not_installed
+from isles.facts.terminal import show_streams
 from isles.launch.ray.bundles import RayRequest
 from isles.launch.ray.placement import Placed, Placement, why_gone
 from isles.launch.ssh.facts import free_port, port_taken
@@ -311,4 +312,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    show_streams()
     sys.exit(main())

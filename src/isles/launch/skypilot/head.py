@@ -18,6 +18,7 @@ from pathlib import Path
 from isles import __version__
 from isles.config.load import load_run_file
 from isles.errors import ConfigErrors, PreflightError, UserError
+from isles.facts.terminal import show_streams
 from isles.launch.base import check_packages, make_fleet, resolve_for_nodes
 from isles.launch.manual import node_environ
 from isles.launch.remote.login import STARTED
@@ -98,4 +99,5 @@ def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]
 
 
 if __name__ == "__main__":
+    show_streams()
     sys.exit(main())

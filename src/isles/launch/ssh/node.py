@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import ExitCode, PreflightError, UserError
+from isles.facts.terminal import show_streams
 from isles.launch.ssh.channel import Channel, Operation, error_words, serve
 from isles.launch.ssh.environment import path_elsewhere
 from isles.launch.ssh.facts import node_facts
@@ -376,5 +377,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    show_streams()
     code = main()
     os._exit(code)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import PreflightError, UserError, cut_more
-from isles.facts.units import parse_duration_s, printable
+from isles.facts.units import parse_duration_s
 from isles.launch.remote.login import ask_isles
 from isles.monitor.clusters import stop_clusters
 from isles.monitor.hub import stop_hub
@@ -247,7 +247,7 @@ def stack_of(run: RunDir | RemoteRun, rank: int) -> str:
     doing = f"step {answer.get('step')}, {answer.get('stage')}"
     waits = f", waiting in {answer['waits_in']}" if answer.get("waits_in") else ""
     head = f"rank {rank} on {answer.get('host')}: {doing}{waits}, {answer.get('at')}"
-    return printable(f"{head}\n\n{answer.get('stacks')}")
+    return f"{head}\n\n{answer.get('stacks')}"
 
 
 def _typed(found: Found) -> str:

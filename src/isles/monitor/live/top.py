@@ -8,15 +8,18 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
+from rich.segment import Segment
 from rich.text import Text
 from textual import events
 from textual.app import App, ComposeResult
 from textual.binding import Binding
+from textual.color import Color
 from textual.containers import VerticalScroll
+from textual.filter import LineFilter
 from textual.geometry import Region
 from textual.screen import ModalScreen
 from textual.strip import Strip
@@ -129,6 +132,18 @@ class Lines(Widget):
         return Strip(line.render(self.app.console))
 
 
+class _Shown(LineFilter):
+    """Shows control characters wherever they come from, on the way to the screen.
+
+    Texts that are cut to a width were cleaned before.
+    """
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        return [
+            each if each.control else Segment(printable(each.text), each.style) for each in segments
+        ]
+
+
 class Top(App[None]):
     """The screen and its keys."""
 
@@ -163,7 +178,11 @@ class Top(App[None]):
         self._snapshot: Snapshot | None = None
         self._come_at = time.monotonic()
         self._drawn_at = 0.0
+        self._shown = _Shown()
         self.stopping: threading.Thread | None = None
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        return [*super().get_line_filters(), self._shown]
 
     def compose(self) -> ComposeResult:
         yield Lines()

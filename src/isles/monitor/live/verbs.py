@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from isles.errors import ExitCode, UserError
+from isles.facts.units import printable
 from isles.monitor.verbs import RUNS, Run, RunsDir, end_with_stdin, note, print_line
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def report(
             fix="add --yes",
         )
     gathered = bundle.gather(found, output_dir)
-    if must_ask and not bundle.ask_whether(gathered, path, input):
+    if must_ask and not bundle.ask_whether(gathered, path, _ask):
         print_line("nothing was written")
         return ExitCode.USER
     size = bundle.write_report(path, gathered)
@@ -166,6 +167,11 @@ def rank_stack(run: Path, rank: int, /) -> int:
 
     print_line(stack_of(RunDir(run), rank))
     return ExitCode.OK
+
+
+def _ask(question: str) -> str:
+    # A prompt goes to the terminal past sys.stdout.
+    return input(printable(question))
 
 
 def _watched(run: str | None, output_dir: Path) -> Found:

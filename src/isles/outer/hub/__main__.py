@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from isles.errors import ConfigError, ExitCode, UserError
+from isles.facts.terminal import show_streams
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import Server
 from isles.run.join_line import NAME
@@ -95,4 +96,5 @@ def _settings(path: Path | None) -> Settings:
 
 
 if __name__ == "__main__":
+    show_streams()
     sys.exit(main())

@@ -11,11 +11,11 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from isles.config.load import Loaded
 from isles.errors import ExitCode, MissingDependencyError, UserError
+from isles.facts.console import Console
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.plan.simulate.capacity import Capacity, capacity
 from isles.plan.simulate.engine import settled, simulate
@@ -183,7 +183,7 @@ def _head(setting: Setting, result: Result) -> list[str]:
 
 def _table_text(table: Table) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=140, highlight=False).print(table)
+    Console(file=stream, width=140).print(table)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 

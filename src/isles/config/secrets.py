@@ -1,0 +1,109 @@
+"""Secrets in a run file or an override: refused, since both are copied wherever the run goes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from isles.config import keys
+from isles.config.yaml import KeyPath, dotted
+from isles.errors import ConfigError
+from isles.facts.secrets import is_secret, may_be_secret, secrets_in
+
+_COPIED = "and this file is copied into records, scripts, buckets and model cards"
+_FIX = (
+    "export it before `isles train` on this machine; elsewhere let a line of environment.setup "
+    "read a file of the hosts; for the hub: hf auth login"
+)
+_ADDRESS_FIX = (
+    "take user and password out of the address: git, pip and curl read them from ~/.netrc, and "
+    "environment.setup may export an address that it reads from a file of the hosts"
+)
+_LINE_FIX = "let the line read it from a file of the hosts, such as $(cat ~/.secrets/NAME)"
+_WITH_RULE = ("remote", "tracking_uri", "url")
+_HAS_USER = re.compile(r"[\w+-]+://[^\s/]*@")
+_COMMENT = re.compile(r"(?:^|\s)#(.*)")
+
+
+def secret_errors(
+    data: Mapping[str, object],
+    overrides: Sequence[str],
+    places: Mapping[KeyPath, str],
+    text: str,
+    name: str,
+) -> list[ConfigError]:
+    """An error for every secret in values, names, overrides and comments; none quotes it.
+
+    Args:
+        places: of every key that was given.
+        text: of the file `name`.
+    """
+    errors = []
+    for path, what, fix in _in_values((), data):
+        known = path
+        while known and known not in places:
+            known = known[:-1]
+        place = places.get(known, f"{name}:1").partition(" ")[0]
+        place = "command line" if place == "command" else place
+        errors.append(ConfigError(f"{what}, {_COPIED}", where=f"{place} {dotted(path)}", fix=fix))
+    where = {error.where for error in errors}
+    for override in overrides:
+        key = override.partition("=")[0].strip().lstrip("-")
+        place = "command line" if any(secrets_in(key)) else f"command line {key}"
+        if any(secrets_in(override)) and not any(known.startswith(place) for known in where):
+            errors.append(ConfigError(f"it holds a secret, {_COPIED}", where=place, fix=_FIX))
+    for number, line in enumerate(text.splitlines(), start=1):
+        comment = _COMMENT.search(line)
+        if comment is not None and any(secrets_in(comment[1])):
+            what = f"a comment holds a secret, {_COPIED}"
+            errors.append(ConfigError(what, where=f"{name}:{number}", fix="delete the comment"))
+    return errors
+
+
+def _in_values(path: KeyPath, value: object) -> Iterator[tuple[KeyPath, str, str]]:
+    # Where a secret is, what is wrong, and a fix.
+    match value:
+        case str():
+            # A rule refuses users in these addresses, and says where the credentials belong.
+            has_rule = path[-1] in _WITH_RULE and _HAS_USER.match(value)
+            if any(secrets_in(value)) and not has_rule:
+                yield path, *_words(path, value)
+        case Mapping():
+            known = keys.children(keys.schema_at(path) or {})
+            for key, inner in value.items():
+                here = (*path, key)
+                if any(secrets_in(str(key))):
+                    yield path, "a name in it holds a secret", "give it another name"
+                elif key not in known and _is_secret(here, inner):
+                    yield here, f"{key} looks like a secret", _FIX
+                else:
+                    yield from _in_values(here, inner)
+        case list():
+            found = list(value)
+            before = ""
+            for index, inner in enumerate(found):
+                # An option and its value may be two items.
+                is_value = before.startswith("-") and not str(inner).startswith("-")
+                if is_value and may_be_secret(before) and is_secret(before, str(inner)):
+                    yield (*path, index), f"the value of {before} looks like a secret", _FIX
+                else:
+                    yield from _in_values((*path, index), inner)
+                before = str(inner)
+        case _:
+            pass
+
+
+def _is_secret(path: KeyPath, value: object) -> bool:
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        return False
+    name, text = str(path[-1]), str(value)
+    # Nobody puts a value in the place of `$HF_TOKEN` in a variable of the ranks.
+    is_reference = text.startswith("$") and path[-2:-1] != ("variables",)
+    return may_be_secret(name) and not is_reference and is_secret(f"{name}=", text)
+
+
+def _words(path: KeyPath, value: str) -> tuple[str, str]:
+    is_line = "setup" in path
+    if _HAS_USER.search(value) and not is_line:
+        return "the address holds a password", _ADDRESS_FIX
+    return "the value holds a secret", _LINE_FIX if is_line else _FIX

@@ -1,0 +1,61 @@
+"""The console of a process: our colours, and nobody else's."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+from typing import IO, Any
+
+from rich import console as rich
+from rich.segment import Segment
+from rich.text import Text
+
+from isles.facts.terminal import ShownStream
+from isles.facts.units import printable
+
+
+class Console(rich.Console):
+    """A console of rich for text from elsewhere; it is the only class of consoles here.
+
+    Styles are those of `Text` and of tables. Control characters in a text are shown, and markup
+    in it (`[red]`, `:smile:`) is text too.
+
+    Raises:
+        BrokenPipeError: by any output, if the reader (head, less) has left; rich itself would end
+            the program silently.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    @property
+    def file(self) -> IO[str]:
+        """Where the colours go: past the stream that would show them as text."""
+        found = super().file
+        while not isinstance(found, ShownStream) and hasattr(found, "rich_proxied_file"):
+            found = found.rich_proxied_file  # of a progress bar that is drawn at this moment
+        return found.raw if isinstance(found, ShownStream) else found
+
+    @file.setter
+    def file(self, new: IO[str]) -> None:
+        self._file = new
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        # A width is that of the text as it is shown.
+        return super().render_str(printable(text), **options)
+
+    def render(
+        self, renderable: rich.RenderableType, options: rich.ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            is_ours = segment.control is not None
+            yield segment if is_ours else Segment(printable(segment.text), segment.style)
+
+    def print_lines(self, lines: Iterable[str | Text]) -> None:
+        """Print lines uncut."""
+        for line in lines:
+            self.print(line, soft_wrap=True)
+
+    def on_broken_pipe(self) -> None:
+        """Raise what `isles.cli` expects."""
+        raise BrokenPipeError(errno.EPIPE, "nobody reads this any more")

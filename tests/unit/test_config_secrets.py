@@ -1,0 +1,211 @@
+"""Secrets in a run file are refused with their place, quoted nowhere, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from isles.cli import main
+from isles.config.load import load_run_file
+from isles.errors import ConfigErrors
+from isles.facts.secrets import secrets_in, without_secrets
+from tests.run_files import faults
+
+ROOT = Path(__file__).parents[2]
+PW = "Xq7-s3cr3t"  # no value of another kind looks like this
+HF = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vW7yZ"
+GITHUB = "ghp_" + "a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6"
+HEX = "0123456789abcdef0123456789abcdef01234567"
+BASE = "model: {name_or_path: m}\ndata: {sources: [{path: d}]}\ntraining: {max_steps: 5}\n"
+
+BAD: tuple[tuple[str, Any], ...] = (
+    ("name", HF),
+    ("output_dir", f"/runs/{GITHUB}"),
+    ("model.name_or_path", f"https://u:{PW}@host/model"),
+    ("tokenizer.name_or_path", f"https://{HF}@host/model"),
+    ("data.sources.0.path", f"https://u:{PW}@host/a.jsonl"),
+    ("data.sources.0.path", f"https://host/a.jsonl?sig=abc%2F{PW}"),
+    ("data.sources.0.path", f"https://host/a.jsonl?token={PW}"),
+    ("checkpoint.remote", f"s3://AKIA{'A1' * 8}:{PW}@bucket/x"),
+    ("track", [{"kind": "wandb", "project": HF}]),
+    ("training.script_args", ["--lr", "1", "--password", PW]),
+    ("training.script_args", [f"--api-key={PW}"]),
+    *(
+        (f"clusters.0.environment.{key}", value)
+        for key, value in (
+            ("variables", {"MY_URL": f"postgres://u:{PW}@h/db"}),
+            ("variables", {"HTTPS_PROXY": f"http://u:{PW}@proxy:3128"}),
+            ("variables", {"HTTPS_PROXY": f"u:{PW}@proxy:3128"}),
+            ("variables", {"PIP_INDEX_URL": f"https://__token__:{PW}@pypi.example/simple"}),
+            ("variables", {"WANDB_API_KEY": HEX}),
+            ("variables", {"PGPASSWORD": PW}),
+            ("variables", {"HF_TOKEN": "$HF_TOKEN"}),
+            ("variables", {"OTHER": HF}),
+            ("setup", [f"export WANDB_API_KEY={HEX}"]),
+            ("setup", ["true", f"export OPENAI_API_KEY='sk-proj-{'a1' * 12}'"]),
+            ("setup", [f"hf auth login --token {HF}"]),
+            ("setup", [f"curl -H 'Authorization: Bearer {PW}' https://host"]),
+            ("setup", [f"curl -u me:{PW} https://host"]),
+            ("setup", [f"mysql --password {PW}"]),
+            ("setup", [f"sshpass -p {PW} ssh host"]),
+            ("setup", [f"echo 'machine h login u password {PW}' > ~/.netrc"]),
+            ("setup", [f"export A_TOKEN=${{A:-{PW}}}"]),
+            ("setup", [f"git clone https://x:p${PW}@github.com/a/b"]),
+            ("packages", [f"git+https://u:{PW}@github.com/a/b"]),
+            ("packages", [f"git+https://{GITHUB}@github.com/a/b"]),
+            ("container", f"docker://u:{PW}@registry.example/image"),
+            ("container", {"image": "i", "extra": [f"--env=HF_TOKEN={HF}"]}),
+            ("container", {"image": "i", "extra": ["--token", PW]}),
+        )
+    ),
+    ("clusters.0.launcher", {"kind": "slurm", "extra": [f"--export=API_KEY={PW}"]}),
+    ("clusters.0.launcher", {"kind": "slurm", "extra": [f"--comment=xoxb-{'1a' * 8}"]}),
+    ("clusters.0.launcher", {"kind": "skypilot", "resources": {"docker": {"password": PW}}}),
+    ("clusters.0.launcher", {"kind": "skypilot", "file_mounts": {"/x": {"secret_key": PW}}}),
+    ("clusters.0.environment.variables", {GITHUB: "1"}),
+    ("description", f"-----BEGIN OPENSSH PRIVATE KEY-----\n{PW}"),
+    ("outer", {"kind": "diloco", "sync_every": 5, "hub": f"isles://h:1/r#{PW}"}),
+    ("WANDB_API_KEY", HEX),
+)
+
+GOOD = (
+    *("s3://bucket/a:b@c", "git@github.com:x/y", "git+ssh://git@github.com/x/y@v1.2", "me@host"),
+    *("https://user@dev.azure.com/org/project/_git/repo", "http://10.0.0.1:8265", "ray://h:10001"),
+    *(
+        "docker://ghcr.io/me/train:1.2",
+        f"docker://a:1.2@sha256:{HEX}{HEX[:24]}",
+        "a:1@sha256:" + HEX,
+    ),
+    *("registry:5000/me/image:1.2", "http://host:8080/a@2x.png", "http://[::1]:80/x", HEX, HEX * 2),
+    *("hf://datasets/me/sets@main/*.parquet", "hf_transfer==0.1.9", "huggingface_hub[hf_transfer]"),
+    *("export HF_TOKEN=$(cat ~/.secrets/hf)", "export HF_TOKEN=${HF_TOKEN}", "source ~/.tokens"),
+    *('export WANDB_API_KEY="$(<~/.wandb)"', "export WANDB_API_KEY=$WANDB_API_KEY HF_HOME=/x"),
+    *(
+        "pip install git+https://x:${GH_TOKEN}@github.com/a/b",
+        "curl -u me:$PW https://h",
+        "sk-learn",
+    ),
+    *("export GOOGLE_APPLICATION_CREDENTIALS=/keys/a.json", "export AWS_PROFILE=me1234567"),
+    *(
+        "--token-file=/x/y",
+        "--password-stdin",
+        "--pad-token=<pad>",
+        "--eos_token </s>",
+        "--seq-key text",
+    ),
+    *("export TOKENIZERS_PARALLELISM=false", "podman --user=1000:1000", "docker run -u me:users x"),
+    *(
+        "basic tokenizers are trained",
+        "the token: see docs",
+        "a password is asked for",
+        "--user me:me",
+    ),
+    *(
+        "openai/gpt-oss-20b",
+        "sk-models/sk-something-with-words",
+        "task-sk",
+        "eyJ",
+        "num_tokens=512",
+    ),
+    *(
+        "max_token=4096",
+        "--num-tokens 5",
+        "token=<|im_end|>",
+        "ghcr.io/x/y",
+        "xoxo-large",
+        "AKIAMARU",
+    ),
+    *(
+        "git config credential.helper store",
+        "<your-token>",
+        "HF_TOKEN=<your token>",
+        "eos_token=</s>",
+    ),
+    *(
+        "PASSWORD=***",
+        "https://x:<password>@host",
+        "nvidia/nvapi-tools",
+        "r8_small",
+        "--mask-token [MASK]",
+    ),
+    "/data/0123456789abcdef/wikitext:train@x",
+    "C:\\keys\\token",
+    "--key=value",
+    "monkey=1",
+    "turkey: 5",
+)
+
+
+def with_value(key: str, value: Any) -> str:
+    """A run file in which a key has a value."""
+    data: Any = yaml.safe_load(BASE)
+    *parents, last = [int(part) if part.isdigit() else part for part in key.split(".")]
+    below = data
+    for part, following in zip(parents, [*parents[1:], last][: len(parents)], strict=True):
+        empty: Any = [] if isinstance(following, int) else {}
+        if isinstance(below, list):
+            below.extend([empty] if not below else [])
+        else:
+            below.setdefault(part, empty)
+        below = below[part]
+    below[last] = value
+    return yaml.safe_dump(data, sort_keys=False)
+
+
+def test_each_secret_is_refused_at_its_place_and_quoted_nowhere(tmp_path: Path) -> None:
+    wrong = []
+    for key, value in BAD:
+        for is_override in (False, True):
+            text = BASE if is_override else with_value(key, value)
+            words = [f"{key}={json.dumps(value)}"] if is_override else []
+            try:
+                path = tmp_path / "run.yaml"
+                path.write_text(text)
+                load_run_file(path, words)
+                wrong.append((key, value, "is taken"))
+                continue
+            except ConfigErrors as error:
+                said = str(error)
+            place = f"command line {key}" if is_override else f"{path}:"
+            leaks = [part for part in (PW, HF, GITHUB, HEX, "a1a1a1", "1a1a1a") if part in said]
+            if (
+                leaks
+                or place not in said
+                or key not in said
+                or not re.search("copied into|shown and kept", said)
+            ):
+                wrong.append((key, value, said))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_what_is_no_secret(tmp_path: Path) -> None:
+    assert [text for text in GOOD if any(secrets_in(text))] == []
+    texts = [*ROOT.glob("examples/*/*.yaml"), *ROOT.glob("src/isles/config/templates/*.yaml")]
+    assert len(texts) > 8
+    lines = {line for path in texts for line in path.read_text().splitlines()}
+    lines |= {x for path in ROOT.glob("docs/*.md") for x in path.read_text().splitlines()}
+    assert [line for line in lines if any(secrets_in(line))] == []
+
+
+def test_a_comment_and_a_line_that_is_no_yaml(tmp_path: Path) -> None:
+    (fault,) = faults(tmp_path, f"{BASE}# hub: https://u:{PW}@host\n")
+    assert fault.where.endswith("run.yaml:4") and PW not in str(fault)
+    for text in (f"name: 'x\nexport HF_TOKEN={HF}\n", f"{HF}\n", f"a: {HF}: b\n", f"[{HF}\n"):
+        assert HF not in str(faults(tmp_path, text)), text
+    for word in (f"x.y.z {HF}", f"name.x={HF}", f"{HF}=1", f"data.sources.7.path={HF}"):
+        assert HF not in str(faults(tmp_path, BASE, word)), word
+
+
+def test_an_old_run_that_has_one_is_shown_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"export WANDB_API_KEY={HEX} # https://u:{PW}@host {HF}"
+    shown = without_secrets(text)
+    assert shown == "export WANDB_API_KEY=[removed] # https://u:[removed]@host [removed]"
+    assert main(["plan", str(tmp_path / f"{HF}.yaml")]) == 1
+    assert HF not in capsys.readouterr().err
