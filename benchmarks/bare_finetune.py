@@ -174,7 +174,7 @@ class Finetuning:
         self._tokens += int((labels[:, 1:] != IGNORED).sum())
 
 
-class _Gate(TrainerCallback):
+class _Gate(TrainerCallback):  # type: ignore[misc]  # transformers is Any to mypy
     """Lets the Trainer's thread through for so many steps, and tells when they are done."""
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.common import PROCESS_DEADLINE_S, environment, prepare
+from common import PROCESS_DEADLINE_S, environment, prepare
 from tests.browser import browser
 from tests.made_watch import MadeWatch, made, served
 
