@@ -19,6 +19,7 @@ from isles.models.attention import use_maskless_attention
 from isles.models.build import build_model
 from isles.train.loop import train
 from ranks import BetweenSteps, training
+from torch import nn
 
 if TYPE_CHECKING:
     from isles.dist.world import World
@@ -82,7 +83,8 @@ class Turns(BetweenSteps):
         done, began = 0, time.perf_counter()
         while time.perf_counter() - began < self._effort.solo_s:
             logits = twin(input_ids=tokens, use_cache=False).logits
-            F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+            loss.backward()  # type: ignore[no-untyped-call]
             done += rows
         return done / (time.perf_counter() - began)
 
@@ -99,7 +101,7 @@ class Turns(BetweenSteps):
         return self._own
 
 
-def make_slow(model: Any, block_types: tuple[type, ...], factor: int) -> None:
+def make_slow(model: nn.Module, block_types: tuple[type, ...], factor: int) -> None:
     """Have each block do all its work so many times, forward and backward."""
 
     class Again(torch.autograd.Function):
@@ -124,13 +126,14 @@ def make_slow(model: Any, block_types: tuple[type, ...], factor: int) -> None:
 
             work(factor - 1)
             # A backward pass is the work of two forward passes.
-            return forward(Again.apply(hidden, lambda: work(2 * factor - 2)), *args, **kwargs)
+            again = Again.apply(hidden, lambda: work(2 * factor - 2))  # type: ignore[no-untyped-call]
+            return forward(again, *args, **kwargs)
 
         return computed
 
     for module in model.modules():
         if isinstance(module, block_types) and factor > 1:
-            module.forward = slow(module.forward)
+            vars(module)["forward"] = slow(module.forward)
 
 
 def run_rank(run_dir: RunDir, effort: Effort) -> None:

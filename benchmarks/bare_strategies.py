@@ -58,7 +58,7 @@ class TorchStepper:
 
     def step(self, loss: Tensor) -> Any:
         """See Stepper."""
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self.set_to_none)

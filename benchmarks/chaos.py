@@ -25,9 +25,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import common
 from chaos_clusters import FIRST_STEPS, RANKS, Cluster, Inputs, Run, prepare, running
 from chaos_faults import BLOWS, DEAD_AFTER_S, Blow, Fault, kill_hub, lose_bucket, pause, plan_faults
-from common import make_parser, need, print_figures
 
 from isles.run.checkpoints import find_checkpoint
 from isles.run.records import read_rows
@@ -37,6 +37,9 @@ SMOKE_CLUSTERS, SMOKE_ROUNDS, SMOKE_PLAN = ("c", "d"), 6, [(1, "ranks killed", "
 DEADLINE_S = 20.0
 BACK_S = 180.0
 """So long nothing at all may happen."""
+SMOKE_FIRST_STEPS = 30
+Plan = Sequence[tuple[int, str, str]]
+"""Of each fault the round, the kind and the cluster."""
 OUTER = (
     f"sync_every: {SYNC_EVERY}, fragments: {FRAGMENTS}, delay: {DELAY}, codec: int8, "
     f"min_clusters: 2, dead_after: {DEAD_AFTER_S}s, deadline: {DEADLINE_S}s, max_rate: 80kB"
@@ -152,7 +155,7 @@ def train(
     inputs: Inputs,
     folder: Path,
     rounds: int,
-    plan: Sequence[tuple[int, str, str]],
+    plan: Plan,
     *,
     names: Sequence[str] = tuple(RANKS),
     engine: str = "hub",
@@ -313,23 +316,23 @@ def smoke(inputs: Inputs, folder: Path, options: argparse.Namespace) -> dict[str
 
 def main() -> None:
     """Measure, print tables, and one line of JSON at the end."""
-    parser = make_parser(__doc__, quick="14 rounds")
+    parser = common.make_parser(__doc__, quick="14 rounds")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--wait", choices=list(WAITS), default="all", help="whom a turn waits for")
     parser.add_argument("--engine", choices=["hub", "bucket"], default="hub")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep all files there")
     options = parser.parse_args()
-    need(
+    common.need(
         "torch", "transformers", *(("s3fs", "moto", "boto3") if options.engine == "bucket" else ())
     )
     if options.quick:
         options.rounds = 14
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         folder = options.folder or Path(scratch)
-        inputs = prepare(folder / "inputs", 30 if options.smoke else FIRST_STEPS)
+        inputs = prepare(folder / "inputs", SMOKE_FIRST_STEPS if options.smoke else FIRST_STEPS)
         found = (smoke if options.smoke else measure)(inputs, folder, options)
-    print_figures({**found, "deadline_s": DEADLINE_S})
+    common.print_figures({**found, "deadline_s": DEADLINE_S})
 
 
 if __name__ == "__main__":

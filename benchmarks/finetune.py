@@ -154,6 +154,7 @@ def padding_waste(folder: Path) -> float:
 
     from isles.config.sections.data import DataConfig, SourceConfig
     from isles.data.mix import build_datasets
+    from isles.data.samples import SampleTable
     from isles.dist.world import join_world, leave_world
     from isles.run.env import RankEnv
 
@@ -171,6 +172,7 @@ def padding_waste(folder: Path) -> float:
     )
     leave_world()
     (samples,) = training.parts
+    assert isinstance(samples, SampleTable)
     return samples.counts.padding_share
 
 
