@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from balance import MODEL, ROWS, Effort, wait_for
+from torch import nn
 
 from isles.dist.split import RowSplit, even_split
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_model
 from isles.train.loop import train
 from ranks import BetweenSteps, training
-from torch import nn
 
 if TYPE_CHECKING:
     from isles.dist.world import World

@@ -224,6 +224,7 @@ def arguments(settings: Settings) -> dict[str, Any]:
         "max_grad_norm": 1.0,
         "bf16": False,
         "logging_steps": 10,
+        "logging_first_step": True,  # a smoke run has no tenth
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,

@@ -132,7 +132,8 @@ sys.excepthook = _say_missing
 # ---- Comparisons with bare loops. ----
 
 SEQ_LENGTH, MICRO_BATCH = 128, 8
-PROCESS_DEADLINE_S = 120.0
+PROCESS_DEADLINE_S = 300.0
+"""Longer than any process takes, also where other work takes most of the processor."""
 
 RUN_FILE = """\
 name: {name}
@@ -265,7 +266,7 @@ def run_processes(
         output.seek(0)
         text = output.read()
     if problem:
-        raise RuntimeError(f"{' '.join(commands[0])}: {problem}\n{text[-4000:]}")
+        raise RuntimeError(f"{text[-4000:].rstrip()}\n{' '.join(commands[0])}: {problem}")
     return text
 
 
@@ -322,7 +323,7 @@ def take_turns(
         environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         for rank in range(world_size)
     ]
-    deadline_s = 60 + step_deadline_s * effort.max_steps
+    deadline_s = PROCESS_DEADLINE_S + step_deadline_s * effort.max_steps
     run_processes([[*command, *arguments]] * world_size, environments, deadline_s)
     return Turns(**json.loads((run_dir.path / "turns.json").read_text(encoding="utf-8")))
 
