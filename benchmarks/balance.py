@@ -35,7 +35,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -244,8 +243,6 @@ def main() -> None:
         run_rank(RunDir(Path(options.rank[0])), Effort(*json.loads(options.rank[1])))
         return
     effort = pick(options, full=FULL, quick=QUICK, smoke=SMOKE)
-    # Whoever ends this script early must not leave ranks behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     figures = {}
     with tempfile.TemporaryDirectory(prefix="isles-balance-") as name:
         folder = Path(name)

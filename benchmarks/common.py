@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -46,10 +47,13 @@ _PROJECTS = {"boto3": "moto", "yaml": "pyyaml"}
 def make_parser(doc: str | None, quick: str = "") -> argparse.ArgumentParser:
     """A parser with `--smoke`, and with `--quick` if there is a help text for it.
 
+    From here on SIGTERM ends the script as Ctrl+C does: with all that it has started.
+
     Args:
         doc: the benchmark's docstring, whose first line describes it.
         quick: the help text of `--quick`.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--smoke", action="store_true", help="seconds: shows that it runs")

@@ -165,15 +165,20 @@ def type_benchmark(
     if path:
         environ["PYTHONPATH"] = os.pathsep.join(map(str, path))
     python = [sys.executable, "-S"] if path else [sys.executable]
-    return subprocess.run(
+    child = subprocess.Popen(
         [*python, f"benchmarks/{name}.py", *words],
         cwd=ROOT,
         env=environ,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=DEADLINE_S,
-        check=False,
     )
+    try:
+        output, errors = child.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        child.terminate()  # it ends what it has started; a kill would leave that running
+        output, errors = child.communicate(timeout=DEADLINE_S)
+    return subprocess.CompletedProcess(child.args, child.returncode, output, errors)
 
 
 def faults(found: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
