@@ -72,7 +72,7 @@ $(TRAIN): pyproject.toml
 
 $(STAMP): $(TRAIN)
 	@echo "installing what the tests need besides: all engines and trackers, ruff, mypy …"
-	@$(INSTALL) -e '.[train,bucket,ray,qlora,torchao,deepspeed,wandb,mlflow,hivemind,test,dev]' | $(SHOW)
+	@$(INSTALL) -e '.[train,bucket,ray,qlora,torchao,deepspeed,wandb,mlflow,hivemind,bench,test,dev]' | $(SHOW)
 	@echo "compiling what is installed, as each of hundreds of commands would …"
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some is of newer Pythons
 	@touch $@

@@ -1,6 +1,6 @@
 """Wall time of a step on unequal processes, against the ideal and against even rows.
 
-    python benchmarks/balance.py [--quick] [--strategy ddp|fsdp]
+    python benchmarks/balance.py [--quick|--smoke] [--strategy ddp|fsdp]
     python benchmarks/balance.py --noise
 
 Three processes on the CPU train together, the second slowed to a half and the third to a third;
@@ -23,6 +23,8 @@ three seconds of every six, from before the first step on. The last line is JSON
     rows: of the two ranks after 20 steps.
     rows_from_even: how many rows a rank is away from an even split; the bar is 1.
 
+With `--smoke` two ranks train, 1 : 3, on short rows.
+
 The last line is JSON, medians of the rounds, of the worst strategy that was measured:
     balanced_over_ideal: seconds of a step with isles' rows over the ideal; 1 is perfect.
     even_over_ideal: the same with even rows.
@@ -33,40 +35,35 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from common import environment, make_parser, need, pick, print_figures
+
+from isles.config.load import load_run_file
+from isles.config.resolve import resolve
+from isles.dist.split import even_split
+from isles.run.begin import begin_run
+from isles.run.paths import RunDir
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from tests.slowdown import slowed  # noqa: E402
 
-from isles.config.load import load_run_file  # noqa: E402
-from isles.config.resolve import load_resolved, resolve  # noqa: E402
-from isles.dist.split import RowSplit, even_split  # noqa: E402
-from isles.run.begin import begin_run  # noqa: E402
-from isles.run.env import read_rank_env  # noqa: E402
-from isles.run.paths import RunDir  # noqa: E402
-
-if TYPE_CHECKING:
-    from isles.data.loader import StepData
-    from isles.train.parts import Parts
-
 FACTORS = (1.0, 2.0, 3.0)
-ROWS, SEQ_LENGTH = 66, 512
-SOLO_S = 2.0
+ROWS, LONGEST = 66, 512
 DEADLINE_S = 900.0
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 96,
@@ -75,7 +72,7 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "vocab_size": 512,
-    "max_position_embeddings": SEQ_LENGTH,
+    "max_position_embeddings": LONGEST,
 }
 
 RUN_FILE = """\
@@ -114,6 +111,10 @@ class Effort:
     works: bool = False
     """Whether the slow ranks are slow by real work."""
 
+    seq_length: int = LONGEST
+    solo_s: float = 2.0
+    """Seconds for which each rank computes for itself in a round."""
+
 
 NOISE_S = 3.0
 NOISE = f"""
@@ -128,171 +129,7 @@ while True:
 
 FULL = Effort(warmup_steps=55, rounds=20, chunk_steps=3)
 QUICK = Effort(warmup_steps=52, rounds=5, chunk_steps=3)
-
-
-# ---- This part runs in the ranks, and is the only one that imports torch. ----
-
-
-class Turns:
-    """Stands where the loop's loader is: changes the split between chunks, and measures alone."""
-
-    def __init__(self, parts: Parts, effort: Effort, barrier: Callable[[], Any]) -> None:
-        self._parts, self._loader = parts, parts.loader
-        self._effort, self._barrier = effort, barrier
-        self._calls, self._since = 0, 0.0
-        self._name = ""
-        self.rounds: list[dict[str, Any]] = []
-        self.chosen: RowSplit | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        # Everything else is the loader's.
-        return getattr(self._loader, name)
-
-    def step(self, samples_seen: int) -> StepData:
-        """The loader's step; before a chunk's first one, what belongs between two chunks."""
-        at = self._calls - self._effort.warmup_steps
-        self._calls += 1
-        # The first step after a change of rows is not measured: its data has not been read ahead.
-        length = self._effort.chunk_steps + 1
-        if at >= 0 and at % length == 0:
-            self._end_chunk()
-            self._begin_chunk(at // length)
-        elif at > 0 and at % length == 1:
-            self._barrier()
-            self._since = time.perf_counter()
-        return self._loader.step(samples_seen)
-
-    def _end_chunk(self) -> None:
-        if self._name:
-            seconds = (time.perf_counter() - self._since) / self._effort.chunk_steps
-            self.rounds[-1][self._name] = seconds
-            self._name = ""
-
-    def _begin_chunk(self, number: int) -> None:
-        if self.chosen is None:
-            self.chosen = self._loader.split
-            # From now on the rows change for the benchmark's sake, which is nothing to learn from.
-            self._parts.balancer.rest()
-        turn = number % 2
-        if turn == 0:
-            self.rounds.append({"speeds": self._speeds()})
-        self._name = ("balanced", "even")[(turn + number // 2) % 2]
-        even = even_split(ROWS, len(self._effort.factors), 8, in_step=self.chosen.in_step)
-        self._loader.use(self.chosen if self._name == "balanced" else even)
-
-    def _speeds(self) -> list[float]:
-        """Rows per second of each rank for itself."""
-        world = self._parts.world
-        assert self.chosen is not None
-        self._twin()
-        self._barrier()
-        return world.gather(self._solo(max(self.chosen.micro_steps(world.rank))))
-
-    def _solo(self, rows: int) -> float:
-        import torch
-        import torch.nn.functional as F
-
-        twin = self._twin()
-        tokens = torch.randint(MODEL["vocab_size"], (rows, SEQ_LENGTH))  # type: ignore[call-overload]
-        done, began = 0, time.perf_counter()
-        while time.perf_counter() - began < SOLO_S:
-            logits = twin(input_ids=tokens, use_cache=False).logits
-            F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
-            done += rows
-        return done / (time.perf_counter() - began)
-
-    def _twin(self) -> Any:
-        import torch
-
-        from isles.models.attention import use_maskless_attention
-        from isles.models.build import build_model
-
-        if not hasattr(self, "_own"):
-            device, dtype = torch.device("cpu"), torch.float32
-            config = self._parts.config.model
-            self._own = build_model(config, device=device, dtype=dtype, seed=0, vocab_size=None)
-            use_maskless_attention(self._own)
-            if self._effort.works:
-                self._own.train()
-                types = self._parts.balancer.block_types
-                make_slow(self._own, types, int(self._effort.factors[self._parts.world.rank]))
-        return self._own
-
-
-def make_slow(model: Any, block_types: tuple[type, ...], factor: int) -> None:
-    """Have each block do all its work so many times, forward and backward."""
-    import torch
-
-    class Again(torch.autograd.Function):
-        """The identity; its backward pass, when the block is done with its own, does some work."""
-
-        @staticmethod
-        def forward(ctx: Any, hidden: Any, work: Callable[[], None]) -> Any:
-            ctx.work = work
-            return hidden.view_as(hidden)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            ctx.work()
-            return gradients[0], None
-
-    def slow(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def computed(hidden: Any, *args: Any, **kwargs: Any) -> Any:
-            def work(times: int) -> None:
-                with torch.no_grad():
-                    for _ in range(times):
-                        forward(hidden.detach(), *args, **kwargs)
-
-            work(factor - 1)
-            # A backward pass is the work of two forward passes.
-            return forward(Again.apply(hidden, lambda: work(2 * factor - 2)), *args, **kwargs)
-
-        return computed
-
-    for module in model.modules():
-        if isinstance(module, block_types) and factor > 1:
-            module.forward = slow(module.forward)
-
-
-def run_rank(run_dir: RunDir, effort: Effort) -> None:
-    """Train as isles' worker does; rank 0 writes rounds.json."""
-    import logging
-
-    import torch.distributed as dist
-
-    from isles.dist.files import find_disks
-    from isles.dist.world import join_world, leave_world
-    from isles.train.build import build
-    from isles.train.loop import train
-    from isles.train.record import Recorder
-    from isles.train.stop import StopSignals
-
-    env = replace(read_rank_env(), store=run_dir.path / "store")
-    if env.rank == 0:
-        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
-    recorder = Recorder(run_dir, is_main=env.rank == 0, world_size=env.world_size)
-    world = join_world(env, device="cpu", timeout_s=120)
-    # All have been imported; from here on the slowdown is on.
-    (run_dir.path / f"ready-{env.rank}").touch()
-    world.main_first(lambda: wait_for(run_dir.path / "go"))
-    disks = find_disks(world, run_dir.path)
-    parts = build(resolved, run_dir, world, recorder, StopSignals(), None, disks, 1)
-    turns = Turns(parts, effort, lambda: dist.barrier(group=world.control))
-    if effort.works:
-        make_slow(parts.engine.model, parts.balancer.block_types, int(effort.factors[world.rank]))
-    if effort.rounds:
-        parts.loader = turns  # type: ignore[assignment]  # it stands in for the loader
-    train(parts)
-    turns.chosen = turns.chosen or turns.split
-    parts.loader.close()
-    parts.checkpoints.close()
-    recorder.close()
-    if env.rank == 0:
-        assert turns.chosen is not None
-        result = {"rounds": turns.rounds, "rows": turns.chosen.rows}
-        (run_dir.path / "rounds.json").write_text(json.dumps(result), encoding="utf-8")
-    leave_world()
+SMOKE = Effort(12, 1, 1, factors=(1.0, 3.0), seq_length=32, solo_s=0.5)
 
 
 def wait_for(*files: Path, children: Sequence[subprocess.Popen[bytes]] = ()) -> None:
@@ -308,9 +145,6 @@ def wait_for(*files: Path, children: Sequence[subprocess.Popen[bytes]] = ()) -> 
         time.sleep(0.01)
 
 
-# ---- What follows starts the ranks and compares their figures. ----
-
-
 def measure(folder: Path, strategy: str, effort: Effort) -> dict[str, Any]:
     """Rounds of one strategy."""
     if strategy == "fsdp":
@@ -321,20 +155,18 @@ def measure(folder: Path, strategy: str, effort: Effort) -> dict[str, Any]:
     max_steps = effort.warmup_steps + 2 * effort.rounds * (effort.chunk_steps + 1)
     max_steps += bool(effort.rounds)
     path = folder / f"{strategy}.yaml"
-    values = {"rows": ROWS, "seq_length": SEQ_LENGTH, "max_steps": max_steps}
+    values = {"rows": ROWS, "seq_length": effort.seq_length, "max_steps": max_steps}
     values["world_size"] = world_size
     path.write_text(RUN_FILE.format(folder=folder, strategy=strategy, **values), encoding="utf-8")
     loaded = load_run_file(path)
     run_dir = begin_run(resolve(loaded, num_gpus=0), loaded.text, "no").run_dir
-    fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    fixed |= {"WORLD_SIZE": str(world_size)}
     ask = json.dumps(astuple(effort))
     command = [sys.executable, str(HERE / "balance.py"), "--rank", str(run_dir.path), ask]
     log = (run_dir.path / "benchmark.log").open("wb")
     children = [
         subprocess.Popen(
             command,
-            env={**os.environ, **fixed, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size)),
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -399,34 +231,32 @@ def noise(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Measure everything and print it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
+    parser = make_parser(__doc__, quick="fewer and shorter rounds")
     parser.add_argument("--strategy", action="append", help="ddp (without it) or fsdp")
     parser.add_argument("--noise", action="store_true", help="equal ranks beside other work")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # what this script starts
     options = parser.parse_args()
+    need("torch", "transformers")
     if options.rank:
+        from balance_ranks import run_rank
+
         run_rank(RunDir(Path(options.rank[0])), Effort(*json.loads(options.rank[1])))
         return
-    effort = QUICK if options.quick else FULL
-    # Whoever ends this script early must not leave ranks behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    effort = pick(options, full=FULL, quick=QUICK, smoke=SMOKE)
     figures = {}
     with tempfile.TemporaryDirectory(prefix="isles-balance-") as name:
         folder = Path(name)
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
         if options.noise:
-            print(json.dumps(noise(folder)))
+            print_figures(noise(folder))
             return
         head = f"{'step s':>9}{'/ideal':>9}{'min':>9}{'max':>9}"
         print(f"{'':<16}{'rows':<12}{head}", flush=True)
         for strategy in options.strategy or ("ddp",):
             figures[strategy] = report(strategy, measure(folder, strategy, effort))
     balanced, even = (max(pair[index] for pair in figures.values()) for index in (0, 1))
-    line: dict[str, Any] = {"balanced_over_ideal": round(balanced, 4)}
-    line["even_over_ideal"] = round(even, 4)
-    print(json.dumps(line))
+    print_figures({"balanced_over_ideal": balanced, "even_over_ideal": even})
 
 
 if __name__ == "__main__":

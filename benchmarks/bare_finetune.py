@@ -174,7 +174,7 @@ class Finetuning:
         self._tokens += int((labels[:, 1:] != IGNORED).sum())
 
 
-class _Gate(TrainerCallback):
+class _Gate(TrainerCallback):  # type: ignore[misc]  # transformers is Any to mypy
     """Lets the Trainer's thread through for so many steps, and tells when they are done."""
 
     def __init__(self) -> None:
@@ -224,6 +224,7 @@ def arguments(settings: Settings) -> dict[str, Any]:
         "max_grad_norm": 1.0,
         "bf16": False,
         "logging_steps": 10,
+        "logging_first_step": True,  # a smoke run has no tenth
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,

@@ -121,7 +121,7 @@ class BareLoop:
             input_ids_BT, targets_BT = self.rows.get_batch()
             logits_BTV = self.model(input_ids=input_ids_BT).logits
             loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_norm)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

@@ -1,21 +1,14 @@
 """The training loop of bare_loop.py under each strategy, as one writes it by hand for one model.
 
-`benchmarks/strategies.py` compares isles with it. It knows nothing of isles and runs by itself:
-
-    torchrun --standalone --nproc-per-node=2 benchmarks/bare_strategies.py \\
-        zero2 MODEL_DIR TOKENS_BIN --steps 100
-
-The strategies are ddp, fsdp, zero1, zero2 and zero3. The loss of a step is the sum over its target
-tokens, divided by their number over all ranks. fp32, on the CPU. B: rows, T: tokens in a row, V:
-vocabulary.
+`benchmarks/strategies.py` compares isles with it; it knows nothing of isles. The strategies are
+ddp, fsdp, zero1, zero2 and zero3. The loss of a step is the sum over its target tokens, divided by
+their number over all ranks. fp32, on the CPU. B: rows, T: tokens in a row, V: vocabulary.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
-import json
 import logging
 import os
 from collections.abc import Sequence
@@ -25,21 +18,24 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bare_loop import Rows, Settings, learning_rate, make_model, make_optimizer
+from bare_loop import Rows, Settings, learning_rate, make_optimizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
-STRATEGIES = ("ddp", "fsdp", *ZERO_STAGES)
 
 
 class Stepper(Protocol):
     """A model that is held in some way, and its optimizer."""
 
     model: Any
-    optimizer: Optimizer
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer whose learning rate the loop sets."""
+        ...
 
     def step(self, loss: Tensor) -> Any:
         """Backward, clip, step, clear the gradients; returns the gradient norm."""
@@ -62,7 +58,7 @@ class TorchStepper:
 
     def step(self, loss: Tensor) -> Any:
         """See Stepper."""
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
@@ -113,7 +109,7 @@ class StrategyLoop:
     """Model, data and optimizer, and the loop over them. Every rank makes one.
 
     Args:
-        strategy: one of STRATEGIES.
+        strategy: ddp, fsdp, or one of ZERO_STAGES.
         model: the same weights on every rank.
         tokens: a flat file of uint16 token ids.
         settings: see there.
@@ -172,26 +168,3 @@ class StrategyLoop:
         self.norms.append(float(norm))
         self.loss_sum.zero_()
         self.logged_step = self.step
-
-
-def main() -> None:
-    """Train; the last line is JSON with the mean losses since the ones before."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("strategy", choices=STRATEGIES)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("tokens", type=Path)
-    parser.add_argument("--steps", type=int, default=10)
-    options = parser.parse_args()
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    model = make_model(options.model)
-    loop = StrategyLoop(options.strategy, model, options.tokens, Settings(), rank, world_size)
-    loop.run(options.steps)
-    if rank == 0:
-        print(json.dumps({"losses": loop.losses, "norms": loop.norms}), flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,20 @@
 """What clusters lose, and how long they stand still, while others are killed, frozen or cut off.
 
-    python benchmarks/chaos.py [--quick] [--rounds 40] [--seed 0] [--engine bucket]
+    python benchmarks/chaos.py [--quick|--smoke] [--rounds 40] [--seed 0] [--engine bucket]
 
 Four clusters (two ranks under fsdp, two under ddp, two of one rank) train one small model, first
 undisturbed, then while every few rounds something befalls one of them or their hub, at a
 random instant. Each is a run as `isles train` starts it; all are on this machine, and what a
 cluster says to the hub goes through a line of its own, which can be cut. With engine bucket the
 lines lead to moto's S3 server, a stand-in for a provider's, which goes away and is not killed.
+
+With --smoke two clusters of one rank train once, and the ranks of one are killed.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import random
 import statistics
 import tempfile
@@ -24,16 +25,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from chaos_clusters import Cluster, Inputs, Run, prepare, running
+import common
+from chaos_clusters import FIRST_STEPS, RANKS, Cluster, Inputs, Run, prepare, running
 from chaos_faults import BLOWS, DEAD_AFTER_S, Blow, Fault, kill_hub, lose_bucket, pause, plan_faults
 
 from isles.run.checkpoints import find_checkpoint
 from isles.run.records import read_rows
 
 FRAGMENTS, SYNC_EVERY, DELAY = 2, 20, 3
+SMOKE_CLUSTERS, SMOKE_ROUNDS, SMOKE_PLAN = ("c", "d"), 6, [(1, "ranks killed", "c")]
 DEADLINE_S = 20.0
 BACK_S = 180.0
 """So long nothing at all may happen."""
+SMOKE_FIRST_STEPS = 30
+Plan = Sequence[tuple[int, str, str]]
+"""Of each fault the round, the kind and the cluster."""
 OUTER = (
     f"sync_every: {SYNC_EVERY}, fragments: {FRAGMENTS}, delay: {DELAY}, codec: int8, "
     f"min_clusters: 2, dead_after: {DEAD_AFTER_S}s, deadline: {DEADLINE_S}s, max_rate: 80kB"
@@ -123,7 +129,8 @@ class Watch:
             text = f"{cluster.name} has ended: {code}"
             assert code == 0 or cluster.came_too_late, f"{text}\n{self.words()}"
             return True
-        last = cluster.turns()[-1] if cluster.turns() else {"outer_step": -1, "weights": {}}
+        none: dict[str, Any] = {"outer_step": -1, "weights": {}}
+        last = cluster.turns()[-1] if cluster.turns() else none
         return (
             last["outer_step"] > max(since + 1, self.turn - 2) and cluster.name in last["weights"]
         )
@@ -145,14 +152,21 @@ class Watch:
 
 
 def train(
-    inputs: Inputs, folder: Path, options: argparse.Namespace, plan: Sequence[tuple[int, str, str]]
+    inputs: Inputs,
+    folder: Path,
+    rounds: int,
+    plan: Plan,
+    *,
+    names: Sequence[str] = tuple(RANKS),
+    engine: str = "hub",
+    wait: str = "all",
 ) -> dict[str, Any]:
     """Train once; what became of it."""
-    rounds, outer, is_hub = options.rounds, OUTER, options.engine == "hub"
+    outer, is_hub = OUTER, engine == "hub"
     if not is_hub:
-        outer += f", wait: {WAIT_KEYS[options.wait]}"
-    rules = RULES | WAITS[options.wait] if is_hub else None
-    with running(inputs, folder, rounds * SYNC_EVERY, outer, rules) as run:
+        outer += f", wait: {WAIT_KEYS[wait]}"
+    rules = RULES | WAITS[wait] if is_hub else None
+    with running(inputs, folder, names, rounds * SYNC_EVERY, outer, rules) as run:
         watch, chance = Watch(run, rounds), random.Random(f"hub {plan}")
         began = time.monotonic()
         watch.reach(0)
@@ -262,10 +276,11 @@ def find_delays(disturbed: dict[str, Any], usual: dict[str, float]) -> None:
 def measure(inputs: Inputs, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Undisturbed and disturbed; prints a table."""
     print("undisturbed", flush=True)
-    calm = train(inputs, folder / "calm", options, [])
+    how = {"engine": options.engine, "wait": options.wait}
+    calm = train(inputs, folder / "calm", options.rounds, [], **how)
     plan = plan_faults(options.rounds, options.seed)
     print(f"with {len(plan)} faults", flush=True)
-    wild = train(inputs, folder / "wild", options, plan)
+    wild = train(inputs, folder / "wild", options.rounds, plan, **how)
     usual = {name: max(b - a for a, b in gaps) for name, gaps in calm["gaps"].items()}
     find_delays(wild, usual)
     print(f"\n{'round':>5}  {'fault':<22}{'of':<4}{'others waited':<18}what happened")
@@ -287,22 +302,37 @@ def measure(inputs: Inputs, folder: Path, options: argparse.Namespace) -> dict[s
     }
 
 
+def smoke(inputs: Inputs, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Two clusters, one fault, and nothing to compare with."""
+    how = {"engine": options.engine, "wait": options.wait}
+    found = train(inputs, folder / "wild", SMOKE_ROUNDS, SMOKE_PLAN, names=SMOKE_CLUSTERS, **how)
+    return {
+        "faults": len(found["faults"]),
+        "turns": found["turns"],
+        "diverged": found["diverged"],
+        "inner_steps_lost": found["lost"],
+    }
+
+
 def main() -> None:
     """Measure, print tables, and one line of JSON at the end."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common.make_parser(__doc__, quick="14 rounds")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--quick", action="store_true", help="14 rounds")
     parser.add_argument("--wait", choices=list(WAITS), default="all", help="whom a turn waits for")
     parser.add_argument("--engine", choices=["hub", "bucket"], default="hub")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep all files there")
     options = parser.parse_args()
+    common.need(
+        "torch", "transformers", *(("s3fs", "moto", "boto3") if options.engine == "bucket" else ())
+    )
     if options.quick:
         options.rounds = 14
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         folder = options.folder or Path(scratch)
-        found = measure(prepare(folder / "inputs"), folder, options)
-    print(json.dumps({**found, "deadline_s": DEADLINE_S}))
+        inputs = prepare(folder / "inputs", SMOKE_FIRST_STEPS if options.smoke else FIRST_STEPS)
+        found = (smoke if options.smoke else measure)(inputs, folder, options)
+    common.print_figures({**found, "deadline_s": DEADLINE_S})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -43,9 +43,9 @@ LONGEST_S = 12.0
 BATCHES = {"a": 12, "b": 8, "c": 6, "d": 6}
 RANKS = {"a": 2, "b": 2, "c": 1, "d": 1}
 _TEXT_BYTES = 3_000_000
-_FIRST_STEPS = 200
+FIRST_STEPS = 200
 _VOCABULARY = 1024
-_SHAPE = {
+SHAPE = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,
@@ -122,14 +122,14 @@ class Inputs:
         return path
 
 
-def prepare(folder: Path) -> Inputs:
+def prepare(folder: Path, first_steps: int) -> Inputs:
     """Real text, and a model and a tokenizer that one short run trains.
 
     All begin with its weights: from scratch runs differ by several percent in their loss, even
     undisturbed, as the first averages of tiny models are rough.
     """
     (folder / "model").mkdir(parents=True)
-    (folder / "model" / "config.json").write_text(json.dumps(_SHAPE))
+    (folder / "model" / "config.json").write_text(json.dumps(SHAPE))
     size = 0
     with (folder / "text.jsonl").open("w", encoding="utf-8") as stream:
         for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -139,7 +139,7 @@ def prepare(folder: Path) -> Inputs:
                 break
     scratch = f"name_or_path: {folder}/model, init: scratch"
     inputs = Inputs(folder, scratch, f"train_vocab_size: {_VOCABULARY}")
-    run_file = inputs.run_file(folder / "first", "first", _FIRST_STEPS)
+    run_file = inputs.run_file(folder / "first", "first", first_steps)
     command = [sys.executable, "-m", "isles", "train", str(run_file)]
     command.append("checkpoint.export_on_finish=true")
     done = subprocess.run(
@@ -353,9 +353,14 @@ class Run:
 
 @contextmanager
 def running(
-    inputs: Inputs, folder: Path, max_steps: int, outer: str, rules: Mapping[str, Any] | None
+    inputs: Inputs,
+    folder: Path,
+    names: Sequence[str],
+    max_steps: int,
+    outer: str,
+    rules: Mapping[str, Any] | None,
 ) -> Iterator[Run]:
-    """A hub and four clusters, for as long as the block lasts; without rules a bucket."""
+    """A hub and clusters of these names, for as long as the block lasts; without rules a bucket."""
     wires, state = Wires(), folder / "state"
     run = Run(folder, {}, wires, is_bucket=rules is None)
     folder.mkdir(parents=True)
@@ -366,7 +371,7 @@ def running(
         else:
             write_record(folder / "settings.json", dict(rules))
             run.serve()
-        for name in RANKS:
+        for name in names:
             port = wires.add(name)
 
             def text(port: int = port) -> str:

@@ -1,6 +1,6 @@
 """Speed of the codecs between clusters on one core, against a plain copy loop in torch.
 
-    python benchmarks/codec.py [--quick]
+    python benchmarks/codec.py [--quick|--smoke]
 
 A model's worth of numbers is encoded and decoded piece by piece, as a cluster does it, and averaged
 over three contributions, as the hub does it. In the same rounds the same numbers are copied
@@ -19,12 +19,11 @@ The last line is JSON:
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 
+import common
 import torch
 from torch import Tensor
 
@@ -46,8 +45,8 @@ class Bench:
 
     def __init__(self, codec: Codec, numbers: Tensor) -> None:
         self.codec = codec
-        self.pieces = numbers.split(PIECE_NUMBERS)
-        self.out = torch.empty_like(numbers).split(PIECE_NUMBERS)
+        self.pieces = torch.split(numbers, PIECE_NUMBERS)
+        self.out = torch.split(torch.empty_like(numbers), PIECE_NUMBERS)
         size = codec.size(PIECE_NUMBERS)
         self.encoded = [torch.zeros(size, dtype=torch.uint8) for _ in self.pieces]
         self.averages: list[Tensor] = []
@@ -97,17 +96,15 @@ def seconds(work: Callable[[], None]) -> float:
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--quick", action="store_true", help="fewer numbers and rounds")
-    quick = parser.parse_args().quick
+    options = common.make_parser(__doc__, quick="fewer numbers and rounds").parse_args()
     torch.set_num_threads(1)
-    num_pieces, rounds = (4, 5) if quick else (16, 9)
+    num_pieces, rounds = common.pick(options, full=(16, 9), quick=(4, 5), smoke=(4, 1))
     numbers = torch.randn(num_pieces * PIECE_NUMBERS, generator=torch.Generator().manual_seed(0))
     gigabytes = 4e-9 * numbers.numel()
-    target = torch.empty_like(numbers).split(PIECE_NUMBERS)
+    target = torch.split(torch.empty_like(numbers), PIECE_NUMBERS)
 
     def copy() -> None:
-        for piece, out in zip(numbers.split(PIECE_NUMBERS), target, strict=True):
+        for piece, out in zip(torch.split(numbers, PIECE_NUMBERS), target, strict=True):
             out.copy_(piece)
 
     benches = {kind: Bench(parse_codec(kind), numbers) for kind in KINDS}
@@ -136,20 +133,17 @@ def main() -> None:
         columns = "".join(f"{part:8.2f}" for part in parts)
         print(f"{kind:11} {size:6.2%} {bench.error():8.1e} {columns}")
     pairs = zip(taken["int8 encode"], taken["copy"], strict=True)
-    print(
-        json.dumps(
-            {
-                "copy_gb_per_s": round(speed["copy"], 2),
-                "int8_encode_gb_per_s": round(speed["int8 encode"], 2),
-                "int8_decode_gb_per_s": round(speed["int8 decode"], 2),
-                "int8_over_copy": round(statistics.median(own / copy for own, copy in pairs), 2),
-                "sizes": {
-                    k: round(b.codec.size(PIECE_NUMBERS) / (4 * PIECE_NUMBERS), 5)
-                    for k, b in benches.items()
-                },
-                "errors": {k: round(b.error(), 5) for k, b in benches.items()},
-            }
-        )
+    sizes = {kind: b.codec.size(PIECE_NUMBERS) / (4 * PIECE_NUMBERS) for kind, b in benches.items()}
+    common.print_figures(
+        {
+            "copy_gb_per_s": round(speed["copy"], 2),
+            "int8_encode_gb_per_s": round(speed["int8 encode"], 2),
+            "int8_decode_gb_per_s": round(speed["int8 decode"], 2),
+            "int8_over_copy": round(statistics.median(own / copy for own, copy in pairs), 2),
+            "sizes": sizes,
+            "errors": {kind: bench.error() for kind, bench in benches.items()},
+        },
+        digits=5,
     )
 
 

@@ -1,42 +1,143 @@
-"""What the benchmarks share that compare isles' own loop with bare ones, chunk by chunk.
+"""What the benchmarks share: the command line, the last line, missing packages, and bare loops.
+
+Every benchmark imports this before anything that may be missing. It needs the standard library
+alone, so that it can name a missing package, be it isles itself.
 
 Chunks of isles' loop and of two bare loops, A and B, take turns in the same processes, so that
-whatever else the machine does falls on all of them: isles A B isles B A isles …
+whatever else the machine does falls on all of them: isles A B isles B A isles … The part of this
+that runs in the ranks is in `ranks.py`.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
+import math
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+import tomllib
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-import psutil
-
-from isles.config.load import load_run_file
-from isles.config.resolve import load_resolved, resolve
-from isles.run.begin import begin_run
-from isles.run.env import read_rank_env
-from isles.run.paths import RunDir
-from isles.run.records import read_rows
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
-    from isles.data.loader import Loader, StepData
-    from isles.dist.split import RowSplit
-    from isles.train.parts import Parts
+    from isles.run.paths import RunDir
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).resolve().parents[1]
+_PROJECTS = {"boto3": "moto", "yaml": "pyyaml"}
+"""Projects that bring a module of another name."""
+
+
+# ---- The command line, and its last line. ----
+
+
+def make_parser(doc: str | None, quick: str = "") -> argparse.ArgumentParser:
+    """A parser with `--smoke`, and with `--quick` if there is a help text for it.
+
+    From here on SIGTERM ends the script as Ctrl+C does: with all that it has started.
+
+    Args:
+        doc: the benchmark's docstring, whose first line describes it.
+        quick: the help text of `--quick`.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--smoke", action="store_true", help="seconds: shows that it runs")
+    if quick:
+        sizes.add_argument("--quick", action="store_true", help=quick)
+    return parser
+
+
+def pick(options: argparse.Namespace, *, full: T, quick: T, smoke: T) -> T:
+    """The value for the size of run that the user asked for."""
+    if options.smoke:
+        return smoke
+    return quick if options.quick else full
+
+
+def print_figures(figures: Mapping[str, Any], digits: int = 4) -> None:
+    """Print the last line, JSON; floats are rounded."""
+    print(json.dumps({key: _rounded(value, digits) for key, value in figures.items()}), flush=True)
+
+
+def _rounded(value: Any, digits: int) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each, digits) for key, each in value.items()}
+    return round(value, digits) if isinstance(value, float) and math.isfinite(value) else value
+
+
+def need(*modules: str) -> None:
+    """Exit with code 1 and one line if a module that only a child process imports is missing."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            _exit_without(module)
+
+
+def need_root() -> None:
+    """Exit with code 1 and one line for everyone but root."""
+    if os.geteuid() != 0:
+        sys.exit(f"{_script()} needs root: its hosts are network namespaces of this machine")
+
+
+def _script() -> str:
+    return Path(sys.argv[0]).name
+
+
+def _exit_without(module: str) -> NoReturn:
+    sys.exit(_words_without(module))
+
+
+def _words_without(module: str) -> str:
+    name = module.partition(".")[0]
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    extras = {"": project["dependencies"], **project["optional-dependencies"]}
+    wanted = _PROJECTS.get(name, name).replace("_", "-")
+    found = [extra for extra, needs in extras.items() if wanted in map(_project_of, needs)]
+    what = name
+    if name == "isles":
+        what = "isles[train]"
+    elif found:
+        what = f"isles[{found[0]}]" if found[0] else "isles"
+    return f"{_script()} needs the package {name}, which is not installed: pip install '{what}'"
+
+
+def _project_of(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower()
+
+
+def _say_missing(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        print(_words_without(error.name), file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+# Set by the import, as benchmarks import other packages next. Python then exits with code 1.
+sys.excepthook = _say_missing
+
+
+# ---- Comparisons with bare loops. ----
 
 SEQ_LENGTH, MICRO_BATCH = 128, 8
-PROCESS_DEADLINE_S = 120.0
+PROCESS_DEADLINE_S = 300.0
+"""Longer than any process takes, also where other work takes most of the processor."""
 
 RUN_FILE = """\
 name: {name}
@@ -132,118 +233,6 @@ class Turns:
     """Trained tokens of each chunk of A and B, of loops that count them."""
 
 
-# ---- This part runs in the ranks, and is the only one that imports torch. ----
-
-
-class Bare(Protocol):
-    """A bare loop."""
-
-    losses: list[float]
-
-    def run(self, steps: int) -> None:
-        """Train for so many steps. All ranks must call this."""
-
-
-class Interleaved:
-    """Stands where the loop's loader is, and lets the bare loops A and B run between its chunks.
-
-    `barrier` is called before each chunk, so that the ranks begin it together.
-    """
-
-    def __init__(
-        self, loader: Loader, bare: Sequence[Bare], chunk_steps: int, barrier: Callable[[], Any]
-    ) -> None:
-        self._loader, self._bare = loader, bare
-        self._chunk_steps, self._barrier = chunk_steps, barrier
-        self._calls, self._since = 0, (0.0, 0.0)
-        self.chunks: list[tuple[str, float, float]] = []
-        """As in Turns."""
-
-    @property
-    def split(self) -> RowSplit:
-        """As the loader's."""
-        return self._loader.split
-
-    def step(self, samples_seen: int) -> StepData:
-        """The loader's step; between two chunks the bare loops run first."""
-        if self._calls % self._chunk_steps == 0:
-            self._end_chunk()
-        self._calls += 1
-        return self._loader.step(samples_seen)
-
-    def stream_state(self) -> Any:
-        """As the loader's."""
-        return self._loader.stream_state()
-
-    def close(self) -> None:
-        """Close the loader."""
-        self._loader.close()
-
-    def _end_chunk(self) -> None:
-        if self._loader._ahead is not None:
-            # What is read ahead is isles' work: it ends on isles' clock, not on bare's.
-            wait([self._loader._ahead[1]], timeout=PROCESS_DEADLINE_S)
-        if self._calls:
-            self._end("isles")
-        for name in ("AB", "BA")[self._calls // self._chunk_steps % 2]:
-            self._begin()
-            self._bare["AB".index(name)].run(self._chunk_steps)
-            self._end(name)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._barrier()
-        self._since = time.perf_counter(), time.process_time()
-
-    def _end(self, name: str) -> None:
-        wall, cpu = self._since
-        self.chunks.append((name, time.perf_counter() - wall, time.process_time() - cpu))
-
-
-def run_rank(
-    run_dir: RunDir, chunk_steps: int, make_bare: Callable[[Parts], Sequence[Bare]]
-) -> None:
-    """Train as isles' worker does, with bare loops in between; rank 0 writes turns.json.
-
-    Args:
-        run_dir: the run directory.
-        chunk_steps: see Effort.
-        make_bare: the loops A and B.
-    """
-    import torch.distributed as dist
-
-    from isles.dist.files import find_disks
-    from isles.dist.world import join_world, leave_world
-    from isles.train.build import build
-    from isles.train.loop import train
-    from isles.train.record import Recorder
-    from isles.train.stop import StopSignals
-
-    env = replace(read_rank_env(), store=run_dir.path / "store")
-    resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
-    recorder = Recorder(run_dir, is_main=env.rank == 0, world_size=env.world_size)
-    signals = StopSignals()
-    timeout_s = resolved.config.clusters[0].comm_timeout
-    world = join_world(env, device=resolved.device, timeout_s=timeout_s)
-    disks = find_disks(world, run_dir.path)
-    parts = build(resolved, run_dir, world, recorder, signals, None, disks, 1)
-    bare = make_bare(parts)
-    interleaved = Interleaved(parts.loader, bare, chunk_steps, dist.barrier)
-    parts.loader = interleaved  # type: ignore[assignment]  # it stands in for the loader
-    signals.training_begins()
-    train(parts)
-    parts.loader.close()
-    parts.checkpoints.close()
-    recorder.close()
-    if env.rank == 0:
-        rows = [row for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
-        losses = [loop.losses for loop in bare]
-        tokens = [loop.tokens for loop in bare if hasattr(loop, "tokens")]
-        result = {"chunks": interleaved.chunks, "rows": rows, "losses": losses, "tokens": tokens}
-        (run_dir.path / "turns.json").write_text(json.dumps(result), encoding="utf-8")
-    leave_world()
-
-
 # ---- What follows starts processes and compares their figures. ----
 
 
@@ -281,12 +270,14 @@ def run_processes(
         output.seek(0)
         text = output.read()
     if problem:
-        raise RuntimeError(f"{' '.join(commands[0])}: {problem}\n{text[-4000:]}")
+        raise RuntimeError(f"{text[-4000:].rstrip()}\n{' '.join(commands[0])}: {problem}")
     return text
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Kill what still runs, with all that it has started."""
+    import psutil
+
     for child in processes:
         if child.poll() is None:
             for descendant in psutil.Process(child.pid).children(recursive=True):
@@ -298,6 +289,8 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def train_with_isles(run_file: Path) -> RunDir:
     """`isles train`, to its end."""
+    from isles.run.paths import RunDir
+
     train = [sys.executable, "-m", "isles", "train", str(run_file), "--resume", "no"]
     run_processes([train], [environment()])
     runs = (run_file.parent / "runs").glob(f"{run_file.stem}-*")
@@ -323,6 +316,10 @@ def take_turns(
     step_deadline_s: float = 2.0,
 ) -> Turns:
     """What the ranks of a run measure: each is `script --rank RUN_DIR CHUNK_STEPS ARGUMENTS`."""
+    from isles.config.load import load_run_file
+    from isles.config.resolve import resolve
+    from isles.run.begin import begin_run
+
     loaded = load_run_file(run_file)
     run_dir = begin_run(resolve(loaded, num_gpus=0), loaded.text, "no").run_dir
     command = [sys.executable, str(script), "--rank", str(run_dir.path), str(effort.chunk_steps)]
@@ -330,7 +327,7 @@ def take_turns(
         environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         for rank in range(world_size)
     ]
-    deadline_s = 60 + step_deadline_s * effort.max_steps
+    deadline_s = PROCESS_DEADLINE_S + step_deadline_s * effort.max_steps
     run_processes([[*command, *arguments]] * world_size, environments, deadline_s)
     return Turns(**json.loads((run_dir.path / "turns.json").read_text(encoding="utf-8")))
 

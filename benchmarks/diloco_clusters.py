@@ -90,11 +90,11 @@ class Replica:
     def __init__(self, bench: Bench, setting: Setting, number: int) -> None:
         config, world = bench.config, bench.world
         self._bench = bench
-        mesh = resolve_mesh(config.strategy, world)  # type: ignore[arg-type]  # it is ddp
+        mesh = resolve_mesh(config.strategy, world)
         model = whole_model(config, bench.tokenizer, world.device)
         self.parameters = count_parameters(model)
         self.engine = make_engine(
-            config.strategy,  # type: ignore[arg-type]
+            config.strategy,
             model,
             functools.partial(fill_model, config=config.model, seed=config.seed),
             functools.partial(make_optimizers, config.training, seed=config.seed),

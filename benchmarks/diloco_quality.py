@@ -1,7 +1,7 @@
 """What is learnt by clusters that average now and then, against one synchronous run.
 
-    python benchmarks/diloco_quality.py [--quick] [--clusters 2,4] [--settings int8,int8+fragments]
-        [--together STEPS] [--folder FOLDER] [KEY=VALUE ...]
+    python benchmarks/diloco_quality.py [--quick|--smoke] [--clusters 2,4]
+        [--settings int8,int8+fragments] [--together STEPS] [--folder FOLDER] [KEY=VALUE ...]
 
 A small Llama learns the sources of Python's standard library. The synchronous run makes every step
 with the whole batch. K clusters share the same batch: each makes as many inner steps with 1/K of
@@ -31,7 +31,6 @@ The last line is JSON:
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -44,6 +43,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import common
 import torch
 from diloco_clusters import FRAGMENTS, Bench, Replica, Setting, open_meeting
 
@@ -211,9 +211,8 @@ def table(results: Sequence[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Measure what is not measured yet, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser = common.make_parser(__doc__, quick="64 steps: shows that it works")
     both = ",".join([*CODECS, *(codec + FRAGMENTS for codec in CODECS)])
-    parser.add_argument("--quick", action="store_true", help="64 steps: shows that it works")
     parser.add_argument("--clusters", default="2,4", help="how many, such as 2,4")
     parser.add_argument("--settings", default=both, help="codecs, some with +fragments")
     parser.add_argument("--folder", type=Path, help="keep data and results here")
@@ -222,11 +221,14 @@ def main() -> None:
     )
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the run file")
     given = parser.parse_args()
+    if given.smoke:
+        given.clusters, given.settings = "2", "int8" + FRAGMENTS
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as fresh:
         folder = (given.folder or Path(fresh)).resolve()
         together = given.together
-        bench = open_bench(folder, given.overrides, quick=given.quick, together=together > 0)
+        is_short = given.quick or given.smoke
+        bench = open_bench(folder, given.overrides, quick=is_short, together=together > 0)
         bench = train_together(bench, together, folder)
         log = folder / "results.jsonl"
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
@@ -254,7 +256,7 @@ def main() -> None:
         "parameters": results[0]["parameters"],
         "rounds": max(found["rounds"] for found in results),
     }
-    print(json.dumps(last))
+    common.print_figures(last)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Speed of fine-tuning with isles against Hugging Face's Trainer and TRL, and what packing wastes.
 
-    python benchmarks/finetune.py [--quick]
+    python benchmarks/finetune.py [--quick|--smoke]     # needs isles[bench]
 
 All train the same small Llama, in fp32 on the CPU with one thread, on the same conversations about
 the topics of Python's documentation, on what the assistant says alone; once all weights, and once
@@ -18,6 +18,7 @@ The last line is JSON:
     full_over_hf, lora_over_hf: isles' tokens/s over those of the faster of A and B, the median over
         neighbouring chunks; higher is better.
     padding_waste: share of the places in isles' packed samples that hold padding.
+With --smoke the first two are of LoRA only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,17 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING
 
-from common import Effort, Turns, print_header, print_row, run_rank, take_turns
+from common import (
+    Effort,
+    Turns,
+    make_parser,
+    need,
+    pick,
+    print_figures,
+    print_header,
+    print_row,
+    take_turns,
+)
 
 from isles.facts.models import load_shape
 from isles.run.paths import RunDir
@@ -47,6 +58,7 @@ SEQ_LENGTH, ROWS = 512, 4
 LEARNING_RATE = 1e-3
 VOCABULARY = 2048
 FULL, QUICK = Effort(rounds=24, chunk_steps=10), Effort(rounds=6, chunk_steps=5)
+SMOKE, SMOKE_TOPICS = Effort(rounds=2, chunk_steps=1, warmup_rounds=0), 8
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>{% endfor %}"
@@ -80,9 +92,9 @@ track: [jsonl, tensorboard]
 """
 
 
-def conversations() -> Iterator[dict[str, object]]:
+def conversations(num_topics: int | None) -> Iterator[dict[str, object]]:
     """Questions about a topic, two at a time, and paragraphs of the documentation as answers."""
-    for name, text in sorted(topics.items()):
+    for name, text in sorted(topics.items())[:num_topics]:
         paragraphs = [part.strip() for part in text.split("\n\n")]
         answers = [part for part in paragraphs if len(part) > 40]
         for first in range(0, len(answers), 2):
@@ -94,13 +106,13 @@ def conversations() -> Iterator[dict[str, object]]:
             yield {"messages": messages}
 
 
-def prepare(folder: Path) -> None:
-    """Conversations, and a model with its tokenizer; weights as they are before any training."""
+def prepare(folder: Path, num_topics: int | None) -> None:
+    """Conversations about so many topics, or all, and an untrained model with its tokenizer."""
     import torch
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    lines = [json.dumps(row) for row in conversations()]
+    lines = [json.dumps(row) for row in conversations(num_topics)]
     (folder / "conversations.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
     trained = ByteLevelBPETokenizer()
@@ -142,6 +154,7 @@ def padding_waste(folder: Path) -> float:
 
     from isles.config.sections.data import DataConfig, SourceConfig
     from isles.data.mix import build_datasets
+    from isles.data.samples import SampleTable
     from isles.dist.world import join_world, leave_world
     from isles.run.env import RankEnv
 
@@ -158,8 +171,9 @@ def padding_waste(folder: Path) -> float:
         world=world,
     )
     leave_world()
-    counts = training.parts[0].counts
-    return counts.padding_share
+    (samples,) = training.parts
+    assert isinstance(samples, SampleTable)
+    return samples.counts.padding_share
 
 
 def report(folder: Path, adapter: str, effort: Effort, kinds: Sequence[str]) -> dict[str, float]:
@@ -179,9 +193,9 @@ def report(folder: Path, adapter: str, effort: Effort, kinds: Sequence[str]) -> 
     here = Path(__file__).resolve()
     turns = take_turns(here, run_file, 1, effort, str(folder), ",".join(kinds), step_deadline_s=10)
     kept = speeds(turns, effort)[3 * effort.warmup_rounds :]
-    found = {}
+    found = dict[str, float]()
     for unit, column in (("s", 1), ("CPU s", 2)):
-        chunks = [(chunk[0], chunk[column]) for chunk in kept]
+        chunks = [(chunk[0], float(chunk[column])) for chunk in kept]
         ratios: dict[str, list[float]] = {"A": [], "B": []}
         for (who, speed), (next_who, next_speed) in pairwise(chunks):
             if "isles" in (who, next_who):
@@ -218,11 +232,13 @@ def speeds(turns: Turns, effort: Effort) -> list[tuple[str, float, float]]:
 
 def main() -> None:
     """Measure everything and print it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
+    parser = make_parser(__doc__, quick="fewer and shorter rounds")
     parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)  # what this script starts
     options = parser.parse_args()
+    need("torch", "transformers", "peft", "trl", "accelerate")
     if options.rank:
+        from ranks import run_rank
+
         run_dir, chunk_steps, folder, kinds = options.rank
         run_rank(
             RunDir(Path(run_dir)),
@@ -230,19 +246,20 @@ def main() -> None:
             lambda parts: make_others(parts, Path(folder), kinds.split(",")),
         )
         return
-    effort = QUICK if options.quick else FULL
+    effort = pick(options, full=FULL, quick=QUICK, smoke=SMOKE)
     with tempfile.TemporaryDirectory(prefix="isles-finetune-") as name:
         folder = Path(name)
-        prepare(folder)
+        prepare(folder, SMOKE_TOPICS if options.smoke else None)
         waste = padding_waste(folder)
         print_header()
-        full = report(folder, "none", effort, ("packed", "grouped"))
-        lora = report(folder, "lora", effort, ("packed", "grouped"))
-        if not options.quick:
+        figures = {}
+        for adapter in ("lora",) if options.smoke else ("none", "lora"):
+            found = report(folder, adapter, effort, ("packed", "grouped"))
+            kind = "full" if adapter == "none" else adapter
+            figures[f"{kind}_over_hf"] = min(found.values())
+        if not options.quick and not options.smoke:
             report(folder, "none", QUICK, ("trl", "packed"))
-    figures = {"full_over_hf": min(full.values()), "lora_over_hf": min(lora.values())}
-    figures |= {"padding_waste": waste}
-    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+    print_figures({**figures, "padding_waste": waste})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """isles on one GPU beside a loop in plain PyTorch and transformers, whole processes in turns.
 
-    python benchmarks/gpu.py [--quick] [--model llama-150m] [--rows 16] [--seq-length 1024]
+    python benchmarks/gpu.py [--quick|--smoke] [--model llama-150m] [--rows 16] [--seq-length 1024]
 
 Both train the same shape from scratch in bf16 autocast with fused AdamW, sdpa, clipping and the
 same rows a step; the bare loop on random numbers that lie on the GPU already, isles on samples that
@@ -12,6 +12,7 @@ The last line is JSON:
     ratio: tokens/s of isles over those of the bare loop.
     isles_tokens_per_s, bare_tokens_per_s, isles_mfu.
     isles_memory_gb, bare_memory_gb: the most that was allocated.
+With --smoke on a machine without a GPU nothing is measured, and it says that there is none.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from common import make_parser, need, pick, print_figures
 
 WINDOW, FIRST = 5, 15
 DEADLINE_S = 400.0
@@ -74,7 +77,7 @@ def bare(options: argparse.Namespace) -> dict[str, float]:
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 logits = model(input_ids=ids[:, :-1]).logits
                 loss = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -95,6 +98,12 @@ def bare_process(options: argparse.Namespace) -> dict[str, float]:
     if done.returncode:
         sys.exit(f"the bare loop failed:\n{done.stderr[-3000:]}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def has_gpu() -> bool:
+    """Whether torch finds a GPU, by a process of its own, which leaves nothing on it."""
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def _words(options: argparse.Namespace) -> list[str]:
@@ -127,19 +136,27 @@ def isles(options: argparse.Namespace, folder: Path, number: int) -> dict[str, f
 
 def main() -> None:
     """Measure, print a table, and one line of JSON at the end."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one turn of each, fewer steps")
+    parser = make_parser(__doc__, quick="one turn of each, fewer steps")
     parser.add_argument("--model", default="llama-150m")
     parser.add_argument("--rows", type=int, default=16, help="samples of a step")
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=0, help="of each process")
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.steps = options.steps or (40 if options.quick else 100)
+    need("torch", "transformers")
+    options.steps = options.steps or pick(options, full=100, quick=40, smoke=25)
     if options.bare:
         print(json.dumps(bare(options)))
         return
-    turns = 1 if options.quick else 2
+    if not has_gpu():
+        if not options.smoke:
+            sys.exit("gpu.py needs a GPU, and torch finds none here")
+        print("torch finds no GPU here: nothing was measured")
+        print_figures({"gpu": None})
+        return
+    if options.smoke:
+        options.model, options.rows = "llama-2m", 4
+    turns = pick(options, full=2, quick=1, smoke=1)
     found: dict[str, list[dict[str, float]]] = {"bare": [], "isles": []}
     with tempfile.TemporaryDirectory(prefix="isles-gpu-") as folder:
         for number in range(1, turns + 1):
@@ -164,7 +181,7 @@ def main() -> None:
         "isles_memory_gb": middle["isles"]["memory_gb"],
         "bare_memory_gb": middle["bare"]["memory_gb"],
     }
-    print(json.dumps({key: round(value, 4) for key, value in result.items()}))
+    print_figures(result)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How fast a hub takes, averages and gives contributions, and how much memory it needs.
 
-python benchmarks/hub.py [--clusters 3] [--mebibytes 64] [--codec int8] [--turns 3]
+python benchmarks/hub.py [--smoke] [--clusters 3] [--mebibytes 64] [--codec int8] [--turns 3]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import common
 import torch
 
 from isles.outer.client.api import HubApi
@@ -28,12 +29,14 @@ DEADLINE_S = 300.0
 
 def main() -> None:
     """Measure, print a table, and one line of JSON at the end."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common.make_parser(__doc__)
     parser.add_argument("--clusters", type=int, default=3)
     parser.add_argument("--mebibytes", type=int, default=64, help="of a contribution")
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
+    if options.smoke:
+        options.clusters, options.mebibytes, options.turns = 2, 1, 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = {"min_clusters": options.clusters, "dead_after_s": 600}
@@ -49,7 +52,7 @@ def main() -> None:
             server.wait(DEADLINE_S)
     for key, value in result.items():
         print(f"{key:28} {value}")
-    print(json.dumps(result))
+    common.print_figures(result)
 
 
 async def _measure(

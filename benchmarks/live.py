@@ -1,6 +1,6 @@
 """What watching costs: a run that is sampled and looked at, and the browser that looks.
 
-    python benchmarks/live.py [--quick]
+    python benchmarks/live.py [--quick|--smoke]
 
 Steps. Three runs on two processes each take turns, two seconds at a time, while the others stand
 still (SIGSTOP): one with telemetry and an open page, which a reader follows, and two without
@@ -21,9 +21,7 @@ The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import http.client
-import json
 import math
 import signal
 import statistics
@@ -32,17 +30,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
-
-import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.common import PROCESS_DEADLINE_S, environment, prepare
+import common
+import psutil
 from tests.browser import browser
 from tests.made_watch import MadeWatch, made, served
 
@@ -51,7 +49,9 @@ from isles.agent.telemetry import SampleFile, Telemetry
 from isles.run.paths import RunDir
 from isles.run.records import read_rows
 
-TURN_S, PROCESSOR_S = 2.0, 20.0
+T = TypeVar("T")
+
+TURN_S = 2.0
 SETTLE_S = 0.3
 """At the beginning of a turn, which a step that was cut by the last one falls into."""
 NODES, GPUS, EVERY_S = 64, 8, 2.0
@@ -91,11 +91,11 @@ class Run:
                     with suppress(psutil.NoSuchProcess):
                         one.send_signal(number)
 
-    def share_of_others(self) -> float:
+    def share_of_others(self, seconds: float) -> float:
         """Processor time of all its processes but the two ranks, over that of the ranks."""
         self.send(signal.SIGCONT)
         before = self._processor_s()
-        time.sleep(PROCESSOR_S)
+        time.sleep(seconds)
         after = self._processor_s()
         self.send(signal.SIGSTOP)
         *others, first, second = sorted(after[pid] - before.get(pid, 0.0) for pid in after)
@@ -123,7 +123,7 @@ class Run:
 def _isles(*words: str, **more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-u", "-m", "isles", *words],
-        env=environment(**more),
+        env=common.environment(**more),
         stdout=subprocess.PIPE if words[0] == "dashboard" else subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -140,17 +140,17 @@ def _read(address: str, path: str, sizes: list[tuple[float, int]]) -> None:
             sizes.append((time.monotonic(), len(data)))
 
 
-def _until(look):  # type: ignore[no-untyped-def]  # a path, or rows
-    end = time.monotonic() + PROCESS_DEADLINE_S
+def _until(look: Callable[[], T | None]) -> T:
+    end = time.monotonic() + common.PROCESS_DEADLINE_S
     while not (found := look()):
         assert time.monotonic() < end, "a run has not begun"
         time.sleep(0.1)
     return found
 
 
-def steps(folder: Path, rounds: int) -> dict[str, float]:
+def steps(folder: Path, rounds: int, processor_s: float) -> dict[str, float]:
     """Ratio of a step that is watched to one that is not, and of two that are not."""
-    inputs = prepare(folder)
+    inputs = common.prepare(folder)
     spans: list[tuple[str, tuple[float, float]]] = []
     with ExitStack() as stack:
         runs = {}
@@ -162,7 +162,7 @@ def steps(folder: Path, rounds: int) -> dict[str, float]:
         for number in range(rounds + 1):
             for name in ("watched", *(("a", "b") if number % 2 else ("b", "a"))):
                 spans.append((name, runs[name].turn()))
-        shares = {name: runs[name].share_of_others() for name in ("watched", "a")}
+        shares = {name: runs[name].share_of_others(processor_s) for name in ("watched", "a")}
         for run in runs.values():  # what is not written yet
             run.send(signal.SIGCONT)
         time.sleep(TURN_S)
@@ -255,19 +255,20 @@ def _p95(values: Sequence[float]) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="three minutes")
+    parser = common.make_parser(__doc__, quick="three minutes")
     parser.add_argument("--only", choices=("steps", "page", "agent"))
     options = parser.parse_args()
+    common.need("torch", "transformers")
     result: dict[str, float] = {}
     if options.only in (None, "agent"):
-        result |= agent(100)
+        result |= agent(3 if options.smoke else 100)
     if options.only in (None, "steps"):
         with tempfile.TemporaryDirectory() as folder:
-            result |= steps(Path(folder), rounds=12 if options.quick else 40)
+            rounds = common.pick(options, full=40, quick=12, smoke=2)
+            result |= steps(Path(folder), rounds, processor_s=2.0 if options.smoke else 20.0)
     if options.only in (None, "page"):
-        result |= page(updates=10 if options.quick else 60)
-    print(json.dumps({name: round(value, 4) for name, value in result.items()}))
+        result |= page(common.pick(options, full=60, quick=10, smoke=2))
+    common.print_figures(result)
 
 
 if __name__ == "__main__":

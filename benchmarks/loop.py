@@ -1,6 +1,6 @@
 """Speed of isles' training loop and of its start, against a hand-written PyTorch loop.
 
-    python benchmarks/loop.py [--quick]
+    python benchmarks/loop.py [--quick|--smoke]
 
 Both train the same Llama (llama-2m with 2048 tokens of vocabulary, fp32) on the same prepared
 tokens with the same optimizer, on the CPU, one thread per process. The other is `bare_loop.py`.
@@ -20,6 +20,7 @@ The last line is JSON; all figures are medians of ratios:
         better.
     noise_floor, noise_floor_ddp2: bare against itself, as B's tokens/s over A's.
     first_step_ratio, first_step_ratio_ddp2: isles' seconds over bare's; lower is better.
+With --smoke all are of one process.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ from common import (
     Effort,
     Inputs,
     environment,
+    make_parser,
+    need,
+    pick,
     prepare,
+    print_figures,
     print_header,
     print_row,
     print_speeds,
     run_processes,
-    run_rank,
     take_turns,
     train_with_isles,
 )
@@ -61,10 +65,11 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 LABELS = {1: "1 process", 2: "DDP on 2"}
+SHORT, LATER = {1: "1p", 2: "ddp2"}, {1: "", 2: "_ddp2"}
 
 FULL = Effort(rounds=30, chunk_steps=10)
 QUICK = Effort(rounds=8, chunk_steps=10)
-FIRST_STEPS, QUICK_FIRST_STEPS = 5, 3
+SMOKE = Effort(rounds=2, chunk_steps=2, warmup_rounds=0)
 
 
 def make_bare(parts: Parts, model: Path, tokens: Path) -> Sequence[BareLoop]:
@@ -134,11 +139,13 @@ def report_speed(ready: Inputs, world_size: int, effort: Effort) -> tuple[float,
 
 def main() -> None:
     """Measure everything and print it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
+    parser = make_parser(__doc__, quick="fewer and shorter rounds")
     parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)  # what this script starts
     options = parser.parse_args()
+    need("torch", "transformers")
     if options.rank:
+        from ranks import run_rank
+
         run_dir, chunk_steps, model, tokens = options.rank
         run_rank(
             RunDir(Path(run_dir)),
@@ -146,20 +153,24 @@ def main() -> None:
             lambda parts: make_bare(parts, Path(model), Path(tokens)),
         )
         return
-    effort = QUICK if options.quick else FULL
-    first_steps = QUICK_FIRST_STEPS if options.quick else FIRST_STEPS
+    effort = pick(options, full=FULL, quick=QUICK, smoke=SMOKE)
+    first_steps = pick(options, full=5, quick=3, smoke=1)
+    sizes = (1,) if options.smoke else (1, 2)
+    figures = {}
     with tempfile.TemporaryDirectory(prefix="isles-loop-") as folder:
         ready = prepare(Path(folder))
-        train_with_isles(ready.run_file("again"))  # warms every file that the measured runs read
+        if not options.smoke:
+            # Warms every file that the measured runs read.
+            train_with_isles(ready.run_file("again"))
         print_header()
-        ratio_1p, noise_1p = report_speed(ready, 1, effort)
-        ratio_ddp2, noise_ddp2 = report_speed(ready, 2, effort)
-        first_1p = report_first_step(ready, 1, first_steps)
-        first_ddp2 = report_first_step(ready, 2, first_steps)
-    figures = {"ratio_1p": ratio_1p, "ratio_ddp2": ratio_ddp2, "noise_floor": noise_1p}
-    figures |= {"first_step_ratio": first_1p, "first_step_ratio_ddp2": first_ddp2}
-    figures |= {"noise_floor_ddp2": noise_ddp2}
-    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+        for world_size in sizes:
+            ratio, floor = report_speed(ready, world_size, effort)
+            figures[f"ratio_{SHORT[world_size]}"] = ratio
+            figures["noise_floor" + LATER[world_size]] = floor
+        for world_size in sizes:
+            ratio = report_first_step(ready, world_size, first_steps)
+            figures["first_step_ratio" + LATER[world_size]] = ratio
+    print_figures(figures)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/plan_memory.py            # all settings, some minutes
     python benchmarks/plan_memory.py --quick    # one in six
+    python benchmarks/plan_memory.py --smoke    # three
     python benchmarks/plan_memory.py --only fsdp,qwen3
 
 Each setting trains two steps of a real Hugging Face model by the engine that isles would take, with
@@ -20,11 +21,9 @@ on the device.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import itertools
-import json
 import logging
 import math
 import time
@@ -34,11 +33,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import common
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -123,16 +124,18 @@ class Case:
         return self.adapter.get("type") == "qlora"
 
     def config(self) -> RunConfig:
-        return RunConfig(
-            model={"name_or_path": "llama-2m", "init": "scratch"},
-            data={
-                "sources": ({"path": "none", "type": "text"},),
-                "seq_length": self.length,
-                "isolate_documents": self.packs,
-            },
-            training={"max_steps": 2, **self.training},
-            adapter=self.adapter,
-            strategy=self.strategy,
+        return RunConfig.model_validate(
+            {
+                "model": {"name_or_path": "llama-2m", "init": "scratch"},
+                "data": {
+                    "sources": ({"path": "none", "type": "text"},),
+                    "seq_length": self.length,
+                    "isolate_documents": self.packs,
+                },
+                "training": {"max_steps": 2, **self.training},
+                "adapter": self.adapter,
+                "strategy": self.strategy,
+            }
         )
 
     def __str__(self) -> str:
@@ -145,11 +148,11 @@ class Case:
         return " ".join(said)
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of all storages that are alive, and the most there were."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sizes: dict[int, int] = {}
         self.now = self.peak = 0
         self.phase = self.at = ""
@@ -168,13 +171,13 @@ class Tracker(TorchDispatchMode):
                 tracker._set(storage._cdata, storage.nbytes())
             return result
 
-        torch.UntypedStorage.resize_ = resize
-        super().__enter__()
+        setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *args: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize
-        super().__exit__(*args)
+        setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.logsumexp.default:
@@ -237,7 +240,8 @@ def _fused(
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         q, k, v = (x.to(dtype) for x in (q, k, v))
-    return _Fused.apply(q, k, v, attn_mask)
+    out: Tensor = _Fused.apply(q, k, v, attn_mask)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _attend(
@@ -338,6 +342,7 @@ def _counted(case: Case, shape: Any) -> Counted:
     mesh = make_mesh(layout, world, is_sharded=is_sharded(case.strategy))
     model = _empty_model(case, shape)
     if layout.cp > 1:
+        assert isinstance(case.strategy, DDPStrategyConfig | FSDPStrategyConfig)
         use_context_parallel_attention(model, mesh, case.strategy.cp_method)
     with fake, _zeros_for_empty() if is_real else contextlib.nullcontext():
         _allocate(model)
@@ -509,7 +514,7 @@ def _world(ranks: int, place: int, *, alone: bool) -> World:
     ):
         dist.destroy_process_group()
     if alone:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     elif not dist.is_initialized() or dist.get_backend() != "fake":
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -517,7 +522,8 @@ def _world(ranks: int, place: int, *, alone: bool) -> World:
     group = dist.group.WORLD
     assert group is not None
     local = min(8, ranks)
-    return World(place, place % local, ranks, local, torch.device("cpu"), *[group] * 3, 60.0)
+    device = torch.device("cpu")
+    return World(place, place % local, ranks, local, device, group, group, group, 60.0)
 
 
 def on_paper(case: Case, shape: Any) -> Memory:
@@ -542,6 +548,9 @@ AFTER_HEAD = ("gemma2", "cohere", "granite")
 
 PRECISIONS = ("bf16-mixed", "bf16-true", "32-true")
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+SCHEDULES: tuple[Literal["1f1b", "gpipe", "interleaved-1f1b", "zbv"], ...] = (
+    *("1f1b", "gpipe", "interleaved-1f1b", "zbv"),
+)
 FULL = {"gradient_checkpointing": "full"}
 CHECKPOINTING = ("none", "selective", "full")
 
@@ -573,7 +582,9 @@ def _adapters() -> Iterator[Case]:
     qlora = lora | {"type": "qlora"}
     for kind, kept in itertools.product(("llama", "qwen3", "gemma", "phi3"), CHECKPOINTING):
         yield Case("4 bits", kind, training={"gradient_checkpointing": kept}, adapter=qlora)
-    for more in ({"dropout": 0.1}, some, {"bnb_4bit_use_double_quant": False}, {"r": 64}):
+    plain = {"bnb_4bit_use_double_quant": False}
+    others: tuple[dict[str, Any], ...] = ({"dropout": 0.1}, some, plain, {"r": 64})
+    for more in others:
         yield Case("4 bits", "llama", training=FULL, adapter=qlora | more)
     for precision in ("bf16-true", "32-true"):
         yield Case("4 bits", "llama", training={"precision": precision}, adapter=qlora)
@@ -634,9 +645,7 @@ def _strategies() -> Iterator[Case]:
 
 
 def _pipelines() -> Iterator[Case]:
-    for schedule, kept in itertools.product(
-        ("1f1b", "gpipe", "interleaved-1f1b", "zbv"), ("none", "full")
-    ):
+    for schedule, kept in itertools.product(SCHEDULES, ("none", "full")):
         training = {"gradient_checkpointing": kept}
         grid = DDPStrategyConfig(pp_size=2, pp_schedule=schedule)
         yield Case("pipeline", "llama", training=training, strategy=grid, ranks=2, micro_batches=4)
@@ -648,7 +657,7 @@ def _pipelines() -> Iterator[Case]:
         grid = DDPStrategyConfig(pp_size=2)
         training = {"precision": precision}
         yield Case("pipeline", "llama", training=training, strategy=grid, ranks=2, micro_batches=4)
-    for schedule in ("gpipe", "zbv"):
+    for schedule in SCHEDULES[1::2]:  # gpipe and zbv
         grid = DDPStrategyConfig(pp_size=2, pp_schedule=schedule)
         yield Case(
             "pipeline", "llama", "small", 1, 512, FULL, strategy=grid, ranks=2, micro_batches=9
@@ -658,9 +667,8 @@ def _pipelines() -> Iterator[Case]:
 
 
 def _sequences() -> Iterator[Case]:
-    for method, kind, kept in itertools.product(
-        ("ulysses", "allgather"), ("llama", "qwen3"), ("none", "full")
-    ):
+    methods: tuple[Literal["ulysses", "allgather"], ...] = ("ulysses", "allgather")
+    for method, kind, kept in itertools.product(methods, ("llama", "qwen3"), ("none", "full")):
         training = {"gradient_checkpointing": kept}
         cut = FSDPStrategyConfig(cp_size=2, cp_method=method)
         yield Case("sequences", kind, "small", 2, 2048, training, strategy=cut, ranks=4)
@@ -669,6 +677,7 @@ def _sequences() -> Iterator[Case]:
 def _name(strategy: Strategy) -> str:
     if isinstance(strategy, DeepSpeedStrategyConfig):
         return f"ZeRO-{strategy.zero_stage}"
+    assert isinstance(strategy, DDPStrategyConfig | FSDPStrategyConfig)
     name = getattr(strategy, "sharding_strategy", "") or strategy.kind
     if strategy.pp_size > 1:
         name += f" pp {strategy.pp_size} {strategy.pp_schedule}"
@@ -681,16 +690,16 @@ def _mib(size_bytes: float) -> str:
 
 def main() -> None:
     """Count, print a table, and as the last line the figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one setting in six")
+    parser = common.make_parser(__doc__, quick="one setting in six")
     parser.add_argument("--only", default="", help="groups or model types, with commas")
     options = parser.parse_args()
+    common.need("transformers", "peft", "bitsandbytes", "torchao", "deepspeed")
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     wanted = set(filter(None, options.only.split(",")))
     chosen = [case for case in cases() if not wanted or {case.group, case.kind} & wanted]
-    chosen = chosen[::6] if options.quick else chosen
+    chosen = chosen[:: common.pick(options, full=1, quick=6, smoke=max(1, len(chosen) // 3))]
     off: dict[str, list[float]] = {}
     saves: list[float] = []
     began = time.monotonic()
@@ -713,15 +722,16 @@ def main() -> None:
         mean = sum(errors) / len(errors)
         print(group, len(errors), f"{mean:.1%}", f"{max(errors):.1%}", sep=" | ")
     every = [error for errors in off.values() for error in errors]
-    figures = {
-        "cases": len(every),
-        "within_5_percent": sum(error <= BAR for error in every),
-        "mean": round(sum(every) / len(every), 4),
-        "worst": round(max(every), 4),
-        "worst_saved": round(max(saves), 4),
-        "seconds": round(time.monotonic() - began),
-    }
-    print(json.dumps(figures))
+    common.print_figures(
+        {
+            "cases": len(every),
+            "within_5_percent": sum(error <= BAR for error in every),
+            "mean": sum(every) / len(every),
+            "worst": max(every),
+            "worst_saved": max(saves),
+            "seconds": round(time.monotonic() - began),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The memory of a step on paper beside peaks that other projects measured and published.
 
-    python benchmarks/plan_published.py
+    python benchmarks/plan_published.py [--smoke]       # the same, as it takes a second
 
 All of these are torch's max_memory_allocated (or its active bytes), of trainers that differ from
 isles: whole logits in most, an AdamW whose step makes a temporary of a weight's size, other code of
@@ -9,9 +9,10 @@ models. Each is described to the formula by its own settings; nothing is fitted.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from common import make_parser, print_figures
 
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.setting import Holding, Setting
@@ -165,6 +166,7 @@ def on_paper(peak: Published) -> tuple[float, str]:
 
 def main() -> None:
     """Print a table, and as the last line the figures as JSON."""
+    make_parser(__doc__).parse_args()
     errors = []
     print("setting | measured, GiB | on paper, GiB | off | peak on paper | source")
     for peak in PEAKS:
@@ -174,7 +176,7 @@ def main() -> None:
         print(peak.name, *sizes, f"{errors[-1]:+.1%}", moment, peak.source, sep=" | ")
     within = sum(abs(error) <= BAR for error in errors)
     worst = max(abs(error) for error in errors)
-    print(json.dumps({"peaks": len(errors), "within_10_percent": within, "worst": round(worst, 4)}))
+    print_figures({"peaks": len(errors), "within_10_percent": within, "worst": worst})
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 """The curves of docs/scale.md: from 2 to 10,000 clusters, and from 15M to 70B parameters.
 
-python benchmarks/scale.py clusters|parameters|speed
+    python benchmarks/scale.py [--smoke] [clusters] [parameters] [speed]
 
 Nothing is trained: fleets are simulated, as `isles plan --simulate` does.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import time
 from dataclasses import replace
+
+from common import make_parser, print_figures
 
 from isles.config.sections.outer import CodecConfig, CodecName
 from isles.facts.models import load_shape
@@ -21,6 +21,8 @@ from isles.plan.simulate.fleet import FailuresConfig, FleetConfig, GroupConfig, 
 from isles.plan.simulate.setting import CODEC_COSTS, Setting
 from isles.plan.simulate.sizes import equal_fragments, fragment_numbers, llama_sizes
 
+SMALLEST = 2
+"""Points of each curve with --smoke."""
 COUNTS = (2, 8, 32, 128, 256, 512, 1000, 3000, 10_000)
 PARAMETERS = {"15M": 15e6, "150M": 150e6, "1B": 1e9, "7B": 7e9, "13B": 13e9, "70B": 70e9}
 HOME_FLOPS, SITE_FLOPS = 66e12, 3.2e15
@@ -36,7 +38,7 @@ def bar(part: float, width: int = 30) -> str:
     return "█" * round(part * width)
 
 
-def clusters() -> dict[str, float]:
+def clusters(points: int | None) -> dict[str, float]:
     """Homes that train 150M parameters; one hub of 10 Gbit/s, and a second level of such hubs."""
     fragments = fragment_numbers(llama_sizes(load_shape("llama-150m")), 4)
     setting = Setting("homes", tuple(fragments), 32_768, 500, CodecConfig(), delay=20)
@@ -49,7 +51,7 @@ def clusters() -> dict[str, float]:
         "clusters   one hub  outer step s  stale  hubs  two levels  outer step s  stale"
     )
     found = {}
-    for count in COUNTS:
+    for count in COUNTS[:points]:
         group = GroupConfig(
             name="home",
             count=count,
@@ -77,12 +79,12 @@ def clusters() -> dict[str, float]:
     return found
 
 
-def parameters() -> dict[str, float]:
+def parameters(points: int | None) -> dict[str, float]:
     """Sixteen sites of eight H100 with a link of 1 Gbit/s each; a hub of 10 Gbit/s."""
     codecs: tuple[CodecName, ...] = ("none", "int8", "int4", "topk")
     print("parameters    step s" + "".join(f"{codec:>9}" for codec in codecs) + "   a hub carries")
     found = {}
-    for name, numbers in PARAMETERS.items():
+    for name, numbers in list(PARAMETERS.items())[:points]:
         group = GroupConfig(
             name="site",
             count=16,
@@ -119,10 +121,10 @@ def parameters() -> dict[str, float]:
     return found
 
 
-def speed() -> dict[str, float]:
+def speed(points: int | None) -> dict[str, float]:
     """How long the simulation itself takes, in seconds of this process."""
     found = {}
-    for count in (100, 1000, 10_000):
+    for count in (100, 1000, 10_000)[: points and 1]:
         group = GroupConfig(
             name="home",
             count=count,
@@ -148,11 +150,15 @@ def speed() -> dict[str, float]:
 
 
 def main() -> None:
-    """Print a table, and one line of JSON at the end."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("curve", choices=["clusters", "parameters", "speed"])
-    curve = {"clusters": clusters, "parameters": parameters, "speed": speed}
-    print(json.dumps(curve[parser.parse_args().curve]()))
+    """Print a table for each curve, and one line of JSON at the end."""
+    curves = {"clusters": clusters, "parameters": parameters, "speed": speed}
+    parser = make_parser(__doc__)
+    parser.add_argument("curves", nargs="*", metavar="CURVE", help=f"{', '.join(curves)}, or all")
+    options = parser.parse_args()
+    if unknown := set(options.curves) - set(curves):
+        parser.error(f"no such curve: {', '.join(sorted(unknown))}")
+    points = SMALLEST if options.smoke else None
+    print_figures({name: curves[name](points) for name in options.curves or curves})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Whether `isles plan --simulate` is true: what slow_link.py and chaos.py run, and the same played.
 
-    python benchmarks/simulate.py [--quick] [--only slow_link|chaos] [--log FILE]
+    python benchmarks/simulate.py [--quick|--smoke] [--only slow_link|chaos] [--log FILE]
 
 The simulation is given what a user can know before the run: the link's rate, the sizes that follow
 from the model, and seconds of an inner step, measured by a short run of the clusters without any
@@ -12,13 +12,12 @@ compute share: the part of it in which ranks were in inner steps, by their own r
 chaos kills, freezes and cuts off, `incidents` has the same kinds, rounds and lengths; how long a
 restart takes is measured by a run alone whose ranks are killed once.
 
-slow_link needs root. The last line is JSON; bars: 2 points of compute share, 10 % of the wall time.
+slow_link needs root. With --smoke both are as their own smoke runs, chaos undisturbed, and no bar
+holds. The last line is JSON; bars: 2 points of compute share, 10 % of the wall time.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
@@ -30,16 +29,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import chaos
 import slow_link
-from chaos_clusters import _SHAPE, RANKS, Cluster, Inputs, prepare
+from chaos_clusters import FIRST_STEPS, RANKS, SHAPE, Cluster, Inputs, prepare
 from chaos_faults import DEAD_AFTER_S, plan_faults
-from slow_link_hosts import Bench
+from common import make_parser, need, need_root, pick, print_figures
+from slow_link_hosts import Bench, Shape
 from tests.lab.hosts import hosts
 
 from isles.config.sections.outer import CodecConfig
@@ -53,6 +52,8 @@ from isles.run.records import read_rows
 
 INNER = ("data_s", "forward_backward_s", "optimizer_s")
 ALONE_STEPS, ALONE_WARM = 60, 15
+RATE = 100.0
+SMOKE_SHAPE = Shape(model="llama-2m", sync_every="12", fragments=2, delay=2)
 DEADLINE_S = 300.0
 
 
@@ -87,23 +88,19 @@ def slow_link_logged(path: Path, steps: int) -> dict[str, dict[str, float]]:
         if len(words) == 7 and words[0] in ("plain", "outer"):
             rows[words[0], words[1]] = float(words[2]), float(words[4])
     clusters = sorted(name for kind, name in rows if kind == "plain")
-    played = play_slow_link({name: rows["plain", name][1] for name in clusters}, steps)
+    step_s = {name: rows["plain", name][1] for name in clusters}
+    played = play_slow_link(step_s, steps, Shape())
     found = {}
     for name in clusters:
-        share, step_s = rows["outer", name]
+        share, outer_s = rows["outer", name]
         part, wall_s = played[name]
         own = Seen(wall_s, part * rows["plain", name][0])
-        found[name] = compare(f"slow_link {name}", Seen(steps * step_s, share), own)
+        found[name] = compare(f"slow_link {name}", Seen(steps * outer_s, share), own)
     return found
 
 
-def slow_link_seen(quick: bool) -> dict[str, dict[str, float]]:
-    """Two clusters behind 100 Mbit/s, with four fragments and a delay."""
-    options = SimpleNamespace(
-        rate=100.0, sync_every=100, codec="int8", fragments=4, delay=8, max_rate="null"
-    )
-    options.seq_length, options.rows = 128, 4
-    steps, others = (100, 20) if quick else (300, 60)
+def slow_link_seen(shape: Shape, steps: int, others: int) -> dict[str, dict[str, float]]:
+    """Two clusters behind 100 Mbit/s: so many steps, and others of each for itself."""
     warm, tail, clusters = slow_link.WARM, slow_link.TAIL, ("a1", "a2")
     runs = {}
     with (
@@ -111,13 +108,13 @@ def slow_link_seen(quick: bool) -> dict[str, dict[str, float]]:
         hosts(Path(folder), 3, 0) as lab,
     ):
         for cluster in clusters:
-            lab.link(cluster, "rate", f"{options.rate:g}")
-        bench = Bench(lab, clusters, "a3", options)  # type: ignore[arg-type]  # a namespace too
+            lab.link(cluster, "rate", f"{RATE:g}")
+        bench = Bench(lab, clusters, "a3", shape)
         runs["plain"] = slow_link.Run(bench.plain(warm + others + tail))
         runs["outer"] = slow_link.Run(bench.outer(warm + steps + tail))
     plain, outer = runs["plain"], runs["outer"]
     step_s = {name: plain.step_s(i, warm, warm + others) for i, name in enumerate(clusters)}
-    played = play_slow_link(step_s, steps)
+    played = play_slow_link(step_s, steps, shape)
     found = {}
     for i, cluster in enumerate(clusters):
         wall_s = outer.at(i, warm + steps) - outer.at(i, warm)
@@ -127,7 +124,9 @@ def slow_link_seen(quick: bool) -> dict[str, dict[str, float]]:
     return found
 
 
-def play_slow_link(step_s: dict[str, float], steps: int) -> dict[str, tuple[float, float]]:
+def play_slow_link(
+    step_s: dict[str, float], steps: int, shape: Shape
+) -> dict[str, tuple[float, float]]:
     """Of each cluster the part of so many steps in which it computes, and their seconds."""
     groups = tuple(
         GroupConfig(name=name, step=each, latency=0.0005, uplink=12.5e6, downlink=12.5e6)
@@ -136,11 +135,11 @@ def play_slow_link(step_s: dict[str, float], steps: int) -> dict[str, tuple[floa
     marks = slow_link.WARM, slow_link.WARM + steps
     setting = Setting(
         name="slow_link",
-        fragments=tuple(fragment_numbers(llama_sizes(load_shape("llama-15m")), 4)),
-        tokens_per_step=512,
-        sync_every=100,
+        fragments=tuple(fragment_numbers(llama_sizes(load_shape(shape.model)), shape.fragments)),
+        tokens_per_step=shape.rows * shape.seq_length,
+        sync_every=int(shape.sync_every),
         codec=CodecConfig(kind="int8"),
-        delay=8,
+        delay=shape.delay,
         max_steps=marks[1] + slow_link.TAIL,
         min_clusters=2,
         dead_after_s=60.0,
@@ -225,32 +224,33 @@ def hub_start_s(folder: Path) -> float:
     return opened_s + time.monotonic() - began
 
 
-def chaos_seen(quick: bool, seed: int) -> dict[str, dict[str, float]]:
-    """Four clusters of six ranks on the cores of this machine, first undisturbed, then not."""
-    rounds = 14 if quick else 40
-    options = argparse.Namespace(rounds=rounds, wait="all", seed=seed)
+def chaos_seen(
+    names: Sequence[str], rounds: int, first_steps: int, plans: dict[str, chaos.Plan]
+) -> dict[str, dict[str, float]]:
+    """Clusters on the cores of this machine, once for each plan of faults."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="isles-simulate-") as scratch:
         folder = Path(scratch)
-        inputs = prepare(folder / "inputs")
-        alone = {name: run_alone(inputs, folder / f"alone-{name}", name) for name in RANKS}
+        inputs = prepare(folder / "inputs", first_steps)
+        alone = {name: run_alone(inputs, folder / f"alone-{name}", name) for name in names}
         hub_s = hub_start_s(folder / "hub-alone")
         print(f"the hub alone: averages {hub_s:.1f} s after its start", flush=True)
         for name, each in alone.items():
             print(f"{name} alone: {each}", flush=True)
-        for kind, plan in (("calm", []), ("faults", plan_faults(rounds, seed))):
-            chaos.train(inputs, folder / kind, options, plan)
-            real = chaos_real(folder / kind)
+        for kind, plan in plans.items():
+            chaos.train(inputs, folder / kind, rounds, plan, names=names)
+            real = chaos_real(folder / kind, names)
             played = play_chaos(alone, rounds, plan, hub_s)
             found[kind] = compare(f"chaos {kind}", real, chaos_played(played, alone))
     return found
 
 
-def chaos_real(folder: Path) -> Seen:
+def chaos_real(folder: Path, names: Sequence[str]) -> Seen:
     """From the first average to the last one that all have."""
+    # Each cluster's run has a folder of its own; see Inputs.run_file.
     rows = {
-        name: list(read_rows(next((folder / "runs").glob(f"{name}-1")) / "metrics.jsonl"))
-        for name in RANKS
+        name: list(read_rows(next((folder / name / "runs").glob("*-1")) / "metrics.jsonl"))
+        for name in names
     }
     outer = [row for own in rows.values() for row in own if row["kind"] == "outer"]
     ends = [min(row["at"] for row in outer if row["outer_step"] == t) for t in (0, last_of(outer))]
@@ -270,9 +270,7 @@ def last_of(outer: Sequence[dict[str, Any]]) -> int:
     return max(int(row["outer_step"]) for row in outer)
 
 
-def play_chaos(
-    alone: dict[str, Alone], rounds: int, plan: Sequence[tuple[int, str, str]], hub_s: float
-) -> Result:
+def play_chaos(alone: dict[str, Alone], rounds: int, plan: chaos.Plan, hub_s: float) -> Result:
     """The same on a virtual clock."""
     groups = tuple(
         GroupConfig(name=name, step=each.step_s, latency=0.0005, machine="here", ranks=RANKS[name])
@@ -285,7 +283,7 @@ def play_chaos(
     )
     setting = Setting(
         name="chaos",
-        fragments=tuple(fragment_numbers(llama_sizes(_SHAPE), chaos.FRAGMENTS)),
+        fragments=tuple(fragment_numbers(llama_sizes(SHAPE), chaos.FRAGMENTS)),
         tokens_per_step=512,
         sync_every=chaos.SYNC_EVERY,
         codec=CodecConfig(kind="int8"),
@@ -302,7 +300,7 @@ def play_chaos(
 
 
 def incidents_of(
-    alone: dict[str, Alone], rounds: int, plan: Sequence[tuple[int, str, str]], hub_s: float
+    alone: dict[str, Alone], rounds: int, plan: chaos.Plan, hub_s: float
 ) -> list[IncidentConfig]:
     """What chaos.py does, with the lengths that its random numbers give."""
     chance, found = random.Random(f"hub {list(plan)}"), []
@@ -347,12 +345,14 @@ def chaos_played(played: Result, alone: dict[str, Alone]) -> Seen:
 
 def main() -> None:
     """Run and play, print a table, and one line of JSON at the end."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one round, and 14 of chaos.py")
+    parser = make_parser(__doc__, quick="one round, and 14 of chaos.py")
     parser.add_argument("--only", choices=["slow_link", "chaos"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="what slow_link.py has printed, not run again")
     options = parser.parse_args()
+    need("torch", "transformers")
+    if options.only != "chaos" and not options.log:
+        need_root()
     print(
         f"{'':<22}{'compute share':>20}{'points':>9}{'wall s':>22}{'apart':>10}\n"
         f"{'':<22}{'run':>10}{'played':>10}{'':>9}{'run':>11}{'played':>11}",
@@ -360,18 +360,25 @@ def main() -> None:
     )
     found: dict[str, dict[str, float]] = {}
     if options.only != "chaos":
-        steps = 100 if options.quick else 300
+        shape = SMOKE_SHAPE if options.smoke else Shape()
+        steps, others = pick(options, full=(300, 60), quick=(100, 20), smoke=(24, 12))
         logged = options.log and slow_link_logged(options.log, steps)
-        rows = logged or slow_link_seen(options.quick)
+        rows = logged or slow_link_seen(shape, steps, others)
         found |= {f"slow_link_{name}": row for name, row in rows.items()}
     if options.only != "slow_link":
-        rows = chaos_seen(options.quick, options.seed)
+        names = chaos.SMOKE_CLUSTERS if options.smoke else tuple(RANKS)
+        rounds = pick(options, full=40, quick=14, smoke=chaos.SMOKE_ROUNDS)
+        plans: dict[str, chaos.Plan] = {"calm": []}
+        if not options.smoke:
+            plans["faults"] = plan_faults(rounds, options.seed)
+        first_steps = chaos.SMOKE_FIRST_STEPS if options.smoke else FIRST_STEPS
+        rows = chaos_seen(names, rounds, first_steps, plans)
         found |= {f"chaos_{name}": row for name, row in rows.items()}
     worst = {
         "most_points": max(row["points"] for row in found.values()),
         "most_percent": max(row["percent"] for row in found.values()),
     }
-    print(json.dumps({**found, **worst}))
+    print_figures({**found, **worst})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Two clusters over slow links: averaging with fragments and overlap, against DDP on the same link.
 
-    python benchmarks/slow_link.py [--quick] [--rate 100] [--steps 300] …
+    python benchmarks/slow_link.py [--quick|--smoke] [--rate 100] [--steps 300] …
 
 Needs root: clusters and hub are network namespaces of this machine (see tests/lab), and the
 network interface of each cluster is shaped to RATE Mbit/s in either direction (tbf). The kernel's
@@ -25,13 +25,14 @@ before and after, the median over all fragments (`beside_from` and `beside_to`: 
 rank 0 says to the hub takes the interpreter's lock now and then.
 bytes: both directions of a cluster's interface, by its counters, for each inner step.
 
+With --smoke `outer` and `ddp` train a smaller model for a few steps over faster links.
+
 The last line is JSON: compute_share and ddp_compute_share are those of the slower cluster,
 bytes_ratio is DDP's bytes over those of `outer`.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -40,12 +41,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from slow_link_hosts import ALONE_STEPS, Bench, Records
+from common import make_parser, need, need_root, pick, print_figures
+from slow_link_hosts import ALONE_STEPS, Bench, Records, Shape
 from tests.lab.hosts import hosts
 
 from isles.config.load import load_run_file
@@ -155,11 +158,15 @@ def train_in_cluster(run_file: Path, join: Path) -> int:
     return isles(["train", str(run_file), "--resume", str(run_dir.path)])
 
 
-def report(runs: dict[str, Run], clusters: Sequence[str], spans: dict[str, tuple[int, int]]) -> str:
-    """Print the table; returns the last line."""
+def report(
+    runs: dict[str, Run], clusters: Sequence[str], spans: dict[str, tuple[int, int]]
+) -> dict[str, float]:
+    """Print the table; returns the figures. `plain` and `alone` may be missing."""
     columns = "compute_share", "inner_s", "step_s", "speed", "bytes_per_step"
     print(f"{'':<16}" + "".join(f"{name:>16}" for name in columns), flush=True)
-    plain = [runs["plain"].step_s(i, *spans["plain"]) for i in range(len(clusters))]
+    plain = [math.nan] * len(clusters)
+    if "plain" in runs:
+        plain = [runs["plain"].step_s(i, *spans["plain"]) for i in range(len(clusters))]
     found: dict[str, list[dict[str, float]]] = {}
     for kind, run in runs.items():
         if kind == "alone":
@@ -179,23 +186,27 @@ def report(runs: dict[str, Run], clusters: Sequence[str], spans: dict[str, tuple
             found[kind].append(figures)
             numbers = "".join(f"{figures[name]:>16.4f}" for name in columns[:-1])
             print(f"{kind + ' ' + host:<16}{numbers}{figures['bytes_per_step']:>16.0f}")
-    ratios, beside = runs["alone"].beside(*spans["alone"]), dict[str, float]()
+    ratios, beside = list[float](), dict[str, float]()
+    if "alone" in runs:
+        ratios = runs["alone"].beside(*spans["alone"])
     if len(ratios) > 1:  # else a fragment takes so long that the next begins soon
         names = "beside_from", "beside", "beside_to"
         beside = dict(zip(names, statistics.quantiles(ratios), strict=True))
     worst = {kind: min(each["compute_share"] for each in found[kind]) for kind in found}
-    result = {
+    if "plain" in runs:
+        beside |= {
+            "plain_compute_share": worst["plain"],
+            "speed": min(each["speed"] for each in found["outer"]),
+            "ddp_speed": min(each["speed"] for each in found["ddp"]),
+        }
+    return {
         "compute_share": worst["outer"],
         "ddp_compute_share": worst["ddp"],
         "bytes_ratio": _sum(found["ddp"], "bytes_per_step")
         / _sum(found["outer"], "bytes_per_step"),
-        "plain_compute_share": worst["plain"],
-        "speed": min(each["speed"] for each in found["outer"]),
-        "ddp_speed": min(each["speed"] for each in found["ddp"]),
         **beside,
         **outer_figures(runs["outer"], *spans["outer"]),
     }
-    return json.dumps({name: round(value, 4) for name, value in result.items()})
 
 
 def _sum(figures: Sequence[dict[str, float]], name: str) -> float:
@@ -227,25 +238,35 @@ def outer_figures(run: Run, first: int, last: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print a table, and one line of JSON at the end."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one round, few steps of the others")
+    parser = make_parser(__doc__, quick="one round, few steps of the others")
     parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s of each cluster")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one way, to one cluster")
     parser.add_argument("--rounds", type=int, default=3, help="that are measured")
-    parser.add_argument("--sync-every", default="100")
-    parser.add_argument("--codec", default="int8")
-    parser.add_argument("--fragments", type=int, default=4)
-    parser.add_argument("--delay", type=int, default=8, help="inner steps")
-    parser.add_argument("--max-rate", default="null", help="of the section outer")
-    parser.add_argument("--seq-length", type=int, default=128)
-    parser.add_argument("--rows", type=int, default=4, help="samples of a cluster's inner step")
+    for field in fields(Shape):
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, type=type(field.default), default=field.default)
     parser.add_argument("--rank", nargs=2, metavar=("RUN_FILE", "JOIN_FILE"), help="internal")
     options = parser.parse_args()
+    need("torch", "transformers")
     if options.rank:
         sys.exit(train_in_cluster(*map(Path, options.rank)))
-    rounds = 1 if options.quick else options.rounds
-    round_steps = 100 if options.sync_every == "auto" else int(options.sync_every)
-    outer_steps, others, ddp_steps = rounds * round_steps, *((20, 6) if options.quick else (60, 20))
+    need_root()
+    shape = Shape(**{field.name: getattr(options, field.name) for field in fields(Shape)})
+    rate = options.rate
+    if options.smoke:
+        shape = replace(shape, model="llama-2m", sync_every="12", fragments=2, delay=2)
+        rate = 10 * options.rate
+    rounds = pick(options, full=options.rounds, quick=1, smoke=1)
+    round_steps = 100 if shape.sync_every == "auto" else int(shape.sync_every)
+    others, ddp_steps = pick(options, full=(60, 20), quick=(20, 6), smoke=(0, 4))
+    todo = [
+        ("plain", others, WARM),
+        ("outer", rounds * round_steps, WARM),
+        ("alone", ALONE_STEPS, WARM),
+        ("ddp", ddp_steps, 2),
+    ]
+    if options.smoke:
+        todo = [each for each in todo if each[0] in ("outer", "ddp")]
     begun = time.monotonic()
     clusters = ("a1", "b1") if options.delay_ms else ("a1", "a2")
     with (
@@ -255,19 +276,14 @@ def main() -> None:
         if options.delay_ms:
             lab.link("wan", "set", json.dumps({"delay_ms": options.delay_ms}))
         for cluster in clusters:
-            lab.link(cluster, "rate", f"{options.rate:g}")
-        bench = Bench(lab, clusters, "a2" if options.delay_ms else "a3", options)
+            lab.link(cluster, "rate", f"{rate:g}")
+        bench = Bench(lab, clusters, "a2" if options.delay_ms else "a3", shape)
         runs, spans = {}, {}
-        for kind, steps, warm in (
-            ("plain", others, WARM),
-            ("outer", outer_steps, WARM),
-            ("alone", ALONE_STEPS, WARM),
-            ("ddp", ddp_steps, 2),
-        ):
+        for kind, steps, warm in todo:
             spans[kind] = warm, warm + steps
             runs[kind] = Run(getattr(bench, kind)(warm + steps + TAIL))
             print(f"{kind} is over after {time.monotonic() - begun:.0f} s", flush=True)
-        print(report(runs, clusters, spans))
+        print_figures(report(runs, clusters, spans))
 
 
 if __name__ == "__main__":

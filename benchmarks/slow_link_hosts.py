@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ SCRIPT = Path(__file__).absolute().with_name("slow_link.py")
 RUN_FILE = """\
 name: {name}
 output_dir: /shared/runs
-model: {{name_or_path: llama-15m, init: scratch}}
+model: {{name_or_path: {model}, init: scratch}}
 data: {{sources: [{{type: fake}}], seq_length: {seq_length}, validation_fraction: 0}}
 training:
   max_steps: {steps}
@@ -53,6 +52,26 @@ OUTER = """\
 outer: {{kind: diloco, sync_every: {sync_every}, codec: {codec}, fragments: {fragments},
   delay: {delay}, max_rate: {max_rate}, min_clusters: {num_clusters}, deadline: 300s}}
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a cluster trains, and its section `outer`.
+
+    Args:
+        rows: samples of a cluster's inner step.
+        delay: inner steps.
+        max_rate: as in the section.
+    """
+
+    model: str = "llama-15m"
+    seq_length: int = 128
+    rows: int = 4
+    sync_every: str = "100"
+    codec: str = "int8"
+    fragments: int = 4
+    delay: int = 8
+    max_rate: str = "null"
 
 
 @dataclass(slots=True)
@@ -122,24 +141,20 @@ class Bench:
         lab: the hosts.
         clusters: two of them.
         meeting: that of the hub.
-        options: as typed.
+        shape: see there.
     """
 
-    def __init__(
-        self, lab: Lab, clusters: Sequence[str], meeting: str, options: argparse.Namespace
-    ) -> None:
-        self.lab, self.clusters, self.meeting, self.options = lab, clusters, meeting, options
+    def __init__(self, lab: Lab, clusters: Sequence[str], meeting: str, shape: Shape) -> None:
+        self.lab, self.clusters, self.meeting, self.shape = lab, clusters, meeting, shape
 
     def write(self, name: str, cluster: str, steps: int, *, ranks: int = 1, more: str = "") -> Path:
         """A run file, as the hosts see it."""
-        rows = self.options.rows
         text = RUN_FILE.format(
+            **asdict(self.shape),
             name=name,
             cluster=cluster,
             steps=steps,
-            rows=rows,
-            batch=rows * ranks,
-            seq_length=self.options.seq_length,
+            batch=self.shape.rows * ranks,
         )
         (self.lab.shared / f"{name}.yaml").write_text(text + more)
         return Path("/shared") / f"{name}.yaml"
@@ -175,8 +190,8 @@ class Bench:
     def _outer(
         self, kind: str, clusters: Sequence[str], steps: int, shape: Mapping[str, int] | None = None
     ) -> Records:
-        options = vars(self.options) | dict(shape or {})
-        outer = OUTER.format(**options, num_clusters=len(clusters))
+        own = asdict(self.shape) | dict(shape or {})
+        outer = OUTER.format(**own, num_clusters=len(clusters))
         files = [
             self.write(f"{kind}-{cluster}", cluster, steps, more=outer) for cluster in clusters
         ]

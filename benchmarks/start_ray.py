@@ -1,13 +1,14 @@
 """Time from the command to the first step on the nodes of a Ray cluster, against ssh.
 
-    python benchmarks/start_ray.py [--quick] [--hosts N] [--niceness N]
+    python benchmarks/start_ray.py [--quick|--smoke] [--hosts N] [--niceness N]
 
 Needs root and `pip install 'isles[ray]'`: the hosts are network namespaces of this machine (see
 tests/lab), each a node of one Ray cluster and with its own sshd. Both ways train the run of
 start_ssh.py with the same agents, by `isles train` on the machine that has the key, and take turns:
 ray ssh ssh ray … Each pair's difference is one figure. `--hosts`: three unless given; all of them
-share the cores of this machine, so that with two cores each host has less than one. `--niceness`:
-of Ray's workers, and so of the ranks; 0, as over ssh, unless given; Ray's own default is 15.
+share the cores of this machine, so that with two cores each host has less than one; with --smoke
+there is one host. `--niceness`: of Ray's workers, and so of the ranks; 0, as over ssh, unless
+given; Ray's own default is 15.
 
 The last line is JSON, medians in seconds; overhead_s is that of the differences ray - ssh, and
 submit_s the time from the command to the driver's placement of the agents.
@@ -15,8 +16,6 @@ submit_s the time from the command to the driver's placement of the agents.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from common import make_parser, need, need_root, pick, print_figures
 from start_ssh import BIN, HOSTS, PAIRS, QUICK_PAIRS, RUN_FILE, first_step_at, prepare
 from tests.lab.hosts import Lab, hosts
 from tests.lab.ray import ADDRESS, ray_cluster
@@ -45,12 +45,14 @@ def start(lab: Lab, name: str, number: int) -> tuple[float, float]:
 
 def main() -> None:
     """Measure, and print every pair."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_PAIRS} pairs, not {PAIRS}")
+    parser = make_parser(__doc__, quick=f"{QUICK_PAIRS} pairs, not {PAIRS}")
     parser.add_argument("--niceness", type=int, default=0)
     parser.add_argument("--hosts", type=int, choices=(1, 2, 3), default=3)
     options = parser.parse_args()
-    among = HOSTS[: options.hosts]
+    need("torch", "transformers", "ray")
+    need_root()
+    pairs = pick(options, full=PAIRS, quick=QUICK_PAIRS, smoke=1)
+    among = HOSTS[: 1 if options.smoke else options.hosts]
     found: dict[str, list[float]] = {"ray": [], "isles": []}
     placed: list[float] = []
     with (
@@ -67,7 +69,7 @@ def main() -> None:
         (lab.shared / "ray.yaml").write_text(text)
         for name in found:  # the tokenizer and the data, and files into memory
             start(lab, name, 1)
-        for pair in range(QUICK_PAIRS if options.quick else PAIRS):
+        for pair in range(pairs):
             for name in found if pair % 2 == 0 else reversed(found):
                 first_s, fleet_s = start(lab, name, pair + 2)
                 found[name].append(first_s)
@@ -82,7 +84,7 @@ def main() -> None:
         "ssh_s": round(statistics.median(found["isles"]), 2),
         "submit_s": round(statistics.median(placed), 2),
     }
-    print(json.dumps(figures))
+    print_figures(figures)
 
 
 if __name__ == "__main__":

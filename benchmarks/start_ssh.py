@@ -1,6 +1,6 @@
 """Time from the command to the first step on three hosts over ssh, against torchrun typed on each.
 
-    python benchmarks/start_ssh.py [--quick]
+    python benchmarks/start_ssh.py [--quick|--smoke]
 
 Needs root: the hosts are network namespaces of this machine, each with its own sshd and its own
 root (see tests/lab). Both ways train the same run (a Llama of 30 thousand parameters, one CPU
@@ -19,7 +19,6 @@ The last line is JSON, medians in seconds; overhead_s is that of the differences
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -32,6 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from common import make_parser, need, need_root, pick, print_figures
 from tests.lab.hosts import Lab, hosts
 
 from isles.run.paths import RunDir
@@ -124,9 +124,10 @@ def start_torchrun(lab: Lab, number: int) -> float:
 
 def main() -> None:
     """Measure, and print every pair."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_PAIRS} pairs, not {PAIRS}")
-    pairs = QUICK_PAIRS if parser.parse_args().quick else PAIRS
+    options = make_parser(__doc__, quick=f"{QUICK_PAIRS} pairs, not {PAIRS}").parse_args()
+    pairs = pick(options, full=PAIRS, quick=QUICK_PAIRS, smoke=1)
+    need("torch", "transformers")
+    need_root()
     ways = {"isles": start_isles, "torchrun": start_torchrun}
     found: dict[str, list[float]] = {"isles": [], "torchrun": []}
     with (
@@ -148,7 +149,7 @@ def main() -> None:
         "isles_s": round(statistics.median(found["isles"]), 2),
         "torchrun_s": round(statistics.median(found["torchrun"]), 2),
     }
-    print(json.dumps(figures))
+    print_figures(figures)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Speed of isles under each strategy, against a hand-written loop under the same strategy.
 
-    python benchmarks/strategies.py [--quick] [--only STRATEGY …]
+    python benchmarks/strategies.py [--quick|--smoke] [--only STRATEGY …]
 
 Two ranks on the CPU, one thread each, train the same Llama (llama-2m with 2048 tokens of
 vocabulary, fp32) on the same prepared tokens with the same optimizer. The strategies are ddp, fsdp
@@ -15,13 +15,13 @@ In the first chunk all three train on the same rows; their losses there must agr
 the same mathematics that is timed. Later the bare loops read random rows of the same tokens.
 
 The line before the last is JSON too: the noise floors, B's tokens/s over A's. The last line has the
-median ratio of each strategy, isles over bare; higher is better.
+median ratio of each strategy, isles over bare; higher is better. With --smoke this is fsdp,
+unless others are asked for.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import tempfile
@@ -35,10 +35,13 @@ from common import (
     Effort,
     Inputs,
     Turns,
+    make_parser,
+    need,
+    pick,
     prepare,
+    print_figures,
     print_header,
     print_speeds,
-    run_rank,
     take_turns,
 )
 
@@ -65,6 +68,7 @@ SECTIONS = {
 
 FULL = Effort(rounds=30, chunk_steps=CHUNK_STEPS)
 QUICK = Effort(rounds=4, chunk_steps=CHUNK_STEPS, warmup_rounds=1)
+SMOKE = Effort(rounds=1, chunk_steps=CHUNK_STEPS, warmup_rounds=0)
 
 
 def make_bare(parts: Parts, strategy: str, model: Path, tokens: Path) -> Sequence[StrategyLoop]:
@@ -126,12 +130,17 @@ def report(ready: Inputs, strategy: str, effort: Effort) -> tuple[float, float]:
 
 def main() -> None:
     """Measure every strategy and print it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    parser = make_parser(__doc__, quick="fewer rounds")
+    parser.add_argument("--only", nargs="+", choices=list(SECTIONS))
     parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)  # what this script starts
     options = parser.parse_args()
+    strategies = options.only or (["fsdp"] if options.smoke else list(SECTIONS))
+    need("torch", "transformers")
+    if not {"ddp", "fsdp"}.issuperset(strategies):
+        need("deepspeed")
     if options.rank:
+        from ranks import run_rank
+
         run_dir, _, strategy, model, tokens = options.rank
         run_rank(
             RunDir(Path(run_dir)),
@@ -139,16 +148,16 @@ def main() -> None:
             lambda parts: make_bare(parts, strategy, Path(model), Path(tokens)),
         )
         return
-    effort = QUICK if options.quick else FULL
+    effort = pick(options, full=FULL, quick=QUICK, smoke=SMOKE)
     ratios, floors = {}, {}
     with tempfile.TemporaryDirectory(prefix="isles-strategies-") as folder:
         ready = prepare(Path(folder))
         print_header()
-        for strategy in options.only:
+        for strategy in strategies:
             ratio, floor = report(ready, strategy, effort)
-            ratios[strategy], floors[f"noise_floor_{strategy}"] = round(ratio, 4), round(floor, 4)
-    print(json.dumps(floors))
-    print(json.dumps(ratios))
+            ratios[strategy], floors[f"noise_floor_{strategy}"] = ratio, floor
+    print_figures(floors)
+    print_figures(ratios)
 
 
 if __name__ == "__main__":

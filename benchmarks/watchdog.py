@@ -1,6 +1,6 @@
 """What the watchdog costs: CPU time, not wall-clock time, so that other work does not disturb it.
 
-    python benchmarks/watchdog.py
+    python benchmarks/watchdog.py [--smoke]
 
 Two rows. A step puts down five times where it is: microseconds of the main thread for each step,
 less those of an empty loop, the least of seven rounds. Beside it a thread of each rank looks at the
@@ -10,11 +10,11 @@ which the main thread does nothing at all, with a store over TCP. The last line 
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from pathlib import Path
 
+from common import make_parser, print_figures
 from torch._C._distributed_c10d import TCPStore
 
 from isles.config.sections.run import RunConfig
@@ -24,28 +24,27 @@ from isles.train.clock import StepClock
 from isles.train.hang import Watchdog
 from isles.train.record import Recorder
 
-STEPS, ROUNDS = 100_000, 7
-IDLE_S = 20.0
+ROUNDS = 7
 
 
-def step_us() -> float:
+def step_us(steps: int) -> float:
     """Microseconds of a step."""
     clock, found, empty = StepClock(), [], []
     for _ in range(ROUNDS):
         began = time.process_time()
-        for step in range(STEPS):
+        for step in range(steps):
             clock.step(step)
             for stage in ("data loading", "forward and backward", "optimizer step", "agreeing"):
                 clock.at(stage)
         found.append(time.process_time() - began)
         began = time.process_time()
-        for _ in range(STEPS):
+        for _ in range(steps):
             pass
         empty.append(time.process_time() - began)
-    return (min(found) - min(empty)) / STEPS * 1e6
+    return (min(found) - min(empty)) / steps * 1e6
 
 
-def idle_ms(folder: Path) -> float:
+def idle_ms(folder: Path, idle_s: float) -> float:
     """Milliseconds of the watchdog's thread for each second."""
     run_dir = RunDir(folder)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -66,20 +65,22 @@ def idle_ms(folder: Path) -> float:
     watch.start()
     clock.step(1)
     began = time.process_time()
-    time.sleep(IDLE_S)
+    time.sleep(idle_s)
     took_s = time.process_time() - began
     watch.close()
-    return took_s / IDLE_S * 1e3
+    return took_s / idle_s * 1e3
 
 
 def main() -> None:
     """Measure and print."""
-    figures = {"step_us": step_us()}
+    options = make_parser(__doc__).parse_args()
+    steps, idle_s = (5_000, 1.0) if options.smoke else (100_000, 20.0)
+    figures = {"step_us": step_us(steps)}
     print(f"the main thread, each step      {figures['step_us']:.2f} microseconds")
     with tempfile.TemporaryDirectory() as folder:
-        figures["thread_ms_per_s"] = idle_ms(Path(folder))
+        figures["thread_ms_per_s"] = idle_ms(Path(folder), idle_s)
     print(f"its thread, each second         {figures['thread_ms_per_s']:.2f} ms of one core")
-    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
+    print_figures(figures, digits=3)
 
 
 if __name__ == "__main__":

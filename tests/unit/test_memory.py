@@ -3,12 +3,11 @@ in hundreds of settings, of which a few are held here."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
-from benchmarks import plan_memory as benchmark
-from benchmarks import plan_published as published
 from transformers import AutoModelForCausalLM
 
 from isles.config.layout import make_layout
@@ -21,6 +20,12 @@ from isles.config.sections.strategy import (
 )
 from isles.facts.memory.architecture import KINDS, Architecture, UnknownShapeError
 from isles.facts.models import load_shape
+from tests.documents import ROOT
+
+# Last, so that no benchmark stands in the way of a package of its name.
+sys.path.append(str(ROOT / "benchmarks"))
+import plan_memory as benchmark
+import plan_published as published
 
 LLAMA_8B = Architecture.of(load_shape("llama-8b"))
 
