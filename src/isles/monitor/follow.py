@@ -194,6 +194,7 @@ class RunFollower(Follower):
 
 class _Bar:
     def __init__(self, console: Console) -> None:
+        self._console = console
         self.progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -207,7 +208,7 @@ class _Bar:
         self.progress.start()
 
     def show(self, status: dict[str, Any], news: list[tuple[str, str]]) -> None:
-        console = self.progress.console
+        console = self._console
         kinds = ("eval", "save", "restart", "note")
         console.print_lines([line for kind, line in news if kind in kinds])
         self.progress.update(

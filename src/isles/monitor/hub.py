@@ -64,7 +64,7 @@ def hub_lines(state: Path, record: dict[str, Any]) -> list[str]:
     answer = record["hub"]
     if answer is not None:
         lines[-1] += f", round {answer['round']}"
-        lines += [f"  weight     {printable(note)}" for note in heavy_notes(answer)]
+        lines += [f"  weight     {note}" for note in heavy_notes(answer)]
         lines += _member_lines(answer["members"])
     if record["state"] == "stopped":
         lines.append("  `isles hub` with its run file goes on with it")
