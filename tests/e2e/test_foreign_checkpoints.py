@@ -37,7 +37,7 @@ def test_a_checkpoint_that_names_code_runs_nothing_by_any_command(run_file: Path
         ("train", str(run_file), *SAVES, "training.max_steps=30", "--resume", str(run_dir.path)),
         ("generate", "tiny", "--prompt", "Once", "--max-new-tokens", "2"),
         ("checkpoint", "export", "tiny", "--output", "exported"),
-        ("evaluate", "tiny"),
+        ("eval", "tiny"),
     ):
         done = isles(*words, cwd=cwd, expected=None)
         assert done.process.returncode, done.text
