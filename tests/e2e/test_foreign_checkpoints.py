@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,8 +12,11 @@ import pytest
 import torch
 
 from isles.checkpoint.load import latest_good
+from isles.run.bucket import RunStore
 from isles.run.checkpoints import list_checkpoints
+from isles.run.objects import open_store
 from isles.run.paths import RunDir
+from tests.buckets import BUCKET, bucket
 from tests.e2e.typed import isles, the_run
 from tests.old_checkpoints import hash_again, make_old, run_code, tensors_of
 
@@ -37,7 +42,7 @@ def test_a_checkpoint_that_names_code_runs_nothing_by_any_command(run_file: Path
         ("train", str(run_file), *SAVES, "training.max_steps=30", "--resume", str(run_dir.path)),
         ("generate", "tiny", "--prompt", "Once", "--max-new-tokens", "2"),
         ("checkpoint", "export", "tiny", "--output", "exported"),
-        ("evaluate", "tiny"),
+        ("eval", "tiny"),
     ):
         done = isles(*words, cwd=cwd, expected=None)
         assert done.process.returncode, done.text
@@ -63,3 +68,35 @@ def test_a_checkpoint_of_0_1_0_is_gone_on_with_bit_for_bit(run_file: Path) -> No
     left, right = (tensors_of(info.path) for info in found if info)
     assert left.keys() == right.keys()
     assert [name for name, value in left.items() if not torch.equal(value, right[name])] == []
+
+
+def test_objects_of_s3_with_odd_names_are_not_fetched(tmp_path: Path, monkeypatch) -> None:
+    url, home, data = f"s3://{BUCKET}/runs", tmp_path / "home", b"planted"
+    home.mkdir()
+    run_dir = RunDir(tmp_path / "site" / "runs" / "bk-1")
+    run_dir.checkpoints.mkdir(parents=True)
+    facts = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    with bucket(tmp_path / "s3") as server:
+        for key, value in server.environ.items():
+            monkeypatch.setenv(key, value)
+        store = open_store(url, "test")
+        store.write("empty", b"")
+        assert (store.read("empty"), store.read("none")) == (b"", None)
+        copy, place = RunStore(url, "bk-1"), "runs/bk-1/checkpoints/step-00000010"
+        for name in (f"{home}/.bashrc", "../" * 5 + "home/.profile", "x/../../../../home/.zshrc"):
+            manifest = {"version": 2, "step": 10, "files": {name: facts}}
+            server.put(f"{place}/{name}", data)
+            server.put(f"{place}/manifest.json", json.dumps(manifest).encode())
+            assert "which is not a plain name" in copy.bring(10, run_dir, print)[0]
+        for name in (
+            "tokenizer/..",
+            "tokenizer/a b",
+            "track/../x.json",
+            "tokenizer//x",
+            "run.yaml",
+        ):
+            server.put(f"runs/bk-1/{name}", b"{}")
+        copy.bring_records(run_dir)
+    found = {path.relative_to(tmp_path / "site").as_posix() for path in tmp_path.rglob("site/**/*")}
+    assert found == {"runs", "runs/bk-1", "runs/bk-1/checkpoints", "runs/bk-1/run.yaml"}
+    assert list(home.iterdir()) == []

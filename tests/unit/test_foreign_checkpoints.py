@@ -11,17 +11,19 @@ import pickletools
 import zipfile
 from itertools import pairwise
 from pathlib import Path, PosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from isles.checkpoint.load import load_tensors, restore_rng, rng_file
-from isles.checkpoint.tensors import TensorPlanner, TensorWriter
+from isles.checkpoint.tensors import TensorPlanner, TensorReader, TensorWriter
 from isles.errors import TrainingError
 from isles.run.checkpoints import list_checkpoints, read_checkpoint, verify_checkpoint
 from isles.run.index import IndexFault, index_from
@@ -98,6 +100,20 @@ def test_every_tensor_is_read_bit_for_bit_whole_or_in_parts(is_old: bool, *, tmp
     assert names == {MANIFEST} | (
         {".metadata", "__0_0.distcp"} if is_old else {"tensors.json", "tensors-00000.bin"}
     )
+
+
+@pytest.mark.filterwarnings("ignore")
+@each(True, False)
+def test_a_part_of_a_piece_is_read_as_other_ranks_need_it(is_old: bool, *, tmp_path: Path):
+    folder, goal = write_checkpoint(tmp_path, is_old=is_old), torch.zeros(3, 2)
+    reader = TensorReader(folder)
+    reader.read_metadata()
+    index = MetadataIndex("model.weight", (0, 0))
+    sizes = torch.Size((3, 2))
+    item = ReadItem(LoadItemType.TENSOR, index, sizes, index, torch.Size((2, 1)), sizes)
+    planner: Any = SimpleNamespace(resolve_tensor=lambda _: goal, commit_tensor=lambda *_: None)
+    reader.read_data(LoadPlan([item]), planner)
+    assert torch.equal(goal, some_tensors()["model.weight"][2:5, 1:3])
 
 
 @pytest.mark.filterwarnings("ignore")

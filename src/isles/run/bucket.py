@@ -140,6 +140,8 @@ class RunStore:
     def send_records(self, run_dir: RunDir) -> None:
         for pattern in _RECORDS:
             for path in sorted(run_dir.path.glob(pattern)):
+                if path.is_symlink() or path.parent.is_symlink():
+                    continue  # it could lead to any file of this machine
                 with suppress(FileNotFoundError):
                     data = path.read_bytes()
                     if path.suffix == ".yaml":
