@@ -50,7 +50,7 @@ from isles.run.checkpoints import (
     verify_checkpoint,
 )
 from isles.run.paths import RunDir
-from isles.run.records import read_record, write_record
+from isles.run.records import read_record, used_up, write_record
 from isles.run.upload import Uploader
 
 log = logging.getLogger(__name__)
@@ -401,11 +401,16 @@ def disk_failure(error: BaseException, folder: Path, rank: int) -> TrainingError
     what = f"{cause}; {free}"
     if free_bytes < _FULL_BYTES and not isinstance(error, OSError):
         what = f"the disk is full, {free} ({cause})"  # torch only says that a file ended early
+    limit = used_up(error, folder)
+    room = limit[1] if limit else "free some space there, lower checkpoint.keep"
+    above = (folder, *folder.parents[:2])
+    is_saved = any(True for each in above for _ in each.glob(f"step-*/{MANIFEST}"))
+    begins = "goes on from the last whole checkpoint, which is untouched"
     return TrainingError(
         what,
         where=f"{folder}, rank {rank} on {socket.gethostname()}",
-        fix="free some space there, lower checkpoint.keep or set another output_dir; "
-        "`isles train` again goes on from the last whole checkpoint, which is untouched",
+        fix=f"{room} or set another output_dir; `isles train` again "
+        + (begins if is_saved else "begins at step 0, as no checkpoint was saved before"),
         id="checkpoint.unsaved",
     )
 

@@ -14,11 +14,14 @@ import gzip
 import json
 import logging
 import secrets
+import sqlite3
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from isles.config.foreign import parse_json
 from isles.errors import ConfigError
 from isles.outer.hub.core import Core
 from isles.outer.hub.rules import Refusal
@@ -30,6 +33,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FORMAT = 1
+_FIX = "is it the url of another thing, or of another version of isles? take an empty prefix"
+_MOST_BYTES = 64 * 2**20
+"""Of an entry, unpacked. A run of a hundred clusters needs less than one MiB."""
+
 _KEPT, _SWEEP_EVERY = 64, 16
 _AGAIN_S = 0.2
 _EVENTS, _ROUNDS, _NORMS = 50, 20, 32
@@ -161,7 +168,10 @@ class Chain:
                 for row in tables[name]:
                     journal.run(f"INSERT INTO {name} VALUES ({marks})", *row)
 
-        self.core.journal.do(load)
+        try:
+            self.core.journal.do(load)
+        except sqlite3.Error as error:
+            raise _no_entry(self._store.url, error) from error
         self.core.rounds.note_parts()
 
     # Writing.
@@ -266,17 +276,35 @@ def _name(number: int) -> str:
     return f"journal/{number:08d}"
 
 
+def _no_entry(where: str, error: Exception) -> ConfigError:
+    what = f"this is no entry of a journal of isles: {str(error)[:200]}"
+    return ConfigError(what, where=where, fix=_FIX, id="bucket.refused")
+
+
+def _is_cell(value: object) -> bool:
+    # What a table can hold: JSON also has numbers of any length, and lists.
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
+    return value is None or isinstance(value, str | float)
+
+
 def _decode(data: bytes, where: str) -> dict[str, Any]:
-    fix = "is it the url of another thing, or of another version of isles? take an empty prefix"
     try:
-        entry: dict[str, Any] = json.loads(gzip.decompress(data))
+        packed = zlib.decompressobj(wbits=31)  # gzip's
+        text = packed.decompress(data, _MOST_BYTES)
+        if packed.unconsumed_tail:
+            raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB unpacked")
+        entry = parse_json(text)
         if entry["format"] != _FORMAT:
             what = f"this journal is of another version of isles ({entry['format']})"
-            raise ConfigError(what, where=where, fix=fix, id="bucket.refused")
+            raise ConfigError(what, where=where, fix=_FIX, id="bucket.refused")
+        if not isinstance(entry["chain"], str):
+            raise ValueError("chain")
         for name, columns in _TABLES.items():
-            if any(len(row) != len(columns) for row in entry["tables"][name]):
-                raise ValueError(f"table {name}")
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        what = f"this is no entry of a journal of isles: {error}"
-        raise ConfigError(what, where=where, fix=fix, id="bucket.refused") from None
-    return entry
+            for row in entry["tables"][name]:
+                if len(row) != len(columns) or not all(map(_is_cell, row)):
+                    raise ValueError(f"table {name}")
+    except (zlib.error, ValueError, KeyError, TypeError) as error:
+        raise _no_entry(where, error) from None
+    found: dict[str, Any] = entry
+    return found

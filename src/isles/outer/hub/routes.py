@@ -45,6 +45,7 @@ from isles.outer.messages import (
     num_chunks,
     read_body,
 )
+from isles.run.records import used_up
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +95,15 @@ def _explain(error: Exception) -> tuple[int, ErrorBody]:
             return 422, ErrorBody(kind="malformed", what=error.what, fix=error.fix)
         case ConnectionError() | TimeoutError():
             return 408, ErrorBody(kind="slow", what="the request's body did not come in time")
+        case sqlite3.OperationalError() if "locked" in str(error):
+            what = f"the hub's memory is in use by another program: {error}"
+            fix = "end the program that reads hub.sqlite; clusters try again by themselves"
+            return _DISK_FULL, ErrorBody(kind="disk", what=what, fix=fix)
         case OSError() | sqlite3.OperationalError():
+            limit = used_up(error, Path(getattr(error, "filename", None) or "."))
+            room = limit[1] if limit else "free some space in its state directory"
             what = f"the hub's disk: {getattr(error, 'strerror', None) or error}"
-            fix = "free some space in its state directory; clusters try again by themselves"
+            fix = f"{room}; clusters try again by themselves"
             return _DISK_FULL, ErrorBody(kind="disk", what=what, fix=fix)
         case _:
             fix = "its log has the traceback"
