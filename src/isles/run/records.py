@@ -20,6 +20,15 @@ NO_SPACE = "there is no space left"
 
 _TRIES = 3
 
+_LIMITS: dict[object, tuple[str, str]] = {
+    errno.ENOSPC: (NO_SPACE, "free some space there"),
+    errno.EDQUOT: ("the quota of this user is used up", "delete files, or get a larger quota"),
+    errno.EFBIG: ("the file is larger than allowed", "raise the limit (ulimit -f unlimited)"),
+    errno.EMFILE: ("this process has too many open files", "raise the limit (ulimit -n 4096)"),
+    errno.ENFILE: ("this machine has too many open files", "end programs, or raise fs.file-max"),
+}
+"""By the error of a write, the limit that it has met, and how to get more."""
+
 
 def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace a file with UTF-8 text. See `write_bytes_atomic`."""
@@ -146,21 +155,10 @@ def used_up(error: object, path: Path) -> tuple[str, str] | None:
     Returns:
         None if the error is of another kind.
     """
-    match getattr(error, "errno", None):
-        case errno.ENOSPC if _lacks_inodes(path):
-            return "no inodes are left on this disk", "delete small files there (see df -i)"
-        case errno.ENOSPC:
-            return NO_SPACE, "free some space there"
-        case errno.EDQUOT:
-            return "the quota of this user is used up", "delete files, or get a larger quota"
-        case errno.EFBIG:
-            return "the file is larger than allowed", "raise the limit (ulimit -f unlimited)"
-        case errno.EMFILE:
-            return "this process has too many open files", "raise the limit (ulimit -n 4096)"
-        case errno.ENFILE:
-            return "this machine has too many open files", "end programs, or raise fs.file-max"
-        case _:
-            return None
+    number = getattr(error, "errno", None)
+    if number == errno.ENOSPC and _lacks_inodes(path):
+        return "no inodes are left on this disk", "delete small files there (see df -i)"
+    return _LIMITS.get(number)
 
 
 def _lacks_inodes(path: Path) -> bool:

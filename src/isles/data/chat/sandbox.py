@@ -18,7 +18,7 @@ from collections.abc import (
 from itertools import chain
 from string import Formatter
 from types import FunctionType, GeneratorType
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Environment, Template, pass_context
 from jinja2.compiler import CodeGenerator, Frame, operators
@@ -90,8 +90,17 @@ _COMPARING = frozenset(
 )
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[-#0 +]*\d{0,3}(?:\.\d{0,3})?[hlL]?[a-zA-Z%]")
 _WIDE = re.compile(r"\d{4}")
-_NESTED = (list, tuple, dict, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
-_LAZY = (GeneratorType, type(reversed([])), map, filter, zip)
+_NESTED: tuple[type, ...] = (
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+)
+_LAZY: tuple[type, ...] = (GeneratorType, type(reversed([])), map, filter, zip)
 _PASS = "iterated"
 _MARKS = "_generation_support"
 """The function of transformers behind `{% generation %}`."""
@@ -186,11 +195,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         assert isinstance(own, Sandbox)
         own.finalize = own._written
         filters = {name: each for name, each in own.filters.items() if name not in _NOT_OFFERED}
-        own.filters = {name: own._priced(name, each) for name, each in filters.items()}
+        own.filters = {name: own._priced(name, cast(Any, each)) for name, each in filters.items()}
         own.tests = {name: own._priced(name, each, "test") for name, each in own.tests.items()}
         own.globals = {name: value for name, value in own.globals.items() if name != "lipsum"}
         # Its text would hold all that was put into it.
         base = own.globals["namespace"]
+        assert isinstance(base, type)
         own.globals["namespace"] = type("namespace", (base,), {"__repr__": lambda _: "<namespace>"})
         own.begin(None)
         return own
@@ -253,7 +263,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._text += before - self._left
         return value
 
-    def _weigh(self, value: object) -> tuple[int, int]:
+    def _weigh(self, value: Any) -> tuple[int, int]:
         # How much a value would be as text, and how deep it is nested. A list that is in several
         # places counts in each, as each would write it. No template can change one, so each is
         # looked at once.
@@ -375,12 +385,12 @@ def _text_in(node: Node) -> int:
         return sum(map(_text_in, (*node.body, *node.elif_, *node.else_)))
     if not isinstance(node, Output):
         return 0
-    texts = node.find_all((TemplateData, Const))
+    texts: Any = node.find_all((TemplateData, Const))
     values = (text.data if isinstance(text, TemplateData) else text.value for text in texts)
     return sum(len(value) for value in values if isinstance(value, str))
 
 
-def _size(value: object) -> int:
+def _size(value: Any) -> int:
     # What a value costs without its items.
     if isinstance(value, (str, bytes)):
         return _UNIT + len(value)

@@ -95,13 +95,11 @@ def _explain(error: Exception) -> tuple[int, ErrorBody]:
             return 422, ErrorBody(kind="malformed", what=error.what, fix=error.fix)
         case ConnectionError() | TimeoutError():
             return 408, ErrorBody(kind="slow", what="the request's body did not come in time")
-        case sqlite3.OperationalError() if "locked" in str(error):
-            what = f"the hub's memory is in use by another program: {error}"
-            fix = "end the program that reads hub.sqlite; clusters try again by themselves"
-            return _DISK_FULL, ErrorBody(kind="disk", what=what, fix=fix)
         case OSError() | sqlite3.OperationalError():
             limit = used_up(error, Path(getattr(error, "filename", None) or "."))
             room = limit[1] if limit else "free some space in its state directory"
+            if "locked" in str(error):
+                room = "end the program that reads hub.sqlite"
             what = f"the hub's disk: {getattr(error, 'strerror', None) or error}"
             fix = f"{room}; clusters try again by themselves"
             return _DISK_FULL, ErrorBody(kind="disk", what=what, fix=fix)
