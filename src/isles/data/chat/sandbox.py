@@ -90,7 +90,7 @@ _COMPARING = frozenset(
 )
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[-#0 +]*\d{0,3}(?:\.\d{0,3})?[hlL]?[a-zA-Z%]")
 _WIDE = re.compile(r"\d{4}")
-_NESTED: tuple[type, ...] = (
+_NESTED: tuple[Any, ...] = (
     list,
     tuple,
     dict,
@@ -100,7 +100,7 @@ _NESTED: tuple[type, ...] = (
     type({}.values()),
     type({}.items()),
 )
-_LAZY: tuple[type, ...] = (GeneratorType, type(reversed([])), map, filter, zip)
+_LAZY: tuple[Any, ...] = (GeneratorType, type(reversed([])), map, filter, zip)
 _PASS = "iterated"
 _MARKS = "_generation_support"
 """The function of transformers behind `{% generation %}`."""
@@ -196,7 +196,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         own.finalize = own._written
         filters = {name: each for name, each in own.filters.items() if name not in _NOT_OFFERED}
         own.filters = {name: own._priced(name, cast(Any, each)) for name, each in filters.items()}
-        own.tests = {name: own._priced(name, each, "test") for name, each in own.tests.items()}
+        own.tests = {
+            name: own._priced(name, cast(Any, each), "test") for name, each in own.tests.items()
+        }
         own.globals = {name: value for name, value in own.globals.items() if name != "lipsum"}
         # Its text would hold all that was put into it.
         base = own.globals["namespace"]
@@ -396,7 +398,7 @@ def _size(value: Any) -> int:
         return _UNIT + len(value)
     if isinstance(value, int):
         return _UNIT + value.bit_length() // 3
-    if isinstance(value, (*_NESTED, range)):
+    if type(value) is range or isinstance(value, _NESTED):
         return _UNIT * (1 + len(value))
     return _UNIT
 
