@@ -215,13 +215,13 @@ def weights_of(cluster: Cluster) -> str:
     """A digest of the weights that it has ended with."""
     import torch
 
-    from isles.checkpoint.load import SafeReader, load_tensors
+    from isles.checkpoint.load import load_tensors
+    from isles.checkpoint.tensors import TensorReader
 
     folder = find_checkpoint(cluster.directory, None).path
-    found = SafeReader(str(folder)).read_metadata().state_dict_metadata
     state = {
-        name: torch.empty(item.size, dtype=item.properties.dtype)  # type: ignore[union-attr]
-        for name, item in sorted(found.items())
+        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        for name, entry in sorted(TensorReader(folder).index().tensors.items())
         if name.startswith("model.")
     }
     load_tensors(state, folder, alone=True)

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isles.config.foreign import is_plain
 from isles.errors import ConfigError, UserError
 from isles.outer.bucket import chain
 from isles.run import objects
 from isles.run.bucket import RunStore, find_named, find_newest
-from isles.run.manifest import Manifest, is_plain, number_of, step_of
+from isles.run.manifest import Manifest, number_of, step_of
 from isles.run.objects import Folder, StoreError
 from isles.run.paths import RunDir
 from isles.run.records import write_record

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from isles.checkpoint.load import load_tensors
 from isles.errors import TrainingError, UserError
 from isles.run.env import hidden
-from isles.run.records import NO_SPACE, refusal
+from isles.run.records import NO_SPACE, refusal, used_up
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
@@ -214,10 +214,12 @@ def _whole_folder(folder: Path, card: str | None) -> Iterator[Path]:
         # safetensors has no number of the system's error, only its words.
         is_full = f"(os error {errno.ENOSPC})" in str(error)
         reason = refusal(error) if isinstance(error, OSError) else NO_SPACE if is_full else error
+        limit = used_up(error, folder)
+        room = limit[1] if limit else "free some space"
         raise UserError(
             f"the model could not be written: {reason}",
             where=str(folder),
-            fix="free some space or give another folder: `isles checkpoint export --output`",
+            fix=f"{room} or give another folder: `isles checkpoint export --output`",
             id="files.output",
         ) from error
     finally:

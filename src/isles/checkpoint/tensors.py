@@ -41,8 +41,9 @@ from torch.futures import Future
 from isles.errors import TrainingError, UserError
 from isles.facts.units import format_bytes
 from isles.run.index import INDEX, Entry, Index, IndexFault, Piece, index_text, read_index
-from isles.run.manifest import is_count
+from isles.run.manifest import MANIFEST, is_count
 from isles.run.pickled import Made, PickleFault, read_pickle
+from isles.run.records import used_up
 
 _FULL_BYTES = 1 << 20
 """With less than that free, whatever could not be written met a full disk."""
@@ -334,11 +335,16 @@ def disk_failure(error: BaseException, folder: Path, rank: int) -> TrainingError
     what = f"{cause}; {free}"
     if free_bytes < _FULL_BYTES and not isinstance(error, OSError):
         what = f"the disk is full, {free} ({cause})"  # torch only says that a file ended early
+    limit = used_up(error, folder)
+    room = limit[1] if limit else "free some space there, lower checkpoint.keep"
+    above = (folder, *folder.parents[:2])
+    is_saved = any(True for each in above for _ in each.glob(f"step-*/{MANIFEST}"))
+    resumes = "resumes from the last whole checkpoint, which is untouched"
     return TrainingError(
         what,
         where=f"{folder}, rank {rank} on {socket.gethostname()}",
-        fix="free some space there, lower checkpoint.keep or set another output_dir; "
-        "`isles train` again goes on from the last whole checkpoint, which is untouched",
+        fix=f"{room} or set another output_dir; `isles train` again "
+        + (resumes if is_saved else "starts at step 0, as no checkpoint was saved before"),
         id="checkpoint.unsaved",
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import glob
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from isles.config.foreign import model_config
 from isles.config.interop.deepspeed import deepspeed_file_issues
 from isles.config.load import Loaded
 from isles.config.rules.shape import check_shape
@@ -43,7 +43,10 @@ _READ = _TEXTS + _TABLES[:-1]
 
 def shape_issues(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
     """Every rule between the run file and the model's shape that is broken; see `find_shape`."""
-    shape = find_shape(loaded.config.model, hub_cache)
+    try:
+        shape = find_shape(loaded.config.model, hub_cache)
+    except ConfigError as error:
+        return [error]
     return loaded.errors(check_shape(loaded.config, shape)) if shape is not None else []
 
 
@@ -51,6 +54,7 @@ def find_shape(model: ModelConfig, hub_cache: Path) -> dict[str, Any] | None:
     """The model's Hugging Face config, where it is here: shipped, in a folder, or downloaded.
 
     None where it is not here, or cannot be read: the ranks look again, and say why.
+    ConfigError: it is not a config.json, or has sizes that make no sense.
     """
     name = model.name_or_path
     if name in shape_names():
@@ -65,10 +69,9 @@ def find_shape(model: ModelConfig, hub_cache: Path) -> dict[str, Any] | None:
             cached = hub_cache / f"models--{name.replace('/', '--')}"
             commit = (cached / "refs" / "main").read_text(encoding="utf-8").strip()
             file = cached / "snapshots" / commit / "config.json"
-        loaded = json.loads(file.read_text(encoding="utf-8"))
+        return model_config(file)
     except (OSError, ValueError):
         return None
-    return loaded if isinstance(loaded, dict) else None
 
 
 def deepspeed_issues(loaded: Loaded) -> list[ConfigError]:

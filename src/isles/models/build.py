@@ -13,12 +13,14 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
+from isles.config.foreign import check_folder, model_config
 from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.errors import UserError
 from isles.facts.models import load_shape, shape_names
 from isles.models.adapter import add_adapter, import_peft
 from isles.models.fill import (
     NotCoveredError,
+    check_files,
     fill_adapter,
     fill_fresh,
     fill_magnitudes,
@@ -40,6 +42,12 @@ _LOAD_ERRORS = (
     RuntimeError,
     SafetensorError,
     StrictDataclassError,
+    # Of numbers and names in a config that no model can have.
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    IndexError,
+    MemoryError,
 )
 
 
@@ -100,7 +108,6 @@ def build_empty_model(
         return _from_config(config, vocab_size, dtype, torch.device("meta")).train()  # type: ignore[no-any-return]
     import_peft(adapter)
     model = _from_config(config, vocab_size, frozen_dtype or dtype, torch.device("meta")).train()
-    _refuse_quantized(config, model.config)
     add_adapter(model, adapter, dtype=dtype, name=config.name_or_path)
     return model  # type: ignore[no-any-return]
 
@@ -196,17 +203,42 @@ def load_model_config(config: ModelConfig) -> Any:
     """The Hugging Face config that the run file names.
 
     Raises:
-        UserError: it cannot be found or read.
+        UserError: it cannot be found or read, or makes no sense.
     """
     from transformers import AutoConfig
+    from transformers.utils.hub import cached_file
 
     name = with_home(config.name_or_path)
     if name in shape_names():
         return AutoConfig.for_model(**load_shape(name))
+    path = Path(name)
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        if path.is_dir():
+            check_folder(path)
+        file = path if path.is_file() else Path(str(cached_file(name, "config.json")))
+        model_config(file)
+        found = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
     except _LOAD_ERRORS as error:
         raise _model_error(config, error) from error
+    if config.init == "pretrained":
+        _refuse_quantized(config, found)
+    _forget_choices(found)
+    return found
+
+
+def _forget_choices(config: Any) -> None:
+    # How a model computes is the run file's to say: attention and experts of other names are
+    # programs, which transformers would fetch and run.
+    from transformers import PreTrainedConfig
+
+    config._attn_implementation_internal = None
+    config._experts_implementation_internal = None
+    for unwanted in ("kernel_config", "quantization_config", "transformers_weights"):
+        if hasattr(config, unwanted):
+            delattr(config, unwanted)
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+            _forget_choices(part)
 
 
 def take_generation_config(model: Any, config: ModelConfig) -> None:
@@ -219,7 +251,7 @@ def take_generation_config(model: Any, config: ModelConfig) -> None:
         with contextlib.suppress(OSError):
             try:
                 model.generation_config = GenerationConfig.from_pretrained(name)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
                 log.warning("model=%s has a generation_config.json without sense: %s", name, error)
 
 
@@ -271,9 +303,8 @@ def _load_pretrained(
     # The whole model on its device; for qlora its matrices in 4 bits, made there one by one.
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    options: dict[str, Any] = {}
-    if adapter.type != "none":
-        _refuse_quantized(config, load_model_config(config))
+    name, options = with_home(config.name_or_path), dict[str, Any]()
+    hf_config = load_model_config(config)
     if adapter.type == "qlora":
         four_bits = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -283,8 +314,10 @@ def _load_pretrained(
         )
         options = {"quantization_config": four_bits, "device_map": {"": device}}
     try:
+        check_files(name)
         model, report = AutoModelForCausalLM.from_pretrained(
-            with_home(config.name_or_path),
+            name,
+            config=hf_config,
             dtype=dtype,
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from isles.config.files import may_be_hub_id
+from isles.config.foreign import read_json, weight_files
 from isles.config.sections.model import ModelConfig
 from isles.errors import UserError
 from isles.models.adapter import (
@@ -296,7 +297,7 @@ def weights_folder(name: str) -> tuple[Path, dict[str, str]]:
         found = cached_file(name, _INDEX, _raise_exceptions_for_missing_entries=False)
         if found is not None:
             index = Path(found)
-            where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            where = weight_files(index)
             for file in sorted(set(where.values())):
                 cached_file(name, file)
             return index.parent, where
@@ -320,6 +321,25 @@ def weights_folder(name: str) -> tuple[Path, dict[str, str]]:
         ) from error
 
 
+def check_files(name: str) -> None:
+    """Refuse a model's files that transformers would follow to other places.
+
+    Raises:
+        OSError: they cannot be fetched.
+        ValueError: the index names files outside its folder, or an adapter lies beside the model.
+    """
+    from transformers.utils.hub import cached_file
+
+    if index := cached_file(name, _INDEX, _raise_exceptions_for_missing_entries=False):
+        weight_files(Path(index))
+    options = {"_raise_exceptions_for_connection_errors": False}
+    options["_raise_exceptions_for_missing_entries"] = False
+    if cached_file(name, "adapter_config.json", **options):
+        raise ValueError(
+            "an adapter lies beside the model (adapter_config.json), which names a base of its own"
+        )
+
+
 def _misfit(config: ModelConfig, what: str) -> UserError:
     return UserError(
         f"the weights of {config.name_or_path} do not fit its config.json: {what}",
@@ -341,7 +361,7 @@ def base_fingerprint(config: ModelConfig) -> str:
     folder, where = weights_folder(config.name_or_path)
     digest = hashlib.blake2b(digest_size=16)
     try:
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        described = read_json(folder / "config.json")
         kept = {key: value for key, value in described.items() if key not in _VOLATILE}
         digest.update(json.dumps(kept, sort_keys=True).encode())
         for name in sorted(set(where.values())):

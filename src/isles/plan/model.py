@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import struct
 import urllib.error
 import urllib.request
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.config.files import find_shape, may_be_hub_id
+from isles.config.foreign import MAX_CONFIG_BYTES, check_config, parse_json
 from isles.config.layout import Layout
 from isles.config.memory import architecture, setting_of
 from isles.config.sections.run import RunConfig
@@ -28,7 +28,6 @@ from isles.run.env import hub_access, hub_cache
 _FETCH_S = 5.0
 """Longest wait for a config.json."""
 
-_MAX_BYTES = 10 << 20
 _ALIKE = 2
 """So many times more, or fewer, numbers are another model's, or a part of one."""
 
@@ -144,7 +143,7 @@ def files_params(name: str) -> int | None:
         folder = cached / "snapshots" / commit
     total = 0
     for file in folder.glob("*.safetensors"):
-        with suppress(OSError, ValueError, struct.error):
+        with suppress(OSError, ValueError, struct.error, LookupError, TypeError):
             total += sum(map(_numbers, header(file).values()))
     return total or None
 
@@ -155,7 +154,9 @@ def header(file: Path) -> dict[str, Any]:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > 100 << 20:
             raise ValueError(f"{file} is no safetensors file")
-        found: dict[str, Any] = json.loads(stream.read(length))
+        found = parse_json(stream.read(length))
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is no safetensors file")
     found.pop("__metadata__", None)
     return found
 
@@ -185,7 +186,7 @@ def _fetched(name: str) -> dict[str, Any]:
         request.add_header("Authorization", f"Bearer {access.token}")
     try:
         with urllib.request.urlopen(request, timeout=_FETCH_S) as answer:
-            loaded = json.loads(answer.read(_MAX_BYTES))
+            loaded = parse_json(answer.read(MAX_CONFIG_BYTES))
     except urllib.error.HTTPError as error:
         code = error.headers.get("X-Error-Code", "")
         is_gated = code == "GatedRepo" or error.code == 403
@@ -198,6 +199,7 @@ def _fetched(name: str) -> dict[str, Any]:
         raise _refused(name, "failing", "its config.json is no JSON") from error
     if not isinstance(loaded, dict):
         raise _refused(name, "failing", "its config.json is no object")
+    check_config(loaded, f"config.json of {name}")
     return loaded
 
 

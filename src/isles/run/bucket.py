@@ -23,6 +23,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+from isles.config.foreign import is_plain
 from isles.errors import TrainingError, UserError
 from isles.facts.secrets import without_secrets
 from isles.facts.units import format_bytes, format_duration
@@ -37,7 +38,6 @@ from isles.run.manifest import (
     MANIFEST,
     Manifest,
     ManifestError,
-    is_plain,
     number_of,
     step_of,
 )

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isles.config.foreign import is_plain
 from isles.run import pickled
-from isles.run.manifest import is_count, is_plain
+from isles.run.manifest import is_count
 
 INDEX, OLD_INDEX = "tensors.json", ".metadata"
 _FORMAT = 1

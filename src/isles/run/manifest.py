@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from isles.config.foreign import is_plain
 from isles.errors import TrainingError
 
 MANIFEST = "manifest.json"
@@ -20,7 +21,6 @@ MANIFEST_VERSION = 2
 
 READ_VERSIONS = (1, 2)
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST_FILES, _MOST_BYTES, _MOST = 100_000, 1 << 56, 1 << 62
 _LONGEST_TEXT = 10_000
@@ -28,11 +28,6 @@ _LONGEST_TEXT = 10_000
 
 class ManifestError(ValueError):
     """A record is not a manifest. Its text names the wrong value."""
-
-
-def is_plain(name: object) -> TypeGuard[str]:
-    """Whether `name` is a file's name without a folder, a blank or a character of control."""
-    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and name not in (".", "..")
 
 
 def number_of(text: str) -> int | None:

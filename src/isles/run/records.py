@@ -21,6 +21,15 @@ NO_SPACE = "there is no space left"
 
 _TRIES = 3
 
+_LIMITS: dict[object, tuple[str, str]] = {
+    errno.ENOSPC: (NO_SPACE, "free some space there"),
+    errno.EDQUOT: ("the quota of this user is used up", "delete files, or get a larger quota"),
+    errno.EFBIG: ("the file is larger than allowed", "raise the limit (ulimit -f unlimited)"),
+    errno.EMFILE: ("this process has too many open files", "raise the limit (ulimit -n 4096)"),
+    errno.ENFILE: ("this machine has too many open files", "end programs, or raise fs.file-max"),
+}
+"""By the error of a write, the limit that it has met, and how to get more."""
+
 
 def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace a file with UTF-8 text. See `write_bytes_atomic`."""
@@ -147,7 +156,7 @@ def clear_errors(path: Path, instead: str = "set another output_dir") -> Iterato
         where = str(error.filename or path)
         if Path(where).name.startswith(f".{path.name}."):
             where = str(path)  # written beside it at first
-        what = refusal(error)
+        what = refusal(error, path)
         folder = Path(where).absolute()
         while folder != folder.parent and not os.path.lexists(folder):
             folder = folder.parent
@@ -157,11 +166,40 @@ def clear_errors(path: Path, instead: str = "set another output_dir") -> Iterato
         raise UserError(what, where=where, fix=fix, id="files.output") from error
 
 
-def refusal(error: OSError) -> str:
-    """Why something could not be written, in few words."""
+def used_up(error: object, path: Path) -> tuple[str, str] | None:
+    """The limit of a disk, a user or the system that a write has met, and how to get more.
+
+    Args:
+        path: the file or folder that was written to.
+
+    Returns:
+        None if the error is of another kind.
+    """
+    number = getattr(error, "errno", None)
+    if number == errno.ENOSPC and _lacks_inodes(path):
+        return "no inodes are left on this disk", "delete small files there (see df -i)"
+    return _LIMITS.get(number)
+
+
+def _lacks_inodes(path: Path) -> bool:
+    for folder in (path, *path.parents):
+        try:
+            disk = os.statvfs(folder)
+        except OSError:
+            continue
+        return disk.f_files > 0 and disk.f_favail == 0  # some disks count none
+    return False
+
+
+def refusal(error: OSError, path: Path | None = None) -> str:
+    """Why something could not be written, in few words.
+
+    Args:
+        path: of what was written, if the error does not say it.
+    """
+    if limit := used_up(error, Path(error.filename or path or ".")):
+        return limit[0]
     match error.errno:
-        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-            return NO_SPACE
         case errno.ENOTDIR | errno.EEXIST:
             return NOT_A_FOLDER
         case _:
@@ -176,6 +214,10 @@ def how_to_write(why: str, folder: str) -> str:
     """
     if why == NO_SPACE:
         return "free some, or "
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE):
+        limit = used_up(OSError(number, ""), Path(folder))
+        if limit and why == limit[0]:
+            return f"{limit[1]}, or "
     if why == NOT_A_FOLDER:
         return "move it away, or "
     if why == os.strerror(errno.EROFS):

@@ -17,6 +17,7 @@ from isles.data.tokens.tokenizer import TURN_ENDS, TURN_STARTS
 from isles.errors import DataError
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ class ChatTemplate:
             self.text: str = tokenizer.get_chat_template()
         except ValueError as error:
             raise no_template() from error
-        _check_syntax(self.text, name)
+        self._compiled: dict[str, Template] = {}
+        _compiled(self.text, name)
         self._is_marked = _GENERATION.search(self.text) is not None
         added = tokenizer.added_tokens_decoder.values()
         tokens = {*tokenizer.all_special_tokens, *(str(token) for token in added)}
@@ -145,20 +147,23 @@ class ChatTemplate:
 
     def _render_marked(self, chat: Chat, *, prompts: bool = False) -> tuple[str, list[Span]]:
         # Not `apply_chat_template`: it gives tokens, and those are made of many rows at once.
-        from jinja2.exceptions import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from isles.data.chat.sandbox import render_within_budget
 
+        text = self._tokenizer.get_chat_template(tools=chat.tools)
+        if text not in self._compiled:
+            self._compiled[text] = _compiled(text, self._name)
         try:
-            texts, spans = render_jinja_template(
+            texts, spans = render_within_budget(
+                self._compiled[text],
                 conversations=[list(chat.messages)],
                 tools=chat.tools,
-                chat_template=self._tokenizer.get_chat_template(tools=chat.tools),
+                chat_template=text,
                 return_assistant_tokens_mask=self._is_marked,
                 add_generation_prompt=prompts,
                 **{**self._tokenizer.special_tokens_map, **_VARIABLES},
             )
-        # Templates let whatever the messages provoke in them pass through.
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        # A template is a program from elsewhere, and what goes wrong in it is its own.
+        except Exception as error:
             raise TemplateRefusal(str(error)[:500] or type(error).__name__) from error
         marked = spans[0] if self._is_marked else []
         return texts[0], [(start, end) for start, end in marked if end > start]
@@ -354,16 +359,17 @@ def _read_template(path: Path) -> str:
         raise DataError(
             "the chat template is empty", where=str(path), fix="use chatml", id="data.template"
         )
-    _check_syntax(text, str(path))
+    _compiled(text, str(path))
     return text
 
 
-def _check_syntax(text: str, name: str) -> None:
+def _compiled(text: str, name: str) -> Template:
     from jinja2.exceptions import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    from isles.data.chat.sandbox import compile_template
 
     try:
-        _compile_jinja_template(text)
+        return compile_template(text)
     except TemplateSyntaxError as error:
         raise DataError(
             f"the chat template is no Jinja: {error.message}",

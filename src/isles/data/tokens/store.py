@@ -29,7 +29,7 @@ from isles.data.tokens.encode import Encoded, Encoder
 from isles.errors import DataError
 from isles.run.checkpoints import sync_folder
 from isles.run.process import ProcessId
-from isles.run.records import read_record
+from isles.run.records import read_record, used_up
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ MANIFEST = "manifest.json"
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 _CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def find_damage(folder: Path) -> str | None:
@@ -136,13 +135,13 @@ def disk_errors(cache_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
-            reason = "a file may not grow further" if error.errno == errno.EFBIG else "disk full"
+        if limit := used_up(error, cache_dir):
             usage = shutil.disk_usage(cache_dir)
             raise DataError(
-                f"{reason} while tokens are written: {usage.free} of {usage.total} bytes are free",
+                f"{limit[0]} while tokens are written: {usage.free} of {usage.total} bytes are "
+                "free",
                 where=str(cache_dir),
-                fix="free some space, or set data.cache_dir to a folder on a larger disk",
+                fix=f"{limit[1]}, or set data.cache_dir to a folder on a larger disk",
                 id="disk.free",
             ) from error
         if error.errno in _CLOSED:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isles.config.foreign import check_folder
 from isles.errors import DataError
 
 if TYPE_CHECKING:
@@ -42,9 +43,6 @@ _LOCAL_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
-# Tokenizer classes let whatever their files provoke pass through; beside these, tokenizers, which
-# is written in Rust, raises a bare Exception for what it does not know.
-_LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError)
 _FIX = (
     "name a folder or hub id that holds a tokenizer in tokenizer.name_or_path, or train one on the "
     "data with tokenizer.train_vocab_size"
@@ -71,6 +69,7 @@ def load_tokenizer(
             raise DataError(
                 "the folder holds no tokenizer", where=str(path), fix=_FIX, id="data.tokenizer"
             )
+        check_folder(path)
         name_or_path = str(path)
     elif name_or_path.startswith(("/", ".", "~")):
         raise DataError(
@@ -78,9 +77,8 @@ def load_tokenizer(
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    # Its classes let whatever their files provoke pass through, and those come from elsewhere.
     except Exception as error:
-        if not isinstance(error, _LOAD_ERRORS) and type(error) is not Exception:
-            raise
         raise DataError(
             f"the tokenizer cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
             where=name_or_path,

@@ -22,10 +22,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from isles.config.foreign import is_plain, parse_json
 from isles.errors import ConfigError
 from isles.outer.hub.core import Core
 from isles.outer.hub.rules import Refusal
-from isles.run.manifest import is_plain, number_of
+from isles.run.manifest import number_of
 from isles.run.objects import Store, StoreError
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FORMAT = 1
+_FIX = "is it the url of another thing, or of another version of isles? take an empty prefix"
+_MOST_BYTES = 64 * 2**20
+"""Of an entry, unpacked. A run of a hundred clusters needs less than one MiB."""
+
 _KEPT, _SWEEP_EVERY = 64, 16
 _AGAIN_S = 0.2
 _EVENTS = 50
@@ -91,9 +96,6 @@ _TABLES = {
 """The columns of each table, and what a value of each may be: others write to the bucket, too."""
 
 _DIGESTS = re.compile(r"([0-9a-f]{64})?")
-_MOST_BYTES = 64 << 20
-"""An entry that is longer, unpacked, is not read."""
-
 _OBJECTS = """
 CREATE TABLE IF NOT EXISTS objects (
   round INTEGER NOT NULL, member INTEGER NOT NULL, digest TEXT NOT NULL, size INTEGER NOT NULL,
@@ -304,12 +306,9 @@ def _name(number: int) -> str:
     return f"journal/{number:08d}"
 
 
-_FIX = "is it the url of another thing, or of another version of isles? take an empty prefix"
-
-
 def _decode(data: bytes, where: str) -> dict[str, Any]:
     try:
-        entry = json.loads(_unpacked(data))
+        entry = parse_json(_unpacked(data))
         if entry["format"] != _FORMAT:
             shown = ascii(entry["format"])[:20]
             what = f"this journal is of another version of isles ({shown})"

@@ -7,7 +7,6 @@ follows; what the others find out at the same time changes nothing any more.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from isles.config.foreign import parse_json
 from isles.errors import CommunicationError
 from isles.outer.bucket.chain import Chain
 from isles.outer.bucket.link import BucketRefusal, Link, Missing, copy, is_whole
@@ -172,7 +172,7 @@ class Replica:
     def _hear(self, number: int, beat: bytes) -> None:
         core = self.core
         try:
-            said = json.loads(beat)
+            said = parse_json(beat)
             heartbeat, asks = Heartbeat.model_validate(said["heartbeat"]), str(said["asks"])
         except (ValidationError, ValueError, KeyError, TypeError, RecursionError):
             log.info("outer the heartbeat of member %d cannot be read", number)

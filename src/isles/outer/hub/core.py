@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.facts.units import format_duration
-from isles.outer.hub.journal import JOURNAL, Journal
+from isles.outer.hub.journal import JOURNAL, Journal, damaged
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rounds import Rounds
 from isles.outer.hub.rules import Refusal, Settings, divergence, heavy
@@ -65,6 +65,9 @@ class Core:
         self.membership = Membership(journal, settings, self.samples, clock)
         self.rounds = Rounds(self.membership, folder / "rounds")
         self.states = States(self.membership, self.rounds, folder / "states")
+        if not self.membership.latest() and any((folder / "rounds").glob("*/average")):
+            # sqlite drops the newest changes in silence where their file is damaged.
+            raise damaged(folder / JOURNAL, "it knows nothing of the averages beside it")
         journal.note("", "started", f"round {self.rounds.next} is next")
         self.sweep()
 

@@ -71,7 +71,9 @@ class Journal:
             raise UserError(
                 f"the hub's memory cannot be opened: {error}",
                 where=str(path),
-                fix="free some space there, and look whether this user may write there",
+                fix="end the program that has it open"
+                if "locked" in str(error)
+                else "free some space there, and look whether this user may write there",
             ) from error
         except sqlite3.DatabaseError as error:
             raise damaged(path, str(error)) from error

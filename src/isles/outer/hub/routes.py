@@ -45,6 +45,7 @@ from isles.outer.messages import (
     num_chunks,
     read_body,
 )
+from isles.run.records import used_up
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +105,12 @@ def _explain(error: Exception) -> tuple[int, ErrorBody]:
         case ConnectionError() | TimeoutError():
             return 408, ErrorBody(kind="slow", what="the request's body did not come in time")
         case OSError() | sqlite3.OperationalError():
+            limit = used_up(error, Path(getattr(error, "filename", None) or "."))
+            room = limit[1] if limit else "free some space in its state directory"
+            if "locked" in str(error):
+                room = "end the program that reads hub.sqlite"
             what = f"the hub's disk: {getattr(error, 'strerror', None) or error}"
-            fix = "free some space in its state directory; clusters try again by themselves"
+            fix = f"{room}; clusters try again by themselves"
             return _DISK_FULL, ErrorBody(kind="disk", what=what, fix=fix)
         case _:
             fix = "its log has the traceback"

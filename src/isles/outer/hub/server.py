@@ -99,7 +99,15 @@ class Server:
         # TLS 1.3 only: both ends are ours.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.load_cert_chain(self.folder / "certificate.pem", self.folder / "key.pem")
+        try:
+            context.load_cert_chain(self.folder / "certificate.pem", self.folder / "key.pem")
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(
+                f"the hub's certificate cannot be used: {error}",
+                where=str(self.folder / "certificate.pem"),
+                fix="take a copy of certificate.pem and key.pem back; or move both away, and give "
+                "the new join line to every cluster",
+            ) from error
         assert self._runner.server is not None
         self._door = Door(listening, context, self._runner.server)
         port = listening.getsockname()[1]

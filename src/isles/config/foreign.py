@@ -1,0 +1,190 @@
+"""Files that come with a model or from another machine are data, with limits and no surprises.
+
+`read_json` is the one way to read JSON that others have written. `model_config` reads a model's
+config.json: whoever wrote it says how large the model is, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from isles.errors import ConfigError
+
+MAX_JSON_BYTES = 64 * 2**20
+"""The largest tokenizer.json of a known model has 35 MiB, the largest index of weights 15 MiB."""
+
+MAX_CONFIG_BYTES = 10 * 2**20
+_MAX_DEPTH = 64
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+
+# Sizes in a config.json, by all the names that architectures give them, and the largest that makes
+# sense. A list has one for each layer.
+_SIZES: dict[str, int] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 10_000),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), 2**16),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 2**16),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_hidden_size"), 2**24),
+    "head_dim": 2**16,
+    "max_position_embeddings": 2**40,
+    "n_inner": 2**24,
+    "n_positions": 2**40,
+    "num_experts_per_tok": 2**16,
+    "vocab_size": 2**26,
+}
+_LARGE = ("model.safetensors.index.json", "tokenizer.json", "vocab.json")
+_ABOVE_ZERO = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", "rope_theta")
+_SECTIONS = ("rope_parameters", "rope_scaling", "text_config")
+
+
+def parse_json(text: bytes | str) -> Any:
+    """JSON that somebody else has written.
+
+    ValueError: it is not JSON, or nested deeper than any file that isles knows.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {_MAX_DEPTH} deep") from None
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [item for each in level for item in _items(each)]
+        if not level:
+            return value
+    raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
+
+
+def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The JSON in a file that somebody else has written.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not JSON, is larger or deeper than such a file can be, or is not a file.
+    """
+    return parse_json(read_bytes(path, most_bytes))
+
+
+def read_bytes(path: Path, most_bytes: int) -> bytes:
+    """A file that somebody else has written; errors as for `read_json`."""
+    # A pipe would be waited for, a device read for ever.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError("it is not a regular file")
+        data = stream.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"it is larger than {most_bytes / 2**20:.0f} MiB")
+    return data
+
+
+def is_plain(name: object) -> TypeGuard[str]:
+    """Whether `name` is a file's name without a folder, a blank or a control character."""
+    return isinstance(name, str) and bool(_PLAIN_NAME.fullmatch(name)) and name not in (".", "..")
+
+
+def weight_files(path: Path) -> dict[str, str]:
+    """The file of each weight, by an index of safetensors files.
+
+    Raises:
+        OSError: the index cannot be read.
+        ValueError: it is not an index, or names a file outside its folder.
+    """
+    index = read_json(path)
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict):
+        raise ValueError("it has no weight_map")
+    for file in files.values():
+        if not is_plain(file):
+            raise ValueError(f"its weight_map names {str(file)[:200]!r}, not a file beside it")
+    return files
+
+
+def model_config(path: Path) -> dict[str, Any]:
+    """A model's config.json.
+
+    Raises:
+        OSError: it cannot be read.
+        ConfigError: it is not a config.json, or a size in it makes no sense.
+    """
+    try:
+        config = read_json(path, MAX_CONFIG_BYTES)
+        if not isinstance(config, dict):
+            raise ValueError("it is not a JSON object")
+    except ValueError as error:
+        raise _refused(str(path), f"the model's config.json cannot be used: {error}") from None
+    check_config(config, str(path))
+    return config
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a model's folder with a JSON file that no library should be given.
+
+    ConfigError: such a file is too large or too deep, or is not a file.
+    """
+    for path in sorted(folder.glob("*.json")):
+        try:
+            # The large ones are read once more by others, which have limits of depth.
+            if path.name in _LARGE:
+                if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
+                    raise ValueError(f"it is not a file of at most {MAX_JSON_BYTES >> 20} MiB")
+            else:
+                read_json(path, MAX_CONFIG_BYTES)
+        except OSError:
+            continue  # whoever needs it says so
+        except ValueError as error:
+            raise _refused(str(path), f"this file cannot be used: {error}") from None
+
+
+def check_config(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a config.json whose sizes make no sense. ConfigError, with the key."""
+    for key, what in _odd(config):
+        raise _refused(f"{where} {key}", what)
+
+
+def _odd(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, most in _SIZES.items():
+        value = config.get(name)
+        for each in value if isinstance(value, list) else [value]:
+            is_whole = isinstance(each, int) and not isinstance(each, bool)
+            if each is not None and not (is_whole and 1 <= each <= most):
+                yield prefix + name, f"{_short(each)} is not a whole number from 1 to {most:,}"
+    for name in _ABOVE_ZERO:
+        value = config.get(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < value < float("inf")):
+            yield prefix + name, f"{_short(value)} is not a number above 0"
+    model_type = config.get("model_type")
+    if model_type is not None and not isinstance(model_type, str):
+        yield f"{prefix}model_type", f"{_short(model_type)} is not a name"
+    for name in _SECTIONS:
+        value = config.get(name)
+        if isinstance(value, dict):
+            yield from _odd(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield prefix + name, f"{_short(value)} is not a JSON object"
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _refused(where: str, what: str) -> ConfigError:
+    return ConfigError(
+        what,
+        where=where,
+        fix="repair it there, or use another model (model.name_or_path)",
+        id="model.config",
+    )
+
+
+def _items(value: object) -> Iterator[Any]:
+    if isinstance(value, dict):
+        return iter(value.values())
+    return iter(value if isinstance(value, list) else ())
