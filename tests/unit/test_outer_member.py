@@ -27,7 +27,7 @@ from isles.outer.messages import (
 from isles.outer.samples import RESERVE
 from isles.outer.state_file import state_digest, state_head
 from isles.run.relay import LONGEST
-from isles.run.strangers import Strangers
+from isles.run.unauthenticated import Unauthenticated
 from tests.outer_world import ZERO, World, after, joining, member_id, overlaps, refused
 
 REPOSITORY = Path(__file__).parents[2]
@@ -425,14 +425,14 @@ def test_the_memory_stays_as_small_as_it_is(tmp_path):
 
 def test_strangers_are_few_and_have_ten_seconds():
     now, ended = 0.0, list[int]()
-    strangers = Strangers(ended.append, most=3, clock=lambda: now)
+    waiting = Unauthenticated(ended.append, most=3, clock=lambda: now)
     for number in range(5):
-        strangers.add(number)
+        waiting.add(number)
     assert ended == [0, 1], "the oldest go"
-    assert strangers.forget(3) and not strangers.forget(3), "it has shown its token"
+    assert waiting.forget(3) and not waiting.forget(3), "it has shown its token"
     now = 10.1
-    strangers.add(5)
-    strangers.look()
+    waiting.add(5)
+    waiting.look()
     assert ended == [0, 1, 2, 4], "and those that are late"
 
 

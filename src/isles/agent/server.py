@@ -34,7 +34,7 @@ from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import Attempt
 from isles.run.process import ProcessId
 from isles.run.records import write_record
-from isles.run.strangers import Strangers
+from isles.run.unauthenticated import Unauthenticated
 
 _SHOWN = 8
 """Digits of a digest in messages."""
@@ -163,7 +163,7 @@ class RendezvousServer:
         self._lock = threading.Lock()
         self._peers: dict[int, NodeConnection] = {}
         self._dropped: set[str] = set()
-        self._strangers = Strangers[Wire](Wire.close)
+        self._unauthenticated = Unauthenticated[Wire](Wire.close)
         self._num_lines = 0
         self._is_closed = threading.Event()
         if listener is not None:
@@ -255,11 +255,11 @@ class RendezvousServer:
 
     def _serve(self, connection: socket.socket, address: str) -> None:
         wire, challenge = Wire(connection), new_challenge()
-        self._strangers.add(wire)
+        self._unauthenticated.add(wire)
         try:
             wire.send({"challenge": challenge})
             first = wire.receive(HELLO_S, GREETING_BYTES)
-            self._strangers.forget(wire)
+            self._unauthenticated.forget(wire)
             if first is None:
                 return
             if not is_proof(first.get("proof"), self._token, challenge, "agent"):
@@ -286,7 +286,7 @@ class RendezvousServer:
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             self._log(f"{address} has sent what no node sends: {error!r:.200}")
         finally:
-            self._strangers.forget(wire)
+            self._unauthenticated.forget(wire)
             wire.close()
 
     def _log(self, line: str) -> None:

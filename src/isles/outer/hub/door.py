@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 
-from isles.run.strangers import WITHIN_S, Strangers
+from isles.run.unauthenticated import WITHIN_S, Unauthenticated
 
 _MOST = 2048
 """Connections of members. Each cluster needs about ten."""
@@ -36,8 +36,8 @@ class Door:
     ) -> None:
         self._listening, self._context, self._protocol = listening, context, protocol
         self._sockets: dict[int, socket.socket] = {}
-        self._strangers = Strangers[socket.socket](_hang_up)
-        self._members = Strangers[socket.socket](_hang_up, most=_MOST, within_s=math.inf)
+        self._unauthenticated = Unauthenticated[socket.socket](_hang_up)
+        self._members = Unauthenticated[socket.socket](_hang_up, most=_MOST, within_s=math.inf)
         self._greeting: set[asyncio.Task[None]] = set()
         listening.setblocking(False)
         self._tasks = [asyncio.create_task(self._accept()), asyncio.create_task(self._look())]
@@ -46,7 +46,7 @@ class Door:
         """A request with the token has come over a connection."""
         known = None if transport is None else transport.get_extra_info("socket")
         found = None if known is None else self._sockets.get(known.fileno())
-        if found is not None and self._strangers.forget(found):
+        if found is not None and self._unauthenticated.forget(found):
             self._members.add(found)
 
     async def close(self) -> None:
@@ -68,7 +68,7 @@ class Door:
             connection.setblocking(False)
             self._forget(self._sockets.get(connection.fileno()))  # it has had the same number
             self._sockets[connection.fileno()] = connection
-            self._strangers.add(connection)
+            self._unauthenticated.add(connection)
             task = asyncio.create_task(self._greet(connection))
             self._greeting.add(task)
             task.add_done_callback(self._greeting.discard)
@@ -95,11 +95,11 @@ class Door:
                 if connection.fileno() == -1:  # closed
                     del self._sockets[number]
                     self._forget(connection)
-            self._strangers.look()
+            self._unauthenticated.look()
 
     def _forget(self, connection: socket.socket | None) -> None:
         if connection is not None:
-            self._strangers.forget(connection)
+            self._unauthenticated.forget(connection)
             self._members.forget(connection)
 
 

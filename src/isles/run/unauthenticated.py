@@ -14,7 +14,7 @@ MOST = 64
 WITHIN_S = 10.0
 
 
-class Strangers(Generic[C]):
+class Unauthenticated(Generic[C]):
     """Connections of one server, the oldest first; for any thread.
 
     Args:
@@ -48,7 +48,7 @@ class Strangers(Generic[C]):
             self._end(oldest)
 
     def forget(self, connection: C) -> bool:
-        """A connection has shown its token, or has gone; whether it was a stranger."""
+        """A connection has shown its token, or has gone; whether it was waiting."""
         with self._lock:
             return self._since.pop(connection, None) is not None
 
