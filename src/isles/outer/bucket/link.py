@@ -37,6 +37,7 @@ _FIXES = {
     "the tools of your provider find them (AWS_PROFILE, ~/.aws, gcloud, a role)",
     "missing": "make the bucket, or correct outer.url",
     "unconditional": "take a bucket that knows them: AWS S3, Google, R2, B2, MinIO; or engine hub",
+    "odd": "isles has not written this object: delete it, and see who can write to the bucket",
 }
 
 
@@ -103,7 +104,7 @@ class Link:
                 pass
             except StoreError as error:
                 kind, last = error.kind, error.what
-                if kind in ("forbidden", "missing", "unconditional"):
+                if kind in ("forbidden", "missing", "unconditional", "odd"):
                     raise refusal(error, self.store.url) from error
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             delay_s = pause_s * random.uniform(0.5, 1.0)
