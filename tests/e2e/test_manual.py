@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.lab.home import (
     end,
     isles,
     outcome_of,
-    sh,
+    signal_all,
     until,
     until_step,
     write_run,
@@ -70,7 +71,7 @@ def test_typed_late_they_wait_train_and_stop_together(lab: Lab) -> None:
     until(lambda: missing in str((read_record(run_dir.status) or {}).get("detail")), "it is named")
     on_a3 = type_on(lab, "a3", third, token)
     until_step(attempt, 3)
-    sh(lab, "a2", "pkill -INT -f 'isles.agent .*--node [1]'")
+    signal_all(lab, "a2", signal.SIGINT, "--node", "1")
     texts = [end(process) for process in (on_a1, on_a2, on_a3)]
     codes = [process.returncode for process in (on_a1, on_a2, on_a3)]
     assert codes == [ExitCode.INTERRUPTED] * 3, texts

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.lab.home import until
-from tests.lab.hosts import Lab
+from tests.lab.hosts import MARK, Lab
 
 RAY = str(Path(sys.executable).with_name("ray"))
 ADDRESS = "http://10.77.1.1:8265"
@@ -53,12 +53,10 @@ class RayLab:
         until(lambda: addresses <= self._nodes(), lambda: f"nodes of Ray: {self._nodes()}")
 
     def end(self, *hosts: str) -> None:
-        """End Ray on hosts at once, as when they are switched off: all its processes there."""
+        """End Ray on hosts at once, as when they are switched off: all processes there."""
         for host in hosts or tuple(self._started):
             process = self._started.pop(host)
-            lines = self.lab.run(host, ["ps", "-eo", "pid=,args="]).stdout.splitlines()
-            pids = [line.split()[0] for line in lines if "ray" in line and " ps " not in line]
-            self.lab.run(host, ["kill", "-KILL", *pids])
+            self.lab.run(host, ["bash", "-c", "kill -KILL -1"])  # all but sshd, its first process
             # pytest shows it where the test has failed.
             sys.stdout.write(f"ray start on {host}: {process.communicate()[0].decode()}\n")
 
@@ -70,7 +68,8 @@ class RayLab:
         command = [RAY, "start", *how, at, *_SMALL, *_FIXED, *self.resources[host]]
         # A token in ~/.ray of this machine would be asked for between the hosts.
         more = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": str(self.niceness)}
-        self._started[host] = self.lab.popen(host, command, **more)
+        # Ray's own processes are not a test's.
+        self._started[host] = self.lab.popen(host, ["env", "-u", MARK, *command], **more)
 
     def _answers(self, port: int) -> bool:
         for host, process in self._started.items():
