@@ -176,6 +176,15 @@ def _own_cache(_test_as_it_was: None, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.fixture
+def own_environ() -> Iterator[None]:
+    """For a test of what sets variables for the rest of its process."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
 def tiny_model(tmp_path: Path) -> Path:
     return write_model(tmp_path)
 

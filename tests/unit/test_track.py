@@ -109,6 +109,7 @@ def test_one_that_fails_is_named_once_and_gets_later_rows_when_it_is_back():
     assert text == "cannot reach http://...@host:5000/api and https://...@other/x@y"
 
 
+@pytest.mark.usefixtures("own_environ")
 def test_a_server_that_never_answers_costs_a_step_nothing_and_the_end_its_deadline(tmp_path):
     """It accepts connections, and that is all."""
     load_mlflow()
