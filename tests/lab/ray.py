@@ -93,7 +93,7 @@ class RayLab:
 
 
 def _ray(lab: Lab) -> list[str]:
-    # Ray 2.56 puts its Python into shell lines as it is: no path with a space may be in them.
+    # Ray 2.60 puts its Python into shell lines as it is: no path with a space may be in them.
     link = lab.shared / ".python"
     if not link.is_symlink():
         link.symlink_to(sys.prefix)
