@@ -102,7 +102,7 @@ def test_a_dry_run_names_the_commands_and_starts_nothing(lab: Lab) -> None:
         assert f"then on {host}: {lab.address(host)}, 1 rank" in text
         tail = "-m isles.agent /shared/runs/dry-1 --attempt 1" + f" --node {node}" * bool(node)
         variables = f"GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS={cores}"
-        assert f"env {variables} {sys.executable} {tail}" in text
+        assert f"env {variables} {QUOTED_PYTHON} {tail}" in text
     assert not (lab.shared / "runs" / "dry-1").exists()
     assert not left(lab)
 
