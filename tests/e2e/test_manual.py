@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import subprocess
 from typing import Any
@@ -32,11 +33,11 @@ def prepare(lab: Lab, name: str, **options: Any) -> tuple[str, list[list[str]]]:
     shape = {"device": "cpu", "gpus_per_node": 1, "workdir": None}
     write_run(lab, name, output_dir="/root/runs", launcher=launcher, **shape, **options)
     text = isles(lab, "train", f"{name}.yaml", host="a1")
-    commands = re.findall(r"^ +(\S+ -m isles\.agent .*)", text, re.M)
+    commands = re.findall(r"^ +(\S.* -m isles\.agent .*)", text, re.M)
     assert len(commands) == 3, text
     token = text.split()[-1]
     assert not any(token in command for command in commands), "a secret is on no command line"
-    return token, [command.split() for command in commands]
+    return token, [shlex.split(command) for command in commands]
 
 
 def type_on(lab: Lab, host: str, words: list[str], token: str) -> subprocess.Popen[bytes]:
