@@ -124,10 +124,11 @@ def test_a_taken_port_is_not_used(lab: Lab) -> None:
 @pytest.mark.long
 def test_each_host_may_have_a_user_of_its_own(lab: Lab) -> None:
     """The run directory is in the home of each; a killed run goes on with other hosts."""
-    python = Path(sys.executable).resolve()
+    python = Path(sys.executable)
+    above = shlex.join(map(str, [*python.parents, *python.resolve().parents]))
     for host, user in (("a1", "ann"), ("a2", "bob")):
         # Others may pass the homes on the way to this Python.
-        sh(lab, host, f"for d in {shlex.join(map(str, python.parents))}; do chmod o+x $d; done")
+        sh(lab, host, f'for d in {above}; do chmod o+x "$d"; done')
         sh(lab, host, f"useradd -m {user}; usermod -p '*' {user}; cd /home/{user}; mkdir .ssh w")
         sh(lab, host, f"cd /home/{user}; cp /root/.ssh/authorized_keys .ssh; chown -R {user}: .")
     files = {"data.sources.0.path": "/shared/words.jsonl", "model.name_or_path": "/shared/tiny"}
