@@ -110,6 +110,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
     yield "gc.isenabled", gc.isenabled()
     if torch := sys.modules.get("torch"):
         with suppress(AttributeError):  # another thread is importing it
+            yield "process group of torch", torch.distributed.is_initialized()
             yield "dtype of torch", torch.get_default_dtype()
             yield "threads of torch", torch.get_num_threads()
             yield "deterministic algorithms", torch.are_deterministic_algorithms_enabled()
