@@ -7,7 +7,9 @@ TRAIN := $(VENV)/.train
 STAMP := $(VENV)/.installed
 # Processes that run tests side by side; most of them wait most of the time.
 WORKERS ?= 4
-TESTS = $(BIN)/python -m tests -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# `make test ORDER=random`, or of a seed that was printed: else the longest go first.
+TESTS = $(BIN)/python -m tests -n $(WORKERS) --dist loadgroup --no-loadscope-reorder \
+	$(if $(ORDER),--random-order $(ORDER))
 # `make test-all PART=2/4`: one part of it.
 PARTS = $(if $(PART),$(PART),1/4 2/4 3/4 4/4)
 # pip, with a line for each package. Compiling all that is installed takes longer than its use.
@@ -29,7 +31,7 @@ quickstart: $(TRAIN)
 test: $(STAMP)
 	@echo "installing what the test clusters need (sshd, Slurm), where it is missing …"
 	@tests/lab/install.sh
-	@echo "tests of make test, on $(WORKERS) workers, the longest first …"
+	@echo "tests of make test, on $(WORKERS) workers …"
 	@$(TESTS) -m "not gpu and not long"
 
 # All other cases of the same laws, in parts of about an hour.

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import signal
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.as_it_was import State, changes
 from tests.inputs import write_model, write_words
 
 # Before anything imports the hub's library, which reads it once: no test reaches for a network.
@@ -38,9 +40,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("isles")
     words = "run the K-th of N parts that take equally long"
     group.addoption("--part", metavar="K/N", type=_k_of_n, help=words)
+    words = "run the tests in the order of this seed; `random`: of a new one"
+    group.addoption("--random-order", metavar="SEED", type=_seed, help=words)
     group.addoption(
         "--record-durations", action="store_true", help="write down in durations.json what was seen"
     )
+
+
+def _seed(text: str) -> int:
+    return random.SystemRandom().randrange(10**6) if text == "random" else int(text)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed: int | None = config.getoption("--random-order")
+    return None if seed is None else f"order of the tests: --random-order {seed}"
 
 
 def _k_of_n(text: str) -> tuple[int, int]:
@@ -79,7 +92,18 @@ def pytest_collection_modifyitems(
         total[_group_of(item)] += seconds.get(_plain_id(item.nodeid), 0)
     if part := config.getoption("--part"):
         _keep_part(config, items, part, total)
-    items.sort(key=lambda item: -total[_group_of(item)])
+    if (seed := config.getoption("--random-order")) is not None:
+        _shuffle(items, seed)
+    else:
+        items.sort(key=lambda item: -total[_group_of(item)])
+
+
+def _shuffle(items: list[pytest.Item], seed: int) -> None:
+    # The same on every worker. Tests that share a fixture stay together.
+    chance = random.Random(seed)
+    chance.shuffle(items)
+    place = {group: chance.random() for group in sorted({_group_of(item) for item in items})}
+    items.sort(key=lambda item: place[_group_of(item)])
 
 
 def pytest_collection_finish() -> None:
@@ -133,9 +157,31 @@ def _case_of(item: pytest.Item) -> str:
     return item.callspec.id if hasattr(item, "callspec") else ""
 
 
+def _as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = State.now()
+    yield
+    if found := changes(before):
+        lines = "\n  ".join(found)
+        pytest.fail(f"{request.node.nodeid} has changed the process:\n  {lines}", pytrace=False)
+
+
+# Set up before all other fixtures of their scopes, and so torn down after them.
+_module_as_it_was = pytest.fixture(_as_it_was, scope="module", autouse=True)
+_test_as_it_was = pytest.fixture(_as_it_was, autouse=True)
+
+
 @pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _own_cache(_test_as_it_was: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def own_environ() -> Iterator[None]:
+    """For a test of what sets variables for the rest of its process."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

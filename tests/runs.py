@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import sys
 from collections.abc import Iterator
@@ -105,9 +106,10 @@ def files_with(text: str, folder: Path) -> list[Path]:
 def processes_of(folder: Path) -> list[psutil.Process]:
     """Processes of the runs in a folder: their command line or environment names it."""
     found = []
+    path = re.compile(re.escape(str(folder)) + r"(?![\w.-])")  # not that of `folder0` as well
     for process in psutil.process_iter(["cmdline", "environ"]):
         words = [*(process.info["cmdline"] or ()), *(process.info["environ"] or {}).values()]
-        if process.pid != os.getpid() and any(str(folder) in word for word in words):
+        if process.pid != os.getpid() and any(map(path.search, words)):
             found.append(process)
     return found
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.deadline import DEADLINE_S
-from tests.lab.home import isles, sh, started, until
+from tests.lab.home import isles, processes, sh, started, until
 from tests.lab.hosts import Lab
 from tests.terminal import Terminal
 
@@ -111,12 +111,12 @@ def test_a_closed_laptop_leaves_the_run_and_nothing_else(lab: Lab) -> None:
     run = Run(lab, "f-1")
     followed = started(lab, "ctl", follow("f"))
     followed.until(lambda: "starting" in followed.text)
-    followers = ["bash", "-c", f"pgrep -af 'isles follow {run.path}' | grep -v pgrep"]
-    assert lab.run("a1", followers).stdout
+    words = ("follow", str(run.path))
+    assert processes(lab, "a1", *words)
     python = inner(followed.process.pid)
     for process in (python, *python.children(recursive=True)):
         process.kill()
     followed.process.wait(timeout=DEADLINE_S)
-    until(lambda: not lab.run("a1", followers).stdout, "nobody follows for a laptop that is gone")
+    until(lambda: not processes(lab, "a1", *words), "nobody follows for a laptop that is gone")
     assert json.loads(isles(lab, "status", "f-1", "--json"))["state"] == "running"
     isles(lab, "stop", "f", "--now")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,18 @@ from isles.errors import ExitCode
 from isles.run.begin import begin_run, new_attempt
 from tests.deadline import DEADLINE_S
 from tests.lab import home
-from tests.lab.home import HOSTS, ISLES, left, link_cut, other_torch, sh, undone, until
+from tests.lab.home import (
+    HOSTS,
+    ISLES,
+    left,
+    link_cut,
+    other_torch,
+    processes,
+    sh,
+    signal_all,
+    undone,
+    until,
+)
 from tests.lab.hosts import Lab
 from tests.lab.slurm import slurm
 
@@ -98,7 +110,7 @@ def test_python_without_isles_and_a_host_that_hangs(lab: Lab) -> None:
     assert "isles setup" in report.bad("isles.installed")["a1"]["fix"]
     assert python in report.bad("isles.installed")["a2"]["text"]
     assert "12 s" in report.bad("host.answers")["a3"]["text"]
-    sh(lab, "a3", "kill -KILL $(pgrep -f isles[.]check)")  # what is stopped cannot end itself
+    signal_all(lab, "a3", signal.SIGKILL)  # what is stopped cannot end itself
 
 
 def test_what_is_wrong_on_single_hosts(lab: Lab) -> None:
@@ -156,8 +168,9 @@ def test_ports_that_are_blocked_one_way(lab: Lab) -> None:
 @pytest.mark.long
 def test_a_laptop_that_dies_leaves_nothing_behind(lab: Lab) -> None:
     process = lab.popen("ctl", [ISLES, "check", write_run(lab)])
-    until(lambda: any("check_rank" in line for line in left(lab)), "ranks of the check")
-    sh(lab, "ctl", "kill -KILL $(pgrep -f 'isles chec[k]')")
+    rank = ("-m", "isles.train.check_rank")
+    until(lambda: any(processes(lab, host, *rank) for host in HOSTS), "ranks of the check")
+    signal_all(lab, "ctl", signal.SIGKILL, ISLES, "check")
     process.communicate(timeout=DEADLINE_S)
     until(lambda: not left(lab), "the end of every process of the check")
 

@@ -12,7 +12,7 @@ from isles.run.paths import RunDir
 from isles.run.records import read_record
 from tests.deadline import run_program
 from tests.e2e.typed import run_typed
-from tests.lab.home import sh, write_inputs
+from tests.lab.home import QUOTED_PYTHON, sh, write_inputs
 from tests.lab.hosts import Lab
 from tests.lab.slurm import slurm, wait_for_job
 from tests.ports import free_port
@@ -120,7 +120,7 @@ def test_the_job_script_trains_by_sbatch(lab: Lab, sharded: list[float]) -> None
     words += "--cpus_per_task 1 --modules --conda_env none"
     line = "cd /shared/project && OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 "
     for written in (ZERO_2, words):
-        sh(lab, "ctl", f"{line} {sys.executable} {SETUP} {written}")
+        sh(lab, "ctl", f"{line} {QUOTED_PYTHON} {SETUP} {written}")
     with slurm(lab):
         job_id = sh(lab, "ctl", f"{line} sbatch --parsable scripts/slurm_job.sh").strip()
         log = folder / f"slurm-{job_id}.out"

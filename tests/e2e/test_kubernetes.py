@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import Attempt, RunDir
 from isles.run.restarts import current_restart, read_last_step
 from tests.lab.home import (
+    QUOTED_PYTHON,
     assert_nothing_left,
     assert_stopped,
     begin,
@@ -26,6 +29,7 @@ from tests.lab.home import (
     isles,
     outcome_of,
     sh,
+    signal_all,
     until,
     until_step,
     write_run,
@@ -43,7 +47,7 @@ def lab(lab: Lab) -> Iterator[Lab]:
     """`ctl` has kubectl; a1 and a2 are the nodes of its cluster."""
     folder, programs = lab.shared / ".kube", Path(__file__).parents[1] / "lab/kubernetes"
     folder.mkdir()
-    install(lab, "ctl", "kubectl", f'exec {sys.executable} {programs}/kubectl.py "$@"')
+    install(lab, "ctl", "kubectl", f'exec {QUOTED_PYTHON} {quote(str(programs))}/kubectl.py "$@"')
     command = [sys.executable, programs / "cluster.py", folder, *NODES]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     server = subprocess.Popen(command, env=lab.environ(), **pipes)
@@ -122,7 +126,7 @@ def test_killed_and_evicted_pods_come_again_and_a_closed_laptop_finds_the_run(la
     following = begin(lab, "train", "evicted.yaml")
     attempt = run_dir.attempt(1)
     until_step(attempt, 2)
-    sh(lab, "ctl", "pkill -KILL -f 'isles train [e]victed'")  # the laptop is gone
+    signal_all(lab, "ctl", signal.SIGKILL, "train", "evicted.yaml")  # the laptop is gone
     end(following)
     pod, host = pod_of(lab, "evicted", "1")
     sh(lab, host, f"kill -KILL $(cat /run/pods/{pod})")
@@ -171,7 +175,7 @@ def test_a_start_that_cannot_be_says_why_and_leaves_nothing(lab: Lab) -> None:
     prepare(lab, "never", launcher={"image": "isles:test", "resources": {"a/gpu": "1"}})
     following = begin(lab, "train", "never.yaml")
     until(lambda: "never" in str(items(lab, "pods")), "pods wait")
-    sh(lab, "ctl", "pkill -HUP -f 'isles train [n]ever'")
+    signal_all(lab, "ctl", signal.SIGHUP, "train", "never.yaml")
     text = end(following)
     assert following.returncode != 0 and "deleting job" in text, text
     assert_gone(lab)

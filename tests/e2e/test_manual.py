@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import signal
 import subprocess
 from typing import Any
 
@@ -15,7 +17,7 @@ from tests.lab.home import (
     end,
     isles,
     outcome_of,
-    sh,
+    signal_all,
     until,
     until_step,
     write_run,
@@ -31,11 +33,11 @@ def prepare(lab: Lab, name: str, **options: Any) -> tuple[str, list[list[str]]]:
     shape = {"device": "cpu", "gpus_per_node": 1, "workdir": None}
     write_run(lab, name, output_dir="/root/runs", launcher=launcher, **shape, **options)
     text = isles(lab, "train", f"{name}.yaml", host="a1")
-    commands = re.findall(r"^ +(\S+ -m isles\.agent .*)", text, re.M)
+    commands = re.findall(r"^ +(\S.* -m isles\.agent .*)", text, re.M)
     assert len(commands) == 3, text
     token = text.split()[-1]
     assert not any(token in command for command in commands), "a secret is on no command line"
-    return token, [command.split() for command in commands]
+    return token, [shlex.split(command) for command in commands]
 
 
 def type_on(lab: Lab, host: str, words: list[str], token: str) -> subprocess.Popen[bytes]:
@@ -70,7 +72,7 @@ def test_typed_late_they_wait_train_and_stop_together(lab: Lab) -> None:
     until(lambda: missing in str((read_record(run_dir.status) or {}).get("detail")), "it is named")
     on_a3 = type_on(lab, "a3", third, token)
     until_step(attempt, 3)
-    sh(lab, "a2", "pkill -INT -f 'isles.agent .*--node [1]'")
+    signal_all(lab, "a2", signal.SIGINT, "--node", "1")
     texts = [end(process) for process in (on_a1, on_a2, on_a3)]
     codes = [process.returncode for process in (on_a1, on_a2, on_a3)]
     assert codes == [ExitCode.INTERRUPTED] * 3, texts

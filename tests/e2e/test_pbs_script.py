@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -56,7 +57,7 @@ def prepare(folder: Path, torchrun: str = "", save_before: str = "5m", text: str
     for name, lines in FAKES.items():
         write_program(folder / "bin" / name, lines)
     write_program(folder / "venv/bin/torchrun", TORCHRUN + torchrun)
-    write_program(folder / "venv/bin/python", f'exec {sys.executable} "$@"')
+    write_program(folder / "venv/bin/python", f'exec {quote(sys.executable)} "$@"')
     activate = f'export FOLDER={folder} PATH={folder}/venv/bin:{folder}/bin:"$PATH"\n'
     (folder / "venv/bin/activate").write_text(activate)
     time = "60s" if save_before.endswith("s") else "1h"

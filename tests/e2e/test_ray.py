@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +20,15 @@ from tests.lab.home import (
     begin,
     end,
     isles,
+    left,
     outcome_of,
+    processes,
     sh,
     until,
     until_step,
     write_run,
 )
-from tests.lab.hosts import Lab
+from tests.lab.hosts import MARK, Lab
 from tests.lab.ray import ADDRESS, RayLab, ray_cluster
 
 BIG = {"gpus": 2, "resources": {"big": 1}, "label_selector": {"card": "new"}}
@@ -46,7 +47,10 @@ def cluster(lab: Lab) -> Iterator[RayLab]:
 
 def write(lab: Lab, name: str, **more: Any) -> RunDir:
     launcher = {"kind": "ray", "address": ADDRESS, **more.pop("launcher", {})}
+    # What Ray starts has the environment of Ray, but for what the run file adds.
+    environment = {"variables": {MARK: name}, **more.pop("environment", {})}
     shape = {"device": "cpu", "gpus_per_node": 1, "nodes": 2, "launcher": launcher, **more}
+    shape["environment"] = environment
     write_run(lab, name, **shape)
     return RunDir(lab.shared / "runs" / f"{name}-1")
 
@@ -69,6 +73,7 @@ def test_unequal_nodes_train_save_and_stop_with_the_terminal_closed(lab, cluster
     os.killpg(following.pid, signal.SIGHUP)
     end(following)
     until_step(attempt, 6)
+    assert left(lab, ["a1"]) and left(lab, ["a2"]), "its processes are known as a test's"
     assert hosts_of(attempt) == {0: "a2", 1: "a1"}, "the first bundle is that of the large node"
     text = isles(lab, "status", "stop-1", host="a1")
     assert "running" in text and "a2" in text, text
@@ -91,9 +96,9 @@ def test_an_actor_that_is_killed_is_placed_anew_and_the_run_goes_on(lab, cluster
     isles(lab, "train", "actor.yaml", "--detach", host="a1")
     attempt = run_dir.attempt(1)
     until_step(attempt, 8)
-    agent = sh(lab, "a2", "pgrep -f 'isles.agent [-]$'").split()[0]
-    sh(lab, "a2", "kill -KILL $(pgrep -f ray::Plac[e])")
-    until(lambda: not Path(f"{lab.root('a2')}/proc/{agent}").exists(), "its agent ends with it")
+    (agent,) = processes(lab, "a2", "isles.agent", "-")
+    next(above for above in agent.parents() if above.cmdline()[0].startswith("ray::Place")).kill()
+    until(lambda: not agent.is_running(), "its agent ends with it")
     until_step(attempt, 12, restart=1)
     (restart,) = list_restarts(attempt)
     assert "a2" in restart.why and restart.saved and restart.is_counted, restart

@@ -12,7 +12,17 @@ import pytest
 from isles.run.join_line import JoinLine
 from isles.run.paths import RunDir
 from isles.run.records import read_record
-from tests.lab.home import HOSTS, ISLES, assert_nothing_left, isles, sh, started, until, write_run
+from tests.lab.home import (
+    HOSTS,
+    ISLES,
+    QUOTED_ISLES,
+    assert_nothing_left,
+    isles,
+    sh,
+    started,
+    until,
+    write_run,
+)
 from tests.lab.hosts import Lab
 from tests.lab.pbs import pbs
 from tests.lab.slurm import slurm
@@ -113,7 +123,7 @@ def test_hosts_and_a_job_train_one_model_and_the_job_is_killed(lab: Lab) -> None
 
     # By what isles says, which does not ask the queue at every look.
     until(lambda: not has_row(isles(lab, "status", "far"), "campus", "running"), "its job's end")
-    again = started(lab, "ctl", ["bash", "-c", f"cd /shared && exec {ISLES} train far.yaml"])
+    again = started(lab, "ctl", ["bash", "-c", f"cd /shared && exec {QUOTED_ISLES} train far.yaml"])
     again.until(lambda: job_of(campus) not in ("", first))
     again.until(lambda: max(outer_steps_of(campus)) >= alone[0])
     sh(lab, "a1", f"kill -CONT {rank}")
@@ -156,7 +166,9 @@ def test_a_laptop_and_two_queues_behind_a_login_node_train_one_model(lab: Lab) -
 
     text = typed("train", "trio.yaml", "--dry-run")
     assert all(cluster["name"] in text for cluster in clusters), text
-    laptop = started(lab, "ctl", ["bash", "-c", f"cd /root/home && exec {ISLES} train trio.yaml"])
+    laptop = started(
+        lab, "ctl", ["bash", "-c", f"cd /root/home && exec {QUOTED_ISLES} train trio.yaml"]
+    )
     runs = {
         "laptop": RunDir(lab.root("ctl") / "root/home/runs/trio-laptop-1"),
         "campus": RunDir(lab.shared / "campus/runs/trio-campus-1"),

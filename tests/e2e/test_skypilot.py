@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import pytest
 from isles.errors import ExitCode
 from isles.run.paths import RunDir
 from tests.lab.home import (
-    ISLES,
+    QUOTED_ISLES,
+    QUOTED_PYTHON,
     assert_nothing_left,
     assert_stopped,
     begin,
@@ -21,6 +24,7 @@ from tests.lab.home import (
     isles,
     outcome_of,
     sh,
+    signal_all,
     until,
     until_step,
     write_run,
@@ -38,7 +42,7 @@ def state(lab: Lab) -> Iterator[Path]:
     """The command on the laptop, and the folder of its state."""
     folder, program = lab.shared / ".sky", Path(__file__).parents[1] / "lab/sky/command.py"
     folder.mkdir()
-    line = f'SKY_HOSTS="{" ".join(NODES)}" exec {sys.executable} {program} "$@"'
+    line = f'SKY_HOSTS="{" ".join(NODES)}" exec {QUOTED_PYTHON} {quote(str(program))} "$@"'
     install(lab, "ctl", "sky", line)
     yield folder
     for job in folder.glob("job-*"):
@@ -62,7 +66,7 @@ def prepare(lab: Lab, name: str, launcher: dict[str, Any], **more: Any) -> RunDi
 
 def test_two_nodes_train_stop_and_go_on_from_the_laptop(lab: Lab, state: Path) -> None:
     run_dir = prepare(lab, "cloud", {"secrets": ["MY_KEY"]}, training=LONG)
-    sh(lab, "ctl", f"cd /shared && MY_KEY=hidden {ISLES} train cloud.yaml --detach")
+    sh(lab, "ctl", f"cd /shared && MY_KEY=hidden {QUOTED_ISLES} train cloud.yaml --detach")
     attempt = run_dir.attempt(1)
     until_step(attempt, 3)
     seen = (state / "calls").read_text()
@@ -73,7 +77,7 @@ def test_two_nodes_train_stop_and_go_on_from_the_laptop(lab: Lab, state: Path) -
     isles(lab, "stop", "cloud-1@isles-cloud")
     # It finishes on the same machines; what is followed ends with its exit code.
     length = f"training.max_steps={assert_stopped(run_dir) + 5}"
-    again = f"{ISLES} train cloud.yaml {length} --resume runs/cloud-1 2>&1"
+    again = f"{QUOTED_ISLES} train cloud.yaml {length} --resume runs/cloud-1 2>&1"
     assert "going on with cloud-1" in sh(lab, "ctl", f"cd /shared && MY_KEY=hidden {again}")
     assert outcome_of(run_dir.attempt(2))["state"] == "finished"
     assert_nothing_left(lab, NODES)
@@ -121,7 +125,7 @@ def test_a_start_that_fails_leaves_nothing_and_shows_the_words_of_sky(lab: Lab, 
     prepare(lab, "early", {"setup": slow})
     process = begin(lab, "train", "early.yaml")
     until(lambda: "logs isles-early" in (state / "calls").read_text(), "its setup is on its way")
-    sh(lab, "ctl", "pkill -INT -f 'isles train [e]arly'")
+    signal_all(lab, "ctl", signal.SIGINT, "train", "early.yaml")
     said = end(process)
     assert process.returncode == ExitCode.INTERRUPTED, said
     assert not list(state.glob("cluster-*")), "all machines are given back"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,8 @@ from isles.run.restarts import list_restarts, read_last_step
 from tests.deadline import DEADLINE_S
 from tests.dist.test_same_mathematics import weights_of
 from tests.lab.home import (
-    ISLES,
     PLACE,
+    QUOTED_ISLES,
     assert_nothing_left,
     assert_places,
     assert_stopped,
@@ -24,6 +25,7 @@ from tests.lab.home import (
     other_torch,
     outcome_of,
     sh,
+    signal_all,
     undone,
     until,
     until_step,
@@ -120,7 +122,7 @@ def test_two_nodes_train_as_one_machine(lab: Lab, whole: RunDir) -> None:
     ranks = [read_record(whole.attempt(1).rank_record(rank)) or {} for rank in (0, 1)]
     assert [record["host"] for record in ranks] == list(NODES)
     words = "train whole.yaml name=alone 'clusters=[{gpus_per_node: 1}]'"
-    sh(lab, "a1", f"cd /shared; export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1; {ISLES} {words}")
+    sh(lab, "a1", f"cd /shared; export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1; {QUOTED_ISLES} {words}")
     alone = RunDir(lab.shared / "runs" / "alone-1")
     torch.testing.assert_close(weights_of(whole), weights_of(alone), rtol=1e-3, atol=1e-5)
     text = isles(lab, "status", "whole-1")
@@ -260,18 +262,19 @@ def test_from_a_laptop_that_is_closed(lab: Lab) -> None:
     sh(lab, "ctl", "mkdir -p /root/home && mv /shared/afar.yaml /root/home")
 
     def typed(words: str) -> str:
-        return sh(lab, "ctl", f"exec 2>&1; cd /root/home; {ISLES} {words}")
+        return sh(lab, "ctl", f"exec 2>&1; cd /root/home; {QUOTED_ISLES} {words}")
 
     wrong = typed("train afar.yaml data.sources.0.path=none.txt || [ $? = 1 ]")
     assert "none.txt" in wrong
     assert "/tmp/isles-login-" not in wrong, "the file's own name, not that of its copy"
     assert "#SBATCH --nodes=2" in typed("train afar.yaml --dry-run")
 
-    line = f"cd /root/home && exec {ISLES} train afar.yaml"
+    line = f"cd /root/home && exec {QUOTED_ISLES} train afar.yaml"
     laptop = lab.popen("ctl", ["bash", "-c", line])
     run_dir = RunDir(lab.shared / "runs" / "afar-1")
     until(lambda: (a := run_dir.last_attempt()) and has_done(a, 3), "step 3")
-    sh(lab, "ctl", "pkill -KILL -f '[i]sles train afar.yaml'; pkill -KILL -x ssh || true")
+    signal_all(lab, "ctl", signal.SIGKILL, "train", "afar.yaml")
+    sh(lab, "ctl", "pkill -KILL -x ssh || true")
     laptop.communicate(timeout=DEADLINE_S)
     attempt = run_dir.attempt(1)
     reached = read_last_step(attempt, 0) or 0
@@ -292,7 +295,7 @@ def test_from_a_laptop_that_is_closed(lab: Lab) -> None:
     log = lab.root("ctl") / "root/home/held.log"
     until(lambda: log.exists() and "queued: " in log.read_text(), "it is followed in the queue")
     assert "afar-2@a1  queued" in typed("status")
-    sh(lab, "ctl", "pkill -INT -f '[i]sles train afar.yaml'")
+    signal_all(lab, "ctl", signal.SIGINT, "train", "afar.yaml")
     laptop.wait(DEADLINE_S)
     launch = read_record(RunDir(lab.shared / "runs/afar-2").attempt(1).launch) or {}
     job_id = str(launch["job_id"])
@@ -340,6 +343,8 @@ def test_what_slurm_refuses_is_said_with_its_key(lab: Lab) -> None:
         key = f"clusters.0.launcher.{override}"
         text = isles(lab, "train", "refused.yaml", key, expected=None)
         assert key.partition("=")[0] in text and fix in text, text
-    text = sh(lab, "ctl", f"cd /shared; SLURM_JOB_ID=7 {ISLES} train refused.yaml 2>&1 || true")
+    text = sh(
+        lab, "ctl", f"cd /shared; SLURM_JOB_ID=7 {QUOTED_ISLES} train refused.yaml 2>&1 || true"
+    )
     assert "this shell is in Slurm job 7" in text and "{kind: local}" in text
     assert not (lab.shared / "runs" / "refused-1").exists()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pytest
@@ -20,12 +23,14 @@ from isles.run.remote import list_remotes
 from tests.dist.test_same_mathematics import weights_of
 from tests.lab.home import (
     HOSTS,
+    QUOTED_PYTHON,
     assert_nothing_left,
     end,
     isles,
     left,
     outcome_of,
     sh,
+    signal_all,
     until,
     until_step,
     write_run,
@@ -97,7 +102,7 @@ def test_a_dry_run_names_the_commands_and_starts_nothing(lab: Lab) -> None:
         assert f"then on {host}: {lab.address(host)}, 1 rank" in text
         tail = "-m isles.agent /shared/runs/dry-1 --attempt 1" + f" --node {node}" * bool(node)
         variables = f"GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS={cores}"
-        assert f"env {variables} {sys.executable} {tail}" in text
+        assert f"env {variables} {QUOTED_PYTHON} {tail}" in text
     assert not (lab.shared / "runs" / "dry-1").exists()
     assert not left(lab)
 
@@ -119,10 +124,11 @@ def test_a_taken_port_is_not_used(lab: Lab) -> None:
 @pytest.mark.long
 def test_each_host_may_have_a_user_of_its_own(lab: Lab) -> None:
     """The run directory is in the home of each; a killed run goes on with other hosts."""
-    python = Path(sys.executable).resolve()
+    python = Path(sys.executable)
+    above = shlex.join(map(str, [*python.parents, *python.resolve().parents]))
     for host, user in (("a1", "ann"), ("a2", "bob")):
         # Others may pass the homes on the way to this Python.
-        sh(lab, host, f"for d in {' '.join(map(str, python.parents))}; do chmod o+x $d; done")
+        sh(lab, host, f'for d in {above}; do chmod o+x "$d"; done')
         sh(lab, host, f"useradd -m {user}; usermod -p '*' {user}; cd /home/{user}; mkdir .ssh w")
         sh(lab, host, f"cd /home/{user}; cp /root/.ssh/authorized_keys .ssh; chown -R {user}: .")
     files = {"data.sources.0.path": "/shared/words.jsonl", "model.name_or_path": "/shared/tiny"}
@@ -136,7 +142,7 @@ def test_each_host_may_have_a_user_of_its_own(lab: Lab) -> None:
     assert read_record(lab.root("a2") / "home/bob/w/runs/users-1/node-of.json")
     assert "[a2 rank 1]" in isles(lab, "logs", "users", "--node", "1")
     for host in ("a1", "a2"):
-        sh(lab, host, "pkill -9 -f isles.agent")
+        signal_all(lab, host, signal.SIGKILL, "-m", "isles.agent")
     assert "killed" in isles(lab, "status", "users-1@ann@a1")
 
     hosts = "clusters.0.launcher.hosts="
@@ -157,7 +163,7 @@ def test_files_travel_and_environments_are_compared(lab: Lab) -> None:
     sh(lab, "ctl", "mkdir -p /root/here/runs; cp -r /shared/tiny /shared/words.jsonl /root/here")
     write_run(lab, "sync", workdir="/root/there", sync={"paths": ["."]}, output_dir="runs")
     sh(lab, "ctl", "cp /shared/sync.yaml /root/here; touch /root/here/runs/mine")
-    begin = f"cd /root/here && {sys.executable} -m isles"
+    begin = f"cd /root/here && {QUOTED_PYTHON} -m isles"
     text = sh(lab, "ctl", f"{begin} train sync.yaml training.max_steps=0 2>&1 || true")
     assert "training.max_steps" in text and not left(lab), "nothing is copied for a wrong run file"
     text = sh(lab, "ctl", f"{begin} train sync.yaml --dry-run")
@@ -174,7 +180,8 @@ def test_files_travel_and_environments_are_compared(lab: Lab) -> None:
     assert "did you mean words.jsonl?" in text
     assert sh(lab, "a3", "ls -A /root/there").split() == ["sync.yaml", "tiny", "words.jsonl"]
     # A run that is on its way keeps the files that it has.
-    sleeper = f"PYTHONPATH={Path(__file__).parents[2]} setsid {sys.executable} -c '{SLEEPER}'"
+    here = quote(str(Path(__file__).parents[2]))
+    sleeper = f"PYTHONPATH={here} setsid {QUOTED_PYTHON} -c '{SLEEPER}'"
     sh(lab, "a1", f"cd /root/there; {sleeper} >/root/pid 2>&1 &")
     until(lambda: lab.root("a1").joinpath("root/pid").read_text(), "a run")
     sh(lab, "ctl", "touch /root/here/new")
@@ -188,7 +195,7 @@ def test_setup_installs_once_and_then_finds_it_ready(lab: Lab) -> None:
     """The packages that isles needs are there, by a .pth, as no host has a network to fetch them;
     isles itself is not."""
     write_run(lab, "fresh", hosts=["a3"], environment={"venv": "/root/fresh"})
-    sh(lab, "a3", f"{sys.executable} -m venv --without-pip /root/fresh")
+    sh(lab, "a3", f"{QUOTED_PYTHON} -m venv --without-pip /root/fresh")
     where = "/root/fresh/bin/python -c 'import site; print(site.getsitepackages()[0])'"
     site = sh(lab, "a3", where)
     sh(lab, "a3", f"echo {Path(torch.__file__).parents[1]} > {site.strip()}/these.pth")

@@ -24,7 +24,9 @@ from tests.lab.home import (
     left,
     link_cut,
     outcome_of,
+    processes,
     sh,
+    signal_all,
     undone,
     until,
     until_step,
@@ -89,9 +91,10 @@ def test_a_full_disk_on_the_head_in_mid_run_leaves_nothing_running(lab: Lab) -> 
             until_step(attempt, 4)
             sh(lab, "a1", "cat /dev/zero > /root/runs/fill || true")
             record = RunDir(lab.root("a2") / name).attempt(1).rank_record(1)
-            agent = sh(lab, "a2", "pgrep -f '[i]sles.agent .*--node 1'").strip()
-            pid = (read_record(record) or {})["pid"]
-            sh(lab, "a2", f"kill -STOP {agent} && kill -9 {pid}; sleep 5; kill -CONT {agent}")
+            (agent,) = processes(lab, "a2", "--node", "1")
+            agent.suspend()
+            sh(lab, "a2", f"kill -9 {(read_record(record) or {})['pid']}; sleep 5")
+            agent.resume()
             text = end(command)
         finally:
             command.kill()
@@ -198,15 +201,16 @@ def test_a_laptop_that_goes_in_mid_start_leaves_nothing(lab: Lab, how: str) -> N
     setup = '[ "$(hostname)" != a2 ] || export PYTHONPATH=/root/held'
     write_run(lab, name, environment={"setup": [setup]})
     attempt = RunDir(lab.shared / "runs" / f"{name}-1").attempt(1)
-    command, typed = begin(lab, "train", f"{name}.yaml"), "'isles train [g]one'"
+    typed = ("train", f"{name}.yaml")
+    command = begin(lab, *typed)
     try:
         until(lambda: attempt.node_log(2).exists(), "the agents are started")
         match how:
             case "ctrl-c":
-                sh(lab, "ctl", f"pkill -INT -f {typed}")
+                signal_all(lab, "ctl", signal.SIGINT, *typed)
                 assert command.wait(timeout=DEADLINE_S) == ExitCode.INTERRUPTED
             case "killed":
-                sh(lab, "ctl", f"pkill -KILL -f {typed}")
+                signal_all(lab, "ctl", signal.SIGKILL, *typed)
             case _:
                 lab.link("ctl", "cut")
         assert_nothing_left(lab)
@@ -214,6 +218,7 @@ def test_a_laptop_that_goes_in_mid_start_leaves_nothing(lab: Lab, how: str) -> N
         assert outcome["state"] == "failed" and "it was not started" in outcome["reason"]
     finally:
         lab.link("ctl", "restore")
-        sh(lab, "ctl", f"pkill -KILL -f {typed} || true")
+        for process in processes(lab, "ctl", *typed):
+            process.kill()
         command.kill()
         command.wait()

@@ -17,7 +17,17 @@ import pytest
 
 from isles.monitor.live.model import Snapshot
 from tests.deadline import DEADLINE_S
-from tests.lab.home import HOSTS, ISLES, assert_nothing_left, isles, link_cut, sh, until, write_run
+from tests.lab.home import (
+    HOSTS,
+    QUOTED_ISLES,
+    QUOTED_PYTHON,
+    assert_nothing_left,
+    isles,
+    link_cut,
+    sh,
+    until,
+    write_run,
+)
 from tests.lab.hosts import Lab
 
 SLOWDOWN = str(Path(__file__).parents[1] / "slowdown.py")
@@ -44,7 +54,7 @@ class Top:
     """`isles top --json --every 1` on the laptop, and the last that it has shown."""
 
     def __init__(self, lab: Lab, run: str) -> None:
-        words = ["bash", "-c", f"cd /shared && exec {ISLES} top {run} --json --every 1"]
+        words = ["bash", "-c", f"cd /shared && exec {QUOTED_ISLES} top {run} --json --every 1"]
         self.process = lab.popen("ctl", words)
         self.last = Snapshot()
         self.noise: list[str] = []
@@ -140,7 +150,7 @@ def test_two_clusters_and_what_goes_wrong_in_them(lab: Lab) -> None:
         assert all(len(line) <= 80 for line in text.splitlines()), text
         (line,) = isles(lab, "top", "see-office", "--json").splitlines()
         assert {row["host"] for row in json.loads(line)["ranks"]} == set(HOSTS)
-        did = sh(lab, "ctl", f"cd /shared && {sys.executable} - <<'END'\n{LOOK_AND_STOP}\nEND")
+        did = sh(lab, "ctl", f"cd /shared && {QUOTED_PYTHON} - <<'END'\n{LOOK_AND_STOP}\nEND")
         assert "rank 2 on a3: step " in did and "thread MainThread" in did and "log: 3" in did, did
         assert "stopped with 0" in did, did
         assert "stopped" in isles(lab, "status", "see")

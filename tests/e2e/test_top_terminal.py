@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -119,7 +120,7 @@ def test_a_click_sorts_and_old_data_is_said_to_be_old(tmp_path: Path) -> None:
 def test_it_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     """By q, by Ctrl+C, by a signal; and a window that is closed ends it."""
     flags = ("alternate_on", "cursor_flag", "mouse_any_flag", "bracketed_paste_flag")
-    start = f"{sys.executable} -m tests.made_watch {tmp_path}"
+    start = f"{quote(sys.executable)} -m tests.made_watch {tmp_path}"
     shell = ("env", "PS1=$ ", "bash", "--norc", "--noprofile")
     with Terminal(*shell, cwd=Path(__file__).parents[2]) as terminal:
         terminal.until("$")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from isles.errors import ExitCode
@@ -21,9 +24,11 @@ from isles.run.restarts import read_last_step
 from tests.deadline import DEADLINE_S, until
 from tests.e2e.typed import Command
 from tests.inputs import write_model, write_words
-from tests.lab.hosts import Lab
+from tests.lab.hosts import MARK, Lab
 
 ISLES = str(Path(sys.executable).with_name("isles"))
+QUOTED_ISLES, QUOTED_PYTHON = shlex.quote(ISLES), shlex.quote(sys.executable)
+"""As words of a shell."""
 HOSTS = ("a1", "a2", "a3")
 # A script that leaves, on every rank, its place and its arguments.
 PLACE = """\
@@ -184,8 +189,9 @@ def undone(lab: Lab, host: str, do: str, undo: str) -> Iterator[None]:
 def other_torch(lab: Lab, host: str) -> Iterator[None]:
     """The torch of a host says that it is 2.11.0."""
     metadata = next(_SITE.glob("torch-*.dist-info")) / "METADATA"
-    edit = f"sed -i.kept 's/^Version: .*/Version: 2.11.0/' {metadata}"
-    with undone(lab, host, edit, f"mv {metadata}.kept {metadata}"):
+    path, kept = shlex.quote(str(metadata)), shlex.quote(f"{metadata}.kept")
+    edit = f"sed -i.kept 's/^Version: .*/Version: 2.11.0/' {path}"
+    with undone(lab, host, edit, f"mv {kept} {path}"):
         yield
 
 
@@ -199,19 +205,48 @@ def link_cut(lab: Lab, host: str) -> Iterator[None]:
         lab.link(host, "restore")
 
 
+def processes(lab: Lab, host: str, *words: str) -> list[psutil.Process]:
+    """Processes on a host that a test has begun, or what it has begun: not the lab's own daemons.
+
+    Args:
+        words: that stand one after the other in their command lines.
+    """
+    # Of a pod, and of what a container has of the host, the network is that of the host.
+    network = Path(f"/proc/{lab.pid1(host)}/ns/net").readlink()
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if Path(f"/proc/{process.pid}/ns/net").readlink() == network:
+                typed = process.cmdline()
+                starts = range(len(typed) - len(words) + 1)
+                if MARK in process.environ() and any(
+                    typed[start : start + len(words)] == [*words] for start in starts
+                ):
+                    found.append(process)
+    return found
+
+
+def signal_all(lab: Lab, host: str, number: signal.Signals, *words: str) -> None:
+    """Send a signal to the processes on a host that have these words; there is one at least."""
+    found = processes(lab, host, *words)
+    assert found, f"no process on {host}: {words}"
+    for process in found:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
 def left(lab: Lab, hosts: Sequence[str] = HOSTS) -> list[str]:
-    """Processes of isles on the hosts."""
+    """What tests have begun on the hosts, and runs there."""
     found = []
     for host in hosts:
-        # The lab's own daemons name their files, in a folder whose name begins with isles as well.
-        text = lab.run(host, ["ps", "-eo", "pid=,args="]).stdout.replace(str(lab.state), "")
-        lines = [line for line in text.splitlines() if "isles" in line and " ps " not in line]
-        found += [f"{host}: {line}" for line in lines]
+        for process in processes(lab, host):
+            with suppress(psutil.Error):
+                found.append(f"{host}: {process.pid} {' '.join(process.cmdline())}")
     return found
 
 
 def assert_nothing_left(lab: Lab, hosts: Sequence[str] = HOSTS) -> None:
-    """No process of isles stays on any host."""
+    """No process that a test has begun stays on any host."""
     until(lambda: not left(lab, hosts), lambda: f"no process left: {left(lab, hosts)}")
 
 

@@ -18,6 +18,9 @@ from tests.__main__ import RUN
 from tests.deadline import DEADLINE_S, run_program
 
 _HERE = Path(__file__).parent
+MARK = "LAB_STARTED"
+"""Variable of all processes that a test has begun inside a host, also over ssh, and of those that
+these start; the lab's own daemons do not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Lab:
             "LAB_STATE": str(self.state),
             "LAB_SHARED": str(self.shared),
             "LAB_PREFIX": self.prefix,
+            "LAB_MARK": f"{MARK}={self.prefix}",
         }
 
     def argv(self, host: str, command: Sequence[str], **variables: str) -> list[str]:
@@ -48,7 +52,7 @@ class Lab:
 
         A host sees the files of this machine; what it writes outside /shared is its own.
         """
-        words = [f"{name}={value}" for name, value in variables.items()]
+        words = [f"{name}={value}" for name, value in {MARK: self.prefix, **variables}.items()]
         # A shell in the background ignores Ctrl+C; its children would as well.
         return [str(_HERE / "net/on.sh"), host, "env", "--default-signal=INT", *words, *command]
 

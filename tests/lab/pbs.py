@@ -6,6 +6,7 @@ what not, stands at the beginning of `tests/lab/pbs/server.py`.
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,7 +30,8 @@ def pbs(lab: Lab, nodes: tuple[str, ...], flavour: str = "openpbs") -> Iterator[
     """
     folder = f"/shared/.pbs-{flavour}"
     (lab.shared / f".pbs-{flavour}").mkdir()
-    line = f'exec {sys.executable} {_PROGRAMS}/commands.py {folder} "$(basename "$0")" "$@"'
+    commands = shlex.join([sys.executable, f"{_PROGRAMS}/commands.py", folder])
+    line = f'exec {commands} "$(basename "$0")" "$@"'
     for host in ("ctl", *nodes):
         install(lab, host, "qsub qstat qdel pbsdsh", line)
     command = [sys.executable, f"{_PROGRAMS}/server.py", folder, flavour, *nodes]

@@ -8,12 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tests.lab.home import until
-from tests.lab.hosts import Lab
+from tests.lab.hosts import MARK, Lab
 
-RAY = str(Path(sys.executable).with_name("ray"))
 ADDRESS = "http://10.77.1.1:8265"
 _SMALL = ("--object-store-memory=100000000", "--disable-usage-stats", "--block")
 # Where Ray chooses them itself, a raylet ends unless its agents have come up within 15 s:
@@ -53,12 +51,10 @@ class RayLab:
         until(lambda: addresses <= self._nodes(), lambda: f"nodes of Ray: {self._nodes()}")
 
     def end(self, *hosts: str) -> None:
-        """End Ray on hosts at once, as when they are switched off: all its processes there."""
+        """End Ray on hosts at once, as when they are switched off: all processes there."""
         for host in hosts or tuple(self._started):
             process = self._started.pop(host)
-            lines = self.lab.run(host, ["ps", "-eo", "pid=,args="]).stdout.splitlines()
-            pids = [line.split()[0] for line in lines if "ray" in line and " ps " not in line]
-            self.lab.run(host, ["kill", "-KILL", *pids])
+            self.lab.run(host, ["bash", "-c", "kill -KILL -1"])  # all but sshd, its first process
             # pytest shows it where the test has failed.
             sys.stdout.write(f"ray start on {host}: {process.communicate()[0].decode()}\n")
 
@@ -67,10 +63,11 @@ class RayLab:
         if host != "a1":
             how = ["--address=10.77.1.1:6379"]
         at = f"--node-ip-address={self.lab.address(host)}"
-        command = [RAY, "start", *how, at, *_SMALL, *_FIXED, *self.resources[host]]
+        command = [*_ray(self.lab), "start", *how, at, *_SMALL, *_FIXED, *self.resources[host]]
         # A token in ~/.ray of this machine would be asked for between the hosts.
         more = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": str(self.niceness)}
-        self._started[host] = self.lab.popen(host, command, **more)
+        # Ray's own processes are not a test's.
+        self._started[host] = self.lab.popen(host, ["env", "-u", MARK, *command], **more)
 
     def _answers(self, port: int) -> bool:
         for host, process in self._started.items():
@@ -93,6 +90,14 @@ class RayLab:
         except (ValueError, TypeError, KeyError):  # the head has only begun
             return set()
         return {node["node_ip"] for node in every if node["state"] == "ALIVE"}
+
+
+def _ray(lab: Lab) -> list[str]:
+    # Ray 2.60 puts its Python into shell lines as it is: no path with a space may be in them.
+    link = lab.shared / ".python"
+    if not link.is_symlink():
+        link.symlink_to(sys.prefix)
+    return ["/shared/.python/bin/python", "/shared/.python/bin/ray"]
 
 
 @contextmanager

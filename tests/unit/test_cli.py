@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -120,7 +121,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(here: Path) -> None:
     log = bare_run(Path("runs/a-1")).attempt(1).rank_log(0)
     log.parent.mkdir(parents=True)
     log.write_text("x" * 80 + "\n" * 200_000)
-    command = f"{sys.executable} -m isles logs -n 200000 | head -1; echo ${{PIPESTATUS[0]}}"
+    command = f"{quote(sys.executable)} -m isles logs -n 200000 | head -1; echo ${{PIPESTATUS[0]}}"
     result = run_program(["bash", "-c", command])
     assert (result.stdout.splitlines(), result.stderr) == (["x" * 80, "0"], "")
 

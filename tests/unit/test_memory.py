@@ -18,6 +18,7 @@ from isles.config.sections.strategy import (
     DeepSpeedStrategyConfig,
     FSDPStrategyConfig,
 )
+from isles.dist.world import leave_world
 from isles.facts.memory.architecture import KINDS, Architecture, UnknownShapeError
 from isles.facts.models import load_shape
 from tests.documents import ROOT
@@ -64,8 +65,11 @@ def test_the_peak_of_a_step_is_that_of_a_real_one(settings):
     for kind, training, more in settings:
         case = benchmark.Case("", kind, rows=1, length=256, training=training, **more)
         shape = benchmark.hf_config(case)
-        with benchmark.as_a_gpu_keeps_it():
-            real = benchmark.counted(case, shape)
+        try:
+            with benchmark.as_a_gpu_keeps_it():
+                real = benchmark.counted(case, shape)
+        finally:
+            leave_world()  # the next setting has a process group of its own
         paper, what = benchmark.on_paper(case, shape), (kind, training, more)
         assert paper.peak.total == pytest.approx(real.peak, rel=benchmark.BAR), what
         assert paper.saved == pytest.approx(real.saved, rel=0.01), what

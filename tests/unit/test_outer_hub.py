@@ -491,9 +491,10 @@ def test_secrets_are_for_their_owner_alone_and_folders_for_one(tmp_path, monkeyp
     before = (tmp_path / "token").read_text(), fingerprint(tmp_path)
     make_identity(tmp_path)
     assert ((tmp_path / "token").read_text(), fingerprint(tmp_path)) == before
-    lock_folder(tmp_path)
+    handle = lock_folder(tmp_path)
     with pytest.raises(ConfigError, match="another hub uses"):
         lock_folder(tmp_path)
+    os.close(handle)
 
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -4,6 +4,7 @@ that goes on."""
 from __future__ import annotations
 
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -237,9 +238,9 @@ def saved(job: Job, step: int | None = 3, restart: int = 0) -> None:
     write_record(job.attempt.rank_record(0), {"restart": restart, "pid": 9})
 
 
-def saved_before_limit(job: Job) -> QueuedRun:
+def saved_before_limit(job: Job, scontrol: str = "exit 1") -> QueuedRun:
     """The run after the time limit was near, and its ranks have saved and ended."""
-    run = queued(job)
+    run = queued(job, scontrol)
     run.limit_is_near()
     saved(job)
     run.stopped()
@@ -252,10 +253,15 @@ def outcome(job: Job) -> dict[str, Any]:
 
 
 def test_a_job_that_slurm_does_not_requeue_is_submitted_again(job: Job) -> None:
-    run = saved_before_limit(job)
+    ignored = job.run_dir.path / "ignored"
+    run = saved_before_limit(job, f"grep SigIgn /proc/$$/status > {ignored}; exit 1")
     job.program("sbatch", "echo 8")
     job.attempt.script.touch()
+    before = signal.getsignal(signal.SIGTERM)
     assert run.queue_again() == 0
+    assert signal.getsignal(signal.SIGTERM) == before, "what this process starts can be ended"
+    mask = int(ignored.read_text().split()[1], 16)
+    assert mask >> (signal.SIGTERM - 1) & 1, "Slurm ends the job before scontrol has answered"
     again = f"sbatch --parsable --dependency=afterany:7 {job.attempt.script}"
     assert again in job.calls.read_text()
     job.program("scontrol", "echo JobId=$5 JobState=RUNNING Reason=None NodeList=a1")

@@ -109,8 +109,12 @@ def test_one_that_fails_is_named_once_and_gets_later_rows_when_it_is_back():
     assert text == "cannot reach http://...@host:5000/api and https://...@other/x@y"
 
 
-def test_a_server_that_never_answers_costs_a_step_nothing_and_the_end_its_deadline(tmp_path):
+@pytest.mark.usefixtures("own_environ")
+def test_a_server_that_never_answers_costs_a_step_nothing_and_the_end_its_deadline(
+    tmp_path, monkeypatch
+):
     """It accepts connections, and that is all."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     load_mlflow()
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -128,6 +132,7 @@ def test_a_server_that_never_answers_costs_a_step_nothing_and_the_end_its_deadli
         trackers.close(timeout_s=3.0)
         took = time.monotonic() - began
         connection.close()
+    assert remote.wait(time.monotonic() + DEADLINE_S)  # it has been refused since
     assert took < 60, "less than what mlflow itself waits for an answer"
     assert said[0].startswith("waiting for mlflow")
     assert "mlflow: has not answered in time; 50 recorded rows were not sent" in said[1]

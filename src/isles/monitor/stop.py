@@ -18,7 +18,7 @@ from isles.launch.queue.status import queue_job, refresh
 from isles.monitor.status import collect
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
-from isles.run.process import ProcessId
+from isles.run.process import ProcessId, handled
 from isles.run.state import attempt_state, current_status, script_of
 from isles.run.stop import StopKind, kill_now, request_stop, send_signal
 
@@ -75,15 +75,8 @@ def caught_signals() -> Iterator[Signals]:
     A signal that is ignored stays ignored, so that nohup works.
     """
     signals = Signals()
-    before = {}
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:
-            before[signum] = signal.signal(signum, signals.put)
-    try:
+    with handled(signals.put, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield signals
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, print_line: PrintLine) -> int:

@@ -8,8 +8,11 @@ import platform
 import signal
 import socket
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -65,6 +68,26 @@ class ProcessId:
             return same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
+
+
+@contextmanager
+def handled(
+    handler: Callable[[int, FrameType | None], Any] | signal.Handlers, *numbers: signal.Signals
+) -> Iterator[None]:
+    """Handle signals this way within a block, and as before after it. Main thread only.
+
+    A signal that is ignored stays ignored, so that nohup works. Programs that are started within
+    the block inherit SIG_IGN.
+    """
+    before = {}
+    try:
+        for number in numbers:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, handler)
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def signal_name(number: int) -> str:

@@ -166,7 +166,8 @@ class Cluster:
         lines.append(f"mount --bind {THERE}/names /etc/hosts")
         variables = {"ISLES_POD_IP": address, "XDG_STATE_HOME": "/tmp/state"}
         variables["JOB_COMPLETION_INDEX"] = pod["metadata"]["labels"][INDEX]
-        exports = [f"{key}={value}" for key, value in variables.items()]
+        # Not of the cluster: what is in a pod is a test's.
+        exports = [os.environ["LAB_MARK"], *(f"{key}={value}" for key, value in variables.items())]
         lines.append(f"exec env {' '.join(exports)} {shlex.join(container['command'])}")
         with (FOLDER / "logs" / name).open("ab") as stream:
             self.processes[name] = subprocess.Popen(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -115,7 +116,8 @@ def launch(words: list[str], *, is_managed: bool) -> None:
     for rank, node in enumerate(nodes):
         own = {"rank": rank, "environ": {**environ, "SKYPILOT_NODE_RANK": str(rank)}}
         # Its words are on the standard input, as they have the secrets.
-        start = f"exec 3<&0; setsid {sys.executable} {NODE} >/dev/null 2>{folder}/node-{rank}.err"
+        node_program = shlex.join([sys.executable, str(NODE)])
+        start = f"exec 3<&0; setsid {node_program} >/dev/null 2>{folder}/node-{rank}.err"
         ssh(node, f"{start} <&3 &", json.dumps({**job, **own}))
     say(f"📋 {'Managed job' if is_managed else 'Job'} submitted, ID: {number}")
 

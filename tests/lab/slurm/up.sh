@@ -2,7 +2,7 @@
 # A real Slurm (Debian's, with munge) over the pretend hosts: slurmctld in ctl, a slurmd in every other host.
 # Everything lives in SLURM_STATE: conf, keys, spool, logs. env: LAB_STATE (hosts that are up), SLURM_STATE.
 set -euo pipefail
-HERE=$(cd "$(dirname "$0")" && pwd); ST=$SLURM_STATE; ON=$HERE/../net/on.sh
+HERE=$(cd "$(dirname "$0")" && pwd) ST=$SLURM_STATE; ON="$HERE/../net/on.sh"
 CPUS=${CPUS:-4} MEM=${MEM:-4000}
 mkdir -p "$ST"/{ctld,log,munge,dev}; chmod 755 "$ST"; chmod 700 "$ST/munge"
 dd if=/dev/urandom of="$ST/munge/key" bs=1024 count=1 status=none; chmod 400 "$ST/munge/key"
@@ -69,14 +69,14 @@ for h in ctl "${NODES[@]}"; do
   nsenter -t $p -m -r mkdir -p "$ST"
   nsenter -t $p -m mount --bind "$ST" "$R$ST"
   nsenter -t $p -m sh -c "mkdir -p $ST/run && mount -t tmpfs tmpfs $R$ST/run"
-  $ON $h mkdir -p "$ST/run"; $ON $h chmod 755 "$ST/run"
-  $ON $h munged --force --key-file="$ST/munge/key" --socket="$ST/run/munge.socket" --pid-file="$ST/run/munged.pid" \
+  "$ON" $h mkdir -p "$ST/run"; "$ON" $h chmod 755 "$ST/run"
+  "$ON" $h munged --force --key-file="$ST/munge/key" --socket="$ST/run/munge.socket" --pid-file="$ST/run/munged.pid" \
     --log-file="$ST/munge/log.$h" --seed-file="$ST/munge/seed.$h"
 done
-$ON ctl slurmctld
-for n in "${NODES[@]}"; do $ON $n slurmd -N $n; done
+"$ON" ctl slurmctld
+for n in "${NODES[@]}"; do "$ON" $n slurmd -N $n; done
 for _ in $(seq 3000); do
-  [ "$($ON ctl sinfo -h -N -o '%T' -p main 2>/dev/null | grep -c '^idle$')" = "${#NODES[@]}" ] && exit
+  [ "$("$ON" ctl sinfo -h -N -o '%T' -p main 2>/dev/null | grep -c '^idle$')" = "${#NODES[@]}" ] && exit
   sleep .2
 done
 echo "nodes not idle:" >&2; for f in "$ST"/log/*.log; do echo "== $f"; tail -n 5 "$f"; done >&2; exit 1

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -212,8 +213,7 @@ def _linger(process: _Process) -> None:
 def _is_visited() -> bool:
     for other in psutil.process_iter():
         with suppress(psutil.Error):
-            words = other.cmdline()
-            if other.pid != os.getpid() and "-m" in words and "isles" in words:
+            if other.pid != os.getpid() and ("-m", "isles") in pairwise(other.cmdline()):
                 return True
     return False
 

@@ -34,6 +34,7 @@ from isles.launch.queue.job import (
 )
 from isles.launch.ssh.shell import Result
 from isles.run.paths import Attempt
+from isles.run.process import handled
 from isles.run.records import read_record
 
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
@@ -276,9 +277,9 @@ class SlurmAllocation(Allocation):
         return re.search(r" PreemptTime=\d", text) is not None
 
     def queue_again(self) -> str:
-        # Slurm ends this job to queue it again, and with it the command that has asked for it.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        done = self._slurm.run("scontrol", "requeue", self.job_id)
+        # Slurm ends this job to queue it again, and would end scontrol before it has answered.
+        with handled(signal.SIG_IGN, signal.SIGTERM):
+            done = self._slurm.run("scontrol", "requeue", self.job_id)
         if done.returncode == 0:
             return f"{self.job} is queued again, to go on"
         hand_on(self._attempt)

@@ -40,7 +40,7 @@ from isles.launch.ssh.hosts import (
 from isles.launch.worker import NEEDED_TO_TRAIN
 from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import RunDir
-from isles.run.process import ProcessId
+from isles.run.process import ProcessId, handled
 from isles.run.records import read_record
 
 _ASK_S = 60.0
@@ -102,19 +102,9 @@ def interruptible() -> Iterator[Callable[[], None]]:
     def end(signum: int, _frame: object) -> None:
         raise KeyboardInterrupt(signal.Signals(signum).name)
 
-    before = {}
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:
-            before[signum] = signal.signal(signum, end)
-
-    def hand_back() -> None:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-    try:
-        yield hand_back
-    finally:
-        hand_back()
+    with ExitStack() as stack:
+        stack.enter_context(handled(end, signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+        yield stack.close
 
 
 class _SshStart:

@@ -47,6 +47,7 @@ class Server:
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self._lock = lock_folder(folder)
+        self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.folder = folder
         make_identity(folder)
         self.work = Work(folder, settings)
@@ -68,7 +69,7 @@ class Server:
         """
         self.work.run = run
         with suppress(OSError, ValueError):  # each connection needs a file handle
-            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            most = self._limit[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         token = (self.folder / "token").read_text().strip()
         # Garbage of unknown senders is no news; failures of the hub are logged in routes.py.
@@ -122,10 +123,12 @@ class Server:
         self._door.knows(transport)
 
     async def stop(self) -> None:
-        """Take no more requests, and end the work."""
+        """Take no more requests, end the work, and give the state directory to others."""
         await self._door.close()
         await self._runner.cleanup()
         await self.work.stop()
+        os.close(self._lock)
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._limit)
 
 
 def _dialled(announce: str, host: str, port: int) -> tuple[str, int]:
