@@ -112,7 +112,7 @@ checkpoint/save.py dist/test_resume.py::test_kills_at_any_instant_change_no_bit
 = changed bytes of a checkpoint are not seen
 run/checkpoints.py
 dist/test_resume.py::test_stops_and_a_broken_checkpoint_change_no_bit
-- elif hash_file(file) != expected["sha256"]:
+- elif hash_file(file) != expected.sha256:
 + elif hash_file(file) == "":
 = what is written is not on the disk before it is renamed
 run/records.py unit/test_store.py
@@ -161,8 +161,8 @@ outer/hub/samples.py unit/test_outer_hub.py
 + if number < 0:
 = a block that one cluster holds is leased to another
 outer/hub/samples.py unit/test_outer_hub.py
-- "SELECT * FROM blocks WHERE owner = ? ORDER BY start"
-+ "SELECT * FROM blocks WHERE owner >= ? ORDER BY start"
+- free = "SELECT * FROM blocks WHERE owner = ? ORDER BY start LIMIT ?"
++ free = "SELECT * FROM blocks WHERE owner >= ? ORDER BY start LIMIT ?"
 = a queue starts the same job in vain for ever
 agent/requeue.py unit/test_slurm.py
 - times += not entry.is_counted

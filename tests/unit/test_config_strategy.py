@@ -202,9 +202,11 @@ def test_the_shape_is_found_wherever_it_lies(here: Path, monkeypatch: pytest.Mon
         (issue,) = shape_issues(loaded, hub_cache())
         assert "longer than the model's max_position_embeddings, 8" in issue.what
         assert issue.where == "command line model.name_or_path"
-    # What is not here, or cannot be read, the ranks look for again.
     (here / "base" / "config.json").write_text("[")
-    for name in ("me/other", "nothing", str(here), f"{here}/base"):
+    (issue,) = shape_issues(load(here, GOOD, f"model.name_or_path={here}/base"), hub_cache())
+    assert "cannot be used" in issue.what and issue.where == f"{here}/base/config.json"
+    # If it is not here, the ranks look for it again.
+    for name in ("me/other", "nothing", str(here)):
         assert shape_issues(load(here, GOOD, f"model.name_or_path={name}"), hub_cache()) == []
 
 

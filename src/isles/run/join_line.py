@@ -134,7 +134,7 @@ def ask_hub(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any]:
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {line.token}"})
         answer = connection.getresponse()
-        body, end = b"", time.monotonic() + _PARTS * timeout_s
+        body, end = bytearray(), time.monotonic() + _PARTS * timeout_s
         while part := answer.read1(_PART_BYTES):
             body += part
             if len(body) > MOST_BYTES or time.monotonic() > end:
@@ -154,7 +154,7 @@ def ask_hub(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any]:
         raise _unreached(line, error, timeout_s) from None
     finally:
         connection.close()
-    return _content(line, answer.status, body)
+    return _content(line, answer.status, bytes(body))
 
 
 class _Pinned(http.client.HTTPSConnection):

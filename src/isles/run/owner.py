@@ -57,11 +57,12 @@ def read_text(path: Path) -> tuple[str, str]:
         if error.errno != errno.ELOOP:
             raise
         is_link, handle = True, os.open(path, flags)
+    facts = os.fstat(handle)
+    # isles would wait forever for a pipe, and read a device forever.
+    if not stat.S_ISREG(facts.st_mode) or facts.st_size > _LONGEST_BYTES:
+        os.close(handle)
+        raise ValueError("it is not a record")
     with os.fdopen(handle, encoding="utf-8") as stream:
-        facts = os.fstat(handle)
-        # A pipe would be waited for without end, and a device read without end.
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size > _LONGEST_BYTES:
-            raise ValueError("it is not a record")
         text = stream.read()
     is_own = facts.st_uid == os.geteuid() and not is_link
     return text, "" if is_own else user_name(facts.st_uid)
