@@ -74,9 +74,10 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
     """A file that somebody else has written; errors as for `read_json`."""
     # A pipe would be waited for, a device read for ever.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ValueError("it is not a regular file")
     with os.fdopen(handle, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ValueError("it is not a regular file")
         data = stream.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ValueError(f"it is larger than {most_bytes / 2**20:.0f} MiB")
