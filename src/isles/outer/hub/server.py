@@ -19,7 +19,7 @@ from pathlib import Path
 from aiohttp import web
 
 from isles.errors import CommunicationError, ConfigError, MissingDependencyError
-from isles.outer.hub.door import Door
+from isles.outer.hub.acceptor import Acceptor
 from isles.outer.hub.routes import make_app
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.work import Work
@@ -110,7 +110,7 @@ class Server:
                 "the new join line to every cluster",
             ) from error
         assert self._runner.server is not None
-        self._door = Door(listening, context, self._runner.server)
+        self._acceptor = Acceptor(listening, context, self._runner.server)
         port = listening.getsockname()[1]
         write_secret(port_file, str(port))
         line = JoinLine(*_dialled(announce, host, port), run, token, fingerprint(self.folder))
@@ -120,11 +120,11 @@ class Server:
         return line
 
     def _knows(self, transport: asyncio.BaseTransport | None) -> None:
-        self._door.knows(transport)
+        self._acceptor.knows(transport)
 
     async def stop(self) -> None:
         """Take no more requests, end the work, and give the state directory to others."""
-        await self._door.close()
+        await self._acceptor.close()
         await self._runner.cleanup()
         await self.work.stop()
         os.close(self._lock)

@@ -16,7 +16,7 @@ _MOST = 2048
 _LOOK_S, _PAUSE_S = 1.0, 0.2
 
 
-class Door:
+class Acceptor:
     """Accepts connections for an event loop, and ends those that do not show the token in time.
 
     Counted from the first packet on: also connections that are silent, that stop within the
