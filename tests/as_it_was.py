@@ -137,11 +137,13 @@ def _code_of(thread: threading.Thread) -> str:
 
 
 def _left_open(numbers: frozenset[str]) -> list[str]:
-    # Only what lies in the folder for temporary files: libraries keep others, such as /dev/urandom.
+    # Only files in the folder for temporary files: libraries keep others, such as /dev/urandom. A
+    # file without a name leaves nothing, and goes with the object that a fixture still returns.
     found = []
     for number in numbers:
         with suppress(OSError):
             path = str(Path(f"/proc/self/fd/{number}").readlink())
-            if path.startswith(f"{tempfile.gettempdir()}/"):
+            is_named = not path.endswith(" (deleted)")
+            if is_named and path.startswith(f"{tempfile.gettempdir()}/"):
                 found.append(f"open file {path}")
     return found
