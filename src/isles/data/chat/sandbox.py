@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from string import Formatter
-from types import BuiltinMethodType, FunctionType, SimpleNamespace
+from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType, SimpleNamespace
 from typing import Any
 
 from jinja2 import Environment, Template, nodes, pass_context
@@ -58,18 +59,37 @@ _SHALLOW = frozenset(
 _SUMS = frozenset(
     (
         *("!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in"),
-        *("le", "lessthan", "lt", "ne", "endswith", "find", "get", "index", "partition"),
+        *(
+            "le",
+            "lessthan",
+            "lt",
+            "ne",
+            "%",
+            "divisibleby",
+            "endswith",
+            "find",
+            "format",
+            "format_map",
+            "get",
+        ),
+        *("index", "partition"),
         *("removeprefix", "removesuffix", "rfind", "rpartition", "rsplit", "split", "startswith"),
         "truncate",
     )
 )
 """What costs no more than the sizes of what it is given, and not their product."""
 
+_PROGRAMS = frozenset(("%", "divisibleby", "even", "format", "format_map", "odd", "replace", "sum"))
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[-#0 +]*\d{0,3}(?:\.\d{0,3})?[hlL]?[a-zA-Z%]")
 _WIDE = re.compile(r"\d{4}")
 _NESTED: tuple[Any, ...] = (
     *(list, tuple, dict, set, frozenset),
     *(type({}.keys()), type({}.values()), type({}.items())),
+)
+_LAZY: tuple[Any, ...] = (
+    *(GeneratorType, reversed, map, filter, zip),
+    *map(type, (reversed([]), reversed(range(0)), reversed({}))),
+    *map(type, (reversed({}.keys()), reversed({}.values()), reversed({}.items()))),
 )
 _OF_JINJA = ("_block_vars", "_loop_vars")
 """Arguments that jinja2 adds to calls."""
@@ -98,8 +118,9 @@ class _Generator(CodeGenerator):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._paid: dict[int, tuple[nodes.Node, str, str]] = {}
+        self._paid: dict[int, list[tuple[nodes.Node, str, str]]] = {}
         self._weights: dict[int, int] = {}
+        self._statements: dict[int, int] = {}
 
     def _weigh(self, node: nodes.Node) -> int:
         # What a statement costs, and at least once all that is in it.
@@ -112,26 +133,48 @@ class _Generator(CodeGenerator):
         return self._weights[id(node)]
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
-        # Of a loop, macro or block; a branch is paid with what it is in.
+        # Of a loop, macro or block, which pays for all that is in its statement, such as defaults;
+        # a branch is paid with what it is in.
         body = list(nodes)
         if not frame.soft_frame:
-            self.writeline(f"environment.spent += {_UNIT + sum(map(self._weigh, body))}")
+            weight = self._statements.get(id(nodes), _UNIT + sum(map(self._weigh, body)))
+            self.writeline(f"environment.spent += {weight}")
             self.writeline("if environment.spent > environment.limit: environment.spend(0)")
         super().blockvisit(body, frame)
 
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
+        parts: list[nodes.Expr] = []
+        first: nodes.Expr = node
+        while isinstance(first, nodes.Add):
+            parts.append(first.right)
+            first = first.left
+        self.write("environment.plus(")
+        for part in (first, *reversed(parts)):
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")")
+
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):
+            self._statements[id(node.body)] = self._weigh(node)
         for part in _read_in_full(node):
-            self._paid[id(part)] = part, "read", ""
+            self._pay(part, "read")
+        if isinstance(node, nodes.Operand) and node.op in ("in", "notin"):
+            paid = self._paid.get(id(node.expr), [])
+            self._paid[id(node.expr)] = [(part, "searched", more) for part, _, more in paid]
         if isinstance(node, nodes.For) and node.test is not None:
-            self._paid[id(node.test)] = node.test, "tested", f", {self._weigh(node.test)}"
+            self._pay(node.test, "tested", f", {self._weigh(node.test)}")
         if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
-            self._paid[id(node)] = node, "made", ""
-        _, function, more = self._paid.pop(id(node), (node, "", ""))
-        if function:
+            self._pay(node, "made")
+        paid = self._paid.pop(id(node), [])
+        for _, function, _ in paid:
             self.write(f"environment.{function}(")
         super().visit(node, *args, **kwargs)
-        if function:
+        for _, _, more in reversed(paid):
             self.write(f"{more})")
+
+    def _pay(self, node: nodes.Node, function: str, more: str = "") -> None:
+        self._paid.setdefault(id(node), []).append((node, function, more))
 
 
 def _read_in_full(node: nodes.Node) -> list[nodes.Expr]:
@@ -157,7 +200,7 @@ def _is_small(node: nodes.Node) -> bool:
         return all(map(_is_small, node.items))
     if isinstance(node, nodes.Filter):
         return node.name in ("count", "length")
-    return isinstance(node, nodes.Const | nodes.Sub)
+    return isinstance(node, nodes.Const | nodes.Compare | nodes.Not | nodes.Sub | nodes.Test)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -166,8 +209,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
     `of` makes it of the one that transformers makes, with all that templates may use there.
     """
 
+    _safe: dict[tuple[type, str], bool]
+
     code_generator_class = _Generator
-    intercepted_binops = frozenset(("+", "-", "*", "**", "%", "//"))
+    intercepted_binops = frozenset(("-", "*", "**", "%", "//"))
 
     @classmethod
     def of(cls, original: Environment) -> Sandbox:
@@ -184,6 +229,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         # Its text would hold all that was put into it.
         base: Any = own.globals["namespace"]
         own.globals["namespace"] = type("namespace", (base,), {"__repr__": lambda _: "<namespace>"})
+        own._safe = {}
         own.begin(None)
         return own
 
@@ -208,32 +254,46 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def read(self, value: Any) -> Any:
         """Pay for a value that is looked at in full: it is compared, or made to text."""
-        if isinstance(value, str):
+        kind = type(value)
+        if kind is str:
             self.spent += len(value)
             if self.spent > self.limit:
                 self.spend(0)
-        elif isinstance(value, _NESTED):
+            return value
+        self.spend(_size(value))
+        if issubclass(kind, _NESTED):
             # A list that is in several places counts in each, as each would write it.
-            self.spend(_size(value))
             for item in value:
                 self.read(item)
-            if isinstance(value, dict):
+            if kind is dict:
                 for item in value.values():
                     self.read(item)
-        elif isinstance(value, _Stream):
+        elif kind is _Stream:
             self.read(value.items)
-        elif isinstance(value, LoopContext):
+        elif kind is MethodType:
+            self.read(value.__self__)  # which its text may hold
+        elif kind is LoopContext:
             raise OverBudgetError("it makes text of a loop")
-        else:
-            self.spend(_size(value))
         return value
+
+    def searched(self, value: Any) -> Any:
+        """Pay for a value that is on the right of `in`."""
+        return value if type(value) is dict else self.read(value)
 
     def made(self, value: Any) -> Any:
         """Pay for a new value: itself, but not what is in its items, which was there before."""
-        if isinstance(value, Iterator) and not isinstance(value, LoopContext):
+        if type(value) is str:
+            self.spent += len(value)
+            if self.spent > self.limit:
+                self.spend(0)
+            return value
+        kind = type(value)
+        if kind is int:
+            if value.bit_length() > _MAX_BITS:
+                raise OverBudgetError("it computes a number that is too large")
+            return value
+        if issubclass(kind, _LAZY):
             value = _Stream(value)
-        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-            raise OverBudgetError("it computes a number that is too large")
         self.spend(_size(value))
         return value
 
@@ -244,47 +304,84 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _price(self, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         # What a method, filter, test or operation will cost, before it does anything.
-        before = self.spent
-        self.spend(_size(value)) if name in _SHALLOW else self.read(value)
-        weight, before = _UNIT + self.spent - before, self.spent
+        if type(value) is str:
+            weight = len(value)
+        else:
+            weight = _size(value) if name in _SHALLOW else self._weigh(value)
         times = 0
-        for each in (*args, *kwargs.values()):
-            if isinstance(each, int):
-                times += abs(each)
+        for each in (*args, *kwargs.values()) if kwargs else args:
+            if type(each) is str:
+                times += len(each)
+            elif isinstance(each, int):
+                times += 0 if name in _SUMS else abs(each)
             else:
-                self.read(each)
-        if name not in _SUMS:
-            self.spend(weight * (times + self.spent - before))
-        if name == "sum" and not isinstance(kwargs.get("start", (*args, 0, 0)[1]), int | float):
-            raise OverBudgetError("sum adds numbers only")
-        if isinstance(value, str) and name in ("%", "divisibleby", "even", "odd"):
-            # Each conversion may write all of the arguments, or a width of three digits.
+                times += self._weigh(each)
+        self.spent += weight + times
+        if times and name not in _SUMS and (name != "replace" or kwargs):
+            self.spent += (1 + weight) * times
+        if self.spent > self.limit:
+            self.spend(0)
+        if name in _PROGRAMS:
+            self._check(name, value, (*args, *kwargs.values()), times)
+
+    def _weigh(self, value: Any) -> int:
+        before = self.spent
+        self.read(value)
+        return self.spent - before
+
+    def _check(self, name: str, value: Any, given: Sequence[Any], times: int) -> None:
+        if name == "sum":
+            if not all(isinstance(each, str | int | float) for each in given):
+                raise OverBudgetError("sum adds numbers only")
+        elif name == "replace":
+            old, new, *_ = map(str, (*given, "", ""))
+            self.spend(str(value).count(old) * len(new))
+        elif isinstance(value, str) and name in ("format", "format_map"):
+            fields = [spec or "" for _, _, spec, _ in Formatter().parse(value)]
+            if any("{" in spec or _WIDE.search(spec) for spec in fields):
+                raise OverBudgetError("a field of format is wider than 999")
+            self.spend(len(fields) * (1000 + times))
+        elif isinstance(value, str):
             if "%" in _CONVERSION.sub("", value):
                 raise OverBudgetError("a conversion of % is wider than 999, or does not exist")
-            self.spend(value.count("%") * 1000)
-        elif isinstance(value, str) and name in ("format", "format_map"):
-            specs = [spec or "" for _, _, spec, _ in Formatter().parse(value)]
-            if any("{" in spec or _WIDE.search(spec) for spec in specs):
-                raise OverBudgetError("a field of format is wider than 999")
-            self.spend(len(specs) * 1000)
+            self.spend(value.count("%") * (1000 + times))
 
     # Operations.
 
+    def plus(self, *parts: Any) -> Any:
+        """What `+` makes of them."""
+        size = 0
+        for part in parts:
+            if type(part) is not str:
+                break
+            size += len(part)
+        else:
+            self.spent += size
+            if self.spent > self.limit:
+                self.spend(0)
+            return "".join(parts)
+        value, *others = parts
+        for other in others:
+            value = self.made(value + other)
+        return value
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """As jinja2 says, which looks at nothing but the type, and slowly."""
+        key = type(obj), attr
+        if key not in self._safe:
+            if len(self._safe) > 1000:
+                self._safe.clear()
+            self._safe[key] = super().is_safe_attribute(obj, attr, value)
+        return self._safe[key]
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operation that may make much of little."""
-        if operator == "+":
-            value = left + right
-            if type(value) is str:
-                self.spent += len(value)
-                if self.spent > self.limit:
-                    self.spend(0)
-                return value
-            return self.made(value)
         if isinstance(left, int) and isinstance(right, int):
-            if operator in ("*", "**"):
-                bits, more = left.bit_length(), right.bit_length()
-                if (bits + more if operator == "*" else bits * abs(right)) > _MAX_BITS:
-                    raise OverBudgetError("it computes a number that is too large")
+            if operator not in ("*", "**"):
+                return self.made(self.binop_table[operator](left, right))
+            bits, more = left.bit_length(), right.bit_length()
+            if (bits + more if operator == "*" else bits * abs(right)) > _MAX_BITS:
+                raise OverBudgetError("it computes a number that is too large")
         elif operator == "*" and isinstance(left, int):
             self._price(operator, right, (left,), {})
         else:
@@ -294,25 +391,30 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """A method of a value, a macro, or a function that transformers gives to templates."""
         self = __self
-        given = {k: v for k, v in kwargs.items() if k not in _OF_JINJA} if kwargs else kwargs
         if type(__obj) is BuiltinMethodType:
-            if __obj.__name__ in _NO_METHODS:
-                raise OverBudgetError(f"templates cannot call the method {__obj.__name__}")
-            self._price(__obj.__name__, __obj.__self__, args, given)
-            return self.made(__obj(*args, **given))
-        if isinstance(__obj, Macro):
-            self.spend(_UNIT * (len(args) + len(given)))
+            for key in _OF_JINJA:
+                kwargs.pop(key, None)
+            name = __obj.__name__
+            if name in _NO_METHODS:
+                raise OverBudgetError(f"templates cannot call the method {name}")
+            self._price(name, __obj.__self__, args, kwargs)
+            return self.made(__obj(*args, **kwargs))
+        if type(__obj) is Macro:
+            self.spend(_UNIT * (len(args) + len(kwargs)))
             return super().call(__context, __obj, *args, **kwargs)
         name = getattr(__obj, "__name__", "")
-        if name in _NO_METHODS:
-            raise OverBudgetError(f"templates cannot call the method {name}")
         if name == _MARKS:
             self.spend(self.spent // _UNIT)  # it joins all text so far
+            return super().call(__context, __obj, *args, **kwargs)
+        if name in _NO_METHODS:
+            raise OverBudgetError(f"templates cannot call the method {name}")
+        given = {key: value for key, value in kwargs.items() if key not in _OF_JINJA}
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str):
             self._price(name, owner, args, given)
         else:
-            self.read((args, given))
+            for each in (*args, *given.values()):
+                self.read(each)
         return self.made(super().call(__context, __obj, *args, **kwargs))
 
     def _priced(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -322,23 +424,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         @pass_context  # such a filter is never computed while the template is compiled
         def priced(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-            passed: tuple[Any, ...] = ()
-            if kind is not None:
-                by_kind = {_PassArg.context: context, _PassArg.environment: self}
-                passed = (by_kind.get(kind, context.eval_ctx),)
             self._price(price, value, args, kwargs)
-            return self.made(function(*passed, value, *args, **kwargs))
+            if kind is None:
+                return self.made(function(value, *args, **kwargs))
+            by_kind = {_PassArg.context: context, _PassArg.environment: self}
+            passed = by_kind.get(kind, context.eval_ctx)
+            return self.made(function(passed, value, *args, **kwargs))
 
         return priced
 
 
 def _size(value: Any) -> int:
-    # What a value costs without its items.
-    if isinstance(value, str):
+    # What a value costs without its items. Of its type: jinja2's namespaces are slow to be asked.
+    kind = type(value)
+    if issubclass(kind, str):
         return len(value)
-    if type(value) is range or isinstance(value, _NESTED):
-        return _UNIT * (1 + len(value))
-    return _UNIT * (1 + len(value.items)) if isinstance(value, _Stream) else _UNIT
+    if kind is _Stream:
+        return _UNIT * (1 + len(value.items))
+    return _UNIT * (1 + len(value)) if kind is range or issubclass(kind, _NESTED) else _UNIT
 
 
 def compile_template(text: str) -> Template:
@@ -359,17 +462,22 @@ def compile_template(text: str) -> Template:
         raise TemplateSyntaxError(what, 1) from error
 
 
-def variables(messages: Sequence[Any], **given: Any) -> dict[str, Any]:
-    """What `render_jinja_template` of transformers gives to a template, for `render`."""
-    found: dict[str, Any] = {}
+@cache
+def _giver() -> Callable[..., Any]:
+    # transformers' own function, so that messages are given as to any template. It gives them to
+    # a template that only keeps them.
+    keeps = SimpleNamespace(render=lambda **given: given)
     original = chat_template_utils.render_jinja_template
-    # transformers' own function, so that messages are given as to any template; only what it
-    # compiles the text with is ours.
-    template = SimpleNamespace(render=found.update)
-    names = {**original.__globals__, "_compile_jinja_template": lambda _: template}
+    names = {**original.__globals__, "_compile_jinja_template": lambda _: keeps}
     function = FunctionType(original.__code__, names, None, original.__defaults__)
     function.__kwdefaults__ = original.__kwdefaults__
-    function([list(messages)], **given)
+    return function
+
+
+def variables(messages: Sequence[Any], **given: Any) -> dict[str, Any]:
+    """What `render_jinja_template` of transformers gives to a template, for `render`."""
+    texts, _ = _giver()([list(messages)], **given)
+    found: dict[str, Any] = texts[0]
     return found
 
 
