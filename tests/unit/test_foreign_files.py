@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from isles.config.files import find_shape
 from isles.config.foreign import model_config, weight_files
@@ -30,6 +31,7 @@ QUESTION = [{"role": "user", "content": "hi"}]
 GROWS = "{% set ns = namespace(x='a' * 1000, l=[1], n=9) %}"
 LONG, END = "{% for i in range(99999) %}", "{% endfor %}"
 FORTY = "{% for i in range(40) %}"
+DOUBLED = "{% set ns = namespace(t=(1,)) %}" + FORTY + "{% set ns.t = (ns.t, ns.t) %}" + END
 ATTACKS = {
     "escape": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "range": "{% for i in range(10**9) %}x{% endfor %}",
@@ -67,6 +69,34 @@ ATTACKS = {
     "map": "{{ ['a'] | map('center', 10**10) | list }}",
     "select": "{{ range(99999) | select('in', range(99999) | map('float') | list) | list }}",
     "sum": "{{ ([[1]] * 99999) | sum(start=[]) }}",
+    "text of numbers": "{{ '%1000000000d' is divisibleby(1) or '%1000000000d' is even }}",
+    "long division": "{% set x = 0x"
+    + "f" * 100_000
+    + " %}"
+    + LONG
+    + "{% set y = x // (x - 1) %}"
+    + END,
+    "doubled number": GROWS + LONG + "{% set ns.n = ns.n - (-ns.n) %}" + END,
+    "joined stream": "{% set l = ['x' * 10000] * 10000 %}{{ ''.join(l | map('string')) }}",
+    "joined backwards": "{% set l = ['x' * 10000] * 10000 %}{{ l | reverse | join }}",
+    "joined loop": "{% for i in ['x' * 10000] * 10000 %}{{ loop | join }}" + END,
+    "key": DOUBLED + "{{ {}[ns.t] }}",
+    "attribute": DOUBLED + "{{ '' | attr(ns.t) }}",
+    "found": DOUBLED + "{{ {} is in ns.t or ns.t in {} }}",
+    "changed": DOUBLED + FORTY + "{{ loop.changed(ns.t) }}" + END,
+    "slices": DOUBLED + "{% set t = ns.t %}" + DOUBLED + "{{ t[:] == ns.t[:] }}",
+    "slice in a condition": "{% set x = 'a' * 500000 %}"
+    + LONG
+    + "{% for j in range(9) if x[1:] is none %}{% endfor %}"
+    + END,
+    "defaults": "{% macro m(a=["
+    + "1, messages, " * 5000
+    + "1]) %}{% endmacro %}"
+    + LONG
+    + "{{ m() }}"
+    + END,
+    "bound": "{% set x = ('a' * 500000) | safe %}" + LONG + "{{ x.join }}" + END,
+    "comments": "{{ (('<!---->' * 100000) | safe).striptags() }}",
     "strip": "{{ ('a' * 2000000).strip('b' * 200000 + 'a') }}",
     "brackets": "{{ " + "(" * 10**5 + "1" + ")" * 10**5 + " }}",
     "digits": "{{ " + "9" * 10**5 + " }}",
@@ -102,6 +132,32 @@ def test_a_template_does_the_work_that_long_conversations_need():
     messages = [{"role": "user", "content": "a" * 20_000}] * 300
     rendered = ChatTemplate(tokenizer(text), "long").prompt(messages)
     assert rendered.count("b") == 300 * 20_000 and rendered.endswith("b.")
+
+
+def test_a_template_renders_what_transformers_renders():
+    messages = [
+        {"role": "system", "content": "  Be good. "},
+        {"role": "user", "content": "<b>a&b\n"},
+        {"role": "assistant", "content": "<think>hm</think>\nyes", "thinking": "hm"},
+    ]
+    text = r"""
+{{ messages | selectattr('role', 'equalto', 'tool') | map(attribute='content') | join(', ') }}
+{% if messages | selectattr('role', 'equalto', 'tool') %}yes{% else %}no{% endif %}
+{% set g = messages | map(attribute='role') %}{{ g | join('-') }}{{ g | list }}{{ g is sequence }}
+{{ messages | tojson(indent=2) }}{{ messages[1:] | tojson }}{{ messages[0] | items | list }}
+{{ messages[2].content.split('</think>')[-1].strip('\n') | upper }}{{ messages[-1]['thinking'] }}
+{{ '%s: %5.1f' | format('a', 2.345) }}{{ '{:>8}|{}'.format('a', 1234567890) }}{{ 'a' ~ 1 ~ none }}
+{{ 'a' + 'b' * 3 + ('c' | safe) + '<' }}{{ 1 + 2 - 3 * 2 ** 5 // 3 % 4 }}{{ [1] + [2] }}
+{% for m in messages if 'think' not in m.content %}{{ loop.index }}/{{ loop.length }}{% endfor %}
+{% macro f(t, n=2) %}{% if n %}{{ t }}{{ f(t ~ n, n - 1) }}{% endif %}{% endmacro %}{{ f('x') }}
+{% set ns = namespace(s='', n=0) %}{% for m in messages %}{% set ns.s = ns.s + m.role %}{% endfor %}
+{{- ns.s }}{{ ns.s.startswith('sys') and 'tem' in ns.s }}{{ {'a': 1, ns.s: 2} }}{{ ns.s | length }}
+{{ messages[0].content | trim | replace('good', 'better') | indent(2, true) }}
+{% for k, v in messages[0] | dictsort %}{{ k }}={{ v | e }}{% endfor %}
+{{ range(3) | reverse | list }}{% filter upper %}a{% endfilter %}{{ dict(a=1).get('a') }}
+"""
+    want, _ = render_jinja_template([messages], chat_template=text, eos_token="</s>")
+    assert ChatTemplate(tokenizer(text), "here").prompt(messages) == want[0]
 
 
 PIECES = st.sampled_from(

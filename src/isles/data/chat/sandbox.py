@@ -1,107 +1,99 @@
 """Chat templates with a budget: a template comes with a model, and its author may be anybody.
 
 jinja2's sandbox keeps a template from Python's inside, but not from loops without end, or texts
-without size. Here every value that a template makes and every turn of its loops is paid for from
-one budget for each conversation. A template that spends more is refused, on every machine alike,
-as nothing here looks at a clock. Operations whose cost is no sum of sizes (`*`, `**`, `center`,
-`join`, ...) are paid before they are done.
+without size. Here a template pays from one budget for each text that it renders, in units of about
+a character: for each turn of a loop or macro by the statements in it, and for what an operation
+reads or makes by its size. What may make much of little (`*`, `center`, `join`, ...) is paid before
+it is done. A template that spends more is refused, on every machine alike, as nothing here looks at
+a clock. What costs little however it is used, such as a comparison with a constant, is free.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import (
-    Callable,
-    Mapping,
-    Sequence,
-)
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from string import Formatter
-from types import FunctionType, GeneratorType
-from typing import Any, cast
+from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType, SimpleNamespace
+from typing import Any
 
-from jinja2 import Environment, Template, pass_context
-from jinja2.compiler import CodeGenerator, Frame, operators
+from jinja2 import Environment, Template, nodes, pass_context
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
-from jinja2.nodes import (
-    Call,
-    Compare,
-    Concat,
-    Const,
-    Dict,
-    EnvironmentAttribute,
-    For,
-    Getitem,
-    If,
-    List,
-    Node,
-    Output,
-    Slice,
-    TemplateData,
-    Tuple,
-)
-from jinja2.runtime import Context, Macro, str_join
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import _PassArg
 from transformers.utils import chat_template_utils
 
-MAX_TEMPLATE_CHARS = 2**20
+MAX_TEMPLATE_CHARS = 2**18
 """The largest template of a known model has 30,000."""
 
 _BUDGET, _PER_UNIT_OF_INPUT = 2**26, 100
-"""Units for a conversation, and more for each unit of the conversation itself."""
+"""Units for a text, and more for each unit of the conversation itself."""
 
 _UNIT = 64
-"""Cost of a turn, of an operation, of an item of a list. A character costs 1."""
+"""Cost of a part of a statement, or an item of a list. A character costs 1."""
 
-_CALL = 512
-"""Cost of a call of a macro or a method."""
-
-_MAX_DEPTH, _MAX_BITS, _MAX_WIDTH = 64, 2**15, 10_000
-
-_NOT_OFFERED = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
+_MAX_BITS = 2**15
+_NOT_OFFERED = ("pprint", "random", "striptags", "urlize", "wordwrap")
 """Filters that no chat needs, with a cost that is hard to tell, or with another result each day."""
 
-_NO_METHODS = frozenset(("encode", "decode", "from_bytes", "maketrans", "to_bytes", "translate"))
+_NO_METHODS = frozenset(("encode", "striptags", "to_bytes"))
+_FREE = frozenset(("count", "d", "default", "first", "last", "length"))
+_FREE_TESTS = frozenset(
+    (
+        *("boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable"),
+        *("mapping", "none", "number", "sameas", "sequence", "string", "true", "undefined"),
+    )
+)
+"""Filters and tests that do not look into a value."""
+
 _SHALLOW = frozenset(
     (
-        *("attr", "batch", "copy", "count", "d", "default", "first", "get", "items", "keys"),
-        *("last", "length", "list", "map", "reject", "rejectattr", "reverse", "select"),
-        *("selectattr", "slice", "values"),
+        *("attr", "batch", "copy", "get", "items", "keys", "list", "map", "reject", "rejectattr"),
+        *("reverse", "select", "selectattr", "slice", "values"),
     )
 )
-"""Methods and filters that look at the items of a list, and not into them."""
+"""Filters and methods that look at the items of a list, and not into them."""
 
-_PRODUCTS = frozenset(
-    (
-        *("batch", "center", "dictsort", "expandtabs", "groupby", "indent", "join", "ljust"),
-        *("lstrip", "map", "max", "min", "reject", "rejectattr", "rjust", "round", "rstrip"),
-        *("select", "selectattr", "slice", "sort", "strip", "sum", "tojson", "trim", "unique"),
-        "zfill",
-    )
-)
-"""What these cost or make grows with the size of a value times an argument."""
-
-_COMPARING = frozenset(
+_SUMS = frozenset(
     (
         *("!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in"),
-        *("le", "lessthan", "lt", "ne"),
+        *(
+            "le",
+            "lessthan",
+            "lt",
+            "ne",
+            "%",
+            "divisibleby",
+            "endswith",
+            "find",
+            "format",
+            "format_map",
+            "get",
+        ),
+        *("index", "partition"),
+        *("removeprefix", "removesuffix", "rfind", "rpartition", "rsplit", "split", "startswith"),
+        "truncate",
     )
 )
+"""What costs no more than the sizes of what it is given, and not their product."""
+
+_PROGRAMS = frozenset(("%", "divisibleby", "even", "format", "format_map", "odd", "replace", "sum"))
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[-#0 +]*\d{0,3}(?:\.\d{0,3})?[hlL]?[a-zA-Z%]")
 _WIDE = re.compile(r"\d{4}")
 _NESTED: tuple[Any, ...] = (
-    list,
-    tuple,
-    dict,
-    set,
-    frozenset,
-    type({}.keys()),
-    type({}.values()),
-    type({}.items()),
+    *(list, tuple, dict, set, frozenset),
+    *(type({}.keys()), type({}.values()), type({}.items())),
 )
-_LAZY: tuple[Any, ...] = (GeneratorType, type(reversed([])), map, filter, zip)
-_PASS = "iterated"
+_LAZY: tuple[Any, ...] = (
+    *(GeneratorType, reversed, map, filter, zip),
+    *map(type, (reversed([]), reversed(range(0)), reversed({}))),
+    *map(type, (reversed({}.keys()), reversed({}.values()), reversed({}.items()))),
+)
+_OF_JINJA = ("_block_vars", "_loop_vars")
+"""Arguments that jinja2 adds to calls."""
+
 _MARKS = "_generation_support"
 """The function of transformers behind `{% generation %}`."""
 
@@ -110,72 +102,105 @@ class OverBudgetError(SecurityError):
     """The template does more than any conversation needs."""
 
 
+class _Stream:
+    # In the place of a generator: its items can be told, and it can be read once.
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = list(items)
+        self._rest = iter(self.items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._rest
+
+
 class _Generator(CodeGenerator):
     # Python code that pays for what it does.
 
-    def blockvisit(self, nodes: Any, frame: Frame) -> None:
-        # Of a loop, macro or block: a turn costs as much as all of the text that is in it.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._paid: dict[int, list[tuple[nodes.Node, str, str]]] = {}
+        self._weights: dict[int, int] = {}
+        self._statements: dict[int, int] = {}
+
+    def _weigh(self, node: nodes.Node) -> int:
+        # What a statement costs, and at least once all that is in it.
+        if id(node) not in self._weights:
+            value = getattr(node, "data", getattr(node, "value", None))
+            if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+                self.fail("the number is too large", node.lineno)
+            own = _UNIT + (len(value) if isinstance(value, str) else 0)
+            self._weights[id(node)] = own + sum(map(self._weigh, node.iter_child_nodes()))
+        return self._weights[id(node)]
+
+    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
+        # Of a loop, macro or block, which pays for all that is in its statement, such as defaults;
+        # a branch is paid with what it is in.
         body = list(nodes)
-        if not frame.soft_frame:  # no branch, which its turn has paid for
-            self.writeline(f"environment.turn({sum(map(_text_in, body))})")
+        if not frame.soft_frame:
+            weight = self._statements.get(id(nodes), _UNIT + sum(map(self._weigh, body)))
+            self.writeline(f"environment.spent += {weight}")
+            self.writeline("if environment.spent > environment.limit: environment.spend(0)")
         super().blockvisit(body, frame)
 
-    def _paid(self, visit: Callable[[Any, Frame], None], node: Node, frame: Frame) -> None:
-        self.write("environment.made(")
-        visit(node, frame)
-        self.write(")")
-
-    def visit_List(self, node: List, frame: Frame) -> None:
-        self._paid(super().visit_List, node, frame)
-
-    def visit_Dict(self, node: Dict, frame: Frame) -> None:
-        self._paid(super().visit_Dict, node, frame)
-
-    def visit_Tuple(self, node: Tuple, frame: Frame) -> None:
-        if node.ctx == "load":
-            self._paid(super().visit_Tuple, node, frame)
-        else:
-            super().visit_Tuple(node, frame)
-
-    def visit_Getitem(self, node: Getitem, frame: Frame) -> None:
-        if isinstance(node.arg, Slice):
-            self._paid(super().visit_Getitem, node, frame)
-        else:
-            super().visit_Getitem(node, frame)
-
-    def visit_For(self, node: For, frame: Frame) -> None:
-        # A loop with a condition turns where no turn of its body is seen.
-        whole = Call(EnvironmentAttribute(_PASS), [node.iter], [], None, None)
-        node.iter = whole.set_lineno(node.lineno)
-        super().visit_For(node, frame)
-
-    def visit_Call(self, node: Call, frame: Frame, forward_caller: bool = False) -> None:
-        if isinstance(node.node, EnvironmentAttribute):
-            self.write(f"environment.{node.node.name}(")
-            self.visit(node.args[0], frame)
-            self.write(")")
-        else:
-            super().visit_Call(node, frame, forward_caller=forward_caller)
-
-    def visit_Compare(self, node: Compare, frame: Frame) -> None:
-        self.write("(")
-        self._compared(node.expr, frame)
-        for operand in node.ops:
-            self.write(f" {operators[operand.op]} ")
-            self._compared(operand.expr, frame)
-        self.write(")")
-
-    def _compared(self, node: Node, frame: Frame) -> None:
-        self.write("environment.read(")
-        self.visit(node, frame)
-        self.write(")")
-
-    def visit_Concat(self, node: Concat, frame: Frame) -> None:
-        self.write("environment.joined((")
-        for part in node.nodes:
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
+        parts: list[nodes.Expr] = []
+        first: nodes.Expr = node
+        while isinstance(first, nodes.Add):
+            parts.append(first.right)
+            first = first.left
+        self.write("environment.plus(")
+        for part in (first, *reversed(parts)):
             self.visit(part, frame)
             self.write(", ")
-        self.write("))")
+        self.write(")")
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):
+            self._statements[id(node.body)] = self._weigh(node)
+        for part in _read_in_full(node):
+            self._pay(part, "read")
+        if isinstance(node, nodes.Operand) and node.op in ("in", "notin"):
+            paid = self._paid.get(id(node.expr), [])
+            self._paid[id(node.expr)] = [(part, "searched", more) for part, _, more in paid]
+        if isinstance(node, nodes.For) and node.test is not None:
+            self._pay(node.test, "tested", f", {self._weigh(node.test)}")
+        if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+            self._pay(node, "made")
+        paid = self._paid.pop(id(node), [])
+        for _, function, _ in paid:
+            self.write(f"environment.{function}(")
+        super().visit(node, *args, **kwargs)
+        for _, _, more in reversed(paid):
+            self.write(f"{more})")
+
+    def _pay(self, node: nodes.Node, function: str, more: str = "") -> None:
+        self._paid.setdefault(id(node), []).append((node, function, more))
+
+
+def _read_in_full(node: nodes.Node) -> list[nodes.Expr]:
+    # The parts whose size an operation depends on.
+    parts: list[nodes.Expr] = []
+    if isinstance(node, nodes.Compare):
+        parts = [node.expr, *(operand.expr for operand in node.ops)]
+        is_search = any(operand.op in ("in", "notin") for operand in node.ops)
+        if len(parts) == 2 and not is_search and any(map(_is_small, parts)):
+            return []
+    elif isinstance(node, nodes.Concat):
+        parts = node.nodes
+    elif isinstance(node, nodes.Dict):
+        parts = [pair.key for pair in node.items]
+    elif isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice):
+        parts = [node.arg]
+    return [part for part in parts if not _is_small(part)]
+
+
+def _is_small(node: nodes.Node) -> bool:
+    # Whether it is no larger than the template, whatever the messages are.
+    if isinstance(node, nodes.List | nodes.Tuple):
+        return all(map(_is_small, node.items))
+    if isinstance(node, nodes.Filter):
+        return node.name in ("count", "length")
+    return isinstance(node, nodes.Const | nodes.Compare | nodes.Not | nodes.Sub | nodes.Test)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -184,8 +209,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
     `of` makes it of the one that transformers makes, with all that templates may use there.
     """
 
+    _safe: dict[tuple[type, str], bool]
+
     code_generator_class = _Generator
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("-", "*", "**", "%", "//"))
 
     @classmethod
     def of(cls, original: Environment) -> Sandbox:
@@ -193,214 +220,228 @@ class Sandbox(ImmutableSandboxedEnvironment):
         own = original.overlay()
         own.__class__ = cls
         assert isinstance(own, Sandbox)
-        own.finalize = own._written
-        filters = {name: each for name, each in own.filters.items() if name not in _NOT_OFFERED}
-        own.filters = {name: own._priced(name, cast(Any, each)) for name, each in filters.items()}
-        own.tests = {
-            name: own._priced(name, cast(Any, each), "test") for name, each in own.tests.items()
-        }
+        own.finalize = own.read
+        offered: dict[str, Any] = {k: v for k, v in own.filters.items() if k not in _NOT_OFFERED}
+        own.filters = {k: v if k in _FREE else own._priced(k, v) for k, v in offered.items()}
+        tests: dict[str, Any] = dict(own.tests)
+        own.tests = {k: v if k in _FREE_TESTS else own._priced(k, v) for k, v in tests.items()}
         own.globals = {name: value for name, value in own.globals.items() if name != "lipsum"}
         # Its text would hold all that was put into it.
-        base = own.globals["namespace"]
-        assert isinstance(base, type)
+        base: Any = own.globals["namespace"]
         own.globals["namespace"] = type("namespace", (base,), {"__repr__": lambda _: "<namespace>"})
+        own._safe = {}
         own.begin(None)
         return own
 
     def begin(self, conversation: object) -> None:
-        """Give a new conversation its budget."""
-        self._left, self._conversation = _BUDGET, conversation
-        self._known: dict[int, tuple[object, int, int]] = {}
-        self._text = 0
+        """Give a budget for the next text, which is rendered from a conversation."""
+        self.spent, self.limit, self._conversation = 0, _BUDGET, conversation
 
     # Prices.
 
     def spend(self, units: int) -> None:
         """Take units from the budget. OverBudgetError: they are used up."""
-        self._left -= units
-        if self._left < 0 and self._conversation is not None:
+        self.spent += units
+        if self.spent > self.limit and self._conversation is not None:
             # Few need more, so that the conversation's size is found out here.
             given, self._conversation = self._conversation, None
-            self._left += _PER_UNIT_OF_INPUT * self._weigh(given)[0]
-        if self._left < 0:
+            before, self.limit = self.spent, 2**62
+            self.read(given)
+            self.limit = _BUDGET + _PER_UNIT_OF_INPUT * (self.spent - before)
+            self.spent = before
+        if self.spent > self.limit:
             raise OverBudgetError("it does far more than this conversation needs")
-
-    def turn(self, written: int) -> None:
-        """Pay for a turn of a loop, a macro or a branch, and for the template's own text in it."""
-        self._text += written
-        self.spend(_UNIT + written)
-
-    def made(self, value: Any) -> Any:
-        """Pay for a new value: itself, but not what is in its items, which was there before."""
-        if isinstance(value, str):
-            self.spend(_UNIT + len(value))
-            return value
-        if isinstance(value, _LAZY):
-            value = list(value)
-        self.spend(_size(value))
-        if isinstance(value, _NESTED) and self._weigh(value)[0] > _BUDGET:
-            raise OverBudgetError("it puts a list into itself again and again")
-        return value
 
     def read(self, value: Any) -> Any:
         """Pay for a value that is looked at in full: it is compared, or made to text."""
-        self.spend(_UNIT + len(value) if type(value) is str else self._weigh(value)[0])
+        kind = type(value)
+        if kind is str:
+            self.spent += len(value)
+            if self.spent > self.limit:
+                self.spend(0)
+            return value
+        self.spend(_size(value))
+        if issubclass(kind, _NESTED):
+            # A list that is in several places counts in each, as each would write it.
+            for item in value:
+                self.read(item)
+            if kind is dict:
+                for item in value.values():
+                    self.read(item)
+        elif kind is _Stream:
+            self.read(value.items)
+        elif kind is MethodType:
+            self.read(value.__self__)  # which its text may hold
+        elif kind is LoopContext:
+            raise OverBudgetError("it makes text of a loop")
         return value
 
-    def iterated(self, value: Any) -> Any:
-        """Pay for a pass over a value."""
+    def searched(self, value: Any) -> Any:
+        """Pay for a value that is on the right of `in`."""
+        return value if type(value) is dict else self.read(value)
+
+    def made(self, value: Any) -> Any:
+        """Pay for a new value: itself, but not what is in its items, which was there before."""
+        if type(value) is str:
+            self.spent += len(value)
+            if self.spent > self.limit:
+                self.spend(0)
+            return value
+        kind = type(value)
+        if kind is int:
+            if value.bit_length() > _MAX_BITS:
+                raise OverBudgetError("it computes a number that is too large")
+            return value
+        if issubclass(kind, _LAZY):
+            value = _Stream(value)
         self.spend(_size(value))
         return value
 
-    def joined(self, parts: Sequence[Any]) -> str:
-        """What `~` makes of them."""
-        for part in parts:
-            self.read(part)
-        return str_join(parts)
-
-    def _written(self, value: Any) -> Any:
-        # What `{{ }}` writes.
-        before = self._left
-        self.read(value)
-        self._text += before - self._left
+    def tested(self, value: Any, units: int) -> Any:
+        """Pay for the condition of a loop, which turns where no turn of its body is seen."""
+        self.spend(units)
         return value
 
-    def _weigh(self, value: Any) -> tuple[int, int]:
-        # How much a value would be as text, and how deep it is nested. A list that is in several
-        # places counts in each, as each would write it. No template can change one, so each is
-        # looked at once.
-        if not isinstance(value, _NESTED):
-            return _size(value), 0
-        if (known := self._known.get(id(value))) is not None:
-            return known[1], known[2]
-        items = chain.from_iterable(value.items()) if isinstance(value, dict) else iter(value)
-        weights = [self._weigh(item) for item in items]
-        weight = _size(value) + sum(each for each, _ in weights)
-        depth = 1 + max((depth for _, depth in weights), default=0)
-        if depth > _MAX_DEPTH:
-            raise OverBudgetError(f"it nests values more than {_MAX_DEPTH} deep")
-        self._known[id(value)] = value, weight, depth  # held, so that no other gets its id
-        return weight, depth
+    def _price(self, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        # What a method, filter, test or operation will cost, before it does anything.
+        if type(value) is str:
+            weight = len(value)
+        else:
+            weight = _size(value) if name in _SHALLOW else self._weigh(value)
+        times = 0
+        for each in (*args, *kwargs.values()) if kwargs else args:
+            if type(each) is str:
+                times += len(each)
+            elif isinstance(each, int):
+                times += 0 if name in _SUMS else abs(each)
+            else:
+                times += self._weigh(each)
+        self.spent += weight + times
+        if times and name not in _SUMS and (name != "replace" or kwargs):
+            self.spent += (1 + weight) * times
+        if self.spent > self.limit:
+            self.spend(0)
+        if name in _PROGRAMS:
+            self._check(name, value, (*args, *kwargs.values()), times)
+
+    def _weigh(self, value: Any) -> int:
+        before = self.spent
+        self.read(value)
+        return self.spent - before
+
+    def _check(self, name: str, value: Any, given: Sequence[Any], times: int) -> None:
+        if name == "sum":
+            if not all(isinstance(each, str | int | float) for each in given):
+                raise OverBudgetError("sum adds numbers only")
+        elif name == "replace":
+            old, new, *_ = map(str, (*given, "", ""))
+            self.spend(str(value).count(old) * len(new))
+        elif isinstance(value, str) and name in ("format", "format_map"):
+            fields = [spec or "" for _, _, spec, _ in Formatter().parse(value)]
+            if any("{" in spec or _WIDE.search(spec) for spec in fields):
+                raise OverBudgetError("a field of format is wider than 999")
+            self.spend(len(fields) * (1000 + times))
+        elif isinstance(value, str):
+            if "%" in _CONVERSION.sub("", value):
+                raise OverBudgetError("a conversion of % is wider than 999, or does not exist")
+            self.spend(value.count("%") * (1000 + times))
 
     # Operations.
 
+    def plus(self, *parts: Any) -> Any:
+        """What `+` makes of them."""
+        size = 0
+        for part in parts:
+            if type(part) is not str:
+                break
+            size += len(part)
+        else:
+            self.spent += size
+            if self.spent > self.limit:
+                self.spend(0)
+            return "".join(parts)
+        value, *others = parts
+        for other in others:
+            value = self.made(value + other)
+        return value
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """As jinja2 says, which looks at nothing but the type, and slowly."""
+        key = type(obj), attr
+        if key not in self._safe:
+            if len(self._safe) > 1000:
+                self._safe.clear()
+            self._safe[key] = super().is_safe_attribute(obj, attr, value)
+        return self._safe[key]
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operation that may make much of little."""
-        is_integer = isinstance(left, int) and isinstance(right, int)
-        if operator == "+" and type(left) is type(right) is str:
-            self.spend(2 * (len(left) + len(right) + _UNIT))
-            return left + right
-        if operator == "%" and isinstance(left, str):
-            self._check_format(left, right)
-        elif operator == "+":
-            self.spend(_size(left) + _size(right))
-        elif operator == "*" and not is_integer:
-            for sized, times in ((left, right), (right, left)):
-                if isinstance(times, int):
-                    self.spend(_size(sized) * max(1, times))
-        elif is_integer and operator in ("*", "**"):
+        if isinstance(left, int) and isinstance(right, int):
+            if operator not in ("*", "**"):
+                return self.made(self.binop_table[operator](left, right))
             bits, more = left.bit_length(), right.bit_length()
             if (bits + more if operator == "*" else bits * abs(right)) > _MAX_BITS:
                 raise OverBudgetError("it computes a number that is too large")
+        elif operator == "*" and isinstance(left, int):
+            self._price(operator, right, (left,), {})
+        else:
+            self._price(operator, left, (right,), {})
         return self.made(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """A method of a value, a macro, or a function that transformers gives to templates."""
-        self, name = __self, getattr(__obj, "__name__", "")
-        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
-        self.spend(_CALL + (self._text // 16 if name == _MARKS else 0))  # a mark joins all text
-        if isinstance(owner, str | bytes | int | float | list | tuple | dict | type):
+        self = __self
+        if type(__obj) is BuiltinMethodType:
+            for key in _OF_JINJA:
+                kwargs.pop(key, None)
+            name = __obj.__name__
             if name in _NO_METHODS:
                 raise OverBudgetError(f"templates cannot call the method {name}")
-            if name in ("format", "format_map") and isinstance(owner, str):
-                self._check_fields(owner, args, kwargs)
-            self._check(name, owner, args, kwargs)
+            self._price(name, __obj.__self__, args, kwargs)
+            return self.made(__obj(*args, **kwargs))
+        if type(__obj) is Macro:
+            self.spend(_UNIT * (len(args) + len(kwargs)))
+            return super().call(__context, __obj, *args, **kwargs)
+        name = getattr(__obj, "__name__", "")
+        if name == _MARKS:
+            self.spend(self.spent // _UNIT)  # it joins all text so far
+            return super().call(__context, __obj, *args, **kwargs)
+        if name in _NO_METHODS:
+            raise OverBudgetError(f"templates cannot call the method {name}")
+        given = {key: value for key, value in kwargs.items() if key not in _OF_JINJA}
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        if isinstance(owner, str):
+            self._price(name, owner, args, given)
         else:
-            self.spend(_UNIT + sum(map(_size, (*args, *kwargs.values()))))
-            if isinstance(__obj, Macro):
-                self._weigh((args, kwargs))  # it may keep them, as varargs and kwargs
+            for each in (*args, *given.values()):
+                self.read(each)
         return self.made(super().call(__context, __obj, *args, **kwargs))
 
-    def _check(self, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        # What a method, filter or test will cost, before it does anything.
-        given = (*args, *kwargs.values())
-        if name in _SHALLOW:
-            weight, rest = _size(value), sum(map(_size, given))
-        else:
-            weight, rest = self._weigh(value)[0], self._weigh(given)[0]
-        self.spend(_UNIT + weight + rest)
-        if name in _PRODUCTS:
-            numbers = [abs(each) for each in given if isinstance(each, int)]
-            if max(numbers, default=0) > _MAX_WIDTH:
-                raise OverBudgetError(f"{name} of {max(numbers)} is too large")
-            texts = [self._weigh(each)[0] - _UNIT for each in given if not isinstance(each, int)]
-            if name == "join" and isinstance(value, str):
-                weight, texts = rest, [len(value)]
-            self.spend((_UNIT + weight) * max((*numbers, *texts), default=0))
-        elif name == "replace" and len(given) >= 2:
-            self.spend(str(value).count(str(given[0])) * len(str(given[1])))
-
-    def _check_format(self, text: str, args: Any) -> None:
-        # `%`: each conversion may write all of the arguments, or a width of three digits.
-        if "%" in _CONVERSION.sub("", text):
-            raise OverBudgetError("a conversion of % is wider than 999, or does not exist")
-        self.spend(text.count("%") * (1000 + self._weigh(args)[0]))
-
-    def _check_fields(self, text: str, args: Any, kwargs: Any) -> None:
-        # `str.format`: the same.
-        specs = [spec or "" for _, _, spec, _ in Formatter().parse(text)]
-        if any("{" in spec or _WIDE.search(spec) for spec in specs):
-            raise OverBudgetError("a field of format is wider than 999")
-        weight = self._weigh(args)[0] + self._weigh(tuple(kwargs.values()))[0]
-        self.spend(len(specs) * (1000 + weight))
-
-    def _priced(
-        self, name: str, function: Callable[..., Any], what: str = "filter"
-    ) -> Callable[..., Any]:
+    def _priced(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         # A filter or test that pays.
         kind = _PassArg.from_obj(function)
+        price = "%" if name == "format" else name
 
         @pass_context  # such a filter is never computed while the template is compiled
         def priced(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-            passed: tuple[Any, ...] = ()
-            if kind is not None:
-                by_kind = {_PassArg.context: context, _PassArg.environment: self}
-                passed = (by_kind.get(kind, context.eval_ctx),)
-            if what == "test":
-                if name in _COMPARING:
-                    self._check(name, value, args, kwargs)
-                self.spend(_UNIT)
-                return function(*passed, value, *args, **kwargs)
-            if name == "format":
-                self._check_format(str(value), (*args, *kwargs.values()))
-            if name == "sum" and not isinstance(kwargs.get("start", (*args, 0, 0)[1]), int | float):
-                raise OverBudgetError("sum adds numbers only")
-            self._check(name, value, args, kwargs)
-            return self.made(function(*passed, value, *args, **kwargs))
+            self._price(price, value, args, kwargs)
+            if kind is None:
+                return self.made(function(value, *args, **kwargs))
+            by_kind = {_PassArg.context: context, _PassArg.environment: self}
+            passed = by_kind.get(kind, context.eval_ctx)
+            return self.made(function(passed, value, *args, **kwargs))
 
         return priced
 
 
-def _text_in(node: Node) -> int:
-    # Characters that a statement may write, without those of loops in it.
-    if isinstance(node, If):
-        return sum(map(_text_in, (*node.body, *node.elif_, *node.else_)))
-    if not isinstance(node, Output):
-        return 0
-    texts: Any = node.find_all((TemplateData, Const))
-    values = (text.data if isinstance(text, TemplateData) else text.value for text in texts)
-    return sum(len(value) for value in values if isinstance(value, str))
-
-
 def _size(value: Any) -> int:
-    # What a value costs without its items.
-    if isinstance(value, (str, bytes)):
-        return _UNIT + len(value)
-    if isinstance(value, int):
-        return _UNIT + value.bit_length() // 3
-    if type(value) is range or isinstance(value, _NESTED):
-        return _UNIT * (1 + len(value))
-    return _UNIT
+    # What a value costs without its items. Of its type: jinja2's namespaces are slow to be asked.
+    kind = type(value)
+    if issubclass(kind, str):
+        return len(value)
+    if kind is _Stream:
+        return _UNIT * (1 + len(value.items))
+    return _UNIT * (1 + len(value)) if kind is range or issubclass(kind, _NESTED) else _UNIT
 
 
 def compile_template(text: str) -> Template:
@@ -421,19 +462,33 @@ def compile_template(text: str) -> Template:
         raise TemplateSyntaxError(what, 1) from error
 
 
-def render_within_budget(template: Template, **given: Any) -> tuple[list[str], list[list[Any]]]:
-    """As `render_jinja_template` of transformers, with a template of `compile_template`."""
+@cache
+def _giver() -> Callable[..., Any]:
+    # transformers' own function, so that messages are given as to any template. It gives them to
+    # a template that only keeps them.
+    keeps = SimpleNamespace(render=lambda **given: given)
+    original = chat_template_utils.render_jinja_template
+    names = {**original.__globals__, "_compile_jinja_template": lambda _: keeps}
+    function = FunctionType(original.__code__, names, None, original.__defaults__)
+    function.__kwdefaults__ = original.__kwdefaults__
+    return function
+
+
+def variables(messages: Sequence[Any], **given: Any) -> dict[str, Any]:
+    """What `render_jinja_template` of transformers gives to a template, for `render`."""
+    texts, _ = _giver()([list(messages)], **given)
+    found: dict[str, Any] = texts[0]
+    return found
+
+
+def render(
+    template: Template, given: Mapping[str, Any], *, marked: bool
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a template of `compile_template`, and what it marks if it has marks."""
     sandbox = template.environment
     assert isinstance(sandbox, Sandbox)
-    original = chat_template_utils.render_jinja_template
-    # transformers' own function, so that messages are given as to any template; only what it
-    # compiles the text with is ours.
-    names = {**original.__globals__, "_compile_jinja_template": lambda _: template}
-    render = FunctionType(original.__code__, names, None, original.__defaults__)
-    render.__kwdefaults__ = original.__kwdefaults__
-    sandbox.begin([given["conversations"], given["tools"] or []])
-    try:
-        texts, spans = render(**given)
-    finally:
-        sandbox.begin(None)
-    return texts, spans
+    sandbox.begin([given["messages"], given["tools"]])
+    if not marked:
+        return template.render(given), []
+    text, spans = chat_template_utils._render_with_assistant_indices(template, **given)
+    return text, spans

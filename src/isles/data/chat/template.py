@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -51,6 +52,15 @@ class Rendered:
     text: str
     spans: Sequence[Span]
     ends_open: bool
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    # A template is a program from elsewhere, and what goes wrong in it is its own.
+    try:
+        yield
+    except Exception as error:
+        raise TemplateRefusal(str(error)[:500] or type(error).__name__) from error
 
 
 class ChatTemplate:
@@ -111,7 +121,8 @@ class ChatTemplate:
         if train_on == "last":
             wanted = wanted[-1:]
         try:
-            text, marked = self._render_marked(chat)
+            chat = self._prepare(chat)
+            text, marked = self._render_marked(chat.messages)
             if train_on == "all":
                 spans = [(0, len(text))]
             elif self._is_marked:
@@ -130,7 +141,7 @@ class ChatTemplate:
     def prompt(self, messages: Sequence[Message]) -> str:
         """Messages as text, behind which the assistant's answer begins."""
         try:
-            return self._render(messages, Chat(messages), prompts=True)
+            return self._render(self._prepare(Chat(messages)).messages, prompts=True)
         except TemplateRefusal as error:
             raise self._refused(error, self._name) from error
 
@@ -142,31 +153,32 @@ class ChatTemplate:
             f"than {self._name}",
         )
 
-    def _render(self, messages: Sequence[Message], chat: Chat, *, prompts: bool = False) -> str:
-        return self._render_marked(replace(chat, messages=messages), prompts=prompts)[0]
-
-    def _render_marked(self, chat: Chat, *, prompts: bool = False) -> tuple[str, list[Span]]:
-        # Not `apply_chat_template`: it gives tokens, and those are made of many rows at once.
-        from isles.data.chat.sandbox import render_within_budget
+    def _prepare(self, chat: Chat) -> Chat:
+        # What transformers gives to a template, once for all texts of a conversation.
+        from isles.data.chat.sandbox import variables
 
         text = self._tokenizer.get_chat_template(tools=chat.tools)
         if text not in self._compiled:
             self._compiled[text] = _compiled(text, self._name)
-        try:
-            texts, spans = render_within_budget(
-                self._compiled[text],
-                conversations=[list(chat.messages)],
-                tools=chat.tools,
-                chat_template=text,
-                return_assistant_tokens_mask=self._is_marked,
-                add_generation_prompt=prompts,
-                **{**self._tokenizer.special_tokens_map, **_VARIABLES},
-            )
-        # A template is a program from elsewhere, and what goes wrong in it is its own.
-        except Exception as error:
-            raise TemplateRefusal(str(error)[:500] or type(error).__name__) from error
-        marked = spans[0] if self._is_marked else []
-        return texts[0], [(start, end) for start, end in marked if end > start]
+        self._template = self._compiled[text]
+        special = self._tokenizer.special_tokens_map
+        with _refusing():
+            self._given = variables(chat.messages, tools=chat.tools, **{**special, **_VARIABLES})
+        return replace(chat, messages=self._given["messages"])
+
+    def _render(self, messages: Sequence[Message], *, prompts: bool = False) -> str:
+        return self._render_marked(messages, prompts=prompts)[0]
+
+    def _render_marked(
+        self, messages: Sequence[Message], *, prompts: bool = False
+    ) -> tuple[str, list[Span]]:
+        # Not `apply_chat_template`: it gives tokens, and those are made of many rows at once.
+        from isles.data.chat.sandbox import render
+
+        given = {**self._given, "messages": messages, "add_generation_prompt": prompts}
+        with _refusing():
+            text, marked = render(self._template, given, marked=self._is_marked)
+        return text, [(start, end) for start, end in marked if end > start]
 
     def _choose_marked(
         self,
@@ -182,7 +194,7 @@ class ChatTemplate:
             return list(marked)
         # Several marks in a turn: those count that end behind what comes before the wanted turns.
         first = wanted[0]
-        before = self._render(chat.messages[:first], chat) if first else ""
+        before = self._render(chat.messages[:first]) if first else ""
         start = common_length(before, text)
         return [(max(a, start), b) for a, b in marked if b > start]
 
@@ -193,12 +205,12 @@ class ChatTemplate:
         try:
             if self._header is None:
                 raise TemplateRefusal
-            before, _, behind = self._render(replaced, chat).partition(mark)
+            before, _, behind = self._render(replaced).partition(mark)
             fits = text.endswith(behind)
             end = len(text) - len(behind) + self._length_of_end(behind)
         except TemplateRefusal:  # such as of a tool's result, where nobody has called the tool
-            before = self._render(chat.messages[:number], chat, prompts=True) if number else ""
-            so_far = self._render(chat.messages[: number + 1], chat)
+            before = self._render(chat.messages[:number], prompts=True) if number else ""
+            so_far = self._render(chat.messages[: number + 1])
             fits = bool(before) and text.startswith(so_far)
             end = len(so_far.rstrip()) if self._has_end else len(so_far)
         # Generation may be prompted with more than answers begin with, such as a thought.
@@ -243,11 +255,11 @@ class ChatTemplate:
         mark = _unused_mark("")
         asked: Message = {"role": "user", "content": _QUESTION}
         answer: Message = {"role": "assistant", "content": mark}
-        chat = Chat([asked, answer])
         try:
-            without = self._render([asked], chat)
-            prompted = self._render([asked], chat, prompts=True)
-            before, found, short = self._render([asked, answer], chat).partition(mark)
+            self._prepare(Chat([asked, answer]))
+            without = self._render([asked])
+            prompted = self._render([asked], prompts=True)
+            before, found, short = self._render([asked, answer]).partition(mark)
         except TemplateRefusal:
             return
         front = without.partition(_QUESTION)[0].rstrip()
@@ -262,7 +274,7 @@ class ChatTemplate:
         prompted, before = prompted[start:], before[start:]
         self._header = prompted[: self._common_tokens(prompted, before)]
         try:
-            _, _, long = self._render([asked, answer, asked], chat).partition(mark)
+            _, _, long = self._render([asked, answer, asked]).partition(mark)
         except TemplateRefusal:
             long = short
         self._closing = short[: self._common_tokens(short, long)]
