@@ -95,7 +95,7 @@ def train(
     if join_file is not None:
         from isles.run.join_line import JoinLine
 
-        join = JoinLine.read(join_file).secret_text()
+        join = JoinLine.given(join_file).secret_text()
     options = StartOptions(
         run_file,
         overrides,

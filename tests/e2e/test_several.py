@@ -22,7 +22,7 @@ from isles.run.paths import RunDir
 from isles.run.records import read_record
 from isles.run.remote import MultiClusterRun
 from isles.run.stop import kill_now
-from tests.e2e.typed import Command, isles, typed
+from tests.e2e.typed import Command, at_one_instant, isles, typed
 from tests.runs import assert_ended, files_with, kill_all, nothing_left, outer_steps_of
 from tests.slowdown import slowed
 
@@ -60,6 +60,18 @@ def unhurried(folder: Path) -> Iterator[MultiClusterRun]:
     pid = int((read_record(attempt.rank_record(0)) or {})["pid"])
     with slowed({pid: 50.0}, period_s=0.5):
         yield run
+
+
+@pytest.mark.long
+def test_of_three_starts_at_one_instant_one_trains(two: Path) -> None:
+    cwd = two.parent
+    words = ("train", str(two), "training.max_steps=100000", "--detach")
+    ended = [(each.process.returncode, each.text) for each in at_one_instant(words, cwd)]
+    assert sorted(code for code, _ in ended) == [0, 1, 1], "\n\n".join(text for _, text in ended)
+    assert {path.name for path in (cwd / "runs").iterdir()} == {"t-1", "t-a-1", "t-b-1"}
+    refused = [text for code, text in ended if code]
+    assert all("another start of t" in text for text in refused), refused
+    isles("stop", "--now", "t-1", cwd=cwd)
 
 
 def assert_same_weights(folder: Path) -> list[RunDir]:

@@ -24,7 +24,7 @@ from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from isles.run.restarts import current_restart
 from tests.deadline import DEADLINE_S
-from tests.e2e.typed import Command, isles, the_run
+from tests.e2e.typed import Command, at_one_instant, isles, the_run
 from tests.lab.home import has_done
 from tests.runs import assert_ended, files_with, losses_of, nothing_left, rows_of
 
@@ -47,6 +47,20 @@ def training(run_file: Path) -> Iterator[tuple[Command, RunDir]]:
         command = Command("train", str(run_file), *TWO, *LONG, cwd=run_file.parent)
         command.until(lambda: list_checkpoints(run_dir) and has_done(run_dir.attempt(1), 21))
         yield command, run_dir
+
+
+@pytest.mark.long
+def test_of_three_starts_at_one_instant_one_trains(run_file: Path) -> None:
+    cwd = run_file.parent
+    with nothing_left(cwd):
+        words = ("train", str(run_file), TWO[1], *LONG, "--detach")
+        ended = [(each.process.returncode, each.text) for each in at_one_instant(words, cwd)]
+        assert sorted(code for code, _ in ended) == [0, 1, 1], ended
+        refused = [text for code, text in ended if code]
+        assert all("tiny-1 is running on " in text for text in refused), refused
+        assert [path.name for path in (cwd / "runs").iterdir()] == ["tiny-1"]
+        assert len(the_run(run_file).attempts()) == 1
+        isles("stop", "--now", str(the_run(run_file).path), cwd=cwd)
 
 
 def test_a_whole_run_and_what_it_leaves(run_file: Path) -> None:

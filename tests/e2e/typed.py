@@ -98,6 +98,36 @@ def isles(
     return command
 
 
+_WAITING = """
+import sys, runpy
+import isles.launch.start, isles.monitor.verbs
+gate = open(sys.argv.pop(1))
+print("ready", flush=True)
+gate.read()
+runpy.run_module("isles", run_name="__main__", alter_sys=True)
+"""
+
+
+def at_one_instant(words: Sequence[str | Path], cwd: Path, count: int = 3) -> list[Command]:
+    """Run one command in several processes that all wait for the same moment; all have ended."""
+    gate = cwd / "gate"
+    os.mkfifo(gate)
+    held = os.open(gate, os.O_RDWR)
+    program = (sys.executable, "-c", _WAITING, gate)
+    commands = [Command(*words, cwd=cwd, program=program) for _ in range(count)]
+    try:
+        for command in commands:
+            command.until(lambda command=command: command.out)
+        os.close(held)
+        for command in commands:
+            command.end()
+    except BaseException:
+        for command in commands:
+            command.kill()
+        raise
+    return commands
+
+
 @contextmanager
 def typed(folder: Path, *blocks: str) -> Iterator[list[Command]]:
     """Type blocks of bash at the same time; what is left of them is killed at the end."""

@@ -15,7 +15,8 @@ from isles.config.load import load_run_file
 from isles.config.resolve import Resolved, load_resolved, resolve
 from isles.errors import UserError
 from isles.monitor.status import collect
-from isles.run.begin import Begun, begin_run, choose_run, new_attempt, refuse_second, write_launch
+from isles.run.begin import begin_run, new_attempt, write_launch
+from isles.run.choose import Begun, choose_run, refuse_second
 from isles.run.find import find_any, list_runs
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId

@@ -12,9 +12,10 @@ from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.errors import ConfigErrors, UserError
 from isles.run import bucket
-from isles.run.begin import Begun, begin_run
+from isles.run.begin import begin_run
 from isles.run.bucket import RunStore, TakenOver, bring_newer, take
 from isles.run.checkpoints import checkpoint_name, hash_files, list_checkpoints, verify_checkpoint
+from isles.run.choose import Begun
 from isles.run.objects import Folder, StoreError
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record

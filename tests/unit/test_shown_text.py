@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
 import re
 import sys
+import threading
 import unicodedata
 from pathlib import Path
 
@@ -14,11 +16,13 @@ import pytest
 import yaml
 
 from isles.cli import main
+from isles.facts.terminal import copy_drawn
 from isles.facts.units import printable
 from isles.run.records import read_record, write_record
 from tests.data import write_rows
 from tests.deadline import run_program
 from tests.inputs import TINY
+from tests.programs import write_program, write_ssh
 from tests.run_records import FAR, GONE, rank_error, recorded_run, two_hosts
 from tests.unit.test_begin import add_checkpoint
 
@@ -150,6 +154,71 @@ def test_a_follower_and_its_bar_send_nothing_on_a_terminal(tmp_path: Path) -> No
     assert "\x1b[31m" in sent and "\x1b[1m" in sent, "colours are ours"
     # What is left are colours, and the moves of the bar.
     rest = re.sub(r"\x1b\[(\?25[lh]|[0-9;]*[mKA]|2K)", "", sent).replace("\r", "")
+    assert not controls(rest), ascii(rest)
+
+
+BAR = "\x1b[?25l\r\x1b[2K\x1b[31mstep 1\x1b[0m\r\x1b[1A\x1b[2K\x1b[?25h"
+MORE_EVIL = (
+    "\x1b[6n\x1b[5;5H\x1b]8;;http://x\x1b\\\x1b[9A\x1b[2J\x1b[3J\x1bc\x1bP$q\x1b[?1049h\x1b["
+)
+
+
+def moves(text: str) -> list[str]:
+    """What a bar may send, in order."""
+    return re.findall(r"\x1b\[(?:\?25[lh]|[0-9;]*m|2K|1A)|\r", text)
+
+
+def test_what_an_isles_elsewhere_draws_passes_in_any_pieces() -> None:
+    text = f"{BAR}{EVIL}{MORE_EVIL}{GOOD}{BAR}{'x' * 70_000}\x1b["
+    found = []
+    for size in (1, 7, 1 << 20):
+        begin, end = os.pipe2(os.O_DIRECT)  # each write is read alone
+
+        def send(size: int = size, end: int = end) -> None:
+            data = text.encode()
+            with os.fdopen(end, "wb", buffering=0) as stream:
+                for at in range(0, len(data), size):
+                    stream.write(data[at : at + size])
+
+        target, writer = io.StringIO(), threading.Thread(target=send)
+        writer.start()
+        with os.fdopen(begin, "rb"):
+            copy_drawn(begin, target)
+        writer.join()
+        found.append(target.getvalue())
+    assert len(set(found)) == 1
+    assert moves(found[0]) == [*moves(BAR) * 2, "\x1b[0m", "\x1b[?25h"]
+    rest = re.sub(r"\x1b\[(\?25[lh]|0m|31m|2K|1A)", "", found[0]).replace("\r", "")
+    assert not controls(rest), ascii(rest)[:500]
+    assert GOOD in rest and "\\u001b]0;OWNED" in rest
+
+
+def test_another_machine_sends_nothing_but_its_bar(tmp_path: Path) -> None:
+    """Of a host that is another's by now, each way in which isles there reaches this terminal."""
+    write_ssh(tmp_path)
+    (tmp_path / "evil").write_text(f"{BAR}{EVIL}{MORE_EVIL}\n")
+    write_program(tmp_path / "python", "cat evil; cat evil >&2")
+    program = f"""if True:
+        import os, sys
+        from isles.cli import main
+        from isles.facts.terminal import shown_streams
+        from isles.launch.remote.login import pass_on
+        from isles.monitor.remote import RemoteFollower
+        from isles.facts.console import Console
+        from isles.run.remote import RemoteRun
+        os.environ["PATH"] = {str(tmp_path)!r} + ":" + os.environ["PATH"]
+        python, folder = {str(tmp_path / "python")!r}, {str(tmp_path)!r}
+        run = RemoteRun("x-1", "h", folder, ("cd " + folder,), python, "ssh", ("h",), 1.0)
+        with shown_streams():
+            pass_on(run, ["logs"])
+            follower = RemoteFollower(run, 1, Console(), Console(stderr=True))
+            while follower.look() is None:
+                follower._process.wait()
+            follower.close()
+    """
+    sent = on_a_terminal([sys.executable, "-c", program], tmp_path)
+    assert sent.count("OWNED") == 4 and sent.count("\x1b[31m") >= 2, ascii(sent)
+    rest = re.sub(r"\x1b\[(\?25[lh]|[0-9;]*m|2K|1A)", "", sent).replace("\r", "")
     assert not controls(rest), ascii(rest)
 
 

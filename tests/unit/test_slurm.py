@@ -19,7 +19,7 @@ from isles.launch.queue.script import clock
 from isles.launch.queue.slurm import Slurm, SlurmAllocation, pending
 from isles.launch.queue.status import read_job, refresh, refresh_all
 from isles.launch.queue.submit import LostSubmission, submission, submit
-from isles.run.begin import Begun
+from isles.run.choose import Begun
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 from isles.run.restarts import list_restarts

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
+import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
 from isles.facts.units import printable
+
+_DRAWN = re.compile("\r|\x1b\\[(?:[0-9;]{0,32}m|2K|1A|\\?25[lh])")
+"""What rich sends to draw progress: the begin of the line, colours, an erased line, the line above,
+the cursor hidden and shown. A title, the clipboard, a link, a question to the terminal are not."""
+_BEGUN = re.compile("\x1b(?:\\[[0-9;?]{0,32})?")
+_ENDED = "\x1b[0m\x1b[?25h"  # no colour, and the cursor seen
 
 
 class ShownStream:
@@ -58,3 +67,40 @@ def shown_streams() -> Iterator[None]:
 def _shown(stream: IO[str]) -> Any:
     # A process without a terminal may have no streams at all.
     return stream and ShownStream(stream)
+
+
+def copy_drawn(source: int, target: IO[str]) -> None:
+    """Copy what an isles on another machine prints, until it ends.
+
+    Its progress is drawn on this terminal; the other control characters are shown, since the
+    machine may be another's by now.
+
+    Args:
+        source: a descriptor of bytes.
+
+    Raises:
+        OSError: nobody reads the target any more.
+    """
+    raw = target.raw if isinstance(target, ShownStream) else target
+    decoder, held, has_drawn = codecs.getincrementaldecoder("utf-8")("replace"), "", False
+    while True:
+        data = os.read(source, 1 << 16)
+        text = held + decoder.decode(data, final=not data)
+        escape = text.rfind("\x1b")
+        is_cut = bool(data) and escape >= 0 and _BEGUN.fullmatch(text, escape) is not None
+        text, held = (text[:escape], text[escape:]) if is_cut else (text, "")
+        has_drawn = has_drawn or _DRAWN.search(text) is not None
+        raw.write(_drawn(text))
+        if not data:
+            raw.write(_ENDED * has_drawn)
+        raw.flush()
+        if not data:
+            return
+
+
+def _drawn(text: str) -> str:
+    begin, parts = 0, []
+    for found in _DRAWN.finditer(text):
+        parts += [printable(text[begin : found.start()]), found[0]]
+        begin = found.end()
+    return "".join([*parts, printable(text[begin:])])

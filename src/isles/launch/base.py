@@ -32,7 +32,7 @@ class StartOptions:
     """How `isles train` was typed.
 
     Args:
-        resume: `auto`, `no`, or a path; see `isles.run.begin.choose_run`.
+        resume: `auto`, `no`, or a path; see `isles.run.choose.choose_run`.
         print_line, warn: take lines for the user.
         cluster: of several in the run file, the one that is started; empty: there is one.
         join: a join line, a secret: how the started cluster reaches the others. It lies in the file

@@ -10,7 +10,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from getpass import getpass
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def read_join_line(given: str) -> JoinLine:
             fix="name the file that `isles hub` has written, or type - and paste the line",
             id="join.line",
         )
-    return replace(JoinLine.read(path), owner="")  # the user hands it over by naming it
+    return JoinLine.given(path)
 
 
 def joining_run(line: JoinLine, joiner: Joiner, warn: Callable[[str], object] = str) -> Loaded:

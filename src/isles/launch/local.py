@@ -28,7 +28,8 @@ from isles.launch.container.enter import Container, container_record, entry
 from isles.launch.container.image import require_image
 from isles.launch.huggingface import huggingface_issues
 from isles.launch.ssh.shell import start_detached
-from isles.run.begin import begin_run, choose_run, new_attempt, write_launch
+from isles.run.begin import begin_attempt, write_launch
+from isles.run.choose import choose_run
 from isles.run.env import inherited, rank_defaults, visible_devices
 from isles.run.find import numbered_runs
 from isles.run.nodes import Fleet, FleetNode, read_own_fleet
@@ -71,10 +72,11 @@ def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
         require_image(container, loaded)
     elif issues := huggingface_issues(loaded):
         raise ConfigErrors(issues)
-    begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
+    begun, attempt = begin_attempt(
+        resolved, loaded.text, options.resume, join=options.join, typed=options.typed
+    )
     if begun.note:
         options.print_line(begun.note)
-    attempt = new_attempt(begun.run_dir, loaded.text, typed=options.typed)
     with clear_errors(attempt.path):
         local_fleet(resolved, begun.resume_from).write(attempt)
     child = start_agent(

@@ -30,7 +30,8 @@ from isles.launch.container.image import require_image
 from isles.launch.hub import own_addresses
 from isles.launch.ssh.environment import network_variables, quoted, setting_lines
 from isles.launch.ssh.facts import free_port, interface_of, port_taken
-from isles.run.begin import begin_run, choose_run, new_attempt
+from isles.run.begin import begin_attempt
+from isles.run.choose import choose_run
 from isles.run.env import inherited, rank_defaults
 from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import RunDir
@@ -61,8 +62,9 @@ def start_manual(
             require_image(container, loaded)
         else:
             check_packages(resolved)
-        begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
-        attempt = new_attempt(begun.run_dir, loaded.text, typed=options.typed)
+        begun, attempt = begin_attempt(
+            resolved, loaded.text, options.resume, join=options.join, typed=options.typed
+        )
         token = attempt.token.read_text(encoding="utf-8").strip()
     nodes = [
         FleetNode(node, host, None, address, nproc[0])

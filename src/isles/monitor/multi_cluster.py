@@ -37,7 +37,8 @@ from isles.monitor.clusters import ALIVE, cluster_reports, hub_line, outcome_lin
 from isles.monitor.follow import Follower
 from isles.monitor.hub import HubNews
 from isles.monitor.stop import WORDS
-from isles.run.find import numbered_runs, typed_name
+from isles.run.claim import claimed
+from isles.run.find import NUMBERED, numbered_runs, typed_name
 from isles.run.join_line import JoinLine
 from isles.run.records import clear_errors, read_record, write_secret, write_text_atomic
 from isles.run.remote import ClusterRun, MultiClusterRun, is_multi_cluster, read_multi_cluster
@@ -231,9 +232,12 @@ class MultiClusterStart:
             UserError: clusters cannot be started.
         """
         print_line = self._options.print_line
-        if self.choice.note:
-            print_line(self.choice.note)
-        with interruptible() as hand_back:
+        numbered = NUMBERED.fullmatch(self.run.name)
+        name = numbered["name"] if numbered else self.run.name
+        with claimed(self.run.path.parent, name), interruptible() as hand_back:
+            self._choose_again()
+            if self.choice.note:
+                print_line(self.choice.note)
             try:
                 self._make_folder()
                 line = self._open_hub() if self.run.meets else None
@@ -287,6 +291,19 @@ class MultiClusterStart:
         # To itself each cluster is the only one: its keys are those of the run file of all.
         order = [cluster.name for cluster in self._loaded.config.clusters]
         return keys_of_cluster(text, order.index(name))
+
+    def _choose_again(self) -> None:
+        # Another start may have begun the run while this one looked at its clusters.
+        now, before = choose(self._loaded, self._options.resume), self.choice
+        if self._options.resume == "no":
+            self.run, self.choice = now.run, replace(now, todo=before.todo)
+        elif now.is_resumed != before.is_resumed or before.todo.keys() - now.todo.keys():
+            raise UserError(
+                f"another start of {now.run.name} has begun just now",
+                where=str(now.run.path),
+                fix=f"`isles status {typed_name(now.run)}` shows how it stands",
+                id="run.running",
+            )
 
     def _make_folder(self) -> None:
         path = self.run.path

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from isles import __version__
 from isles.errors import ExitCode, PreflightError, UserError, cut_more
 from isles.facts.console import Console
+from isles.facts.terminal import copy_drawn
 from isles.facts.units import format_duration
 from isles.launch.queue.status import refresh_all
 from isles.launch.remote.login import ask_isles, pass_on, remote_isles
@@ -186,7 +187,7 @@ class RemoteFollower(Follower):
         self._words += ["--width", str(console.width)] if sys.stdout.isatty() else []
         self._is_begun = is_begun
         self._process: subprocess.Popen[bytes] | None = None
-        self._reader: threading.Thread | None = None
+        self._readers: list[threading.Thread] = []
         self._tried_at = 0.0
         self._lost_at: float | None = None
         self._printed: set[str] = set()
@@ -199,11 +200,12 @@ class RemoteFollower(Follower):
             if self._lost_at is not None and now - self._lost_at > _GIVE_UP_S:
                 return self._leave(f"{self._run.host} could not be reached again")
             self._connect()
-        assert self._process is not None and self._reader is not None
+        assert self._process is not None
         code = self._process.poll()
         if code is None:
             return None
-        self._reader.join(timeout=1.0)
+        for reader in self._readers:
+            reader.join(timeout=1.0)
         if code != SSH_FAILED and code >= 0:
             return code
         self.close()
@@ -243,6 +245,7 @@ class RemoteFollower(Follower):
         process = self._process = subprocess.Popen(
             remote_isles(self._run, words),
             stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             # Ctrl+C is sent in words there; it must not end the connection.
             start_new_session=True,
@@ -258,8 +261,14 @@ class RemoteFollower(Follower):
                     self.print_line(line)
                 self._printed.add(line)
 
-        self._reader = threading.Thread(target=read, daemon=True)
-        self._reader.start()
+        def draw() -> None:
+            assert process.stdout is not None
+            with process.stdout, suppress(BrokenPipeError):  # closed: ssh ends, too
+                copy_drawn(process.stdout.fileno(), sys.stdout)
+
+        self._readers = [threading.Thread(target=each, daemon=True) for each in (read, draw)]
+        for reader in self._readers:
+            reader.start()
 
     def _leave(self, what: str) -> int:
         self.print_line(f"{what}; {self.name} was left running:")

@@ -15,6 +15,8 @@ import re
 import socket
 import ssl
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ _LINE = re.compile(
 _OK, _TOKEN = 200, 401
 MOST_BYTES = 32 * 2**20
 """Of an answer; a hub keeps less of what its clusters show."""
+_MOST_LETTERS = 2**16
+"""Longest file with a join line."""
 _PART_BYTES, _PARTS = 2**18, 10
 _FIX = "paste the whole line that the hub has written (isles://HOST:PORT/RUN#…)"
 
@@ -79,13 +83,19 @@ class JoinLine:
     @classmethod
     def read(cls, path: Path) -> JoinLine:
         """Read the line from a file; errors as of `parse`."""
-        try:
+        with _clear_errors(path):
             text, owner = read_text(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"the join line cannot be read: {error}", where=str(path), fix=_FIX, id="join.line"
-            ) from error
         return replace(cls.parse(text, where=str(path)), owner=owner)
+
+    @classmethod
+    def given(cls, path: Path) -> JoinLine:
+        """Read the line from a file that the user names, and so trusts; it may be a pipe.
+
+        Errors as of `parse`.
+        """
+        with _clear_errors(path), path.open(encoding="utf-8") as stream:
+            text = stream.read(_MOST_LETTERS)
+        return cls.parse(text, where=str(path))
 
     @property
     def address(self) -> str:
@@ -102,6 +112,16 @@ class JoinLine:
 
     def __str__(self) -> str:
         return f"isles://{self.address}/{self.run}"
+
+
+@contextmanager
+def _clear_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the join line cannot be read: {error}", where=str(path), fix=_FIX, id="join.line"
+        ) from error
 
 
 def encode(secret: bytes) -> str:

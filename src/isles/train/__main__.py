@@ -20,7 +20,7 @@ from isles.dist.files import find_disks
 from isles.dist.world import World, join_world, raise_first
 from isles.errors import UserError, more_lines
 from isles.facts.terminal import show_streams
-from isles.run.begin import begin_run, new_attempt, write_launch
+from isles.run.begin import begin_attempt, write_launch
 from isles.run.env import RankEnv, num_restarts, read_rank_env
 from isles.run.find import numbered_runs
 from isles.run.outcome import agent_error, end_failed
@@ -83,8 +83,7 @@ def _begin(
     resolved: Resolved, text: str, resume: str, world_size: int
 ) -> tuple[RunDir, int, Path | None]:
     # The run directory, the number of the attempt, and the checkpoint to load. Rank 0 only.
-    begun = begin_run(resolved, text, _after_restart(resolved) or resume)
-    attempt = new_attempt(begun.run_dir, text)
+    begun, attempt = begin_attempt(resolved, text, _after_restart(resolved) or resume)
     write_launch(
         attempt,
         ProcessId.of(os.getpid()),

@@ -147,7 +147,7 @@ def _begin(
     # The attempt of this start, of which no earlier pod has made one.
     from isles.launch.base import make_fleet
     from isles.launch.ssh.node import issues
-    from isles.run.begin import begin_run, new_attempt
+    from isles.run.begin import begin_attempt
     from isles.run.nodes import FleetNode
 
     text = _file("run.yaml")
@@ -155,9 +155,15 @@ def _begin(
     if found := issues({**asked, "text": text, "path": "run.yaml"})["issues"]:
         more = [UserError(i["what"], where=i["where"], fix=i["fix"], id=i["id"]) for i in found]
         raise more[0] if len(more) == 1 else ConfigErrors(more)  # type: ignore[arg-type]
-    begun = begin_run(resolved, text, start["resume"], join=given["join"])
+    begun, attempt = begin_attempt(
+        resolved,
+        text,
+        start["resume"],
+        join=given["join"],
+        typed=start["typed"],
+        token=given["token"],
+    )
     run_dir = RunDir(begun.run_dir.path.absolute())
-    attempt = new_attempt(run_dir, text, typed=start["typed"], token=given["token"])
     nodes = resolved.config.clusters[0].max_nodes
     nproc = resolved.world_size // nodes
     names = [f"{start['prefix']}-{node}" for node in range(nodes)]

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import PurePath, PurePosixPath
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -70,6 +71,17 @@ class JobText:
 
 def fill_template(name: str, /, **values: object) -> str:
     """The text of a template of `launch/templates`."""
+    for lines in ("head", "options"):
+        # Comments for bash: the folder in which isles was called may have any name.
+        found = values.get(lines)
+        if isinstance(found, list):
+            values[lines] = [printable(line, keep="\t") for line in found]
+    return _templates().get_template(name).render(**values)
+
+
+@cache
+def _templates() -> Environment:
+    # Kept: to compile a template takes ten times as long as to fill it.
     environment = Environment(
         loader=PackageLoader("isles.launch"),
         undefined=StrictUndefined,
@@ -81,12 +93,7 @@ def fill_template(name: str, /, **values: object) -> str:
         autoescape=False,  # shell scripts; values are quoted for the shell
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    for lines in ("head", "options"):
-        # Comments for bash: the folder in which isles was called may have any name.
-        found = values.get(lines)
-        if isinstance(found, list):
-            values[lines] = [printable(line, keep="\t") for line in found]
-    return environment.get_template(name).render(**values)
+    return environment
 
 
 def node_lines(cluster: ClusterConfig, workdir: str, *, nodes: int, device: str) -> list[str]:

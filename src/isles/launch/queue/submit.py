@@ -31,7 +31,8 @@ from isles.launch.queue.slurm import Slurm
 from isles.launch.queue.status import refresh
 from isles.launch.remote.login import start_on_login
 from isles.launch.ssh.environment import python_of
-from isles.run.begin import Begun, begin_run, choose_run, new_attempt, write_launch
+from isles.run.begin import begin_attempt, write_launch
+from isles.run.choose import Begun, choose_run
 from isles.run.env import allocation, pbs_job
 from isles.run.find import numbered_runs
 from isles.run.outcome import end_failed, error_record
@@ -82,9 +83,10 @@ def start_in_queue(
         elif python_of(config.clusters[0].environment) == sys.executable:
             check_packages(resolved)
         refresh_last(resolved, options.resume)
-        begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
+        begun, attempt = begin_attempt(
+            resolved, loaded.text, options.resume, join=options.join, typed=options.typed
+        )
         run_dir = RunDir(begun.run_dir.path.absolute())
-        attempt = new_attempt(run_dir, loaded.text, typed=options.typed)
         with submission(begun, attempt):
             write_text_atomic(attempt.script, job_script(config, text.of(attempt)))
             if isinstance(launcher, PbsLauncherConfig):

@@ -31,7 +31,8 @@ from isles.launch.ray.bundles import RayRequest, amounts_text, bundles, ranks_of
 from isles.launch.ray.jobs import SUBMIT_S, RayJobs
 from isles.launch.remote.login import start_on_login
 from isles.launch.ssh.environment import python_of, setting_lines
-from isles.run.begin import begin_run, choose_run, new_attempt, write_launch
+from isles.run.begin import begin_attempt, write_launch
+from isles.run.choose import choose_run
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 
@@ -65,9 +66,10 @@ def start_ray(loaded: Loaded, launcher: RayLauncherConfig, options: StartOptions
             check_packages(resolved)
         jobs = RayJobs.reach(launcher.address)
         refresh_last(resolved, options.resume)
-        begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
+        begun, attempt = begin_attempt(
+            resolved, loaded.text, options.resume, join=options.join, typed=options.typed
+        )
         run_dir = RunDir(begun.run_dir.path.absolute())
-        attempt = new_attempt(run_dir, loaded.text, typed=options.typed)
         command = _entrypoint(cluster, workdir, run_dir, attempt)
         job_id = f"{run_dir.name}-{attempt.number}-{secrets.token_hex(3)}"
         with submission(begun, attempt):

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from isles import __version__
 from isles.config.load import Loaded
 from isles.config.sections.cluster import LoginSection
 from isles.errors import PreflightError, UserError
+from isles.facts.terminal import copy_drawn
 from isles.launch.base import Started, StartOptions
 from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.shell import SSH_FAILED, Result, Shell, not_started, python_failure
@@ -251,15 +253,28 @@ def pass_on(run: RemoteRun, words: Sequence[str]) -> int:
     Raises:
         PreflightError: the host cannot be reached, or has no isles.
     """
-    done = subprocess.run(remote_isles(run, words), stdin=subprocess.DEVNULL, check=False)
-    if done.returncode == SSH_FAILED:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        remote_isles(run, words), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        errors = threading.Thread(target=copy_drawn, args=(process.stderr.fileno(), sys.stderr))
+        errors.start()
+        try:
+            copy_drawn(process.stdout.fileno(), sys.stdout)
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            errors.join()
+    if process.returncode == SSH_FAILED:
         raise PreflightError(
             f"{run.ssh}, which has the directory of {run.name}, cannot be reached",
             where=f"host {run.ssh}",
             fix=f"try it by hand: {Shell(run.ssh).by_hand}",
             id="host.answers",
         )
-    return done.returncode
+    return process.returncode
 
 
 def remember(output_dir: Path, run: RemoteRun, warn: Callable[[str], object]) -> RemoteRun:

@@ -23,7 +23,7 @@ from isles.launch.base import check_packages, make_fleet, resolve_for_nodes
 from isles.launch.manual import node_environ
 from isles.launch.remote.login import STARTED
 from isles.launch.ssh.environment import path_elsewhere
-from isles.run.begin import begin_run, new_attempt, write_launch
+from isles.run.begin import begin_attempt, write_launch
 from isles.run.env import SkyStart, take_sky_start
 from isles.run.find import find_attempt
 from isles.run.nodes import FleetNode
@@ -66,9 +66,10 @@ def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]
     folder = Path(resolved.config.output_dir).expanduser()
     has_begun = find_attempt(folder, resolved.config.name, start.token) is not None
     resume = "auto" if has_begun else options.resume
-    begun = begin_run(resolved, loaded.text, resume, join=start.join)
+    begun, attempt = begin_attempt(
+        resolved, loaded.text, resume, join=start.join, typed=options.typed, token=start.token
+    )
     run_dir = begun.run_dir
-    attempt = new_attempt(run_dir, loaded.text, typed=options.typed, token=start.token)
     nodes = [
         FleetNode(node, address, None, address, int(cluster.gpus_per_node))
         for node, address in enumerate(start.addresses)

@@ -110,15 +110,17 @@ class NodeStart:
         """
         from isles.config.resolve import load_resolved
         from isles.launch.base import next_attempt
-        from isles.run.begin import begin_run, choose_run, new_attempt
+        from isles.run.begin import begin_attempt
+        from isles.run.choose import choose_run
 
         resolved = load_resolved(args["resolved"])
         if args["dry_run"]:
             begun = choose_run(resolved, args["resume"])
             attempt = next_attempt(begun.run_dir)
         else:
-            begun = begin_run(resolved, args["text"], args["resume"], join=args["join"])
-            attempt = new_attempt(begun.run_dir, args["text"], typed=args["typed"])
+            begun, attempt = begin_attempt(
+                resolved, args["text"], args["resume"], join=args["join"], typed=args["typed"]
+            )
         path = begun.run_dir.path.absolute()
         found = {
             "run_dir": str(path),
@@ -285,7 +287,7 @@ def second(args: dict[str, Any]) -> dict[str, Any]:
     Args:
         args: `output_dir`, `name` and `resume`.
     """
-    from isles.run.begin import refuse_second
+    from isles.run.choose import refuse_second
 
     refuse_second(Path(args["output_dir"]).expanduser(), args["name"], args["resume"])
     return {}

@@ -1,0 +1,338 @@
+"""Choose the run directory of a start, a new one or that of an earlier start, and make nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from isles.config.resolve import Resolved, load_resolved
+from isles.config.resume import (
+    Change,
+    changed_error,
+    changed_length,
+    changed_mathematics,
+    has_more_to_do,
+    with_changes,
+)
+from isles.config.sections.run import RunConfig
+from isles.errors import MissingDependencyError, UserError
+from isles.facts.units import format_duration
+from isles.run.bucket import Found, find_named, find_newest
+from isles.run.checkpoints import CheckpointInfo, checkpoint_name, list_checkpoints
+from isles.run.find import find_any, is_run_dir, numbered_runs, typed_command, typed_name
+from isles.run.manifest import step_of
+from isles.run.paths import RunDir
+from isles.run.records import clear_errors, read_record
+from isles.run.state import AttemptState, Clock, run_state
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The run directory of a run that is about to start.
+
+    Args:
+        run_dir: where it is, or where `choose_run` would put it.
+        resumed: whether it goes on in a directory that was there.
+        note: one or more lines for the user; empty when there is nothing to say.
+        resume_from: the checkpoint to load; None: the newest whole one, if there is any.
+        found: the run's copy in `checkpoint.remote`, whose records are to be taken over; None:
+            what is here is as new.
+    """
+
+    run_dir: RunDir
+    resumed: bool
+    note: str
+    resume_from: Path | None = None
+    found: Found | None = None
+
+
+def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun:
+    """Choose the run directory, and make nothing.
+
+    Args:
+        resume: `auto`, `no`, or the path of a run directory or of a checkpoint in one; also the
+            URL of one below `checkpoint.remote`.
+
+    Raises:
+        UserError: the run is running already, cannot be gone on with, or does not exist; or
+            `checkpoint.remote` does not answer.
+    """
+    url = resolved.config.checkpoint.remote
+    match resume:
+        case "auto":
+            return _choose_auto(resolved, now)
+        case "no":
+            found = find_newest(url, resolved.config.name) if url is not None else None
+            return Begun(_next_run(resolved, found), resumed=False, note="")
+        case _ if url is not None and resume.startswith(f"{url.rstrip('/')}/"):
+            return _choose_copy(resolved, url, resume, now)
+        case _:
+            return _choose_given(resolved, resume, now)
+
+
+def refuse_second(output_dir: Path, name: str, resume: str) -> None:
+    """Refuse a second start of a run that runs or waits, before all its values are known.
+
+    `resume` as in `choose_run`.
+    """
+    if resume == "no":
+        return
+    given = Path(resume).expanduser()
+    runs = [run for _, run in numbered_runs(output_dir, name) if run.attempts()]
+    if resume != "auto":
+        runs = [RunDir(path) for path in (given, given.parent.parent) if is_run_dir(path)]
+    if runs and _first_node(runs[-1]) is None:
+        refuse_running(runs[-1], run_state(runs[-1]), time.time)
+
+
+def refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
+    """Raise a UserError where a run with this state runs or waits."""
+    if not state.is_alive:
+        return
+    age = f" for {format_duration(now() - state.begun_at)}" if state.begun_at else ""
+    if state.process is not None:
+        doing = "is running" if state.state == "running" else "is just ending"
+        what = f"{doing} on {state.process.host}{age} (pid {state.process.pid})"
+        saves = "lets it save before"
+    else:
+        attempt = run_dir.last_attempt()
+        assert attempt is not None, "only an attempt can be alive"
+        launch, job = read_record(attempt.launch) or {}, read_record(attempt.job) or {}
+        waiting = {"pending": "is queued", "requeued": "is queued again"}
+        queue = {"slurm": "Slurm", "pbs": "PBS", "ray": "Ray"}.get(state.launcher, "a queue")
+        what = f"{waiting.get(str(job.get('state')), 'is running')} as {queue} job "
+        what += f"{job.get('job_id') or launch.get('job_id')}{age}"
+        what += f": {job['reason']}" if job.get("reason") else ""
+        saves = "lets it save before, or takes it out of the queue"
+    raise UserError(
+        f"{run_dir.name} {what}",
+        where=str(run_dir.path),
+        fix=f"`isles stop {typed_name(run_dir)}` stops it, and {saves}; `--resume no` starts a "
+        "second run",
+        id="run.running",
+    )
+
+
+def _next_run(resolved: Resolved, found: Found | None = None) -> RunDir:
+    output_dir, name = Path(resolved.config.output_dir).expanduser(), resolved.config.name
+    with clear_errors(output_dir):
+        taken = [number for number, _ in numbered_runs(output_dir, name)]
+    taken += [found.number] if found is not None else []
+    return RunDir(output_dir / f"{name}-{max(taken, default=0) + 1}")
+
+
+def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
+    output_dir, name = Path(resolved.config.output_dir).expanduser(), resolved.config.name
+
+    def new(why: str, more: str = "") -> Begun:
+        note = f"{run_dir.name} {why}; this is a new run: {fresh.name}{more}"
+        return Begun(fresh, resumed=False, note=note)
+
+    with clear_errors(output_dir):
+        # A directory without an attempt was never started, or is being made at this instant.
+        started = [
+            run
+            for _, run in numbered_runs(output_dir, name)
+            if is_run_dir(run.path) and run.attempts()
+        ]
+    found, unasked = _find_copy(resolved, is_needed=not started)
+    fresh = _next_run(resolved, found)
+    if not started or (found is not None and _is_ahead(found, started[-1])):
+        return _choose_found(resolved, found, fresh, now)
+    run_dir = started[-1]
+    if (owner := _first_node(run_dir)) is not None:
+        return new(f"is kept by {owner}, its first host")
+    state = run_state(run_dir, now)
+    refuse_running(run_dir, state, now)
+    if state.state == "finished":
+        more = f" (`--resume {run_dir.path}` trains {run_dir.name} on instead)"
+        return new("is finished", more if _is_longer(run_dir, resolved) else "")
+    saved = list_checkpoints(run_dir)
+    changes = _changes(run_dir, resolved, saved[-1] if saved else None)
+    asked = not all(change.is_free for change in changes)
+    is_script = resolved.config.training.script is not None
+    if asked and not saved:
+        if is_script:
+            more = f" (`--resume {run_dir.path}` goes on with the other)"
+            return new("ended with other values", more)
+        return new("ended before its first checkpoint, with other values")
+    if asked:
+        raise changed_error(run_dir.path, str(run_dir.path), typed_command(run_dir), changes)
+    place = f" from step {saved[-1].step}" if saved else " from the start: it has no checkpoint"
+    if is_script:
+        place = ": its script is started again"
+    note = with_changes(f"going on with {run_dir.name}{place}{unasked}", changes)
+    return Begun(run_dir, resumed=True, note=note)
+
+
+def _find_copy(resolved: Resolved, *, is_needed: bool) -> tuple[Found | None, str]:
+    # The newest run in `checkpoint.remote`, and a remark where that could not be asked.
+    url = resolved.config.checkpoint.remote
+    if url is None:
+        return None, ""
+    try:
+        return find_newest(url, resolved.config.name), ""
+    except UserError as error:
+        # Hours are spent already: a bucket that is away must not keep a run from going on.
+        if is_needed or isinstance(error, MissingDependencyError):
+            raise
+        return None, f"; {error.what}: whether another machine has come further is not known"
+
+
+def _is_ahead(found: Found, run_dir: RunDir) -> bool:
+    number = int(run_dir.name.rpartition("-")[2])
+    if found.number != number:
+        return found.number > number
+    limit = (read_record(run_dir.remote) or {}).get("forget_after")
+    if limit is not None and (found.step or 0) > limit:
+        return False  # of steps that this directory does again
+    saved = list_checkpoints(run_dir)
+    is_finished = found.is_finished and run_state(run_dir).state != "finished"
+    return is_finished or (found.step or 0) > (saved[-1].step if saved else 0)
+
+
+def _choose_found(resolved: Resolved, found: Found | None, fresh: RunDir, now: Clock) -> Begun:
+    # Go on with a run that `checkpoint.remote` has, and that is not here, or not as new.
+    if found is None:
+        return Begun(fresh, resumed=False, note="")
+    run_dir = RunDir(fresh.path.with_name(found.name))
+    if run_dir.attempts():
+        refuse_running(run_dir, run_state(run_dir, now), now)
+    if found.is_finished:
+        note = f"{found.name} is finished, as {found.copy.url} has it; this is a new run: "
+        more = f" (`--resume {found.copy.url}` goes on with that one)"
+        is_longer = found.manifest and has_more_to_do(resolved.config, found.manifest)
+        return Begun(fresh, resumed=False, note=f"{note}{fresh.name}{more if is_longer else ''}")
+    changes = _changes_since(found, resolved)
+    if not all(change.is_free for change in changes):
+        raise changed_error(Path(found.name), found.copy.url, "", changes)
+    return _from_copy(run_dir, found, f"from step {found.step}", changes)
+
+
+def _choose_copy(resolved: Resolved, url: str, resume: str, now: Clock) -> Begun:
+    # `--resume URL/NAME-N`, or `--resume URL/NAME-N/checkpoints/step-N`.
+    name, _, rest = resume.removeprefix(f"{url.rstrip('/')}/").rstrip("/").partition("/")
+    folder, _, checkpoint = rest.rpartition("/")
+    step = step_of(checkpoint) if folder == "checkpoints" else None
+    found = find_named(url, name)
+    has_it = found is not None and (not rest or step in found.steps)
+    if found is None or found.step is None or not has_it:
+        raise UserError(
+            f"there is no {'checkpoint' if rest else 'run'} {resume}",
+            where="--resume",
+            fix=f"give {url.rstrip('/')}/NAME-N, or one of its checkpoints, as `isles checkpoint "
+            "list` shows them",
+            id="run.checkpoint",
+        )
+    run_dir = RunDir(Path(resolved.config.output_dir).expanduser() / name)
+    if run_dir.attempts():
+        refuse_running(run_dir, run_state(run_dir, now), now)
+    place = f"from step {found.step if step is None else step}"
+    begun = _from_copy(run_dir, found, place, _changes_since(found, resolved))
+    asked = None if step is None else run_dir.checkpoints / checkpoint_name(step)
+    return replace(begun, resume_from=asked)
+
+
+def _from_copy(run_dir: RunDir, found: Found, place: str, changes: Sequence[Change]) -> Begun:
+    here = "which is not here"
+    if is_run_dir(run_dir.path):
+        saved = list_checkpoints(run_dir)
+        here = f"which is here {f'up to step {saved[-1].step}' if saved else 'without checkpoint'}"
+    note = f"going on with {found.name}, {here}, {place} at {found.copy.url}"
+    return Begun(run_dir, resumed=True, note=with_changes(note, changes), found=found)
+
+
+def _changes_since(found: Found, resolved: Resolved) -> list[Change]:
+    try:
+        old = load_resolved(found.resolved).config
+    except ValueError as error:
+        raise UserError(
+            f"resolved.yaml cannot be read: {error}",
+            where=found.copy.url,
+            fix="`--resume no` starts a new run",
+        ) from error
+    changes = changed_mathematics(old, resolved.config)
+    return changes + changed_length(old, resolved.config, found.manifest or {})
+
+
+def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
+    path = Path(resume).expanduser()
+    run_dir, checkpoint = RunDir(path), None
+    if not is_run_dir(path):
+        if path.parent.name == "checkpoints" and is_run_dir(path.parent.parent):
+            run_dir, checkpoint = RunDir(path.parent.parent), path
+        else:
+            found = find_any(resume, Path(resolved.config.output_dir).expanduser())
+            if not isinstance(found, RunDir):
+                raise UserError(
+                    f"there is no run directory of {found.name} on this machine alone",
+                    where="--resume",
+                    fix=f"type the command that has started {found.name} once more",
+                    id="run.elsewhere",
+                )
+            run_dir = found
+    if (owner := _first_node(run_dir)) is not None:
+        raise UserError(
+            f"{run_dir.name} is kept by {owner}, its first host; here are only logs of it",
+            where=str(run_dir.path),
+            fix=f"make {owner} the first of the hosts, or start it there; `--resume no` starts a "
+            "new run",
+            id="run.elsewhere",
+        )
+    if checkpoint is not None and not checkpoint.is_dir():
+        raise UserError(
+            f"there is no checkpoint {checkpoint.name}",
+            where=str(checkpoint.parent),
+            fix=f"`isles checkpoint list {run_dir.path}` shows those there are",
+            id="run.checkpoint",
+        )
+    refuse_running(run_dir, run_state(run_dir, now), now)
+    note = f"going on with {run_dir.name}" + (f" from {checkpoint.name}" if checkpoint else "")
+    saved = [info for info in list_checkpoints(run_dir) if checkpoint in (None, info.path)]
+    try:
+        changes = _changes(run_dir, resolved, saved[-1] if saved else None)
+    except UserError as error:
+        note += f"; its old values could not be compared: {error.what}"
+    else:
+        note = with_changes(note, changes)
+    return Begun(run_dir, resumed=True, note=note, resume_from=checkpoint)
+
+
+def _first_node(run_dir: RunDir) -> str | None:
+    # The host that has the checkpoints of a run of which this one was only a node.
+    mark = read_record(run_dir.node_of)
+    return str(mark.get("first_node")) if mark is not None else None
+
+
+def _changes(run_dir: RunDir, resolved: Resolved, info: CheckpointInfo | None) -> list[Change]:
+    # What has changed since the last start; `info`: the checkpoint that would be loaded.
+    old = _old_config(run_dir)
+    changes = changed_mathematics(old, resolved.config)
+    return changes + (changed_length(old, resolved.config, info.manifest) if info else [])
+
+
+def _is_longer(run_dir: RunDir, resolved: Resolved) -> bool:
+    # Whether a run file is that of a finished run, with a greater length.
+    saved = list_checkpoints(run_dir)
+    if not saved or not has_more_to_do(resolved.config, saved[-1].manifest):
+        return False
+    try:
+        old = _old_config(run_dir)
+    except UserError:
+        return False  # of another isles: it could not be gone on with
+    return not (
+        has_more_to_do(old, saved[-1].manifest) or changed_mathematics(old, resolved.config)
+    )
+
+
+def _old_config(run_dir: RunDir) -> RunConfig:
+    try:
+        return load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"resolved.yaml cannot be read: {error}",
+            where=str(run_dir.resolved),
+            fix="`--resume no` starts a new run",
+        ) from error
