@@ -13,7 +13,7 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, TypeGuard
 
 from isles.errors import ConfigError
 
@@ -82,7 +82,7 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
     return data
 
 
-def open_regular(path: Path, flags: int = 0) -> BinaryIO:
+def open_regular(path: Path, flags: int = 0) -> io.BufferedReader:
     """Open a file that somebody else may have put there, to read it.
 
     Args:

@@ -16,7 +16,6 @@ import psutil
 
 from isles.run.owner import OwnRecord
 
-
 _PIDS = 2**31
 
 
