@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from isles.cli import main
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
 from isles.errors import UserError
@@ -17,14 +18,18 @@ from isles.launch.remote.login import remote_script
 from isles.launch.ssh.shell import Shell
 from isles.launch.worker import run_verb
 from isles.monitor import bundle
+from isles.monitor.live.history import History
+from isles.monitor.logs import LineTail, LogChoice, log_lines
+from isles.run.begin import begin_run, choose_run, new_attempt, refuse_second
 from isles.run.nodes import read_fleet, read_own_fleet
 from isles.run.owner import OwnRecord
 from isles.run.process import ProcessId
-from isles.run.records import read_own, read_record, write_record
+from isles.run.records import read_own, read_record, read_rows, write_record
 from isles.run.remote import list_remotes
 from isles.run.resolved import read_resolved
+from isles.run.restarts import read_last_step
 from isles.run.stop import request_stop, send_signal
-from tests.run_records import recorded_run, two_hosts
+from tests.run_records import GONE, recorded_run, two_hosts
 from tests.runs import bare_run
 
 OTHER = 5  # games, on every Debian
@@ -152,3 +157,72 @@ def test_a_report_follows_no_link_out_of_the_run(tmp_path: Path) -> None:
     gathered = bundle.gather(run_dir, tmp_path)
     assert b"my key" not in b"".join(gathered.files.values())
     assert sum("leads out" in text for text in gathered.left_out) == 2
+
+
+def test_the_run_of_another_is_neither_resumed_nor_written_into(
+    tmp_path: Path, run_file: Path, give
+) -> None:
+    folder = f"output_dir={tmp_path / 'shared'}"
+    loaded = load_run_file(run_file, [folder])
+    resolved, text = resolve(loaded, num_gpus=0), run_file.read_text()
+    theirs = begin_run(resolved, text, "auto").run_dir
+    new_attempt(theirs)
+    for path in (theirs.path, *theirs.path.rglob("*")):
+        give(path)
+    before = {path: path.stat().st_mtime_ns for path in theirs.path.rglob("*")}
+    # Their run goes on: its process is this one.
+    refuse_second(theirs.path.parent, "tiny", "auto")
+    begun = begin_run(resolved, text, "auto")
+    assert (begun.resumed, begun.run_dir.name) == (False, "tiny-2")
+    assert "tiny-1 belongs to" in begun.note and "new run: tiny-2" in begun.note
+    checkpoint = theirs.checkpoints / "step-00000004"
+    for given in (theirs.path, "tiny-1", checkpoint):
+        with pytest.raises(UserError, match="does not train in the directory of tiny-1") as caught:
+            choose_run(resolved, str(given))
+        assert caught.value.ids == ("run.foreign",)
+    assert {path: path.stat().st_mtime_ns for path in theirs.path.rglob("*")} == before
+    # The own one is resumed, though theirs has a higher number now.
+    write_record(new_attempt(begun.run_dir).launch, GONE)
+    theirs.path.rename(theirs.path.with_name("tiny-7"))
+    again = choose_run(resolved, "auto")
+    assert (again.resumed, again.run_dir.name) == (True, "tiny-2")
+    assert choose_run(resolved, "no").run_dir.name == "tiny-8"
+
+
+def test_a_log_of_another_shows_no_file_of_this_user(tmp_path: Path, give) -> None:
+    run_dir, attempt = recorded_run(tmp_path / "x-1", {"launcher": "local"})
+    secret, pipe, fine = tmp_path / "id_rsa", attempt.rank_log(1), attempt.rank_log(2)
+    secret.write_text("my key\n")
+    attempt.rank_log(0).symlink_to(secret)
+    os.mkfifo(pipe)
+    fine.write_text("line\n")
+    for path in (attempt.path, attempt.launch, attempt.rank_log(0), pipe, fine):
+        give(path)
+    lines = list(log_lines(run_dir, attempt, LogChoice()))
+    assert "[rank 2] line" in lines and "my key" not in " ".join(lines)
+    assert sum("is not read: " in line for line in lines) == 2, lines
+
+
+def test_records_that_are_pipes_are_waited_for_by_nobody(tmp_path: Path) -> None:
+    run_dir, attempt = recorded_run(tmp_path / "x-1", {"launcher": "local"})
+    for path in (run_dir.metrics, run_dir.status, attempt.last_step, attempt.outcome):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    assert read_rows(run_dir.metrics) == [] and read_last_step(attempt, None) is None
+    history = History(run_dir.metrics)
+    history.read()
+    assert not history.newest
+    assert main(["status", str(run_dir.path)]) == 0
+    assert main(["logs", str(run_dir.path)]) == 0
+
+
+def test_a_file_without_line_ends_is_read_in_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with path.open("wb") as stream:
+        stream.truncate(1 << 40)  # a sparse file: it takes no space
+        stream.seek(0, os.SEEK_END)
+        stream.write(b'\n{"a": 1}\n')
+    assert read_rows(path, 1 << 20) == [{"a": 1}]
+    for last in (1, None):
+        lines = LineTail(path, last=last).read()
+        assert lines[-1] == '{"a": 1}' and sum(map(len, lines)) < 80 << 20

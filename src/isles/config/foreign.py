@@ -6,6 +6,7 @@ config.json: whoever wrote it says how large the model is, and nothing else.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -27,18 +28,20 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 # sense. A list has one for each layer.
 _SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 10_000),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 2_000),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), 2**16),
-    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 2**16),
-    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_hidden_size"), 2**24),
+    **dict.fromkeys(("intermediate_size", "ffn_hidden_size"), 2**24),
     "head_dim": 2**16,
     "max_position_embeddings": 2**40,
     "n_inner": 2**24,
     "n_positions": 2**40,
-    "num_experts_per_tok": 2**16,
     "vocab_size": 2**26,
 }
 _LARGE = ("model.safetensors.index.json", "tokenizer.json", "vocab.json")
+_COUNT = re.compile(r"(n|num)_labels|(.*_)?(blocks|codebooks|experts|groups|heads|layers)")
+_MOST_COUNTED = 2**16
+"""Libraries make an object of each, some while they read."""
+_SHARE = re.compile(r"(.*_)?(dropout|pdrop)")
 _ABOVE_ZERO = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", "rope_theta")
 _SECTIONS = ("rope_parameters", "rope_scaling", "text_config")
 
@@ -72,16 +75,29 @@ def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
 
 def read_bytes(path: Path, most_bytes: int) -> bytes:
     """A file that somebody else has written; errors as for `read_json`."""
-    # A pipe would be waited for, a device read for ever.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise ValueError("it is not a regular file")
-    with os.fdopen(handle, "rb") as stream:
+    with open_regular(path) as stream:
         data = stream.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ValueError(f"it is larger than {most_bytes / 2**20:.0f} MiB")
     return data
+
+
+def open_regular(path: Path, flags: int = 0) -> io.BufferedReader:
+    """Open a file that somebody else may have put there, to read it.
+
+    Args:
+        flags: more flags of `os.open`, such as O_NOFOLLOW.
+
+    Raises:
+        OSError: it cannot be opened. UnsupportedOperation, which is a ValueError too: it is not a
+            regular file.
+    """
+    # A pipe would be waited for, a device read for ever.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise io.UnsupportedOperation("it is not a regular file")
+    return os.fdopen(handle, "rb")
 
 
 def is_plain(name: object) -> TypeGuard[str]:
@@ -163,12 +179,25 @@ def _odd(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
     model_type = config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         yield f"{prefix}model_type", f"{_short(model_type)} is not a name"
-    for name in _SECTIONS:
-        value = config.get(name)
+    heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        yield f"{prefix}num_key_value_heads", f"{heads} heads cannot share {shared} of them evenly"
+    for name, value in config.items():
         if isinstance(value, dict):
             yield from _odd(value, f"{prefix}{name}.")
-        elif value is not None:
-            yield prefix + name, f"{_short(value)} is not a JSON object"
+        elif value is not None and (what := _odd_value(name, value)):
+            yield prefix + name, what
+
+
+def _odd_value(name: str, value: object) -> str:
+    if name in _SECTIONS:
+        return f"{_short(value)} is not a JSON object"
+    if name in _SIZES or not isinstance(value, int | float):
+        return ""
+    if _COUNT.fullmatch(name) and not value <= _MOST_COUNTED:
+        return f"{_short(value)} is more than {_MOST_COUNTED:,}"
+    is_odd = _SHARE.fullmatch(name) and not 0 <= value <= 1
+    return f"{_short(value)} is not a share from 0 to 1" if is_odd else ""
 
 
 def _short(value: object) -> str:

@@ -31,7 +31,7 @@ from isles.launch.ssh.shell import start_detached
 from isles.run.begin import begin_attempt, write_launch
 from isles.run.choose import choose_run
 from isles.run.env import inherited, rank_defaults, visible_devices
-from isles.run.find import numbered_runs
+from isles.run.find import own_runs
 from isles.run.nodes import Fleet, FleetNode, read_own_fleet
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -187,8 +187,8 @@ def _join_running(resolved: Resolved, options: StartOptions) -> Started | None:
     # Bring the missing nodes back to a run that goes on with fewer than it may have.
     if options.resume != "auto" or resolved.config.clusters[0].max_nodes == 1:
         return None
-    runs = numbered_runs(Path(resolved.config.output_dir).expanduser(), resolved.config.name)
-    run_dir = next((run for _, run in reversed(runs) if run.attempts()), None)
+    runs = own_runs(Path(resolved.config.output_dir).expanduser(), resolved.config.name)
+    run_dir = runs[-1] if runs else None
     attempt = run_dir.last_attempt() if run_dir is not None else None
     if run_dir is None or attempt is None:
         return None

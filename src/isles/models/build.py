@@ -233,6 +233,7 @@ def _forget_choices(config: Any) -> None:
 
     config._attn_implementation_internal = None
     config._experts_implementation_internal = None
+    config.output_attentions = config.output_hidden_states = False
     for unwanted in ("kernel_config", "quantization_config", "transformers_weights"):
         if hasattr(config, unwanted):
             delattr(config, unwanted)

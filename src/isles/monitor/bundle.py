@@ -37,7 +37,7 @@ from isles.run.find import run_of
 from isles.run.join_line import JoinLine
 from isles.run.live import ask_for_stacks
 from isles.run.nodes import read_own_fleet
-from isles.run.owner import owner_of, shown_only
+from isles.run.owner import open_shown, owner_of, read_text, shown_only
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import clear_errors, read_record
 from isles.run.remote import MultiClusterRun, RemoteRun, last_report
@@ -119,12 +119,12 @@ class Bundle:
             if not path.resolve().is_relative_to(root.resolve()):
                 self.left_out.append(f"{name}: it is a link that leads out of the run directory")
                 return
-            with path.open("rb") as stream:
+            with open_shown(path) as stream:
                 size = os.fstat(stream.fileno()).st_size
                 stream.seek(max(0, size - most))
                 data = stream.read(most)
         except OSError as error:
-            self.left_out.append(f"{name}: cannot be read: {error.strerror}")
+            self.left_out.append(f"{name}: cannot be read: {error.strerror or error}")
             return
         if size > most:
             # From the next whole line on: half of a secret would not be known as one.
@@ -455,8 +455,8 @@ def _secrets_of_run(run_dir: RunDir) -> Iterator[str]:
 
 def _texts(paths: Iterable[Path]) -> Iterator[str]:
     for path in paths:
-        with suppress(OSError, UnicodeDecodeError):
-            text = path.read_text(encoding="utf-8").strip()
+        with suppress(OSError, ValueError):
+            text = read_text(path)[0].strip()
             try:
                 yield JoinLine.parse(text).token  # its address is no secret
             except UserError:

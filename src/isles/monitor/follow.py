@@ -275,7 +275,7 @@ class _Watch:
         for line in self._rows.read():
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue  # torn by a full disk or a kill
             at = number_of(row, "at") if isinstance(row, dict) else None
             # Resuming may have rewritten the rows of earlier attempts.

@@ -6,12 +6,16 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from io import UnsupportedOperation
 from pathlib import Path
 
 from isles.errors import UserError
+from isles.facts.units import format_bytes
 from isles.monitor.status import node_reports
 from isles.run.manifest import number_of
+from isles.run.owner import open_shown
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
@@ -21,6 +25,8 @@ _RANK_LOG = re.compile(r"rank-(\d+)\.log")
 _END = b"---- the end of this log on "
 _POLL_S = 0.2
 _BLOCK_BYTES = 64 * 1024
+_MOST_BYTES = 64 * 2**20
+"""Read at one look. Of a log that has grown by more, the end is shown."""
 
 
 class LineTail:
@@ -36,6 +42,7 @@ class LineTail:
         self._rest = b""
         self._offset = 0
         self._inode: int | None = None
+        self._is_refused = False
 
     def read(self, *, final: bool = False) -> list[str]:
         """The lines added since the last call, without their ends.
@@ -46,11 +53,17 @@ class LineTail:
             final: also what stands after the last line end, since nothing will follow.
         """
         try:
-            with self.path.open("rb") as stream:
-                data = self._rest + self._added(stream.fileno())
+            with open_shown(self.path) as stream:
+                data = self._added(stream.fileno())
         except (FileNotFoundError, NotADirectoryError):
             return []
-        *lines, self._rest = data.split(b"\n")
+        except (UnsupportedOperation, PermissionError) as error:
+            if self._is_refused:
+                return []
+            self._is_refused = True
+            return [f"isles: {self.path} is not read: {error.strerror or error}"]
+        *lines, rest = data.split(b"\n")
+        self._rest = rest[-_MOST_BYTES:]
         if final and self._rest:
             lines.append(self._rest)
             self._rest = b""
@@ -64,7 +77,10 @@ class LineTail:
         elif info.st_ino != self._inode or info.st_size < self._offset:
             self._offset, self._rest = 0, b""
         self._inode = info.st_ino
-        blocks = []
+        if (skipped := info.st_size - self._offset - _MOST_BYTES) > 0:
+            self._offset += skipped
+            self._rest = f"isles: {format_bytes(skipped)} of {self.path} are skipped\n".encode()
+        blocks = [self._rest]
         while block := os.pread(handle, _BLOCK_BYTES, self._offset):
             blocks.append(block)
             self._offset += len(block)
@@ -72,13 +88,14 @@ class LineTail:
 
 
 def _start_of_last_lines(handle: int, size_bytes: int, count: int) -> int:
-    data = b""
-    start = size_bytes
-    while start > 0 and data.count(b"\n") <= count:
+    blocks: list[bytes] = []
+    num_ends, start = 0, size_bytes
+    while start > max(0, size_bytes - _MOST_BYTES) and num_ends <= count:
         step = min(_BLOCK_BYTES, start)
         start -= step
-        data = os.pread(handle, step, start) + data
-    *whole, rest = data.split(b"\n")
+        blocks.append(os.pread(handle, step, start))
+        num_ends += blocks[-1].count(b"\n")
+    *whole, rest = b"".join(reversed(blocks)).split(b"\n")
     # A line that is still being written counts as one of them.
     lines = [line + b"\n" for line in whole] + ([rest] if rest else [])
     return size_bytes - sum(len(line) for line in (lines[-count:] if count else []))
@@ -174,7 +191,8 @@ def log_lines(
             # A log that appears later is new from its first line.
             tails.setdefault(name, LineTail(path, last=choice.last if is_first else None))
         num_ranks = len([name for name in tails if "rank" in name])
-        for name, lines in [(name, tail.read(final=is_over)) for name, tail in tails.items()]:
+        for name, tail in tails.items():
+            lines = tail.read(final=is_over)
             is_named = choice.rank is None and (num_ranks > 1 or name != "rank 0")
             prefix = f"[{name}] " if is_named else ""
             yield from (f"{prefix}{line}" for line in lines)
@@ -245,8 +263,8 @@ class LogFiles:
             return True
         for rank in _ranks(self._attempt):
             if self.node_of(rank) == node:
-                with self._attempt.rank_log(rank).open("rb") as stream:
-                    # Not only the end of a log, sent from another host when its rank failed.
+                # Not only the end of a log, sent from another host when its rank failed.
+                with suppress(OSError), open_shown(self._attempt.rank_log(rank)) as stream:
                     if stream.read(len(_END)) != _END:
                         return True
         return False

@@ -24,6 +24,9 @@ from isles.run.resolved import read_resolved
 _LOOKED_AT = 50
 """Runs, from the newest on."""
 
+_READ_BYTES = 64 << 20
+"""Read of the end of a run's metrics."""
+
 _WARM = 2
 """Recorded rows that are left out: kernels are chosen, files are read for the first time."""
 
@@ -65,7 +68,7 @@ def find_measured(job: Job, own: Outcome) -> Measured | None:
 def _measured(run: RunDir, job: Job, own: Outcome) -> Measured | None:
     try:
         return _read(run, job, own)
-    except (AttributeError, LookupError, TypeError, ValueError):
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError):
         return None  # another version of isles wrote it, or it is damaged: a plan goes without
 
 
@@ -79,7 +82,7 @@ def _read(run: RunDir, job: Job, own: Outcome) -> Measured | None:
         return None
     if _settings(config) != _settings(job.config):
         return None
-    every = [row for row in read_rows(run.metrics) if row.get("kind") == "train"]
+    every = [row for row in read_rows(run.metrics, _READ_BYTES) if row.get("kind") == "train"]
     rows = [row for row in every if row.get("step_time_s")][_WARM:]
     if not rows:
         return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isles.config.foreign import open_regular
 from isles.errors import TrainingError, UserError
 from isles.run.index import IndexFault, has_index, read_index
 from isles.run.manifest import MANIFEST, READ_VERSIONS, Manifest, ManifestError, step_of
@@ -137,7 +138,7 @@ def find_checkpoint(run_dir: RunDir, step: int | None) -> CheckpointInfo:
 
 
 def hash_file(path: Path) -> str:
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

@@ -21,7 +21,15 @@ from isles.errors import MissingDependencyError, UserError
 from isles.facts.units import format_duration
 from isles.run.bucket import Found, find_named, find_newest
 from isles.run.checkpoints import CheckpointInfo, checkpoint_name, list_checkpoints
-from isles.run.find import find_any, is_run_dir, numbered_runs, typed_command, typed_name
+from isles.run.find import (
+    find_any,
+    is_run_dir,
+    numbered_runs,
+    own_runs,
+    refuse_others,
+    typed_command,
+    typed_name,
+)
 from isles.run.manifest import step_of
 from isles.run.paths import RunDir
 from isles.run.records import clear_errors, read_record
@@ -80,7 +88,7 @@ def refuse_second(output_dir: Path, name: str, resume: str) -> None:
     if resume == "no":
         return
     given = Path(resume).expanduser()
-    runs = [run for _, run in numbered_runs(output_dir, name) if run.attempts()]
+    runs = own_runs(output_dir, name)
     if resume != "auto":
         runs = [RunDir(path) for path in (given, given.parent.parent) if is_run_dir(path)]
     if runs and _first_node(runs[-1]) is None:
@@ -132,11 +140,7 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
 
     with clear_errors(output_dir):
         # A directory without an attempt was never started, or is being made at this instant.
-        started = [
-            run
-            for _, run in numbered_runs(output_dir, name)
-            if is_run_dir(run.path) and run.attempts()
-        ]
+        started = own_runs(output_dir, name)
     found, unasked = _find_copy(resolved, is_needed=not started)
     fresh = _next_run(resolved, found)
     if not started or (found is not None and _is_ahead(found, started[-1])):
@@ -196,7 +200,11 @@ def _is_ahead(found: Found, run_dir: RunDir) -> bool:
 def _choose_found(resolved: Resolved, found: Found | None, fresh: RunDir, now: Clock) -> Begun:
     # Go on with a run that `checkpoint.remote` has, and that is not here, or not as new.
     if found is None:
-        return Begun(fresh, resumed=False, note="")
+        runs = (run for _, run in numbered_runs(fresh.path.parent, resolved.config.name))
+        notes = [
+            f"{run.name} belongs to {run.owner}; this is a new run: " for run in runs if run.owner
+        ]
+        return Begun(fresh, resumed=False, note=notes[-1] + fresh.name if notes else "")
     run_dir = RunDir(fresh.path.with_name(found.name))
     if run_dir.attempts():
         refuse_running(run_dir, run_state(run_dir, now), now)
@@ -236,6 +244,7 @@ def _choose_copy(resolved: Resolved, url: str, resume: str, now: Clock) -> Begun
 
 
 def _from_copy(run_dir: RunDir, found: Found, place: str, changes: Sequence[Change]) -> Begun:
+    refuse_others(run_dir)
     here = "which is not here"
     if is_run_dir(run_dir.path):
         saved = list_checkpoints(run_dir)
@@ -273,6 +282,7 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
                     id="run.elsewhere",
                 )
             run_dir = found
+    refuse_others(run_dir)
     if (owner := _first_node(run_dir)) is not None:
         raise UserError(
             f"{run_dir.name} is kept by {owner}, its first host; here are only logs of it",

@@ -7,9 +7,11 @@ import re
 import shlex
 from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from isles.errors import UserError
 from isles.run.env import named_elsewhere
+from isles.run.owner import not_own, owner_of
 from isles.run.paths import Attempt, RunDir, is_file
 from isles.run.process import ProcessId
 from isles.run.records import read_own, read_record
@@ -56,9 +58,31 @@ def numbered_runs(output_dir: Path, name: str) -> list[tuple[int, RunDir]]:
     return sorted(found, key=lambda entry: entry[0])
 
 
+def own_runs(output_dir: Path, name: str) -> list[RunDir]:
+    """Runs NAME-N of this user that were started, in order of N."""
+    runs = (run for _, run in numbered_runs(output_dir, name) if is_run_dir(run.path))
+    return [run for run in runs if run.attempts() and not other_owner(run)]
+
+
+def refuse_others(run_dir: RunDir) -> None:
+    """Raise a UserError where a run directory that is to be written into is another user's."""
+    if owner := other_owner(run_dir):
+        raise not_own(f"train in the directory of {run_dir.name}", owner, run_dir.path)
+
+
+def other_owner(run_dir: RunDir) -> str:
+    """Another user whose run it is, and into whose directory nothing is written; else empty."""
+    owner = run_dir.owner
+    if owner:
+        # Some network disks give every file to one user: there a new file has that owner too.
+        with suppress(OSError), NamedTemporaryFile(dir=run_dir.path.parent) as probe:
+            return "" if owner_of(Path(probe.name)) == owner else owner
+    return owner
+
+
 def find_attempt(output_dir: Path, name: str, token: str) -> tuple[RunDir, Attempt] | None:
     """The newest attempt that a start with this token has made; None: it has made none."""
-    for _, run_dir in reversed(numbered_runs(output_dir, name)):
+    for run_dir in reversed(own_runs(output_dir, name)):
         for attempt in reversed(run_dir.attempts()):
             with suppress(OSError):
                 if attempt.token.read_text(encoding="utf-8").strip() == token:

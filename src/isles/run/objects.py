@@ -16,9 +16,11 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from io import UnsupportedOperation
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
+from isles.config.foreign import open_regular
 from isles.errors import MissingDependencyError
 from isles.facts.secrets import Redactor
 from isles.facts.units import format_bytes, format_duration
@@ -326,12 +328,10 @@ def open_store(url: str, where: str, name: str = "") -> Store:
 
 
 def _regular(path: Path) -> BinaryIO:
-    # A file, opened; a pipe would never end, and a link that has just come is not followed.
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise StoreError("odd", f"{path} is not a file")
-    return os.fdopen(handle, "rb")
+    try:
+        return open_regular(path, os.O_NOFOLLOW)  # a link may have come just now
+    except UnsupportedOperation:
+        raise StoreError("odd", f"{path} is not a file") from None
 
 
 def _raise_unless_gone(error: OSError) -> None:

@@ -14,8 +14,9 @@ import os
 import pwd
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from isles.config.foreign import open_regular
 from isles.errors import PreflightError
 
 _LONGEST_BYTES = 64 << 20
@@ -50,22 +51,38 @@ def read_text(path: Path) -> tuple[str, str]:
         OSError: it cannot be read.
         ValueError: it is not text, not a regular file, or longer than any record.
     """
-    flags, is_link = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, False
+    is_link = False
     try:
-        handle = os.open(path, flags | os.O_NOFOLLOW)
+        stream = open_regular(path, os.O_NOFOLLOW)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        is_link, handle = True, os.open(path, flags)
-    facts = os.fstat(handle)
-    # isles would wait forever for a pipe, and read a device forever.
-    if not stat.S_ISREG(facts.st_mode) or facts.st_size > _LONGEST_BYTES:
-        os.close(handle)
-        raise ValueError("it is not a record")
-    with os.fdopen(handle, encoding="utf-8") as stream:
-        text = stream.read()
+        is_link, stream = True, open_regular(path)
+    with stream:
+        facts = os.fstat(stream.fileno())
+        if facts.st_size > _LONGEST_BYTES:
+            raise ValueError("it is longer than any record")
+        text = stream.read(_LONGEST_BYTES).decode("utf-8")
     is_own = facts.st_uid == os.geteuid() and not is_link
     return text, "" if is_own else user_name(facts.st_uid)
+
+
+def open_shown(path: Path) -> BinaryIO:
+    """Open a file of a run that is only shown: a log, rows of figures.
+
+    OSError: it cannot be opened, is not a regular file, or is a link of another user to a file
+    that is not that user's.
+    """
+    try:
+        return open_regular(path, os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    maker, stream = path.lstat().st_uid, open_regular(path)
+    if maker not in (os.geteuid(), os.fstat(stream.fileno()).st_uid):
+        stream.close()
+        raise PermissionError(errno.EPERM, "it is a link of another user", str(path))
+    return stream
 
 
 def owner_of(path: Path) -> str:

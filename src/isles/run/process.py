@@ -19,6 +19,8 @@ import psutil
 
 from isles.run.owner import OwnRecord
 
+_PIDS = 2**31
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
@@ -48,8 +50,10 @@ class ProcessId:
         """From a launch or rank record; None where the record names no process."""
         try:
             place = str(record["host"]), int(record["pid"]), float(record["started"])
-        except (KeyError, TypeError, ValueError):
+        except (ArithmeticError, KeyError, TypeError, ValueError):
             return None
+        if not 0 < place[1] < _PIDS:
+            return None  # to the kernel those are groups of processes, or all of them
         return cls(*place, is_own=isinstance(record, OwnRecord))
 
     def record(self) -> dict[str, Any]:

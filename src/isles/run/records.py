@@ -8,16 +8,20 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import UnsupportedOperation
 from pathlib import Path
 from typing import Any
 
 from isles.errors import TrainingError, UserError
-from isles.run.owner import OwnRecord, Record, read_text, record_of
+from isles.run.owner import OwnRecord, Record, open_shown, read_text, record_of
 from isles.run.paths import Attempt
 
 NOT_A_FOLDER = "a file stands where a folder is needed"
 NO_SPACE = "there is no space left"
+
+MAX_LINE_BYTES = 1 << 20
+"""Of a row in a JSON-lines file. Whatever is longer is not a row."""
 
 _TRIES = 3
 
@@ -129,17 +133,20 @@ def read_own(path: Path) -> OwnRecord | None:
     return record if isinstance(record, OwnRecord) else None
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file; a last line that is still being written is left out."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
+def read_rows(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file; a last line that is still being written is skipped.
+
+    Args:
+        last_bytes: read no more than so much of its end; None: all of it.
+    """
     rows: list[dict[str, Any]] = []
-    for line in text.splitlines(keepends=True):
-        if line.endswith("\n"):
+    with suppress(FileNotFoundError, UnsupportedOperation), open_shown(path) as stream:
+        if last_bytes is not None and os.fstat(stream.fileno()).st_size > last_bytes:
+            stream.seek(-last_bytes, os.SEEK_END)
+            stream.readline(MAX_LINE_BYTES)
+        while line := stream.readline(MAX_LINE_BYTES):
             try:
-                row = json.loads(line)
+                row = json.loads(line) if line.endswith(b"\n") else None
             except (ValueError, RecursionError):
                 continue  # a line torn by a full disk or a kill
             if isinstance(row, dict):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from isles.run.checkpoints import list_checkpoints
+from isles.run.owner import read_text
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
 
@@ -162,7 +163,7 @@ class LastStep:
 def read_last_step(attempt: Attempt, restart: int | None) -> int | None:
     """The last step done since a restart (None: since whichever); None where there is none."""
     try:
-        noted, step = attempt.last_step.read_text(encoding="ascii").split()
+        noted, step = map(int, read_text(attempt.last_step)[0].split())
     except (OSError, ValueError):
         return None
-    return int(step) if restart in (None, int(noted)) else None
+    return step if restart in (None, noted) else None

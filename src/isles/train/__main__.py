@@ -22,7 +22,7 @@ from isles.errors import UserError, more_lines
 from isles.facts.terminal import show_streams
 from isles.run.begin import begin_attempt, write_launch
 from isles.run.env import RankEnv, num_restarts, read_rank_env
-from isles.run.find import numbered_runs
+from isles.run.find import own_runs
 from isles.run.outcome import agent_error, end_failed
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
@@ -100,8 +100,8 @@ def _after_restart(resolved: Resolved) -> str | None:
     # The run that torchrun has just started again, which goes on whatever `--resume` says; or None.
     if not num_restarts():
         return None
-    runs = numbered_runs(Path(resolved.config.output_dir).expanduser(), resolved.config.name)
-    run_dir = next((run for _, run in reversed(runs) if run.attempts()), None)
+    runs = own_runs(Path(resolved.config.output_dir).expanduser(), resolved.config.name)
+    run_dir = runs[-1] if runs else None
     attempt = run_dir.last_attempt() if run_dir is not None else None
     if run_dir is None or attempt is None:
         return None

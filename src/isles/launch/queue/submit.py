@@ -34,7 +34,7 @@ from isles.launch.ssh.environment import python_of
 from isles.run.begin import begin_attempt, write_launch
 from isles.run.choose import Begun, choose_run
 from isles.run.env import allocation, pbs_job
-from isles.run.find import numbered_runs
+from isles.run.find import own_runs
 from isles.run.outcome import end_failed, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import write_text_atomic
@@ -278,7 +278,7 @@ def refresh_last(resolved: Resolved, resume: str) -> None:
     if resume == "no":
         return
     folder = Path(resolved.config.output_dir).expanduser()
-    runs = [run for _, run in numbered_runs(folder, resolved.config.name)][-1:]
+    runs = own_runs(folder, resolved.config.name)[-1:]
     if resume != "auto":
         runs += [RunDir(p) for p in (Path(resume).expanduser(), folder / resume) if p.is_dir()]
     for run in runs:

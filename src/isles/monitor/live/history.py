@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from isles.monitor.live.model import Point
+from isles.run.owner import open_shown
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record
+from isles.run.records import MAX_LINE_BYTES, read_record
 from isles.run.state import QUEUES, number_of
 
 POINTS = 300
@@ -54,7 +55,7 @@ class History:
     def read(self) -> None:
         """Take in what is new."""
         try:
-            stream = self._path.open("rb")
+            stream = open_shown(self._path)
         except OSError:
             return
         with stream:
@@ -65,7 +66,8 @@ class History:
             every = max(1, (info.st_size - self._offset) // self._parsed_bytes)
             while block := os.pread(stream.fileno(), _BLOCK_BYTES, self._offset):
                 self._offset += len(block)
-                *lines, self._rest = (self._rest + block).split(b"\n")
+                *lines, rest = (self._rest + block).split(b"\n")
+                self._rest = rest[:MAX_LINE_BYTES]
                 for line in lines:
                     self._take(line, every)
             if self._skipped:  # the newest row counts, whichever it is

@@ -1,0 +1,105 @@
+"""Models of somebody else's making, by the commands that look at them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from isles.cli import main
+from tests.deadline import run_program
+from tests.small_models import small_model
+
+FINE = small_model().config.to_dict()
+
+
+def _other(**values: Any) -> Callable[[Path], object]:
+    return lambda folder: (folder / "config.json").write_text(json.dumps({**FINE, **values}))
+
+
+def _pipe(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
+def _text(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+BAD: dict[str, Callable[[Path], object]] = {
+    "brackets": _text("config.json", "[" * 100_000),
+    "no heads": _other(num_attention_heads=0),
+    "uneven heads": _other(num_key_value_heads=3),
+    "huge": _other(hidden_size=10**12),
+    "no theta": _other(rope_theta=0),
+    "texts": _other(num_hidden_layers="2", hidden_size="64"),
+    "labels": _other(num_labels=10**9),
+    "dropout": _other(attention_dropout=5),
+    "vision": _other(vision_config={"num_hidden_layers": 10**9}),
+    "inner": _other(text_config={"text_config": {"hidden_size": 0}}),
+    "pipe": _pipe,
+}
+NOT_FOR_PLANS: dict[str, Callable[[Path], object]] = {
+    "rope": _other(rope_scaling={"rope_type": "evil", "factor": "x"}),
+    "activation": _other(hidden_act="evil/act"),
+    "kind": _other(model_type="../../evil"),
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a model that the run file names."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    content = yaml.safe_load(run_file.read_text())
+    content["model"]["name_or_path"] = str(tmp_path / "model")
+    run_file.write_text(yaml.safe_dump(content))
+    (tmp_path / "model").mkdir()
+    return tmp_path / "model"
+
+
+def test_a_model_that_is_none_ends_each_command_in_words(
+    model: Path, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = []
+    for name, make in BAD.items():
+        (model / "config.json").unlink(missing_ok=True)
+        _other()(model)
+        make(model)
+        for words in (["plan"], ["data", "show"], ["train", "--dry-run"], ["train"]):
+            code = main([*words, str(run_file)])
+            said = "".join(capsys.readouterr())
+            is_said = "error: " in said and "config.json" in said and "fix: " in said
+            if code not in (1, 2) or not is_said or "Traceback" in said:
+                wrong.append(f"{name}, {' '.join(words)}: {code} {said[-500:]}")
+    assert not wrong, "\n".join(wrong)
+    assert not list(run_file.parent.glob("runs/*/attempts/*/restart-*"))
+
+
+def test_a_check_names_the_config_of_a_model_that_is_none(
+    model: Path, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    BAD["no theta"](model)
+    assert main(["check", str(run_file)]) == 2
+    said = "".join(capsys.readouterr())
+    assert "rope_theta: 0 is not a number above 0" in said and "Traceback" not in said
+
+
+@pytest.mark.long
+def test_ranks_end_in_words_without_a_restart(model: Path, run_file: Path) -> None:
+    wrong = []
+    for name, make in NOT_FOR_PLANS.items():
+        make(model)
+        done = run_program([sys.executable, "-m", "isles", "train", run_file, "--resume", "no"])
+        said = done.stdout + done.stderr
+        if done.returncode not in (1, 2) or "fix: " not in said or "Traceback" in said:
+            wrong.append(f"{name}: {done.returncode} {said[-1500:]}")
+    assert not wrong, "\n".join(wrong)
+    decided = [json.loads(p.read_text()) for p in run_file.parent.glob("runs/*/*/*/restart-*")]
+    assert all(record["decision"] != "restart" for record in decided), decided
