@@ -20,7 +20,8 @@ from isles.launch.worker import run_verb
 from isles.monitor import bundle
 from isles.monitor.live.history import History
 from isles.monitor.logs import LineTail, LogChoice, log_lines
-from isles.run.begin import begin_run, choose_run, new_attempt, refuse_second
+from isles.run.begin import begin_run, new_attempt
+from isles.run.choose import choose_run, refuse_second
 from isles.run.nodes import read_fleet, read_own_fleet
 from isles.run.owner import OwnRecord
 from isles.run.process import ProcessId
