@@ -1,0 +1,73 @@
+"""Limits that are used up and state that is damaged: the error names the true cause and its fix."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from isles.checkpoint.tensors import disk_failure
+from isles.errors import ConfigError, UserError
+from isles.outer.hub.core import Core
+from isles.outer.hub.journal import JOURNAL, Journal
+from isles.outer.hub.rules import Settings
+from isles.outer.hub.server import make_identity
+from isles.run.manifest import MANIFEST
+from isles.run.records import clear_errors
+from tests.deadline import run_program
+from tests.disks import small_disk
+
+
+def test_a_disk_without_inodes_is_not_a_full_disk(tmp_path: Path):
+    disk = tmp_path / "disk"
+    refused = pytest.raises(UserError)
+    with small_disk(disk, "4m,nr_inodes=4"), refused as caught, clear_errors(disk):
+        for number in range(9):
+            (disk / str(number)).write_text("")
+    assert "no inodes are left" in caught.value.what
+    assert "df -i" in caught.value.fix and "free some" not in caught.value.fix
+
+
+def test_a_last_checkpoint_is_named_only_if_it_exists(tmp_path: Path):
+    partial = tmp_path / "checkpoints" / ".partial-step-2"
+    partial.mkdir(parents=True)
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert "starts at step 0" in disk_failure(error, partial, 0).fix
+    whole = partial.with_name("step-00000001")
+    whole.mkdir()
+    (whole / MANIFEST).write_text("{}")
+    assert "which is untouched" in disk_failure(error, partial, 0).fix
+
+
+def test_a_hub_that_has_lost_its_memory_says_so(tmp_path: Path):
+    Core(tmp_path, Settings(), lambda: 0.0)
+    average = tmp_path / "rounds" / "00000003" / "average"
+    average.parent.mkdir(parents=True)
+    average.write_bytes(b"x")
+    with pytest.raises(ConfigError, match="memory is damaged") as caught:
+        Core(tmp_path, Settings(), lambda: 0.0)
+    assert str(tmp_path) in caught.value.where and caught.value.fix
+
+
+def test_a_journal_that_another_program_holds_is_not_a_full_disk(tmp_path: Path):
+    other = Journal(tmp_path / JOURNAL)
+    other.run("PRAGMA locking_mode=EXCLUSIVE")
+    other.run("BEGIN EXCLUSIVE")
+    try:
+        with pytest.raises(UserError, match="locked") as caught:
+            Journal(tmp_path / JOURNAL)
+        assert "end the program" in caught.value.fix
+    finally:
+        other.close()
+
+
+def test_a_broken_certificate_is_named(tmp_path: Path):
+    make_identity(tmp_path)
+    (tmp_path / "certificate.pem").write_text("-----BEGIN CERTIFICATE-----\nno\n")
+    done = run_program([sys.executable, "-m", "isles.outer.hub", tmp_path, "--run", "test"])
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "certificate.pem: the hub's certificate cannot be used" in done.stderr
+    assert "key.pem" in done.stderr.partition("fix: ")[2]
