@@ -326,7 +326,7 @@ class _Window(io.RawIOBase):
 
 
 def disk_failure(error: BaseException, folder: Path, rank: int) -> TrainingError:
-    """The error for a disk that does not take a file: its reason, its place, what is free."""
+    """The error for a file that a disk refused, with its reason, its place and the free space."""
     try:
         free_bytes = shutil.disk_usage(folder).free
     except OSError:

@@ -1,7 +1,7 @@
 """Files that come with a model or from another machine are data, with limits and no surprises.
 
 `read_json` is the one way to read JSON that others have written. `model_config` reads a model's
-config.json: whoever wrote it says how large the model is, and nothing else.
+config.json, which describes the size of the model and has no other effect.
 """
 
 from __future__ import annotations

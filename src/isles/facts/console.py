@@ -1,4 +1,4 @@
-"""The console of a process: our colours, and nobody else's."""
+"""The console of a process: it sends the colours of isles and no other control characters."""
 
 from __future__ import annotations
 
@@ -58,4 +58,4 @@ class Console(rich.Console):
 
     def on_broken_pipe(self) -> None:
         """Raise what `isles.cli` expects."""
-        raise BrokenPipeError(errno.EPIPE, "nobody reads this any more")
+        raise BrokenPipeError(errno.EPIPE, "the reader of this output has closed it")

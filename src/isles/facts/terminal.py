@@ -79,7 +79,7 @@ def copy_drawn(source: int, target: IO[str]) -> None:
         source: a descriptor of bytes.
 
     Raises:
-        OSError: nobody reads the target any more.
+        OSError: the reader of the target has closed it.
     """
     raw = target.raw if isinstance(target, ShownStream) else target
     decoder, held, has_drawn = codecs.getincrementaldecoder("utf-8")("replace"), "", False

@@ -163,8 +163,8 @@ def _theirs(line: JoinLine, name: str) -> Loaded:
     outer = found.config.diloco
     if outer.engine != "hub" or outer.url is not None or outer.hivemind is not None:
         raise PreflightError(
-            f"the hub gives a run file with another meeting place (outer.engine: {outer.engine}, "
-            "outer.url or outer.hivemind), where this machine would write",
+            f"the run file of the hub names another meeting place (outer.engine: {outer.engine}, "
+            "outer.url or outer.hivemind), and this machine would write there",
             where=str(line),
             fix="clusters that join through a join line meet at its hub: the owner of the hub "
             "must start it with outer.engine: hub",

@@ -326,7 +326,7 @@ def check_files(name: str) -> None:
 
     Raises:
         OSError: they cannot be fetched.
-        ValueError: the index names files outside its folder, or an adapter lies beside the model.
+        ValueError: the index names files outside its folder, or the folder also holds an adapter.
     """
     from transformers.utils.hub import cached_file
 
@@ -336,7 +336,7 @@ def check_files(name: str) -> None:
     options["_raise_exceptions_for_missing_entries"] = False
     if cached_file(name, "adapter_config.json", **options):
         raise ValueError(
-            "an adapter lies beside the model (adapter_config.json), which names a base of its own"
+            "the folder also holds an adapter (adapter_config.json), which names another base"
         )
 
 

@@ -1,4 +1,4 @@
-"""The file in which a fragment's state travels: a head that follows from the run, then numbers."""
+"""The file with the state of a fragment: a header that follows from the run, then numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def state_head(
 def state_digest(
     path: Path, layout: str, fragment: int, version: int, pieces: Sequence[int]
 ) -> str:
-    """The digest of the outer parameters in a fragment's state; empty: the file is something else.
+    """The digest of the outer parameters in a fragment's state; empty for another file.
 
     Args:
         pieces: numbers of elements.

@@ -34,7 +34,7 @@ _LINE = re.compile(
 )
 _OK, _TOKEN = 200, 401
 MOST_BYTES = 32 * 2**20
-"""Of an answer; a hub keeps less of what its clusters show."""
+"""Limit of an answer. A hub keeps less than that."""
 _MOST_LETTERS = 2**16
 """Longest file with a join line."""
 _PART_BYTES, _PARTS = 2**18, 10

@@ -44,8 +44,8 @@ def record_of(found: dict[str, Any], owner: str) -> Record:
 def read_text(path: Path) -> tuple[str, str]:
     """Read a file; returns its text, and its owner if that is another user, else an empty text.
 
-    The owner is read from the open file, so replacing the path meanwhile changes nothing. A link
-    counts as another user's, who may have put it there.
+    The owner is read from the open file, so a path that is replaced during the read changes
+    nothing. A link counts as another user's, who may have put it there.
 
     Raises:
         OSError: it cannot be read.
@@ -106,7 +106,7 @@ def user_name(uid: int) -> str:
 
 
 def shown_only(owner: str) -> str:
-    """The remark that isles prints beside another user's run."""
+    """The remark that isles prints about another user's run."""
     return (
         f"it belongs to {owner}: only its files were read, and its queue, hub and other machines "
         "were not asked"

@@ -318,7 +318,7 @@ class EnvironmentConfig(Section):
 Interface = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9._:@-]{1,64}$", json_schema_extra={"x-isles-type": "interface"})
 ]
-"""A network interface; it stands between double quotes in scripts."""
+"""A network interface. Scripts quote it with double quotes."""
 
 
 class NetworkConfig(Section):

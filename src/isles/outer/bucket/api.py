@@ -383,7 +383,7 @@ class BucketApi:
             for index, file in enumerate(answer.files[: len(pieces)])
         ]
         if found != answer.outer_params:
-            self._report(f"the state of {answer.source} is not what it has announced")
+            self._report(f"the state of {answer.source} differs from its announcement")
             with suppress(BucketRefusal):  # another cluster has refused it already
                 await self._change("a wrong state", lambda: core.states.refuse(state), _HEARTBEAT_S)
             return False

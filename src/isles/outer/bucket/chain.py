@@ -36,7 +36,7 @@ T = TypeVar("T")
 _FORMAT = 1
 _FIX = "is it the url of another thing, or of another version of isles? take an empty prefix"
 _MOST_BYTES = 64 * 2**20
-"""Of an entry, unpacked. A run of a hundred clusters needs less than one MiB."""
+"""Limit of an unpacked entry. A run of a hundred clusters needs less than one MiB."""
 
 _KEPT, _SWEEP_EVERY = 64, 16
 _AGAIN_S = 0.2

@@ -67,7 +67,9 @@ class Core:
         self.states = States(self.membership, self.rounds, folder / "states")
         if not self.membership.latest() and any((folder / "rounds").glob("*/average")):
             # sqlite drops the newest changes in silence where their file is damaged.
-            raise damaged(folder / JOURNAL, "it knows nothing of the averages beside it")
+            raise damaged(
+                folder / JOURNAL, "it does not know the averages that are in the same folder"
+            )
         journal.note("", "started", f"round {self.rounds.next} is next")
         self.sweep()
 
@@ -400,7 +402,7 @@ def live(core: Core) -> dict[str, Any]:
 
 
 def events(core: Core) -> list[dict[str, Any]]:
-    """What has happened last, oldest first; none hides what others did behind its own."""
+    """The last events, oldest first. Events of one member do not displace those of others."""
     newest = core.journal.number("SELECT MAX(number) FROM events") - _LOOKED_AT
     rows = core.journal.rows(
         "SELECT number, at, member, kind, what FROM (SELECT *, ROW_NUMBER() OVER (PARTITION BY "

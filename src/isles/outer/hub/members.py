@@ -266,7 +266,7 @@ class Membership:
         """Keep what a member shows of itself, and of each name only the newest.
 
         Raises:
-            Refusal: there is no room for it beside those of the other living members.
+            Refusal: the records of the other living members leave no room for it.
         """
         latest = {row["number"]: row["state"] == "living" for row in self.latest()}
         found = {n: shown for n, shown in self._shown.items() if n in latest and n != number}

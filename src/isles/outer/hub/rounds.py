@@ -18,7 +18,7 @@ from isles.outer.samples import RESERVE, reserve_of
 
 _REFUSALS = 3
 _NORMS, _ROUNDS = 32, 20
-"""Contributions by which norms and tokens are judged; decided rounds that are known by members."""
+"""Contributions that norms and tokens are compared with; decided rounds that the hub remembers."""
 
 
 class Rounds:
@@ -66,7 +66,7 @@ class Rounds:
 
     @property
     def first_known(self) -> int:
-        """The first outer step of which this hub knows anything."""
+        """The first outer step that this hub knows."""
         return self._db.number("SELECT MIN(round) FROM rounds")
 
     @property
@@ -163,7 +163,7 @@ class Rounds:
             )
 
     def make_room(self, member: sqlite3.Row, outer_step: int) -> None:
-        """Let a member contribute beside as many others as may take part.
+        """Make room for the contribution of a member among the others.
 
         A name has one contribution in a round, and those of members that are gone give way.
         """

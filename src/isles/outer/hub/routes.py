@@ -57,7 +57,7 @@ Knows = Callable[[asyncio.BaseTransport | None], None]
 _MOST_UPLOADS = 16
 """Chunks that a member sends at a time; a client sends four."""
 _SMALL_BYTES = 2**20
-"""Of a request's body, save of a join, which lists the model's pieces."""
+"""Limit of a request's body. A join may be longer, as it lists the model's pieces."""
 _BODY_S, _CHUNK_S, _LONGEST_WAIT_S = 60.0, 600.0, 30.0
 _JSON_BYTES = 16 * 2**20
 _SHA256 = re.compile(r"[0-9a-f]{64}")

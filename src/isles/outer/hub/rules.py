@@ -110,7 +110,7 @@ def outliers(
 def counted_tokens(
     contributions: Mapping[int, int], history: Sequence[tuple[int, int]], most: float = math.inf
 ) -> dict[int, int]:
-    """The tokens that count for each member: as many as it claims, within bounds.
+    """The tokens that count for each member: its claim, within bounds.
 
     A cluster may be a thousand times as large as the others are; who claims more counts that much.
 
@@ -128,7 +128,7 @@ def counted_tokens(
 
 
 def heavy(weights: Mapping[str, int]) -> tuple[str, float] | None:
-    """The cluster that outweighs all others of a round, and its share; None: there is none."""
+    """The cluster that outweighs all others of a round, and its share; None if no cluster does."""
     total = sum(weights.values())
     name = max(weights, key=weights.__getitem__, default="")
     if len(weights) < 2 or weights[name] <= _HEAVY * total:

@@ -159,11 +159,11 @@ class States:
         return State.model_validate_json(self._row(state)["content"])
 
     def refuse(self, state: int) -> None:
-        """Forget a state whose files are not what was announced: nobody could begin with it."""
+        """Forget a state whose files differ from its announcement: no newcomer could use it."""
         row = self._row(state)
         self.drop(row["member"])
         name = self._membership.get(row["member"])["name"]
-        self._db.note(name, "refused", "its state is not what it has announced")
+        self._db.note(name, "refused", "its state differs from its announcement")
         self._passed += 1
 
     def complete(self, state: int) -> None:
@@ -175,7 +175,7 @@ class States:
         self._source, self._passed = None, 0
 
     def drop(self, member: int) -> None:
-        """A member has other weights than the run: nobody begins with what it has given."""
+        """A member has other weights than the run: newcomers never get its states."""
         self._db.run("DELETE FROM states WHERE member = ?", member)
         if self._source == member:
             self._source = None

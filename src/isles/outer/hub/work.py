@@ -226,7 +226,7 @@ class Work:
                     await changed.wait()
 
     async def is_sound(self, state: int, files: Sequence[Path]) -> bool:
-        """Whether the files of a state are what was announced; see `States.is_sound`."""
+        """Whether the files of a state match its announcement; see `States.is_sound`."""
         first, content = await self._first(), await self.ask(self.core.states.content, state)
         assert first is not None
         layout, version = first.identity.get("layout", ""), content.version
@@ -237,7 +237,7 @@ class Work:
         return found == content.outer_params
 
     async def sweep(self) -> None:
-        """Remove files that nobody needs."""
+        """Remove files that no cluster needs."""
         await self.ask(self.core.sweep)
         for path in [path for path in self._incoming if not path.exists()]:
             self.forget(path)
