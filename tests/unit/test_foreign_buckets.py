@@ -21,8 +21,9 @@ from isles.run.bucket import RunStore, find_named, find_newest
 from isles.run.manifest import Manifest, number_of, step_of
 from isles.run.objects import Folder, StoreError
 from isles.run.paths import RunDir
-from isles.run.records import write_record
+from isles.run.records import read_metrics, read_rows, write_record
 from isles.run.upload import Uploader
+from isles.track.local import JsonlTracker
 from tests.each import each
 from tests.unit.test_remote_checkpoints import begin, saved, sent
 
@@ -123,6 +124,38 @@ def test_no_link_of_a_bucket_is_followed(remote: Path, run_file: Path, tmp_path:
     os.mkfifo(run / "resolved.yaml")
     with pytest.raises(UserError, match="is not a file"):
         begin(run_file, tmp_path / "later", remote)
+
+
+@each(
+    {"evil.py": ""},
+    {"tokenizer_config.json": '{"a": [{"\\u0061uto_map": {"AutoTokenizer": "you/evil--x.Y"}}]}'},
+    {"config.json": '{"auto_map": {"AutoTokenizer": ["x.Y", null]}}'},
+)
+def test_no_code_of_a_buckets_tokenizer_is_used(
+    files: dict[str, str], *, remote: Path, run_file: Path, tmp_path: Path
+):
+    """Not even by a run that trusts the code of its model: that has another author."""
+    folder = remote / "tiny-1" / "tokenizer"
+    folder.mkdir(exist_ok=True)
+    for old in folder.iterdir():
+        old.unlink()
+    (folder / "tokenizer.json").write_text("{}")
+    place = tmp_path / next(iter(files))
+    begun = begin(run_file, place / "plain", remote)
+    assert (begun.run_dir.tokenizer / "tokenizer.json").exists()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    begun = begin(run_file, place / "fresh", remote)
+    assert not begun.run_dir.tokenizer.exists()
+
+
+def test_rows_of_a_bucket_that_are_no_metrics_are_skipped(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    row = {"kind": "train", "step": 1, "loss": 5.0}
+    wrong = [{"kind": "train"}, {"step": 1}, {**row, "step": 1e999}, {**row, "kind": {}}, 3]
+    path.write_text("".join(json.dumps(each) + "\n" for each in [*wrong, row, {**row, "step": 9}]))
+    JsonlTracker(path, resumed_step=4).close()
+    assert read_metrics(path) == [row] == read_rows(path)
 
 
 @each("..", "../x", "a/../../x", "a\0b")

@@ -14,7 +14,7 @@ from isles.facts.secrets import without_secrets
 from isles.facts.units import format_count, format_duration
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
-from isles.run.records import read_rows
+from isles.run.records import read_metrics
 
 _SHOWN_VERSIONS = ("isles", "torch", "transformers", "peft")
 
@@ -132,7 +132,7 @@ def _snippet(kind: ExportKind, repo: str | None, tokenizer: Any) -> str:
 
 def _figures(run_dir: RunDir, checkpoint: CheckpointInfo, config: RunConfig) -> str:
     manifest = checkpoint.manifest
-    rows = [row for row in read_rows(run_dir.metrics) if int(row["step"]) <= checkpoint.step]
+    rows = [row for row in read_metrics(run_dir.metrics) if row["step"] <= checkpoint.step]
     last: dict[str, dict[str, Any]] = {row["kind"]: row for row in rows}
     train, evaluation = last.get("train", {}), last.get("eval", {})
     tokens, elapsed_s = manifest["tokens"], float(manifest["elapsed_s"])

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -103,6 +104,21 @@ def open_regular(path: Path, flags: int = 0) -> io.BufferedReader:
 def is_plain(name: object) -> TypeGuard[str]:
     """Whether `name` is a file's name without a folder, a blank or a control character."""
     return isinstance(name, str) and bool(_PLAIN_NAME.fullmatch(name)) and name not in (".", "..")
+
+
+def names_code(folder: Path) -> bool:
+    """Whether a tokenizer's folder has Python code, or a JSON file that names some (`auto_map`)."""
+    for path in sorted(folder.glob("*")):
+        if path.suffix == ".json":
+            with suppress(OSError, ValueError):  # whoever loads it says why it cannot be read
+                level = [read_json(path)]
+                while level:
+                    if any("auto_map" in each for each in level if isinstance(each, dict)):
+                        return True
+                    level = [item for each in level for item in _items(each)]
+        elif path.suffix == ".py" or path.is_dir():
+            return True
+    return False
 
 
 def weight_files(path: Path) -> dict[str, str]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from isles.config.foreign import is_plain
+from isles.config.foreign import is_plain, names_code
 from isles.errors import TrainingError, UserError
 from isles.facts.secrets import without_secrets
 from isles.facts.units import format_bytes, format_duration
@@ -168,6 +168,13 @@ class RunStore:
                 continue  # deleted meanwhile
             finally:
                 partial.unlink(missing_ok=True)
+        if names_code(run_dir.tokenizer):
+            # `trust_remote_code` trusts the author of the model, not the writers of the bucket.
+            log.warning(
+                "the tokenizer of %s names Python code: not used; the tokenizer of the run file is",
+                self.url,
+            )
+            rmtree(run_dir.tokenizer)
 
     def bring(self, step: int, run_dir: RunDir, report: Callable[[str], object]) -> list[str]:
         """Fetch a checkpoint: its faults, one line each; none where it is on this disk now.

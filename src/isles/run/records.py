@@ -154,6 +154,17 @@ def read_rows(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]
     return rows
 
 
+def read_metrics(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, each with a kind and a step; see `read_rows`.
+
+    Other rows are skipped: the file may come from a bucket.
+    """
+    rows = read_rows(path, last_bytes)
+    return [
+        row for row in rows if isinstance(row.get("kind"), str) and type(row.get("step")) is int
+    ]
+
+
 @contextmanager
 def clear_errors(path: Path, instead: str = "set another output_dir") -> Iterator[None]:
     """Raise a UserError that says what to do in place of an OSError of a write below `path`."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isles.run.records import read_rows, write_text_atomic
+from isles.run.records import read_metrics, write_text_atomic
 from isles.track.base import Row, numbers
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ class JsonlTracker:
     """
 
     def __init__(self, path: Path, *, resumed_step: int) -> None:
-        rows = read_rows(path)
-        kept = [row for row in rows if int(row["step"]) <= resumed_step]
+        rows = read_metrics(path)
+        kept = [row for row in rows if row["step"] <= resumed_step]
         torn = path.exists() and not path.read_bytes().endswith(b"\n")
         if len(kept) != len(rows) or torn or not path.exists():
             write_text_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))

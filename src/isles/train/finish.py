@@ -22,7 +22,7 @@ from isles.errors import UserError
 from isles.models.build import converts_weights, load_model_config, take_generation_config
 from isles.run.checkpoints import find_checkpoint
 from isles.run.paths import RunDir
-from isles.run.records import read_rows, write_record
+from isles.run.records import read_metrics, write_record
 from isles.train.model import base_of, empty_model, whole_model, with_base
 from isles.train.parts import Parts
 from isles.train.strategy import holds_whole_model
@@ -43,7 +43,7 @@ def finish(parts: Parts) -> None:
         step, folder = progress.step, run_dir.model
         export_step(run_dir, parts.resolved, parts.tokenizer, step, folder, model=model)
         pushed = _push(parts)
-    rows = read_rows(run_dir.metrics)
+    rows = read_metrics(run_dir.metrics)
     losses = [row for row in rows if row["kind"] == "train"]
     evals = [row for row in rows if row["kind"] == "eval"]
     summary: dict[str, Any] = {
@@ -52,9 +52,9 @@ def finish(parts: Parts) -> None:
         "target_tokens": progress.target_tokens,
         "elapsed_s": elapsed_s,
         "tokens_per_second": progress.tokens / max(elapsed_s, 1e-9),
-        "first_loss": losses[0]["loss"] if losses else None,
-        "last_loss": losses[-1]["loss"] if losses else None,
-        "eval_loss": evals[-1]["loss"] if evals else None,
+        "first_loss": losses[0].get("loss") if losses else None,
+        "last_loss": losses[-1].get("loss") if losses else None,
+        "eval_loss": evals[-1].get("loss") if evals else None,
         "perplexity": evals[-1].get("perplexity") if evals else None,
         "world_size": parts.world.world_size,
     }
@@ -153,7 +153,8 @@ def _plot_loss(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for kind, label, style in (("train", "training", "-"), ("eval", "validation", "o-")):
-        points = [(r["step"], r["loss"]) for r in rows if r["kind"] == kind and r["loss"]]
+        found = [(row["step"], row.get("loss")) for row in rows if row["kind"] == kind]
+        points = [(step, loss) for step, loss in found if isinstance(loss, float) and loss]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     axes.set_xlabel("step")
