@@ -246,7 +246,7 @@ def test_a_claim_is_nothing_but_a_folder_of_records(tmp_path: Path) -> None:
 def test_nothing_is_claimed_where_no_run_can_be_made() -> None:
     """A run in a folder that takes nothing new can be resumed: its attempts are claimed anyhow."""
     user = os.geteuid()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:  # not closed, as /tmp of tests is
         Path(name).chmod(0o555)
         try:
             if user == 0:

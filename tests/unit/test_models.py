@@ -357,6 +357,7 @@ def test_a_model_that_also_sees_counts_as_its_text_does_and_is_refused_on_many_r
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     text = sizes | {"num_hidden_layers": 3, "vocab_size": 300, "eos_token_id": 7}
+    text["num_key_value_heads"] = 2
     eye = sizes | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
     Gemma3Config(text_config=text, vision_config=eye).save_pretrained(tmp_path)
     config = ModelConfig(name_or_path=str(tmp_path), init="scratch")

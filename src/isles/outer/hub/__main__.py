@@ -60,7 +60,11 @@ async def _serve(options: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    line = await server.start(host, port, options.run, options.announce)
+    try:
+        line = await server.start(host, port, options.run, options.announce)
+    except UserError:
+        server.release()
+        raise
     sys.stdout.write(f"{line} is open; the join line stands in {options.folder / 'join'}\n")
     sys.stdout.flush()
     ticking = server.work.ticking

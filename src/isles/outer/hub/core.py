@@ -60,12 +60,14 @@ class Core:
         journal: Journal | None = None,
     ) -> None:
         self.folder, self.settings = folder, settings
+        is_kept = journal is None
         self.journal = journal = journal or Journal(folder / JOURNAL)
         self.samples = Samples(journal)
         self.membership = Membership(journal, settings, self.samples, clock)
         self.rounds = Rounds(self.membership, folder / "rounds")
         self.states = States(self.membership, self.rounds, folder / "states")
-        if not self.membership.latest() and any((folder / "rounds").glob("*/average")):
+        has_average = any((folder / "rounds").glob("*/average"))
+        if is_kept and has_average and not self.membership.latest():
             # sqlite drops the newest changes in silence where their file is damaged.
             raise damaged(
                 folder / JOURNAL, "it does not know the averages that are in the same folder"

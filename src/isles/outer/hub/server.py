@@ -127,6 +127,10 @@ class Server:
         await self._acceptor.close()
         await self._runner.cleanup()
         await self.work.stop()
+        self.release()
+
+    def release(self) -> None:
+        """Give the state directory to others. For a hub that could not start; `stop` calls it."""
         os.close(self._lock)
         resource.setrlimit(resource.RLIMIT_NOFILE, self._limit)
 
