@@ -32,7 +32,8 @@ _QUOTED = r""""(?:\\.|[^"\\\n])*"?|'[^'\n]*'?"""
 _IN_JSON = r"""\\+["'](?:\\+[^"'\\\n]|[^"'\\\n])*"""
 _LIST = rf"""\[(?:{_QUOTED}|[^\]"'\n])*\]?"""
 _PLAIN = r"""(?!\{(?:["'\s\\]|$))[^\s,;&}\]"'<>]+"""
-_VALUE = rf"{_QUOTED}|{_IN_JSON}|{_LIST}|{_PLAIN}"
+_PRINTING = r"""\$\(\s*(?:echo|printf)\s[^()\n]*\)?|`\s*(?:echo|printf)\s[^`\n]*`?"""
+_VALUE = rf"{_QUOTED}|{_IN_JSON}|{_LIST}|{_PRINTING}|{_PLAIN}"
 _ENDS = r"""\\*["']?\s*[:=]"""
 _NAMED = re.compile(
     rf"""(?P<name>{_START}(?:{_NAME}{_ENDS}\s*(?:\\n\s+)?"""
@@ -222,7 +223,7 @@ _ISSUED = (
     # Messages, payment, monitoring: Slack, Discord, Telegram, SendGrid, Mailgun, Twilio, Stripe,
     # Shopify, Square, Linear, Notion, Figma, Postman, Sentry, Grafana, New Relic; signed tokens.
     r"xox[a-z]-[\w-]{10,}|xapp-\d-[\w-]{10,}|[MNO][\w-]{23,27}\.[\w-]{6}\.[\w-]{27,}",
-    r"\d{8,10}:AA[\w-]{30,}|SG\.[\w-]{8,}\.[\w-]{8,}|key-[0-9a-f]{32}\b|SK[0-9a-f]{32}\b",
+    r"(?:bot)?\d{8,10}:AA[\w-]{30,}|SG\.[\w-]{8,}\.[\w-]{8,}|key-[0-9a-f]{32}\b|SK[0-9a-f]{32}\b",
     r"[srp]k_(?:live|test)_[A-Za-z0-9]{10,}|whsec_[\w+/=]{16,}|shp[a-z]{2}_[0-9a-f]{20,}",
     r"sq0[a-z]{3}-[\w-]{16,}|lin_api_[A-Za-z0-9]{16,}|ntn_[A-Za-z0-9]{20,}|figd_[\w-]{16,}",
     r"PMAK-[0-9a-f]{16,}|sntry[a-z]_[\w+/=-]{16,}|glsa_\w{16,}|glc_[\w=]{20,}|NRAK-[A-Z0-9]{16,}",
