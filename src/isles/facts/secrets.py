@@ -42,7 +42,10 @@ _NAMED = re.compile(
     r"""\s+(?:is\s+)?(?=\S{6})(?=\S*\d)))"""
     rf"""(?P<value>{_VALUE})"""
 )
-_DOUBTFUL = re.compile(r"(?i)(?:.*[_-])?(?:pass|pwd?|pat|auth)\W*|.*pw\W*")
+_DOUBTFUL = re.compile(
+    r"""(?:.*[_-])?(?i:pat|auth)[\s"'\\:=]*|.*[A-Za-z]PW[\s"'\\:=]*"""
+    r"""|-{0,2}(?:[Pp]ass|[Pp]wd|pw)[\s"'\\:=]*"""
+)
 _OF_DOUBTFUL = re.compile(
     r"""(?=[^\s]{6})(?=[^\s]*\d)(?![\d.]+$)"""
     r"""(?!(?i:(?:[a-z]+-)*(?:oauth|sha|md|v|x|krb|ed|rsa|hs|rs|es)-?\d{1,5}(?:-[a-z]+)*)$)"""
@@ -101,7 +104,7 @@ _PATTERNS = (
 _PRIVATE = "PRIVATE KEY"
 _BEGIN = rf"(?:-----BEGIN [A-Z ]*{_PRIVATE}(?: BLOCK)?-----|---- BEGIN SSH2 [A-Z ]*{_PRIVATE} ----)"
 _PRIVATE_KEYS = re.compile(
-    rf"(?:{_BEGIN}|\A).*?-{4, 5} ?END [A-Z0-9 ]*{_PRIVATE}(?: BLOCK)? ?-----?|{_BEGIN}.*", re.S
+    rf"(?:{_BEGIN}|\A).*?-----? ?END [A-Z0-9 ]*{_PRIVATE}(?: BLOCK)? ?-----?|{_BEGIN}.*", re.S
 )
 _HEX_KEY = re.compile(r"\b[0-9a-f]{40}\b")
 """W&B's keys look like this, and so do git's commits."""
