@@ -188,7 +188,7 @@ def _without_key(match: re.Match[str]) -> str:
 
 
 _PRINTED = r"""\s*(?:echo|printf)\s+(?:-\w+\s+|["']?%s(?:\\n)?["']?\s+)*["']?[^\s"'$<%-]"""
-"""A command that prints a value which stands there."""
+"""A command that prints a value of its own line."""
 
 _REFERENCE = re.compile(
     r"\$\{\w+(?::?\?[^}]{0,100})?\}|\$\w+|\$\((?!PRINTED)[^()]*\)|`(?!PRINTED)[^`]*`"
