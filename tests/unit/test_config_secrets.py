@@ -13,7 +13,7 @@ import yaml
 from isles.cli import main
 from isles.config.load import load_run_file
 from isles.errors import ConfigErrors
-from isles.facts.secrets import secrets_in, without_secrets
+from isles.facts.secrets import Redactor, secrets_in, without_secrets
 from tests.run_files import faults
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +141,141 @@ GOOD = (
 )
 
 
+BAD_LINES = (
+    # Programs that take a secret by a short option, by none, or from their input.
+    *(f"wandb login {HEX}", f"wandb login --relogin local-{HEX}", f"vault login hvs.{'aB1' * 5}"),
+    *(f"wandb login --host https://w.example {HEX}", f"docker login -u bob -p {PW} reg.io"),
+    *(f"podman login -p={PW} reg.io", f"az login --service-principal -u x -p {PW} --tenant y"),
+    *(
+        f"mysql -uroot -p{PW} db",
+        f'mysqldump -u root -p"{PW} x" db',
+        f"curl -sSu bob:{PW} https://x",
+    ),
+    *(f"curl -ubob:{PW} https://x", f"curl -b session={PW} https://x", f"wget --user a:{PW} x"),
+    *(f"redis-cli -a {PW} ping", f"lftp -u u,{PW} ftp.example", f"smbclient -U bob%{PW} //h/s"),
+    *(f"ldapsearch -w {PW} -x", f"openssl enc -k {PW}", f"openssl rsa -passin pass:{PW}"),
+    *(
+        f"sshpass -p{PW} ssh h",
+        f"unzip -P {PW} a.zip",
+        f"7z x -p{PW} a.7z",
+        f"mongosh -u a -p {PW}",
+    ),
+    *(f"echo {PW} | docker login --password-stdin", f"echo '{PW}' | sudo -S ls"),
+    *(f"gh auth login --with-token <<< {PW}", f"aws configure set aws_secret_access_key {PW}"),
+    *(f"export TOKEN=$(echo {PW})", f"export TOKEN=`printf '%s' {PW}`", f"comet_api_key {PW}"),
+    *(f"echo 'db:5432:*:bob:{PW}' > ~/.pgpass", f"curl -H 'X-Api-Key: {PW}' https://x"),
+    *(f"x --password {PW}", f"x --token {PW}", f"MYSQL_PWD={PW} mysql"),
+    # Names.
+    *(f"Server=d;Uid=bob;Pwd={PW};", f"PASS={PW}", f"export PW={PW}", f"export GH_PAT={PW}"),
+    *(f"MYPW={PW}", f"--from-literal=pw={PW}", '{"auths": {"r.io": {"auth": "Ym9iOmh1bnRlcjI="}}}'),
+    '{"private_key": "-----BEGIN PRIVATE KEY-----\\nMIIE"}',
+    # Addresses that are keys.
+    "https://hooks.slack.com/services/T00000000/B00000000/" + "X" * 24,
+    f"https://discord.com/api/webhooks/123456789012345678/{'aB1-_' * 12}",
+    f"https://chat.example/hooks/{'a1b2' * 6}",
+    f"https://api.telegram.org/bot123456789:AA{'aB1' * 11}/sendMessage",
+    f"https://chat.googleapis.com/v1/spaces/A/messages?key={'aB1' * 8}",
+    # Private keys.
+    *("-----BEGIN PGP PRIVATE KEY BLOCK-----", "---- BEGIN SSH2 ENCRYPTED PRIVATE KEY ----"),
+    "PuTTY-User-Key-File-3: ssh-ed25519",
+    # Prefixes of issuers.
+    *("npm_" + "aB1" * 12, "pypi-AgEIcHlwaS5vcmc" + "aB1" * 4, "sk_" + "live_" + "aB1" * 6),
+    *("dckr_pat_" + "aB1" * 6, "dop_v1_" + "a1" * 32, "ya29." + "aB1" * 8, "hvs." + "aB1" * 8),
+    *("github_pat_" + "aB1" * 8, "SG." + "aB1" * 6 + "." + "aB1" * 6, "dapi" + "a1" * 16),
+    *("ASIA" + "A1" * 8, "key-" + "a1" * 16, "SK" + "a1" * 16, "lin_api_" + "aB1" * 8),
+    *("glrt-" + "aB1" * 7, "gsk_" + "aB1" * 9, "sntrys_" + "aB1" * 9, "glsa_" + "aB1" * 9),
+    *("sk-ant-api03-" + "aB1" * 6, f"https://{'a1' * 16}@o1.ingest.sentry.io/1"),
+)
+
+GOOD_LINES = (
+    *(
+        "export SLURM_AUTH=munge",
+        "time=1:00@2",
+        "host:22@site",
+        "auth: oauth2",
+        "AUTH=scram-sha-256",
+    ),
+    *("export NCCL_IB_HCA=mlx5_0:1,mlx5_1:1", "NCCL_SOCKET_IFNAME=^lo,docker0", "NCCL_DEBUG=INFO"),
+    *(
+        "module load cuda/12.4 gcc/13.2.0",
+        "conda activate isles-py312",
+        "source ~/venv/bin/activate",
+    ),
+    "conda create -p /scratch/env -y python=3.12",
+    "pip install -U torch==2.9.0 --index-url https://download.pytorch.org/whl/cu128",
+    *(
+        "srun -p gpu -a 1-4 -N 2",
+        "sbatch --dependency=afterok:123:124:125:126 -p a100",
+        "tar -b 20",
+    ),
+    *("rsync -a --password-file=/x/y h::m/ .", "mkdir -p /data/run1", "ssh -p 2222 me@login1"),
+    *(
+        "docker run -p 8080:80 -u 1000:1000 ghcr.io/a/b:1",
+        "docker login -u bob reg.io",
+        "mysql -p db",
+    ),
+    *(
+        "mysql -u root -p",
+        "mysql --port=3306 -P 3306",
+        "curl -fsSL https://astral.sh/uv/install.sh | sh",
+    ),
+    *(
+        "curl -b cookies.txt https://x",
+        "wandb login",
+        "wandb login --relogin",
+        "vault login -method=oidc",
+    ),
+    *(
+        "wandb login --host https://wandb.cluster1.example",
+        "huggingface-cli login",
+        "echo $PW | kinit me",
+    ),
+    *(
+        "docker login --password-stdin < ~/.secrets/reg",
+        "echo hello | tee a1.txt",
+        "cd $PWD && pwd",
+    ),
+    *(
+        "PWD=build123",
+        "PATH=/opt/a1/bin:$PATH",
+        "FILE_PAT=*.parquet",
+        "n_pass: 3",
+        "two pass 2026 runs",
+    ),
+    *(
+        "s3://bucket-1/runs/a1b2c3d4e5f6",
+        "gs://b/o",
+        "team@example2.org",
+        "WANDB_ENTITY=team-2024-nlp",
+    ),
+    *(
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4",
+        "unsloth/gemma-3-4b-it",
+    ),
+    *("TheBloke/Mixtral-8x7B-v0.1-AWQ", f"git checkout {HEX}", f"git+https://github.com/a/b@{HEX}"),
+    *(
+        "sha256:" + HEX + HEX[:24],
+        "npm_config_cache=/x",
+        "hf_transfer",
+        "key-value-store-of-run-2026",
+    ),
+    *(
+        "export TOKEN=$(cat $(dirname $0)/t)",
+        'TOKEN=$(echo "$ALL" | cut -c1-8)',
+        "MASTER_PORT=29500",
+    ),
+    *(
+        "https://h.example/a?key=short",
+        "https://github.com/a/hooks/tree/main",
+        "https://h/docs/webhooks/",
+    ),
+    *("export OMP_NUM_THREADS=8 TORCH_CUDA_ARCH_LIST='8.0;9.0'", "ulimit -n 65536", "unset PASS"),
+    *("sshpass -e ssh h", "sshpass -f ~/.pw ssh h", "redis-cli -p 6379 ping", "unzip a1.zip -d b"),
+    *("time_limit: 02:00:00", "nodes: n[01-16]", "--gres=gpu:h100:8", "--constraint=a100&ib"),
+)
+
+
 def with_value(key: str, value: Any) -> str:
     """A run file in which a key has a value."""
     data: Any = yaml.safe_load(BASE)
@@ -184,12 +319,40 @@ def test_each_secret_is_refused_at_its_place_and_quoted_nowhere(tmp_path: Path) 
 
 
 def test_what_is_no_secret(tmp_path: Path) -> None:
-    assert [text for text in GOOD if any(secrets_in(text))] == []
+    assert [text for text in (*GOOD, *GOOD_LINES) if any(secrets_in(text))] == []
     texts = [*ROOT.glob("examples/*/*.yaml"), *ROOT.glob("src/isles/config/templates/*.yaml")]
     assert len(texts) > 8
     lines = {line for path in texts for line in path.read_text().splitlines()}
     lines |= {x for path in ROOT.glob("docs/*.md") for x in path.read_text().splitlines()}
     assert [line for line in lines if any(secrets_in(line))] == []
+
+
+def test_each_kind_of_secret_is_refused_as_a_line_and_taken_out_of_a_report(tmp_path: Path) -> None:
+    wrong = []
+    for line in BAD_LINES:
+        (fault,) = faults(tmp_path, with_value("clusters.0.environment.setup", [line])) or (None,)
+        gap = without_secrets(line)
+        redacted = Redactor(())(line)
+        for said in (str(fault), gap, redacted):
+            if PW in said or HEX in said or line in said:
+                wrong.append((line, said))
+        if (
+            fault is None
+            or "holds a secret" not in str(fault)
+            or Redactor(())(redacted) != redacted
+        ):
+            wrong.append((line, fault, redacted))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_an_unknown_option_is_named_without_its_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ((f"--hf_token={HF}",), ("--hf-token", PW), (f"--x={GITHUB}",), (f"wandb-{HF}",)):
+        assert main(["version", *words])
+        said = capsys.readouterr().err
+        assert not any(part in said for part in (HF, PW, GITHUB)), said
+        assert main(["render", "run.yaml", "--to", "sbatch", *words])
+        said = capsys.readouterr().err
+        assert not any(part in said for part in (HF, PW, GITHUB)), said
 
 
 def test_a_comment_and_a_line_that_is_no_yaml(tmp_path: Path) -> None:

@@ -15,11 +15,14 @@ _LEAST = 6
 
 _ENDINGS = (
     "TOKEN SECRET PASSWORD PASSWD PASSPHRASE CREDENTIALS? COOKIE DSN _PASS _PWD _KEY APIKEY _AUTH"
+    " _PAT PW"
 )
 _KEYS = r"(?:api|access|secret|private|account|auth|signing|encryption)[_-]?key"
+_WHOLE = r"-{0,2}(?:PASS|Pass|pass|pw|Pwd|pwd|PAT|AUTH|_?auth)"
+"""These mean a secret only if they are the whole name; `PWD` is a folder."""
 _NAME = (
-    rf"[A-Za-z0-9_.-]*(?:{'|'.join(_ENDINGS.split())}"
-    rf"|(?i:token|secret|password|passwd|passphrase|signature|credentials?|{_KEYS}))"
+    rf"(?:[A-Za-z0-9_.-]*(?:{'|'.join(_ENDINGS.split())}"
+    rf"|(?i:token|secret|password|passwd|passphrase|signature|credentials?|{_KEYS}))|{_WHOLE})"
 )
 _START = r"(?<![A-Za-z0-9_.-])"
 """A name is tried at its first character alone: at each, a long text would take for ever."""
@@ -29,21 +32,32 @@ _QUOTED = r""""(?:\\.|[^"\\\n])*"?|'[^'\n]*'?"""
 _IN_JSON = r"""\\+["'](?:\\+[^"'\\\n]|[^"'\\\n])*"""
 _LIST = rf"""\[(?:{_QUOTED}|[^\]"'\n])*\]?"""
 _PLAIN = r"""(?!\{(?:["'\s\\]|$))[^\s,;&}\]"'<>]+"""
-_VALUE = rf"{_QUOTED}|{_IN_JSON}|{_LIST}|{_PLAIN}"
+_PRINTING = r"""\$\(\s*(?:echo|printf)\s[^()\n]*\)?|`\s*(?:echo|printf)\s[^`\n]*`?"""
+_VALUE = rf"{_QUOTED}|{_IN_JSON}|{_LIST}|{_PRINTING}|{_PLAIN}"
 _ENDS = r"""\\*["']?\s*[:=]"""
 _NAMED = re.compile(
     rf"""(?P<name>{_START}(?:{_NAME}{_ENDS}\s*(?:\\n\s+)?"""
     rf"""|--?{_NAME}(?:\s+|["'],\s*(?=["']))"""
-    r"""|[\w.-]*(?i:password|passwd|passphrase)\s+(?:is\s+)?(?=\S{6})(?=\S*\d)))"""
+    rf"""|[\w.-]*(?i:password|passwd|passphrase|{_KEYS}|_token|_secret)"""
+    r"""\s+(?:is\s+)?(?=\S{6})(?=\S*\d)))"""
     rf"""(?P<value>{_VALUE})"""
 )
+_DOUBTFUL = re.compile(
+    r"""(?:.*[_-])?(?i:pat|auth)[\s"'\\:=]*|.*[A-Za-z]PW[\s"'\\:=]*"""
+    r"""|-{0,2}(?:[Pp]ass|[Pp]wd|pw)[\s"'\\:=]*"""
+)
+_OF_DOUBTFUL = re.compile(
+    r"""(?=[^\s]{6})(?=[^\s]*\d)(?![\d.]+$)"""
+    r"""(?!(?i:(?:[a-z]+-)*(?:oauth|sha|md|v|x|krb|ed|rsa|hs|rs|es)-?\d{1,5}(?:-[a-z]+)*)$)"""
+)
+"""Names such as `auth` and `pat` often mean another thing: their value must look like a secret."""
 _NOTHING = ("", "[]", "[", "{", "|", ">", "|-", ">-", "true", "false", "null", "none", "yes", "no")
 _TOKEN = re.compile(r"token\W*(?:\\n\s+)?")
 _VOCABULARY = re.compile(r"[\d.]+|<[^<>]*>|\[[A-Z_]+\d?\]|\[[\d., ]*\]")
 """Values of a `token` that are no secrets: a number, or a token of a vocabulary."""
 
 _HINT = re.compile(
-    r"""(?:token|secret|passw(?:or)?d|passphrase|credentials?|cookie|dsn|_pass|_pwd|key|auth"""
+    r"""(?:token|secret|passw(?:or)?d|passphrase|credentials?|cookie|dsn|pass|pwd?|pat|key|auth"""
     r"""|signature)\\*["']?(?:\s*[:=]|\s|,)"""
 )
 """In small letters, what a line has that `_NAMED` may match: it is tried on no other."""
@@ -78,41 +92,19 @@ _PATTERNS = (
         ),
         rf"\1{REMOVED}",
     ),
-    (
-        ("sshpass",),
-        re.compile(rf"""(sshpass["']?,?\s*["']?-p(?:["'],\s*["']|\s*))(?:{_QUOTED}|[^\s"']+)"""),
-        rf"\1{REMOVED}",
-    ),
     (("sig=",), re.compile(r"(\bsig=)[\w%+/=.~-]{8,}"), rf"\1{REMOVED}"),
     (
         ("earer ", "BEARER ", "asic ", "BASIC "),
         re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}"),
         rf"\1 {REMOVED}",
     ),
-    # Keys that their issuers mark: Hugging Face, W&B, GitHub, GitLab, OpenAI, Slack, AWS, Google,
-    # NVIDIA, Replicate, Tailscale, and signed tokens.
-    (
-        (
-            *("hf_", "api_org_", "wandb_v", "gh", "glpat-", "sk-", "xox", "AKIA", "ASIA", "AIza"),
-            *("nvapi-", "r8_", "tskey-", "eyJ"),
-        ),
-        re.compile(
-            r"\b(?:(?:hf|api_org)_[A-Za-z0-9]{8,}|wandb_v\d_\w{16,}|gh[pousr]_[A-Za-z0-9]{16,}"
-            r"|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
-            r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}"
-            r"|nvapi-[\w-]{8,}|r8_[A-Za-z0-9]{8,}|tskey-[a-z]+-[\w-]{8,}"
-            r"|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
-        ),
-        REMOVED,
-    ),
 )
 """Words of which one must be there, what is taken out, and what stands there instead."""
 
-_PRIVATE = "PRIVATE KEY-----"
+_PRIVATE = "PRIVATE KEY"
+_BEGIN = rf"(?:-----BEGIN [A-Z ]*{_PRIVATE}(?: BLOCK)?-----|---- BEGIN SSH2 [A-Z ]*{_PRIVATE} ----)"
 _PRIVATE_KEYS = re.compile(
-    rf"(?:-----BEGIN [A-Z ]*{_PRIVATE}|\A).*?-----END [A-Z ]*{_PRIVATE}"
-    rf"|-----BEGIN [A-Z ]*{_PRIVATE}.*",
-    re.S,
+    rf"(?:{_BEGIN}|\A).*?-----? ?END [A-Z0-9 ]*{_PRIVATE}(?: BLOCK)? ?-----?|{_BEGIN}.*", re.S
 )
 _HEX_KEY = re.compile(r"\b[0-9a-f]{40}\b")
 """W&B's keys look like this, and so do git's commits."""
@@ -151,7 +143,7 @@ class Redactor:
                 text = pattern.sub(instead, text)
         if _HINT.search(text.lower()):
             text = "".join(_without_values(text.splitlines(keepends=True)))
-        return _HEX_KEY.sub(_without_key, text)
+        return without_secrets(_HEX_KEY.sub(_without_key, text))
 
 
 def _without_values(lines: list[str]) -> Iterator[str]:
@@ -184,6 +176,8 @@ def _without_value(match: re.Match[str]) -> str:
         return match[0]
     if name.islower() and _TOKEN.search(name) and _VOCABULARY.fullmatch(inner):
         return match[0]
+    if _DOUBTFUL.fullmatch(name) and not _OF_DOUBTFUL.match(inner):
+        return match[0]
     is_closed = mark and len(value) > len(mark) and value.endswith(mark)
     return f"{name}{mark}{REMOVED}{mark if is_closed else ''}"
 
@@ -193,30 +187,126 @@ def _without_key(match: re.Match[str]) -> str:
     return match[0] if _COMMIT.search(before) else REMOVED
 
 
+_PRINTED = r"""\s*(?:echo|printf)\s+(?:-\w+\s+|["']?%s(?:\\n)?["']?\s+)*["']?[^\s"'$<%-]"""
+"""A command that prints a value of its own line."""
+
 _REFERENCE = re.compile(
-    r"\$\{\w+(?::?\?[^}]{0,100})?\}|\$\w+|\$\([^()]*\)|`[^`]*`|<[^<>]*>|\*{3,}|\{\{.{0,100}?\}\}"
+    r"\$\{\w+(?::?\?[^}]{0,100})?\}|\$\w+|\$\((?!PRINTED)[^()]*\)|`(?!PRINTED)[^`]*`"
+    r"|<[^<>]*>|\*{3,}|\{\{.{0,100}?\}\}|\[removed\]".replace("PRINTED", _PRINTED)
 )
 """What stands for a value that is elsewhere."""
 
 _USER = re.compile(
     r"""://[^\s/@:'"<>?#[]*:(?!\d{1,5}/)(?P<secret>[^\s@'"<>]{1,300})@(?!sha\d+:)"""
-    r"""|(?:^|(?<==))[^\s/@:'"<>=]+:(?P<bare>[^\s/@:'"<>]+)@(?!sha\d+:)[\w.-]+(?::\d+)?/?$"""
+    r"""|(?:^|(?<==))[^\s/@:'"<>=]+:(?!\d{1,5}@)(?P<bare>[^\s/@:'"<>]+)@(?!sha\d+:)[\w.-]+(?::\d+)?/?$"""
     r"""|https?://(?=[^\s/@]*\d)(?=[^\s/@]*[a-z])(?P<alone>[\w.~%+-]{20,})@"""
-    r"""|\b(?:curl|wget)\b[^\n|;]{0,300}\s(?:-u|--user|--proxy-user)(?:\s+|=)["']?[^\s:"']+:"""
-    r"""(?P<option>[^\s"']+)"""
 )
 """User and password of an address, not its port nor the digest of an image."""
 
+_ISSUED = (
+    # Models and their tracking: Hugging Face, W&B, OpenAI and others with `sk-`, NVIDIA, Replicate,
+    # Groq, xAI, Perplexity, Together, LangSmith, Kaggle, RunPod, Neptune.
+    r"hf_[A-Za-z0-9]{12,}|api_org_[A-Za-z0-9]{12,}|wandb_v\d_\w{16,}|sk-(?=[\w-]{0,200}\d)[\w-]{16,}",
+    r"nvapi-(?=[\w-]*\d)[\w-]{12,}|r8_(?=\w*\d)[A-Za-z0-9]{12,}|gsk_[A-Za-z0-9]{20,}",
+    r"xai-[A-Za-z0-9]{20,}|pplx-[A-Za-z0-9]{20,}|tgp_v1_[\w-]{16,}|lsv2_(?:pt|sk)_\w{16,}",
+    r"KGAT_\w{16,}|rpa_[A-Za-z0-9]{20,}|eyJhcGlfYWRkcmVzcyI6[\w=-]*",
+    # Code and packages: GitHub, GitLab, Bitbucket and Atlassian, npm, PyPI, RubyGems, crates.io,
+    # Docker, JFrog.
+    r"gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|gl[a-z]{2,5}-(?=[\w-]*\d)[\w-]{16,}",
+    r"AT[A-Z]TT3x[\w=-]{16,}|ATBB[A-Za-z0-9]{20,}|npm_[A-Za-z0-9]{20,}|pypi-Ag[\w-]{12,}",
+    r"rubygems_[0-9a-f]{20,}|cio[A-Za-z0-9]{32}\b|dckr_[a-z]{3}_[\w-]{16,}|AKCp[A-Za-z0-9]{16,}",
+    # Clouds: AWS, Google, Azure, DigitalOcean, Alibaba, Tencent, Databricks, Heroku, Fly,
+    # Cloudflare, Tailscale, Terraform, Pulumi, Doppler, PlanetScale, Supabase, Netlify, Vault, age.
+    r"(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b|AIza[\w-]{30,}|ya29\.[\w-]{16,}|GOCSPX-[\w-]{16,}",
+    r"1//0[\w-]{30,}|\w{3}8Q~[\w.~-]{30,}|do[a-z]_v1_[0-9a-f]{20,}|LTAI[A-Za-z0-9]{12,}",
+    r"AKID[A-Za-z0-9]{16,}|dapi[0-9a-f]{32}|HRKU-[\w-]{20,}|fm\d_[\w+/=-]{20,}|v1\.0-[0-9a-f]{20,}-\w+",
+    r"cf(?:ut|at|k)_[\w-]{20,}|tskey-[a-z]+-[\w-]{8,}|\w{14}\.atlasv1\.[\w-]{20,}|pul-[0-9a-f]{30,}",
+    r"dp\.[a-z]{2,5}\.[\w.-]{20,}|pscale_[a-z]+_[\w.-]{16,}|sbp_[0-9a-f]{20,}|nfp_[A-Za-z0-9]{20,}",
+    r"hv[sbr]\.[\w-]{12,}|AGE-SECRET-KEY-1[A-Z0-9]{16,}",
+    # Messages, payment, monitoring: Slack, Discord, Telegram, SendGrid, Mailgun, Twilio, Stripe,
+    # Shopify, Square, Linear, Notion, Figma, Postman, Sentry, Grafana, New Relic; signed tokens.
+    r"xox[a-z]-[\w-]{10,}|xapp-\d-[\w-]{10,}|[MNO][\w-]{23,27}\.[\w-]{6}\.[\w-]{27,}",
+    r"(?:bot)?\d{8,10}:AA[\w-]{30,}|SG\.[\w-]{8,}\.[\w-]{8,}|key-[0-9a-f]{32}\b|SK[0-9a-f]{32}\b",
+    r"[srp]k_(?:live|test)_[A-Za-z0-9]{10,}|whsec_[\w+/=]{16,}|shp[a-z]{2}_[0-9a-f]{20,}",
+    r"sq0[a-z]{3}-[\w-]{16,}|lin_api_[A-Za-z0-9]{16,}|ntn_[A-Za-z0-9]{20,}|figd_[\w-]{16,}",
+    r"PMAK-[0-9a-f]{16,}|sntry[a-z]_[\w+/=-]{16,}|glsa_\w{16,}|glc_[\w=]{20,}|NRAK-[A-Z0-9]{16,}",
+    r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
+)
+"""Keys that their issuers mark by a prefix."""
+
+_LINE = r"[^\n|;&]{0,300}?"
+"""The words between a program and its option."""
+_GIVEN = r"""(?:"[^"\n<]+"|'[^'\n<]+'|[^\s"'<>|;&,-][^\s"'<>|;&]*)"""
+_PRINTS = rf"\b(?:echo|printf)\s+(?:-\w+\s+|[\"']?%s(?:\\n)?[\"']?\s+)*(?P<VALUE>{_GIVEN})\s*\|"
+_READS = (
+    r"(?:--(?:password|token|pass|api-key)-stdin|--with-token|\bsudo\s+(?:-\w+\s+)*-\w*S|\bkinit\b"
+    r"|\bchpasswd\b|passphrase-fd\s+0)"
+)
+_COMMANDS = (
+    # User and password in one word.
+    r"\b(?:curl|wget|https?(?=\s)|xh)\bLINE\s(?:-\w*[uU]|--(?:proxy-)?user|-a|--auth)(?:\s*|=)[\"']?[\w.@%+-]+:"
+    r"(?P<VALUE>(?!//)[^\s\"'<]+)",
+    r"\blftp\bLINE\s(?:-u|--user)\s*[\"']?[\w.@-]+,(?P<VALUE>[^\s\"'<]+)",
+    r"\b(?:smbclient|rpcclient|smbget|net)\bLINE\s(?:-U|--user)[\s=]*[\"']?[\w.@\\-]+%(?P<VALUE>[^\s\"'<]+)",
+    r"\bcurl\bLINE\s(?:-\w*b|--cookie)(?:\s*|=)[\"']?[\w.-]+=(?P<VALUE>[^\s\"'<]+)",
+    # A password that is glued to its option, since another word would be a database or a file.
+    r"\b(?:mysql\w*|mariadb[\w-]*|mycli)\bLINE\s-p(?P<VALUE>GIVEN)",
+    r"\b(?:7z[ar]?|7zz|unrar|rar)\bLINE\s-h?p(?P<VALUE>GIVEN)",
+    # An option and its value.
+    r"\bsshpass\b[\"']?,?LINE\s*[\"']?-p[\"']?,?\s*(?P<VALUE>GIVEN)",
+    r"\b(?:docker|podman|nerdctl|buildah|skopeo|helm|oras|crane|regctl|apptainer|singularity|az|oc|cf"
+    r"|ibmcloud|argocd|harbor)\bLINE\slogin\bLINE\s-p(?:\s*|=)(?P<VALUE>GIVEN)",
+    r"\b(?:mongo\w*|cqlsh|ncftp\w*|influx|impala-shell)\bLINE\s-p\s+(?P<VALUE>GIVEN)",
+    r"\b(?:redis-cli|valkey-cli|keydb-cli)\bLINE\s(?:-a|--pass)(?:\s*|=)(?P<VALUE>GIVEN)",
+    r"\bldap(?:search|add|modify|delete|passwd|whoami)\bLINE\s-w\s*(?P<VALUE>GIVEN)",
+    r"\b(?:sqlcmd|bcp|ipmitool|unzip|zip|tsql)\bLINE\s-P\s*(?P<VALUE>GIVEN)",
+    r"\bopenssl\s+enc\bLINE\s-k\s+(?P<VALUE>GIVEN)",
+    r"\s[\"']?-{1,2}pass(?:in|out)?[\s=]+[\"']?pass:(?P<VALUE>[^\s\"'<]+)",
+    # A word without an option.
+    r"\b(?:wandb|vault|comet|swanlab|neptune|replicate|tailscale)\s+login"
+    r"(?:\s+--?(?:host|base-url)\s+\S+|\s+-[\w-]+(?:=\S+)?)*\s+(?P<VALUE>(?=\S*\d)[\w.-]{6,})(?![\w.=-])",
+    r"\bvault\s+login\s+(?P<VALUE>hv[sbr]\.[\w-]+)",
+    r"\bhtpasswd\s+-\w*b\w*\s+(?:-\w+\s+)*\S+\s+\S+\s+(?P<VALUE>GIVEN)",
+    r"\brequirepass\s+(?P<VALUE>GIVEN)",
+    # A program that reads it from its input.
+    rf"{_PRINTS}[^\n;]{{0,300}}?{_READS}",
+    rf"{_READS}LINE<<<\s*(?P<VALUE>GIVEN)",
+)
+"""Programs that take a secret by a short option, or without one."""
+
+_HOOKS = (
+    r"https?://(?:hooks\.slack\.com/\w+/|(?:\w+\.)?discord(?:app)?\.com/api/webhooks/"
+    r"|[\w.-]+\.webhook\.office\.com/|outlook\.office\.com/webhook/|hooks\.zapier\.com/"
+    r"|maker\.ifttt\.com/[^\s\"'<>]*key/|open\.(?:feishu\.cn|larksuite\.com)/[^\s\"'<>]*hook/)"
+    r"(?P<VALUE>[\w@/%.-]{8,})",
+    r"https?://[^\s\"'<>]{1,200}?/(?:web)?hooks?/(?:catch/|incoming/|\d+/)*(?P<VALUE>(?=[\w-]*\d)[\w-]{16,})",
+    r"https?://[^\s\"'<>?]{1,300}\?(?:[^\s\"'<>]{0,300}?&)?(?:key|code|auth|sig)="
+    r"(?P<VALUE>(?=[\w%.-]*\d)[\w%.~+/=-]{12,})",
+)
+"""Addresses that are keys: who knows them may post there, or read."""
+
+_PGPASS = (
+    r"(?:^|[\s\"'])[\w.*-]+:(?:\d{2,5}|\*):(?:\*|[A-Za-z_][\w-]*):(?:\*|[A-Za-z_][\w-]*):"
+    r"(?P<VALUE>[^\s:\"'<]{4,})"
+)
+
+
+def _joined(parts: Iterable[str]) -> str:
+    # One pattern, whose groups have names of their own.
+    return "|".join(
+        part.replace("LINE", _LINE).replace("GIVEN", _GIVEN).replace("VALUE", f"value{number}")
+        for number, part in enumerate(parts)
+    )
+
+
 _KEY = re.compile(
-    r"\b(?:(?:hf|api_org)_[A-Za-z0-9]{20,}|wandb_v\d_\w{16,}|gh[pousr]_[A-Za-z0-9]{16,}"
-    r"|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-(?=[\w-]{0,200}\d)[\w-]{16,}|xox[abprs]-[\w-]{10,}"
-    r"|(?:AKIA|ASIA)[A-Z0-9]{16}\b|AIza[\w-]{30,}|nvapi-[\w-]{20,}|r8_[A-Za-z0-9]{20,}"
-    r"|tskey-[a-z]+-[\w-]{8,}|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+    rf"(?<![A-Za-z0-9])(?=[\w.:/+~-]{{10}})(?:{'|'.join(_ISSUED)})"
     r"|isles://[^\s#]{1,300}#[\w.-]+|\bsig=[\w%+/=.~-]{8,}"
     r"|(?i:\b(?:authorization|cookie)\\*[\"']?\s*[:=]\s*[^\s<].*"
     r"|\bbearer\s+(?=[\w.~+/=-]*\d)[\w.~+/=-]{16,})"
-    rf"|sshpass\s+-p\s*[^\s<]+|(?s:-----BEGIN [A-Z ]*{_PRIVATE}.*)"
+    rf"|(?s:{_BEGIN}.*)|PuTTY-User-Key-File-\d:(?s:.*)"
 )
+_GIVEN_TO = re.compile(_joined((*_COMMANDS, *_HOOKS, _PGPASS)), re.M)
 _OF_VOCABULARY = re.compile(
     r"(?i)(?:pad|eos|bos|unk|mask|sep|cls|stop|end|start|image|audio|special|next)[_-]?token\W*"
 )
@@ -229,8 +319,11 @@ def secrets_in(text: str) -> Iterator[tuple[int, int]]:
     Such a text is refused or written with gaps, so unlike in a report, a doubt is no secret: words,
     paths, digests, and references such as `$HF_TOKEN` or `$(cat FILE)` are none.
     """
-    masked = _REFERENCE.sub(lambda match: "<" * len(match[0]), text)
+    masked = text
+    for _ in range(2):  # one reference may stand in another
+        masked = _REFERENCE.sub(lambda match: "<" * len(match[0]), masked)
     found = [match.span() for match in _KEY.finditer(masked)]
+    found += [match.span(match.lastgroup or 0) for match in _GIVEN_TO.finditer(masked)]
     found += [
         match.span(match.lastgroup or 0)
         for match in _USER.finditer(text)
@@ -257,6 +350,8 @@ def is_secret(name: str, value: str) -> bool:
     if _OF_VOCABULARY.search(name) or (_TOKEN.search(name) and _VOCABULARY.fullmatch(inner)):
         return False
     if inner.isdecimal() and len(inner) < _LEAST and "pass" not in name.lower():
+        return False
+    if _DOUBTFUL.fullmatch(name) and not _OF_DOUBTFUL.match(inner):
         return False
     is_assigned = name.rstrip().endswith("=") or name.startswith("-")
     return is_assigned or (len(inner) >= _LEAST and any(c.isdigit() for c in inner))
