@@ -185,15 +185,12 @@ def make_app(work: Work, token: str, knows: Knows) -> web.Application:
 
         return web.post(path, handler)
 
-    def upload(path: str, find: Callable[[web.Request], Awaitable[Incoming]]) -> None:
+    def upload(path: str, find: Callable[[web.Request], Awaitable[Incoming]], put: Handler) -> None:
         # Which chunks of a file are there; and a chunk.
         async def received(request: web.Request) -> web.Response:
             incoming = await find(request)
             chunks = {str(index): sha256 for index, sha256 in incoming.received().items()}
             return _answer(Received(size_bytes=incoming.size_bytes, chunks=chunks))
-
-        async def put(request: web.Request) -> web.Response:
-            return await routes.put(request, await find(request))
 
         app.add_routes([web.get(path, received), web.put(f"{path}/{{chunk:[0-9]{{1,12}}}}", put)])
 
@@ -239,9 +236,9 @@ def make_app(work: Work, token: str, knows: Knows) -> web.Application:
             web.get("/v1/run-file", routes.run_file),
         ]
     )
-    upload(f"{step}/parts/{member}", routes.part)
+    upload(f"{step}/parts/{member}", routes.part, routes.put_part)
     download(f"{step}/average", routes.average)
-    upload(f"{file}/from/{member}", routes.state_part)
+    upload(f"{file}/from/{member}", routes.state_part, routes.put_state)
     download(file, routes.state)
     return app
 
@@ -317,6 +314,9 @@ class Routes:
     async def part(self, request: web.Request) -> Incoming:
         return await self._work.part(request.match_info["id"], _number(request, "outer_step"))
 
+    async def put_part(self, request: web.Request) -> web.Response:
+        return await self.put(request, await self.part(request))
+
     async def complete(self, request: web.Request) -> web.Response:
         outer_step = _number(request, "outer_step")
         return _answer(await self._work.complete(outer_step, await _read(request, Contribution)))
@@ -345,16 +345,30 @@ class Routes:
         path, file = files[index]
         return await self._work.incoming(path, file.size_bytes)
 
+    async def put_state(self, request: web.Request) -> web.Response:
+        """A chunk of a state: only what has come is progress."""
+        incoming = await self.state_part(request)
+        before = len(incoming.received())
+        answer = await self.put(request, incoming)
+        if len(incoming.received()) > before:
+            states, asker = self._core.states, request.match_info["id"]
+            note = states.note_progress
+            await self._work.ask(lambda: note(self._core.caller(asker)["number"]))
+        return answer
+
     async def complete_state(self, request: web.Request) -> web.Response:
         state = _number(request, "state")
-        files = await self._uploads(state, (await _read(request, OnlyId)).id)
+        asker, states = (await _read(request, OnlyId)).id, self._core.states
+        if await self._work.ask(lambda: states.is_given(self._core.caller(asker), state)):
+            return _answer({})  # the answer to an earlier request was lost
+        files, whole = await self._uploads(state, asker), list[Incoming]()
         for path, file in files:
             incoming = await self._work.incoming(path, file.size_bytes)
             await asyncio.to_thread(incoming.seal, file.digest)
             hashes = [sha256 for _, sha256 in sorted(incoming.received().items())]
             await asyncio.to_thread(write_chunk_list, path, hashes)
-        whole = [path for path, _ in files]
-        if not await self._work.is_sound(state, whole):
+            whole.append(incoming)
+        if not await self._work.is_sound(state, [incoming.path for incoming in whole]):
             await self._work.ask(self._core.states.refuse, state)
             await self._work.sweep()
             raise Refusal(
@@ -362,9 +376,16 @@ class Routes:
                 f"state {state} holds other outer parameters than was announced",
                 "look at the disk of the cluster that gave it",
             )
-        await self._work.ask(self._core.states.complete, state)
-        for path, _ in files:
-            self._work.forget(path)
+
+        def complete() -> None:
+            # What was looked at is kept, or nothing is complete: a refusal undoes nothing.
+            if not states.is_given(self._core.caller(asker), state):
+                for incoming in whole:
+                    incoming.keep()
+                states.complete(state)
+
+        await self._work.ask(complete)
+        await self._work.forget(*[path for path, _ in files])
         return _answer({})
 
     async def state(self, request: web.Request) -> Path:
