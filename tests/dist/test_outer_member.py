@@ -11,6 +11,8 @@ import ssl
 import struct
 import subprocess
 import sys
+import time
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -71,6 +73,17 @@ def contribute(line: JoinLine, name: str, outer_step: int, value: float, tokens:
     return ask(line, "POST", f"{place}/complete", body)[0]
 
 
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def unpacking_s(packed: bytes) -> float:
+    before = time.process_time()
+    zlib.decompress(packed)
+    return time.process_time() - before
+
+
 def test_strangers_keep_nobody_out_and_are_few(tmp_path):
     """More of each kind than files that the process may have open."""
     limit = ("prlimit", "--nofile=256:256")
@@ -105,6 +118,18 @@ def test_strangers_keep_nobody_out_and_are_few(tmp_path):
                     await beat(client)
 
         asyncio.run(flood())
+        # A packed body is unpacked for nobody, with the token or without it.
+        bomb = zlib.compress(bytes(1 << 28), 9)
+        for token, says in ((b"", b" 401 "), (f"Bearer {line.token}".encode(), b" 415 ")):
+            before = cpu_s(pid)
+            packed = b"POST /v1/join HTTP/1.1\r\nHost: x\r\nContent-Encoding: deflate\r\n"
+            packed += b"Authorization: %b\r\nContent-Length: %d\r\n\r\n" % (token, len(bomb))
+            for _ in range(8):
+                asked = tls(packed + bomb)
+                assert says in asked.recv(100)
+                asked.close()
+            # Unpacked they are 2 GiB, and more than a second of work.
+            assert cpu_s(pid) - before < 0.5 * unpacking_s(bomb) * 8
         assert ask(line, "GET", "/v1/status")[0] == 200
         files = Path(f"/proc/{pid}/fd")
         until(lambda: len(list(files.iterdir())) < 64 + 40, "strangers are few")

@@ -106,8 +106,12 @@ def test_a_file_that_lacks_momentum_is_no_state_of_a_run_with_it(tmp_path):
             needs = momentum_of(identity)
             found[holds, text] = bool(state_digest(path, "a", 0, 0, [4], needs))
     assert found == {
-        **{(True, "0.9"): True, (True, "0.0"): False, (True, None): True},
-        **{(False, "0.9"): False, (False, "0.0"): True, (False, None): True},
+        (True, "0.9"): True,
+        (True, "0.0"): False,
+        (True, None): True,
+        (False, "0.9"): False,
+        (False, "0.0"): True,
+        (False, None): True,
     }
 
 

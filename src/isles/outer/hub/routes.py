@@ -61,7 +61,7 @@ _SMALL_BYTES = 2**20
 _BODY_S, _CHUNK_S, _LONGEST_WAIT_S = 60.0, 600.0, 30.0
 _JSON_BYTES = 16 * 2**20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_DISK_FULL = 507
+_NO_TOKEN, _DISK_FULL = 401, 507
 
 
 def guard(token: str, knows: Knows) -> Middleware:
@@ -82,6 +82,9 @@ def guard(token: str, knows: Knows) -> Middleware:
                 fix = "use the join line that this hub has written"
                 raise Refusal("token", "the token is not this hub's", fix)
             knows(request.transport)
+            if encoding := request.headers.get("Content-Encoding"):
+                what = f"a body with Content-Encoding {encoding[:32]!r}"
+                raise Refusal("encoded", what, "send it as it is")
             return await handler(request)
         except Exception as error:
             status, body = _explain(error)
@@ -89,7 +92,10 @@ def guard(token: str, knows: Knows) -> Middleware:
                 log.exception("a bug of the hub at %s %s", request.method, request.path)
             elif status == _DISK_FULL:
                 log.error("disk: %s", error)
-            return _answer(body, status)
+            answered = _answer(body, status)
+            if status == _NO_TOKEN:
+                answered.force_close()
+            return answered
 
     return answer
 
