@@ -59,7 +59,9 @@ _MOST_UPLOADS = 16
 _SMALL_BYTES = 2**20
 """Limit of a request's body. A join may be longer, as it lists the model's pieces."""
 _BODY_S, _CHUNK_S, _LONGEST_WAIT_S = 60.0, 600.0, 30.0
-_JSON_BYTES = 16 * 2**20
+_JOIN_BYTES, _AT_ONCE_BYTES = 4 * 2**20, 2**15
+_MOST_PARSED = 2
+"""Long joins that are read at a time."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NO_TOKEN, _DISK_FULL = 401, 507
 
@@ -128,15 +130,18 @@ def _answer(content: BaseModel | dict[str, Any] | list[str], status: int = 200) 
     return web.Response(status=status, body=text.encode(), content_type="application/json")
 
 
-async def _read(request: web.Request, kind: type[M]) -> M:
+async def _read(request: web.Request, kind: type[M], parsing: asyncio.Semaphore | None = None) -> M:
     # The body of a request.
     if request.content_length is None:
         raise Refusal("malformed", "a body without Content-Length")
-    if request.content_length > _SMALL_BYTES and kind is not Join:
+    if request.content_length > (_JOIN_BYTES if kind is Join else _SMALL_BYTES):
         raise Refusal("too_large", f"a body of {request.content_length} bytes")
     async with asyncio.timeout(_BODY_S):
         body = await request.read()
     try:
+        if parsing is not None and len(body) > _AT_ONCE_BYTES:
+            async with parsing:  # others are answered meanwhile
+                return await asyncio.to_thread(kind.model_validate_json, body, strict=True)
         return kind.model_validate_json(body, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -181,7 +186,7 @@ def _read_part(path: Path, part: slice) -> tuple[bytes, int]:
 
 def make_app(work: Work, token: str, knows: Knows) -> web.Application:
     """The routes of a hub; all need the token."""
-    app = web.Application(middlewares=[guard(token, knows)], client_max_size=_JSON_BYTES)
+    app = web.Application(middlewares=[guard(token, knows)], client_max_size=_JOIN_BYTES)
     core, routes = work.core, Routes(work)
 
     def post(path: str, kind: type[M], call: Callable[[M], Any]) -> web.RouteDef:
@@ -215,7 +220,11 @@ def make_app(work: Work, token: str, knows: Knows) -> web.Application:
             return web.Response(status=206, body=data, headers={"Content-Range": span})
 
         async def hashes(request: web.Request) -> web.Response:
-            return _answer(chunk_list(await find(request)).read_text().split())
+            try:
+                return _answer(chunk_list(await find(request)).read_text().split())
+            except FileNotFoundError:
+                what = "this file is empty or not kept: it has no chunks"
+                raise Refusal("no_file", what) from None
 
         app.add_routes([web.get(path, content), web.get(f"{path}/hashes", hashes)])
 
@@ -255,11 +264,19 @@ class Routes:
     def __init__(self, work: Work) -> None:
         self._work, self._core = work, work.core
         self._sending: dict[str, list[asyncio.Task[Any]]] = {}
+        self._joining = set[str]()
+        self._parsing = asyncio.Semaphore(_MOST_PARSED)
 
     async def join(self, request: web.Request) -> web.Response:
-        join = await _read(request, Join)
-        await self._work.check_codec(join)
-        return _answer(await self._work.ask(self._core.join, join))
+        join = await _read(request, Join, self._parsing)
+        if join.id in self._joining:
+            raise Refusal("busy", "an earlier join of this cluster is still looked at", "wait")
+        self._joining.add(join.id)
+        try:
+            await self._work.check_codec(join)
+            return _answer(await self._work.ask(self._core.join, join))
+        finally:
+            self._joining.discard(join.id)
 
     async def _long_poll(
         self, request: web.Request, look: Callable[[], T], is_done: Callable[[T], bool]
