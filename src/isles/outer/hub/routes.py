@@ -62,6 +62,7 @@ _BODY_S, _CHUNK_S, _LONGEST_WAIT_S = 60.0, 600.0, 30.0
 _JOIN_BYTES, _AT_ONCE_BYTES = 4 * 2**20, 2**15
 _MOST_PARSED = 2
 """Long joins that are read at a time."""
+_FEW_SPANS = 64
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NO_TOKEN, _DISK_FULL = 401, 507
 
@@ -265,7 +266,7 @@ class Routes:
         self._work, self._core = work, work.core
         self._sending: dict[str, list[asyncio.Task[Any]]] = {}
         self._joining = set[str]()
-        self._parsing = asyncio.Semaphore(_MOST_PARSED)
+        self._parsing, self._long = asyncio.Semaphore(_MOST_PARSED), asyncio.Lock()
 
     async def join(self, request: web.Request) -> web.Response:
         join = await _read(request, Join, self._parsing)
@@ -274,7 +275,10 @@ class Routes:
         self._joining.add(join.id)
         try:
             await self._work.check_codec(join)
-            return _answer(await self._work.ask(self._core.join, join))
+            if len(join.holding) <= _FEW_SPANS:
+                return _answer(await self._work.ask(self._core.join, join))
+            async with self._long:  # heartbeats pass between two of them
+                return _answer(await self._work.ask(self._core.join, join))
         finally:
             self._joining.discard(join.id)
 
