@@ -62,7 +62,8 @@ def _contribute(world: World, name: str, outer_step: int) -> None:
     for index, sha256 in enumerate(hashes):
         incoming.put(index, data[index * CHUNK_BYTES :][:CHUNK_BYTES], sha256)
     incoming.seal(digest_of(hashes))
-    norm = norm_of("none", PIECES[0], path)
+    norm = norm_of("none", PIECES[0], incoming.path)
+    incoming.keep()
     world.complete(name, outer_step, samples, tokens=number, norm=norm)
 
 

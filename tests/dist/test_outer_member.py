@@ -11,6 +11,8 @@ import ssl
 import struct
 import subprocess
 import sys
+import time
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -71,6 +73,17 @@ def contribute(line: JoinLine, name: str, outer_step: int, value: float, tokens:
     return ask(line, "POST", f"{place}/complete", body)[0]
 
 
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def unpacking_s(packed: bytes) -> float:
+    before = time.process_time()
+    zlib.decompress(packed)
+    return time.process_time() - before
+
+
 def test_strangers_keep_nobody_out_and_are_few(tmp_path):
     """More of each kind than files that the process may have open."""
     limit = ("prlimit", "--nofile=256:256")
@@ -105,6 +118,18 @@ def test_strangers_keep_nobody_out_and_are_few(tmp_path):
                     await beat(client)
 
         asyncio.run(flood())
+        # A packed body is unpacked for nobody, with the token or without it.
+        bomb = zlib.compress(bytes(1 << 28), 9)
+        for token, says in ((b"", b" 401 "), (f"Bearer {line.token}".encode(), b" 415 ")):
+            before = cpu_s(pid)
+            packed = b"POST /v1/join HTTP/1.1\r\nHost: x\r\nContent-Encoding: deflate\r\n"
+            packed += b"Authorization: %b\r\nContent-Length: %d\r\n\r\n" % (token, len(bomb))
+            for _ in range(8):
+                asked = tls(packed + bomb)
+                assert says in asked.recv(100)
+                asked.close()
+            # Unpacked they are 2 GiB, and more than a second of work.
+            assert cpu_s(pid) - before < 0.5 * unpacking_s(bomb) * 8
         assert ask(line, "GET", "/v1/status")[0] == 200
         files = Path(f"/proc/{pid}/fd")
         until(lambda: len(list(files.iterdir())) < 64 + 40, "strangers are few")
@@ -148,6 +173,42 @@ def test_what_a_member_sent_goes_when_it_leaves(tmp_path):
             ask(line, "POST", "/v1/leave", {"id": member_id(name)})
             until(lambda: not list(rounds.rglob("*.part")), "its files go")
         assert len(ask(line, "GET", "/v1/live")[1]["members"]) == 1
+
+
+def test_what_was_counted_or_completed_is_not_written_again(tmp_path):
+    """A slow request of before goes on after its member has left and joined again."""
+    context, nan = ssl._create_unverified_context(), struct.pack("<4f", *[float("nan")] * 4)
+    with hub(tmp_path, min_clusters=2) as (_, line):
+        assert [member(line, name)[0] for name in "ae"] == [200, 200]
+        head = f"PUT /v1/rounds/0/parts/{member_id('e')}/0 HTTP/1.1\r\nHost: x\r\n"
+        head += f"Authorization: Bearer {line.token}\r\nContent-Length: {len(nan)}\r\n"
+        head += f"X-Sha256: {hashlib.sha256(nan).hexdigest()}\r\nExpect: 100-continue\r\n\r\n"
+        place = line.host, line.port
+        with context.wrap_socket(socket.create_connection(place, DEADLINE_S)) as slow:
+            slow.sendall(head.encode())
+            assert b" 100 " in slow.recv(100)
+            slow.sendall(nan[:3])
+            parts = tmp_path / "state" / "rounds"
+            until(lambda: list(parts.rglob("*.coming")), "it has begun")
+            assert ask(line, "POST", "/v1/leave", {"id": member_id("e")})[0] == 200
+            until(lambda: not list(parts.rglob("*.coming")), "its file goes")
+            assert member(line, "e")[0] == 200
+            assert contribute(line, "e", 0, 1.0) == 200
+            slow.sendall(nan[3:])
+            assert b" 409 " in slow.recv(100)
+        assert contribute(line, "a", 0, 3.0) == 200
+        answer = ask(line, "GET", "/v1/rounds/0?wait=20")[1]
+        assert answer["state"] == "committed" and set(answer["weights"]) == set("ae")
+        average = parts / "00000000" / "average"
+        assert average.read_bytes() == struct.pack("<4f", *[2.0] * 4)
+        assert ask(line, "GET", "/v1/rounds/0/average/hashes")[0] == 200
+        for name in "ae":
+            contribute(line, name, 1, float("nan"))
+        answer = ask(line, "GET", "/v1/rounds/1?wait=20")[1]
+        assert answer["state"] == "committed" and not answer["size_bytes"]
+        assert ask(line, "GET", "/v1/rounds/1/average/hashes")[0] == 404
+        long = joining("e").model_dump() | {"pieces": [[4] * 2**21]}
+        assert ask(line, "POST", "/v1/join", long)[0] == 413
 
 
 def test_a_state_that_is_not_what_was_announced_reaches_nobody(tmp_path):

@@ -338,6 +338,15 @@ def test_a_cluster_that_only_the_hub_reaches_is_shown_by_what_it_sends(tmp_path:
     assert_fits(shown)
     attempt.live.write_text(json.dumps({"noise": os.urandom(LONGEST).hex()}))
     assert set(unpack(pack(run_dir))) == {"status"}, "it would be too large"
+    attempt.live.write_text(json.dumps({"noise": [{}] * 2**19}))
+    assert set(unpack(pack(run_dir))) == {"status"}, "it would be unpacked to too much"
+    cards = [gpu_record(index) for index in range(8)]
+    large = [node_record(f"h{n}", 8 * n, [rank_record()] * 8, cards) for n in range(96)]
+    write_live(attempt, *large)
+    text = pack(run_dir)
+    assert set(unpack(text)) == {"status", "live"} and unpack(text) is unpack(text)
+    many = b'{"status": {"a": [%s{}]}}' % (b"{}," * (5 * 2**20))
+    assert unpack(base64.b64encode(zlib.compress(many)).decode()) == {}
     assert pack(RunDir(tmp_path / "nowhere")) == ""
 
 

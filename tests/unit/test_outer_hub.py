@@ -449,7 +449,7 @@ def test_a_file_survives_a_crash_as_far_as_its_bytes_do(tmp_path):
     put(incoming, 2), put(incoming, 0)
     assert "chunk 1 has sha256" in refused(incoming.put, 1, bytes(CHUNK_BYTES), hashes[1]).what
     assert "of the 3 chunks are missing" in refused(incoming.seal, digest_of(hashes)).what
-    with path.open("r+b") as stream:  # a page that never reached the disk
+    with incoming.path.open("r+b") as stream:  # a page that never reached the disk
         stream.seek(100)
         stream.write(b"torn")
     again = Incoming(path, len(data))
@@ -457,11 +457,18 @@ def test_a_file_survives_a_crash_as_far_as_its_bytes_do(tmp_path):
     put(again, 0), put(again, 1)
     assert "missing or not what was announced" in refused(again.seal, ZERO).what
     again.seal(digest_of(hashes))
-    assert path.read_bytes() == data
+    assert again.path.read_bytes() == data and not path.exists()
     put(again, 0)  # the same again is no fault
     other = data[1 : CHUNK_BYTES + 1]
     refusal = refused(again.put, 0, other, hashlib.sha256(other).hexdigest())
     assert "complete already" in refusal.what
+    again.keep()
+    assert path.read_bytes() == data and not again.path.exists()
+    for late in (incoming.put, again.put):  # of a link that was slow: it harms nobody
+        incoming.close()
+        late_refusal = refused(late, 0, other, hashlib.sha256(other).hexdigest())
+        assert "not waited for" in late_refusal.what
+    assert "not waited for" in refused(incoming.keep).what and path.read_bytes() == data
 
 
 def test_a_join_line_survives_a_mail_and_shows_no_secret(tmp_path):

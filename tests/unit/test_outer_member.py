@@ -281,7 +281,7 @@ def test_a_state_is_what_was_announced(tmp_path):
     number = world.offer_state("a", 0, ZERO)
     world.do(world.core.states.refuse, number)
     assert "there is no state" in refused(world.core.states.download, number, 0).what
-    assert "not what it has announced" in world.events("refused")[0]
+    assert "differs from its announcement" in world.events("refused")[0]
 
 
 def test_reports_under_many_names_outvote_nobody(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -28,17 +28,35 @@ def state_head(
     return len(text).to_bytes(8, "little") + text
 
 
+def momentum_of(identity: Mapping[str, str]) -> bool | None:
+    """Whether the states of a run hold momentum; None: it has not said so."""
+    text = identity.get("outer.momentum")
+    if text is None:
+        return None
+    try:
+        return float(text) != 0
+    except ValueError:
+        return None
+
+
 def state_digest(
-    path: Path, layout: str, fragment: int, version: int, pieces: Sequence[int]
+    path: Path,
+    layout: str,
+    fragment: int,
+    version: int,
+    pieces: Sequence[int],
+    holds_momentum: bool | None = None,
 ) -> str:
     """The digest of the outer parameters in a fragment's state; empty for another file.
 
     Args:
         pieces: numbers of elements.
+        holds_momentum: as the run needs it; a file without what it needs is another.
+            None: both are right.
     """
     numbers, size = sum(pieces), path.stat().st_size
     with path.open("rb") as stream:
-        for has_momentum in (True, False):
+        for has_momentum in (True, False) if holds_momentum is None else (holds_momentum,):
             head = state_head(layout, fragment, version, numbers, has_momentum=has_momentum)
             stream.seek(0)
             is_due = size == len(head) + 4 * numbers * (1 + has_momentum)

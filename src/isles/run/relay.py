@@ -7,6 +7,7 @@ import base64
 import json
 import zlib
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from isles.run.paths import RunDir
 LONGEST = 256 * 2**10
 """Characters of such a text."""
 
-_MOST_BYTES = 16 * 2**20
+_MOST_BYTES = 2**20
+"""Of such a text when it is unpacked; 96 nodes of 8 GPUs need less."""
+_MOST_KEPT = 16
+"""Texts whose records are kept: each look at all clusters sees the same ones for a while."""
 _PARTS = ("status", "live", "restart")
 
 
@@ -36,13 +40,14 @@ def pack(run_dir: RunDir) -> str:
     # Without the details of its GPUs a cluster of hundreds still says how far it is.
     for names in (_PARTS, ("status",)):
         parts = [b'"%s":%s' % (name.encode(), found[name]) for name in names if name in found]
-        data = zlib.compress(b"{%s}" % b",".join(parts))
-        text = base64.b64encode(data).decode()
-        if parts and len(text) <= LONGEST:
+        data = b"{%s}" % b",".join(parts)
+        text = base64.b64encode(zlib.compress(data)).decode()
+        if parts and len(data) <= _MOST_BYTES and len(text) <= LONGEST:
             return text
     return ""
 
 
+@lru_cache(_MOST_KEPT)
 def unpack(text: str) -> dict[str, dict[str, Any]]:
     """The records in such a text, by `status`, `live` and `restart`; those that cannot be read are
     left out. It comes from another site: whatever is in it may be wrong."""

@@ -54,7 +54,7 @@ from isles.outer.messages import (
     digest_of,
     hash_chunks,
 )
-from isles.outer.state_file import state_digest
+from isles.outer.state_file import momentum_of, state_digest
 from isles.run.objects import StoreError, open_store, probe
 
 log = logging.getLogger(__name__)
@@ -378,7 +378,13 @@ class BucketApi:
         layout, pieces = first.identity.get("layout", ""), first.pieces
         found = [
             await asyncio.to_thread(
-                state_digest, folder / file.name, layout, index, answer.version, pieces[index]
+                state_digest,
+                folder / file.name,
+                layout,
+                index,
+                answer.version,
+                pieces[index],
+                momentum_of(first.identity),
             )
             for index, file in enumerate(answer.files[: len(pieces)])
         ]

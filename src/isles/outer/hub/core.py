@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.facts.units import format_duration
+from isles.outer.hub.files import COMING, coming
 from isles.outer.hub.journal import JOURNAL, Journal, damaged
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rounds import Rounds
@@ -322,8 +323,8 @@ class Core:
                 needed = set[Path]()
                 if outer_step >= self.rounds.next:
                     needed = self.rounds.needed_parts(outer_step)
-                for part in folder.glob("*.part"):
-                    if part not in needed:
+                for part in folder.glob("*.part*"):
+                    if part.with_name(part.name.removesuffix(COMING)) not in needed:
                         part.unlink(missing_ok=True)
 
     def average_path(self, outer_step: int) -> Path:
@@ -483,7 +484,7 @@ def _why(core: Core, row: sqlite3.Row, outer_step: int) -> str:
 def _arrived(core: Core, outer_step: int, number: int) -> float:
     # Which part of a contribution is here.
     try:
-        found = core.rounds.part_path(outer_step, number).stat()
+        found = coming(core.rounds.part_path(outer_step, number)).stat()
     except OSError:
         return 0.0
     return min(1.0, 512 * found.st_blocks / max(1, found.st_size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import threading
 from collections import Counter
@@ -15,22 +16,31 @@ from typing import BinaryIO
 from isles.outer.hub.rules import Refusal
 from isles.outer.messages import CHUNK_BYTES, chunk_size, digest_of, hash_chunks, num_chunks
 
+COMING = ".coming"
+
+
+def coming(path: Path) -> Path:
+    """Where the bytes of a file that comes lie until it is kept; nobody but `Incoming` reads it."""
+    return path.with_name(f"{path.name}{COMING}")
+
 
 class Incoming:
     """A file that comes in chunks, in any order, some perhaps twice. Any thread may put.
 
-    After a restart its chunks are those that the bytes on the disk make up, whatever they are.
+    They are written beside the file, which is there once it is whole, measured and kept: what is
+    used was never open to those who send. After a restart its chunks are those that the bytes on
+    the disk make up, whatever they are. Of one file there is one that is not closed at a time.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
-        self.path, self.size_bytes = path, size_bytes
-        self._is_sealed = False
+        self.goal, self.path, self.size_bytes = path, coming(path), size_bytes
+        self._is_sealed = self._is_closed = False
         self._lock = threading.Lock()
-        is_new = not path.exists()
+        is_new = not self.path.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as stream:
+        with self.path.open("ab") as stream:
             stream.truncate(size_bytes)
-        self._has = {} if is_new else dict(enumerate(hash_chunks(path)))
+        self._has = {} if is_new else dict(enumerate(hash_chunks(self.path)))
 
     def put(self, index: int, data: bytes, sha256: str) -> None:
         """Keep one chunk.
@@ -48,6 +58,8 @@ class Incoming:
         with self._lock:
             if self._has.get(index) == sha256:
                 return
+            if self._is_closed:
+                raise Refusal("closed", "this file is not waited for any more")
             if self._is_sealed:
                 raise Refusal("sealed", "this contribution is complete already")
             self._has.pop(index, None)
@@ -76,6 +88,24 @@ class Incoming:
                 )
             _sync(self.path)
             self._is_sealed = True
+
+    def keep(self) -> None:
+        """Give the file, which is sealed and found good, its name; nobody can change it then.
+
+        Raises:
+            Refusal: it was closed meanwhile.
+        """
+        with self._lock:
+            if self._is_closed or not self._is_sealed or not self.path.exists():
+                raise Refusal("closed", "this file is not waited for any more", "send it again")
+            self.path.replace(self.goal)
+            _sync(self.goal.parent)
+            self._is_closed = True
+
+    def close(self) -> None:
+        """Take no more chunks, and never be kept: whoever still sends to it changes nothing."""
+        with self._lock:
+            self._is_closed = True
 
 
 def chunk_list(path: Path) -> Path:
@@ -131,6 +161,22 @@ def norm_of(codec: str, pieces: Sequence[int], path: Path) -> float:
     return float(total**0.5)
 
 
+def faults(codec: str, pieces: Sequence[int], job: Job) -> dict[Path, str]:
+    """The contributions of a job that cannot be averaged, as they lie on the disk now, and why."""
+    found = dict[Path, str]()
+    for path, _ in job.parts:
+        try:
+            norm = norm_of(codec, pieces, path)
+        except ValueError as error:
+            found[path] = str(error)
+        except (FileNotFoundError, EOFError) as error:
+            found[path] = f"its file is damaged: {error}"
+        else:
+            if not math.isfinite(norm):
+                found[path] = f"its norm is {norm}"
+    return found
+
+
 def average(codec: str, pieces: Sequence[int], job: Job) -> tuple[str, int]:
     """Write an average and the hashes of its chunks, durably; the same bytes every time.
 
@@ -165,7 +211,7 @@ def average(codec: str, pieces: Sequence[int], job: Job) -> tuple[str, int]:
 def _read(stream: BinaryIO, size: int, path: Path) -> bytes:
     data = stream.read(size)
     if len(data) != size:
-        raise OSError(f"{path} ends {size - len(data)} bytes too early")
+        raise EOFError(f"{path} ends {size - len(data)} bytes too early")
     return data
 
 

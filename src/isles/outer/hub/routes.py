@@ -59,9 +59,12 @@ _MOST_UPLOADS = 16
 _SMALL_BYTES = 2**20
 """Limit of a request's body. A join may be longer, as it lists the model's pieces."""
 _BODY_S, _CHUNK_S, _LONGEST_WAIT_S = 60.0, 600.0, 30.0
-_JSON_BYTES = 16 * 2**20
+_JOIN_BYTES, _AT_ONCE_BYTES = 4 * 2**20, 2**15
+_MOST_PARSED = 2
+"""Long joins that are read at a time."""
+_FEW_SPANS = 64
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_DISK_FULL = 507
+_NO_TOKEN, _DISK_FULL = 401, 507
 
 
 def guard(token: str, knows: Knows) -> Middleware:
@@ -82,6 +85,9 @@ def guard(token: str, knows: Knows) -> Middleware:
                 fix = "use the join line that this hub has written"
                 raise Refusal("token", "the token is not this hub's", fix)
             knows(request.transport)
+            if encoding := request.headers.get("Content-Encoding"):
+                what = f"a body with Content-Encoding {encoding[:32]!r}"
+                raise Refusal("encoded", what, "send it as it is")
             return await handler(request)
         except Exception as error:
             status, body = _explain(error)
@@ -89,7 +95,10 @@ def guard(token: str, knows: Knows) -> Middleware:
                 log.exception("a bug of the hub at %s %s", request.method, request.path)
             elif status == _DISK_FULL:
                 log.error("disk: %s", error)
-            return _answer(body, status)
+            answered = _answer(body, status)
+            if status == _NO_TOKEN:
+                answered.force_close()
+            return answered
 
     return answer
 
@@ -122,15 +131,18 @@ def _answer(content: BaseModel | dict[str, Any] | list[str], status: int = 200) 
     return web.Response(status=status, body=text.encode(), content_type="application/json")
 
 
-async def _read(request: web.Request, kind: type[M]) -> M:
+async def _read(request: web.Request, kind: type[M], parsing: asyncio.Semaphore | None = None) -> M:
     # The body of a request.
     if request.content_length is None:
         raise Refusal("malformed", "a body without Content-Length")
-    if request.content_length > _SMALL_BYTES and kind is not Join:
+    if request.content_length > (_JOIN_BYTES if kind is Join else _SMALL_BYTES):
         raise Refusal("too_large", f"a body of {request.content_length} bytes")
     async with asyncio.timeout(_BODY_S):
         body = await request.read()
     try:
+        if parsing is not None and len(body) > _AT_ONCE_BYTES:
+            async with parsing:  # others are answered meanwhile
+                return await asyncio.to_thread(kind.model_validate_json, body, strict=True)
         return kind.model_validate_json(body, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -175,7 +187,7 @@ def _read_part(path: Path, part: slice) -> tuple[bytes, int]:
 
 def make_app(work: Work, token: str, knows: Knows) -> web.Application:
     """The routes of a hub; all need the token."""
-    app = web.Application(middlewares=[guard(token, knows)], client_max_size=_JSON_BYTES)
+    app = web.Application(middlewares=[guard(token, knows)], client_max_size=_JOIN_BYTES)
     core, routes = work.core, Routes(work)
 
     def post(path: str, kind: type[M], call: Callable[[M], Any]) -> web.RouteDef:
@@ -185,15 +197,12 @@ def make_app(work: Work, token: str, knows: Knows) -> web.Application:
 
         return web.post(path, handler)
 
-    def upload(path: str, find: Callable[[web.Request], Awaitable[Incoming]]) -> None:
+    def upload(path: str, find: Callable[[web.Request], Awaitable[Incoming]], put: Handler) -> None:
         # Which chunks of a file are there; and a chunk.
         async def received(request: web.Request) -> web.Response:
             incoming = await find(request)
             chunks = {str(index): sha256 for index, sha256 in incoming.received().items()}
             return _answer(Received(size_bytes=incoming.size_bytes, chunks=chunks))
-
-        async def put(request: web.Request) -> web.Response:
-            return await routes.put(request, await find(request))
 
         app.add_routes([web.get(path, received), web.put(f"{path}/{{chunk:[0-9]{{1,12}}}}", put)])
 
@@ -212,7 +221,11 @@ def make_app(work: Work, token: str, knows: Knows) -> web.Application:
             return web.Response(status=206, body=data, headers={"Content-Range": span})
 
         async def hashes(request: web.Request) -> web.Response:
-            return _answer(chunk_list(await find(request)).read_text().split())
+            try:
+                return _answer(chunk_list(await find(request)).read_text().split())
+            except FileNotFoundError:
+                what = "this file is empty or not kept: it has no chunks"
+                raise Refusal("no_file", what) from None
 
         app.add_routes([web.get(path, content), web.get(f"{path}/hashes", hashes)])
 
@@ -239,9 +252,9 @@ def make_app(work: Work, token: str, knows: Knows) -> web.Application:
             web.get("/v1/run-file", routes.run_file),
         ]
     )
-    upload(f"{step}/parts/{member}", routes.part)
+    upload(f"{step}/parts/{member}", routes.part, routes.put_part)
     download(f"{step}/average", routes.average)
-    upload(f"{file}/from/{member}", routes.state_part)
+    upload(f"{file}/from/{member}", routes.state_part, routes.put_state)
     download(file, routes.state)
     return app
 
@@ -252,11 +265,22 @@ class Routes:
     def __init__(self, work: Work) -> None:
         self._work, self._core = work, work.core
         self._sending: dict[str, list[asyncio.Task[Any]]] = {}
+        self._joining = set[str]()
+        self._parsing, self._long = asyncio.Semaphore(_MOST_PARSED), asyncio.Lock()
 
     async def join(self, request: web.Request) -> web.Response:
-        join = await _read(request, Join)
-        await self._work.check_codec(join)
-        return _answer(await self._work.ask(self._core.join, join))
+        join = await _read(request, Join, self._parsing)
+        if join.id in self._joining:
+            raise Refusal("busy", "an earlier join of this cluster is still looked at", "wait")
+        self._joining.add(join.id)
+        try:
+            await self._work.check_codec(join)
+            if len(join.holding) <= _FEW_SPANS:
+                return _answer(await self._work.ask(self._core.join, join))
+            async with self._long:  # heartbeats pass between two of them
+                return _answer(await self._work.ask(self._core.join, join))
+        finally:
+            self._joining.discard(join.id)
 
     async def _long_poll(
         self, request: web.Request, look: Callable[[], T], is_done: Callable[[T], bool]
@@ -317,6 +341,9 @@ class Routes:
     async def part(self, request: web.Request) -> Incoming:
         return await self._work.part(request.match_info["id"], _number(request, "outer_step"))
 
+    async def put_part(self, request: web.Request) -> web.Response:
+        return await self.put(request, await self.part(request))
+
     async def complete(self, request: web.Request) -> web.Response:
         outer_step = _number(request, "outer_step")
         return _answer(await self._work.complete(outer_step, await _read(request, Contribution)))
@@ -345,16 +372,30 @@ class Routes:
         path, file = files[index]
         return await self._work.incoming(path, file.size_bytes)
 
+    async def put_state(self, request: web.Request) -> web.Response:
+        """A chunk of a state: only what has come is progress."""
+        incoming = await self.state_part(request)
+        before = len(incoming.received())
+        answer = await self.put(request, incoming)
+        if len(incoming.received()) > before:
+            states, asker = self._core.states, request.match_info["id"]
+            note = states.note_progress
+            await self._work.ask(lambda: note(self._core.caller(asker)["number"]))
+        return answer
+
     async def complete_state(self, request: web.Request) -> web.Response:
         state = _number(request, "state")
-        files = await self._uploads(state, (await _read(request, OnlyId)).id)
+        asker, states = (await _read(request, OnlyId)).id, self._core.states
+        if await self._work.ask(lambda: states.is_given(self._core.caller(asker), state)):
+            return _answer({})  # the answer to an earlier request was lost
+        files, whole = await self._uploads(state, asker), list[Incoming]()
         for path, file in files:
             incoming = await self._work.incoming(path, file.size_bytes)
             await asyncio.to_thread(incoming.seal, file.digest)
             hashes = [sha256 for _, sha256 in sorted(incoming.received().items())]
             await asyncio.to_thread(write_chunk_list, path, hashes)
-        whole = [path for path, _ in files]
-        if not await self._work.is_sound(state, whole):
+            whole.append(incoming)
+        if not await self._work.is_sound(state, [incoming.path for incoming in whole]):
             await self._work.ask(self._core.states.refuse, state)
             await self._work.sweep()
             raise Refusal(
@@ -362,9 +403,16 @@ class Routes:
                 f"state {state} holds other outer parameters than was announced",
                 "look at the disk of the cluster that gave it",
             )
-        await self._work.ask(self._core.states.complete, state)
-        for path, _ in files:
-            self._work.forget(path)
+
+        def complete() -> None:
+            # What was looked at is kept, or nothing is complete: a refusal undoes nothing.
+            if not states.is_given(self._core.caller(asker), state):
+                for incoming in whole:
+                    incoming.keep()
+                states.complete(state)
+
+        await self._work.ask(complete)
+        await self._work.forget(*[path for path, _ in files])
         return _answer({})
 
     async def state(self, request: web.Request) -> Path:

@@ -18,9 +18,9 @@ _HEAVY = 0.9
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-_STATUS = {"token": 401, "unknown": 404, "no_state": 404, "no_run_file": 404, "gone": 410}
+_STATUS = {"token": 401, "unknown": 404, "no_state": 404, "no_run_file": 404, "no_file": 404}
 _STATUS |= dict.fromkeys(("malformed", "hash", "refused"), 422)
-_STATUS["too_large"] = 413
+_STATUS |= {"too_large": 413, "encoded": 415, "gone": 410, "busy": 429}
 
 
 class Refusal(Exception):

@@ -80,6 +80,7 @@ class Server:
             access_log=None,
             logger=quiet,
             lingering_time=_LINGER_S,
+            auto_decompress=False,  # a megabyte of a stranger may be a gigabyte unpacked
             keepalive_timeout=75.0,
             shutdown_timeout=_SHUTDOWN_S,
         )

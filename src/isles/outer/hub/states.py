@@ -134,7 +134,6 @@ class States:
         row = self._db.row(known, number, content)
         if row is None and not self.is_source(number):
             raise Refusal("not_wanted", "no state is asked of this cluster now")
-        self._progress_at = self._clock()
         if row is not None:
             return int(row["number"])
         # One at a time: what a member can fill the disk with is bounded.
@@ -147,12 +146,19 @@ class States:
         """The files of a state that a member gives, and where each is written.
 
         Raises:
-            Refusal: there is no such state, or another gives it.
+            Refusal: there is no such state, another gives it, or it is complete.
         """
-        if self._row(state)["member"] != member["number"]:
+        row = self._row(state)
+        if row["member"] != member["number"]:
             raise Refusal("not_yours", f"state {state} is given by another cluster")
-        self._progress_at = self._clock()
+        if row["is_complete"]:
+            raise Refusal("sealed", f"state {state} is complete already")
         return self._files(state)
+
+    def is_given(self, member: sqlite3.Row, state: int) -> bool:
+        """Whether a state that a member gives is complete."""
+        row = self._row(state)
+        return bool(row["is_complete"]) and row["member"] == member["number"]
 
     def content(self, state: int) -> State:
         """What a state's source has announced."""

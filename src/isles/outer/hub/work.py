@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,11 +15,11 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from isles.outer.hub.core import Core
-from isles.outer.hub.files import Incoming, average, norm_of, part_bytes
+from isles.outer.hub.files import Incoming, average, coming, faults, norm_of, part_bytes
 from isles.outer.hub.journal import JOURNAL, damaged
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.messages import Contribution, ContributionAnswer, Join
-from isles.outer.state_file import state_digest
+from isles.outer.state_file import momentum_of, state_digest
 
 log = logging.getLogger(__name__)
 
@@ -148,13 +149,21 @@ class Work:
     async def incoming(self, path: Path, size_bytes: int) -> Incoming:
         """A file that comes in chunks; what had come before a restart is there."""
         async with self._opening:
-            if path not in self._incoming:
-                self._incoming[path] = await asyncio.to_thread(Incoming, path, size_bytes)
-            return self._incoming[path]
+            found = self._incoming.get(path)
+            if found is None or found.size_bytes != size_bytes:
+                if found is not None:  # of one that had this place before
+                    await asyncio.to_thread(found.close)
+                found = await asyncio.to_thread(Incoming, path, size_bytes)
+                self._incoming[path] = found
+            return found
 
-    def forget(self, path: Path) -> None:
-        """A file is whole, or nobody needs it."""
-        self._incoming.pop(path, None)
+    async def forget(self, *paths: Path) -> None:
+        """Files are kept, or nobody needs them: whoever still sends to one changes nothing."""
+        async with self._opening:
+            for path in paths:
+                if path in self._incoming:  # before another may be opened in its place
+                    await asyncio.to_thread(self._incoming[path].close)
+                    del self._incoming[path]
 
     async def part(self, member_id: str, outer_step: int) -> Incoming:
         """The file of a contribution that may come; see `Core.part_path`."""
@@ -197,14 +206,23 @@ class Work:
             norm = await self._count(norm_of, first.codec, pieces, incoming.path)
         except ValueError as error:
             failure = str(error)
+
+        def count() -> None:
+            # What was measured is kept, or nothing is counted: a refusal undoes nothing.
+            if self.core.is_counted(contribution.id, outer_step):
+                return
+            if not failure and math.isfinite(norm):
+                incoming.keep()
+            self.core.complete(outer_step, contribution, norm, failure)
+
         try:
-            await self.ask(self.core.complete, outer_step, contribution, norm, failure)
+            await self.ask(count)
         except Refusal as error:
             if error.kind == "refused":
                 incoming.path.unlink(missing_ok=True)
             raise
         finally:
-            self.forget(incoming.path)
+            await self.forget(incoming.goal)
 
     # Tasks.
 
@@ -230,8 +248,9 @@ class Work:
         first, content = await self._first(), await self.ask(self.core.states.content, state)
         assert first is not None
         layout, version = first.identity.get("layout", ""), content.version
+        has_momentum = momentum_of(first.identity)
         found = [
-            await self._count(state_digest, path, layout, index, version, pieces)
+            await self._count(state_digest, path, layout, index, version, pieces, has_momentum)
             for index, (path, pieces) in enumerate(zip(files, first.pieces, strict=False))
         ]
         return found == content.outer_params
@@ -239,8 +258,7 @@ class Work:
     async def sweep(self) -> None:
         """Remove files that no cluster needs."""
         await self.ask(self.core.sweep)
-        for path in [path for path in self._incoming if not path.exists()]:
-            self.forget(path)
+        await self.forget(*[path for path in self._incoming if not coming(path).exists()])
 
     async def _look_after(self) -> None:
         self._clock.tick()
@@ -258,7 +276,13 @@ class Work:
         pieces = first.pieces[job.outer_step % len(first.pieces)]
         try:
             digest, size_bytes = await self._count(average, first.codec, pieces, job)
-        except (ValueError, RuntimeError, MemoryError) as error:
+        except (ValueError, RuntimeError, MemoryError, EOFError, FileNotFoundError) as error:
+            if found := await self._count(faults, first.codec, pieces, job):
+                for path, reason in found.items():
+                    leave_out = self.core.rounds.leave_out
+                    await self.ask(leave_out, job.outer_step, int(path.stem), reason)
+                self.wake()
+                return
             log.exception("round %d cannot be averaged now", job.outer_step)
             why = f"round {job.outer_step} cannot be averaged: {error}"
             await self.ask(self.core.journal.note, "", "failure", why)
