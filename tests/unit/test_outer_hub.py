@@ -355,19 +355,6 @@ def test_who_has_other_weights_pulls_the_state(tmp_path):
     assert [text.split(":")[0] for text in world.events("diverged")] == ["a"]
 
 
-def test_of_two_that_differ_who_joined_first_is_right_until_most_say_otherwise(tmp_path):
-    world = World(tmp_path, "abc", wait="time_boxed", time_box_s=1.0)
-    world.complete("ab", 0)
-    world.now += 1.0
-    world.close()
-    world.applied("a", 0, "a" * 64), world.applied("b", 0, "b" * 64)
-    assert world.heartbeat("b").command == "pull", "both that had a part are heard"
-    assert world.join("b", version=1, outer_params="b" * 64).standing == "behind"
-    world.applied("c", 0, "b" * 64)
-    assert world.heartbeat("a").command == "pull" and world.heartbeat("b").command == ""
-    assert world.turn("bc", 1) == ["b", "c"]
-
-
 def test_a_state_is_asked_of_the_most_advanced_and_of_another_if_it_is_idle(tmp_path):
     world = World(tmp_path, "ab", source_s=20.0, keep_averages=2, dead_after_s=1000.0)
     world.turns("ab", 0, 1, 2)

@@ -100,6 +100,19 @@ def test_the_first_reports_throw_nobody_back(tmp_path):
     assert [world.heartbeat(name, version=1).command for name in "eab"] == ["pull", "", ""]
 
 
+def test_of_two_that_differ_who_joined_first_is_right_until_most_say_otherwise(tmp_path):
+    world = World(tmp_path, "abc", wait="time_boxed", time_box_s=1.0)
+    world.complete("ab", 0)
+    world.now += 1.0
+    world.close()
+    world.applied("a", 0, "a" * 64), world.applied("b", 0, "b" * 64)
+    assert world.heartbeat("b").command == "pull", "both that had a part are heard"
+    assert world.join("b", version=1, outer_params="b" * 64).standing == "behind"
+    world.applied("c", 0, "b" * 64)
+    assert world.heartbeat("a").command == "pull" and world.heartbeat("b").command == ""
+    assert world.turn("bc", 1) == ["b", "c"]
+
+
 def test_one_cluster_does_not_make_all_wait_for_long(tmp_path):
     world = World(tmp_path, "ae")
     world.heartbeat("a", sync_every=50), world.heartbeat("e", sync_every=100_000)
