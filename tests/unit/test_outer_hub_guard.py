@@ -112,7 +112,7 @@ def test_a_hub_that_stood_still_blames_nobody():
 def test_it_is_over_when_all_have_finished_and_alone_when_the_rest_is_not_heard(tmp_path):
     world = World(tmp_path, "e", min_clusters=2)
     world.leave("e", has_finished=True)
-    assert world.core.membership.end_kind() == "", "who has averaged nothing ends nothing"
+    assert world.core.membership.end_kind() == "alone", "it ends nothing at once"
     world.join("a"), world.join("b")
     world.turn("ab", 0)
     for happens, kind in (

@@ -135,7 +135,7 @@ def test_what_was_refused_is_seen_whoever_comes_and_goes(tmp_path):
 def test_a_stranger_to_the_run_does_not_end_it(tmp_path):
     world = World(tmp_path, "e", min_clusters=2)
     world.leave("e", has_finished=True)
-    assert world.core.membership.end_kind() == ""
+    assert world.core.membership.end_kind() == "alone"
     world.join("a"), world.join("b")
     world.turn("ab", 0)
     world.leave("a", has_finished=True), world.leave("b", has_finished=True)

@@ -95,10 +95,10 @@ class Membership:
             "JOIN rounds USING (round) WHERE has_finished = 1 AND reason = '' "
             "AND rounds.state = 'committed'"
         )
-        if not (have_averaged := self.db.number(sql)):
+        if not any(row["has_finished"] for row in members):
             return ""
         if all(row["state"] == "left" and row["has_finished"] for row in members) and (
-            have_averaged >= self.settings.min_clusters
+            self.db.number(sql) >= self.settings.min_clusters
         ):
             return "over"
         return "" if any(row["state"] == "living" for row in members) else "alone"
