@@ -30,6 +30,10 @@ def test_what_differs_is_named_with_both_values_and_changed_only_by_all(tmp_path
     # All stop, and the run goes on with other settings: they hold for everyone who comes then.
     world.now += 11.0
     world.drop_silent()
+    what = refused(world.join, "a", identity=longer).what
+    assert "outer.lr is 0.5 in a" in what, "b is cut off for a moment, and will be back"
+    world.now += 300.0
+    world.drop_silent()
     world.join("a", identity=longer)
     assert "outer.lr 0.7 -> 0.5" in world.events("settings")[0]
     # b was away: it must join, and is compared.
@@ -106,7 +110,11 @@ def test_a_hub_that_stood_still_blames_nobody():
 
 
 def test_it_is_over_when_all_have_finished_and_alone_when_the_rest_is_not_heard(tmp_path):
-    world = World(tmp_path, "ab")
+    world = World(tmp_path, "e", min_clusters=2)
+    world.leave("e", has_finished=True)
+    assert world.core.membership.end_kind() == "alone", "it ends nothing at once"
+    world.join("a"), world.join("b")
+    world.turn("ab", 0)
     for happens, kind in (
         (lambda: world.leave("b"), ""),  # stopped: it comes back
         (lambda: world.leave("a", has_finished=True), "alone"),
@@ -205,6 +213,7 @@ def test_the_hub_keeps_the_newest_that_each_cluster_shows(tmp_path):
     world.drop_silent()
     assert status(world.core)["members"][0]["state"] != "living", "it is no sign of life"
     world.join("c")  # others come, b's name is taken anew: nothing of the old ones is kept
+    world.leave("b")
     world.join("b2", name="b")
     show("c", "Yw==")
     assert set(live(world.core)["members"]) == {"a", "c"}

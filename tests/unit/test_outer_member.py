@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from isles.outer.hub.core import events, live, status
-from isles.outer.hub.rules import counted_tokens, heavy
+from isles.outer.hub.rules import heavy
 from isles.outer.messages import (
     LAST_SAMPLE,
     MOST_LEASED,
@@ -134,21 +134,19 @@ def test_a_claim_of_tokens_lifts_no_limit(tmp_path):
 
 
 def test_a_share_above_nine_tenths_is_bounded_and_seen(tmp_path):
-    world = World(tmp_path, "abc")
-    world.complete("ab", 0, tokens=100), world.complete("c", 0, tokens=HUGE)
-    assert world.close() == ["a", "b", "c"]
-    assert world.answer(0).weights == {"a": 100, "b": 100, "c": 100_000}
-    assert "no more are possible" in world.events("weight")[0]
-    assert "99.8% of the average of round 0" in world.events("weight")[1]
-    assert status(world.core)["heavy"] == {"name": "c", "share": pytest.approx(0.998, abs=1e-3)}
+    world = World(tmp_path, "ac")
+    world.complete("a", 0, tokens=100), world.complete("c", 0, tokens=HUGE)
+    assert world.close() == ["a", "c"]
+    assert world.answer(0).weights == {"a": 100, "c": 1000}
+    assert "no more are believed" in world.events("weight")[0]
+    assert "90.9% of the average of round 0" in world.events("weight")[1]
+    assert status(world.core)["heavy"] == {"name": "c", "share": pytest.approx(0.909, abs=1e-3)}
     for outer_step in (1, 2):  # told once
-        world.complete("ab", outer_step, tokens=1), world.complete("c", outer_step, tokens=100)
+        world.complete("a", outer_step, tokens=10), world.complete("c", outer_step, tokens=100)
         world.close()
     assert len(world.events("weight")) == 2
-    world.turn("abc", 3)
+    world.turn("ac", 3)
     assert status(world.core)["heavy"] is None
-    # A cluster that is a hundred times as large is an honest one.
-    assert counted_tokens({1: 100, 2: 10_000}, []) == {1: 100, 2: 10_000}
     assert heavy({"a": 1, "b": 9}) is None and heavy({"a": 5}) is None
 
 
@@ -331,7 +329,10 @@ def test_what_members_leave_behind_is_bounded_by_name_and_in_all(tmp_path):
         begin(f"g{number}")
         world.complete([f"g{number}"], 0)
         assert files() <= 2 * 8
-        (world.leave if number % 2 else world.drop)(f"g{number}")
+        if number % 2:
+            world.leave(f"g{number}")
+        else:
+            world.drop(f"g{number}", for_long=True)
     for table in ("parts", "members"):
         assert core.journal.number(f"SELECT COUNT(*) FROM {table}") <= 24
     assert len(status(core)["members"]) <= 4 * 2 + 4

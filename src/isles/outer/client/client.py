@@ -239,6 +239,7 @@ class HubClient(Hub):
             self._bucket = _open_bucket(bucket, self._account)
         self._session: Session | None = None
         self._left: tuple[bool, bool] | None = None
+        self._refused_at: float | None = None
         self._leaving, self._begin_anew = asyncio.Event(), asyncio.Event()
         self.loop = asyncio.new_event_loop()
         self._task = self.loop.create_task(self._run())
@@ -324,12 +325,12 @@ class HubClient(Hub):
 
     async def _run(self) -> None:
         # One session after the other, until `close`, or until the hub says no for good.
-        began, pause_s = time.monotonic(), _PAUSE_S
+        pause_s = _PAUSE_S
         try:
             while True:
                 started = time.monotonic()
                 error = await self._take_part()
-                if isinstance(error, _Left) or self._is_final(error, started - began):
+                if isinstance(error, _Left) or self._is_final(error):
                     return
                 is_healthy = time.monotonic() - started > _HEALTHY_S
                 pause_s = _PAUSE_S if is_healthy else min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -343,8 +344,11 @@ class HubClient(Hub):
             if self._bucket is not None:
                 self._bucket.close()
 
-    def _is_final(self, error: BaseException, after_s: float) -> bool:
+    def _is_final(self, error: BaseException) -> bool:
         account, node = self._account, self._account.node
+        if isinstance(error, HubRefusal) and error.kind in _WILL_PASS:
+            self._refused_at = self._refused_at or time.monotonic()
+        refused_s = time.monotonic() - (self._refused_at or time.monotonic())
         match error:
             case RejoinError():
                 log.info("to join anew: %s", error)
@@ -353,7 +357,7 @@ class HubClient(Hub):
                 log.info("to join anew: %s", error.what)
             case HubRefusal() if error.kind == "ahead" and node is not None:
                 node.knows_more()
-            case HubRefusal() if (error.kind in _WILL_PASS and after_s < _PATIENCE_S) or (
+            case HubRefusal() if (error.kind in _WILL_PASS and refused_s < _PATIENCE_S) or (
                 error.kind in WHO_IS_THERE and account.state.is_joined
             ):
                 account.is_lost(error.what)
@@ -390,7 +394,7 @@ class HubClient(Hub):
                 session = Session(account, api, group, self._heartbeat_s)
                 group.create_task(self._end(session))
                 await session.join()
-                self._session = session
+                self._session, self._refused_at = session, None
                 await self._begin_anew.wait()
                 raise RejoinError("the state of another cluster is taken over")
         except Exception as group_error:

@@ -16,7 +16,7 @@ from isles.outer.hub.files import COMING, coming
 from isles.outer.hub.journal import JOURNAL, Journal, damaged
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rounds import Rounds
-from isles.outer.hub.rules import Refusal, Settings, divergence, heavy
+from isles.outer.hub.rules import Refusal, Settings, divergence, heavy, may_judge
 from isles.outer.hub.samples import Samples
 from isles.outer.hub.states import States
 from isles.outer.messages import (
@@ -36,7 +36,7 @@ from isles.outer.messages import (
 )
 
 _MOST_PINNED = 16
-_EVENTS, _EVENTS_EACH, _LOOKED_AT, _COMMITS = 50, 25, 1000, 20
+_EVENTS, _LOOKED_AT, _COMMITS = 50, 2000, 20
 _QUIET_S = 6.0
 """Three heartbeats."""
 _FIXED = {"layout", "codec", "adapter.type", "the frozen weights"}
@@ -152,7 +152,7 @@ class Core:
             for key in sorted({*run, *mine})
             if run.get(key) != mine.get(key)
         }
-        has_others = any(row["id"] != join.id for row in self.membership.living())
+        has_others = any(row["id"] != join.id for row in self.membership.not_gone())
         texts = [
             f"{key} is {here} in {join.name} and {there} in the run"
             for key, (there, here) in found.items()
@@ -164,19 +164,15 @@ class Core:
             raise Refusal(
                 "other_run",
                 f"{join.name} does not train what this run does: " + "; ".join(texts),
-                "let these be the same on all clusters",
+                "let these be the same on all clusters; to change them, stop all clusters first "
+                "(a killed one counts until it was not heard for 20 times dead_after)",
             )
         return found
 
     def _note_changes(self, join: Join, changes: Mapping[str, tuple[str, str]]) -> None:
         # Nobody else takes part: a run that goes on with other settings has these from now on.
-        # Members that are away join anew when they come back, and are compared then.
         texts = [f"{key} {there} -> {here}" for key, (there, here) in changes.items()]
         self.journal.note(join.name, "settings", ", ".join(texts))
-        for row in self.membership.away():
-            if row["id"] != join.id:
-                why = "it must join anew: the run's settings have changed"
-                self.membership.retire(row, "left", why, frees=True)
 
     def _standing(self, join: Join) -> tuple[Standing, str]:
         following = self.rounds.next
@@ -363,15 +359,23 @@ class Core:
             outer_step,
             outer_step,
         )
-        right, wrong = divergence({row["member"]: row["outer_params"] for row in rows})
+        reports = {row["member"]: row["outer_params"] for row in rows}
+        right, wrong = divergence(reports)  # as far as is known: newcomers are compared with it
         self.journal.run("UPDATE rounds SET outer_params = ? WHERE round = ?", right, outer_step)
+        sql = "SELECT member FROM parts WHERE round = ? AND reason = ''"
+        had_part = {row["member"] for row in self.journal.rows(sql, outer_step)}
+        living = {row["number"] for row in self.membership.living() if not row["is_behind"]}
+        if not may_judge(reports, living, had_part):
+            return
         reason = f"its outer parameters after round {outer_step} are not those of most"
         for row in rows:
             other = self.membership.get(row["member"])
             is_commanded = other["command_reason"] == reason
+            # Also one that has joined anew since: it was behind by the digest of before.
+            is_thrown_back = other["is_behind"] and other["version"] == outer_step + 1
             if row["member"] in wrong and not is_commanded:
                 self._command_pull(other, "diverged", reason)
-            elif row["member"] not in wrong and is_commanded:
+            elif row["member"] not in wrong and (is_commanded or is_thrown_back):
                 sql = "UPDATE members SET is_behind = 0 WHERE number = ?"
                 self.journal.run(sql, row["member"])
                 self.membership.command(row["member"], "")
@@ -388,7 +392,9 @@ def status(core: Core) -> dict[str, Any]:
         "round": core.rounds.next,
         "fragments": core.rounds.fragments,
         "is_over": core.membership.end_kind() == "over",
-        "heavy": None if heaviest is None else {"name": heaviest[0], "share": heaviest[1]},
+        "heavy": None
+        if heaviest is None
+        else {"name": ", ".join(heaviest[0]), "share": heaviest[1]},
         "members": [_member(core, row, weights, open_rounds) for row in core.membership.latest()],
         "open": [_open(core, answer) for answer in open_rounds],
         "commits": commits,
@@ -405,17 +411,21 @@ def live(core: Core) -> dict[str, Any]:
 
 
 def events(core: Core) -> list[dict[str, Any]]:
-    """The last events, oldest first. Events of one member do not displace those of others."""
+    """Some of the last events, oldest first: of each member its newest.
+
+    One after the other has an event among them, so that none displaces those of others; what was
+    refused and the like comes first.
+    """
     newest = core.journal.number("SELECT MAX(number) FROM events") - _LOOKED_AT
     rows = core.journal.rows(
-        "SELECT number, at, member, kind, what FROM (SELECT *, ROW_NUMBER() OVER (PARTITION BY "
-        "member ORDER BY number DESC) AS place FROM events WHERE number > ?) "
-        "WHERE place <= ? ORDER BY number DESC LIMIT ?",
+        "SELECT number, at, member, kind, what FROM (SELECT *, kind IN ('refused', 'weight', "
+        "'diverged', 'failure') AS matters, ROW_NUMBER() OVER (PARTITION BY member, kind IN "
+        "('refused', 'weight', 'diverged', 'failure') ORDER BY number DESC) AS place FROM events "
+        "WHERE number > ?) ORDER BY place - 5 * matters, number DESC LIMIT ?",
         newest,
-        _EVENTS_EACH,
         _EVENTS,
     )
-    return [dict(row) for row in reversed(rows)]
+    return [dict(row) for row in sorted(rows, key=lambda row: row["number"])]
 
 
 def _member(

@@ -11,8 +11,8 @@ from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.samples import Samples
 from isles.outer.messages import Heartbeat, Join
 
-_LONGEST_ROUND = 100_000
-"""Inner steps that a cluster may ask for in a round."""
+_LONGEST_ROUND = 1000
+"""Inner steps that a cluster may ask for in a round: `auto` asks for no more."""
 _ROWS_EACH = 4
 """So many former members stay known for each cluster that may take part."""
 _SHOWN_BYTES = 24 * 2**20
@@ -52,6 +52,10 @@ class Membership:
         """Members that are not heard of, and may come back."""
         return self.db.rows("SELECT * FROM members WHERE state = 'dropped' ORDER BY number")
 
+    def not_gone(self) -> list[sqlite3.Row]:
+        """Members that live, or may come back."""
+        return self.db.rows("SELECT * FROM members WHERE state != 'left' ORDER BY number")
+
     def latest(self) -> list[sqlite3.Row]:
         """Of each name the member that has it, or had it last."""
         return self.db.rows(
@@ -83,12 +87,19 @@ class Membership:
         """How far the run's end is.
 
         over: all clusters that have ever taken part have finished, and left. alone: some have
-        finished, and of the others none is heard of.
+        finished, and of the others none is heard of, or too few have had a part in the run.
         """
         members = self.latest()
+        sql = (
+            "SELECT COUNT(DISTINCT name) FROM members JOIN parts ON member = number "
+            "JOIN rounds USING (round) WHERE has_finished = 1 AND reason = '' "
+            "AND rounds.state = 'committed'"
+        )
         if not any(row["has_finished"] for row in members):
             return ""
-        if all(row["state"] == "left" and row["has_finished"] for row in members):
+        if all(row["state"] == "left" and row["has_finished"] for row in members) and (
+            self.db.number(sql) >= self.settings.min_clusters
+        ):
             return "over"
         return "" if any(row["state"] == "living" for row in members) else "alone"
 
@@ -108,21 +119,26 @@ class Membership:
                 "that others may still fetch have it under that name",
                 f"call it {before['name']}, or start it as a new run",
             )
-        others = [row for row in self.living() if row["id"] != join.id]
+        # Also one that is not heard has its name, its place and what it has contributed, until it
+        # is gone: to be cut off for some seconds costs nobody these.
+        others = [row for row in self.not_gone() if row["id"] != join.id]
+        gone_s = _GONE * self.settings.dead_after_s
         for row in others:
             if row["name"] == join.name:
                 raise Refusal(
                     "name_taken",
                     f"another cluster called {join.name!r} takes part; it was heard "
                     f"{self.last_seen_s(row['number']):.1f} s ago",
-                    "give this cluster another name, or stop the other and wait "
-                    f"{self.settings.dead_after_s:g} s",
+                    "give this cluster another name; or stop the other, or wait, if its run "
+                    f"directory is lost, until it was not heard for {gone_s:g} s",
                 )
         if len(others) >= self.settings.max_clusters:
             raise Refusal(
                 "full",
-                f"{len(others)} clusters take part, and {self.settings.max_clusters} at most may",
-                "stop one of them first",
+                f"{len(others)} clusters take part, or may come back, and "
+                f"{self.settings.max_clusters} at most may",
+                "stop one of them first; one that was killed counts until it was not heard for "
+                f"{gone_s:g} s",
             )
 
     def admit(self, join: Join, from_round: int, *, is_behind: bool, why: str) -> sqlite3.Row:
@@ -133,15 +149,6 @@ class Membership:
             is_behind: it must pull the state.
             why: for `is_behind`.
         """
-        for row in self.away():
-            if row["name"] == join.name and row["id"] != join.id:
-                self.retire(row, "left", "a new cluster has taken its name", frees=True)
-        # Also those that may come back count, as their contributions and samples stay.
-        taking_part = [row for row in (*self.away(), *self.living()) if row["id"] != join.id]
-        away = [row for row in taking_part if row["state"] == "dropped"]
-        away.sort(key=lambda row: -self.last_seen_s(row["number"]))
-        for row in away[: max(0, len(taking_part) + 1 - self.settings.max_clusters)]:
-            self.retire(row, "left", "another cluster has taken its place", frees=True)
         self._forget()
         new = "INSERT OR IGNORE INTO members (id, name, state) VALUES (?, ?, 'left')"
         self.db.run(new, join.id, join.name)
@@ -174,7 +181,7 @@ class Membership:
             "(SELECT member FROM parts WHERE round >= (SELECT CAST(value AS INTEGER) FROM meta "
             "WHERE key = 'kept_since')) ORDER BY number DESC"
         )
-        names = {row["name"] for row in (*self.living(), *self.away())}
+        names = {row["name"] for row in self.not_gone()}
         for row in rows:
             if row["name"] in names or len(names) > _ROWS_EACH * self.settings.max_clusters:
                 number = row["number"]
@@ -236,7 +243,7 @@ class Membership:
         """
         if not self.get(number)["has_finished"]:  # asked again and again: no write
             self.db.run("UPDATE members SET has_finished = 1 WHERE number = ?", number)
-        rows = [*self.living(), *self.away()]
+        rows = self.not_gone()
         if is_decided and all(row["has_finished"] and not row["is_behind"] for row in rows):
             sql = "UPDATE members SET ended = ? WHERE ended IS NULL AND state != 'left'"
             self.db.run(sql, rounds)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from isles.outer.hub.files import Job
 from isles.outer.hub.members import Membership
-from isles.outer.hub.rules import Refusal, counted_tokens, heavy, outliers
+from isles.outer.hub.rules import Refusal, counted_tokens, heavy, outliers, tempered
 from isles.outer.hub.samples import valid
 from isles.outer.messages import Contribution, Join, RoundAnswer
 from isles.outer.samples import RESERVE, reserve_of
@@ -126,8 +126,7 @@ class Rounds:
 
     def needed_parts(self, outer_step: int) -> set[Path]:
         """The files of contributions that are counted, or may still come."""
-        members = [*self._membership.living(), *self._membership.away()]
-        numbers = {row["number"] for row in members}
+        numbers = {row["number"] for row in self._membership.not_gone()}
         numbers |= {part["member"] for part in self._complete_parts(outer_step)}
         return {self.part_path(outer_step, number) for number in numbers}
 
@@ -168,8 +167,8 @@ class Rounds:
         A name has one contribution in a round, and those of members that are gone give way.
         """
         others = [part for part in self._parts(outer_step) if part["member"] != member["number"]]
-        living = {row["number"] for row in self._membership.living()}
-        gone = sorted(part["member"] for part in others if part["member"] not in living)
+        known = {row["number"] for row in self._membership.not_gone()}
+        gone = sorted(part["member"] for part in others if part["member"] not in known)
         too_many = max(0, len(others) + 1 - self._settings.max_clusters)
         same = [part["member"] for part in others if part["name"] == member["name"]]
         for number in dict.fromkeys([*same, *gone[:too_many]]):
@@ -300,13 +299,17 @@ class Rounds:
                 if self._samples.frontier:
                     claims[part["member"]] = min(part["tokens"], most)
         history = [(row["member"], row["tokens"]) for row in self._history(outer_step)]
-        for number, tokens in counted_tokens(claims, history).items():
-            part = next(part for part in parts if part["member"] == number)
-            if tokens < part["tokens"]:
+        counted = counted_tokens(claims, history, self._settings.outlier)
+        self._count(outer_step, counted, "no more are believed for now")
+
+    def _count(self, outer_step: int, counted: Mapping[int, int], why: str) -> None:
+        for part in self._complete_parts(outer_step):
+            number = part["member"]
+            if (tokens := counted.get(number, part["tokens"])) < part["tokens"]:
                 sql = "UPDATE parts SET tokens = ? WHERE round = ? AND member = ?"
                 self._db.run(sql, tokens, outer_step, number)
                 what = f"round {outer_step}: {tokens} of the {part['tokens']} tokens that it claims"
-                self._db.note(part["name"], "weight", f"{what} count: no more are possible")
+                self._db.note(part["name"], "weight", f"{what} count: {why}")
 
     def _history(self, outer_step: int) -> list[sqlite3.Row]:
         # What was accepted for the same fragment in the last rounds.
@@ -324,7 +327,18 @@ class Rounds:
         usual = [(row["norm"], row["tokens"]) for row in history]
         parts = self._complete_parts(outer_step)
         norms = {part["member"]: (part["norm"], part["tokens"]) for part in parts}
-        for number, reason in outliers(self._settings.outlier, usual, norms).items():
+        factor, num_living = self._settings.outlier, len(self._membership.living())
+        # Who is alone, as others are late or away, does not say what is common to all; but a
+        # cluster that has been alone is compared with nobody.
+        may_be_common = (len(norms) > 1 and 2 * len(norms) >= num_living) or (
+            {row["member"] for row in history} <= set(norms)
+        )
+        found = outliers(factor, usual, norms, may_be_common=may_be_common)
+        accepted = {number: both for number, both in norms.items() if number not in found}
+        counted = tempered(factor, usual, accepted)
+        if not may_be_common or len(counted) < len(norms):
+            self._count(outer_step, counted, "its norm is large, and its tokens do not count twice")
+        for number, reason in found.items():
             refusals = self._membership.get(number)["refusals"] + 1
             self._db.run("UPDATE members SET refusals = ? WHERE number = ?", refusals, number)
             self.leave_out(outer_step, number, reason, resets=refusals >= _REFUSALS)
@@ -370,14 +384,13 @@ class Rounds:
     def _note_heavy(self, outer_step: int, weights: Mapping[str, int]) -> None:
         # Once, and again when it is another.
         found, before = heavy(weights), self._db.get("heavy") or ""
-        name, share = found or ("", 0.0)
-        if name and name != before:
-            what = (
-                f"it is {share:.1%} of the average of round {outer_step}, by the tokens it claims"
-            )
-            self._db.note(name, "weight", what)
-        if name != before:
-            self._db.put("heavy", name)
+        names, share = found or ([], 0.0)
+        if (now := ", ".join(names)) != before:
+            self._db.put("heavy", now)
+            for name in names:
+                what = "it is" if len(names) == 1 else f"{now} are together"
+                what += f" {share:.1%} of the average of round {outer_step}, by the tokens claimed"
+                self._db.note(name, "weight", what)
 
     def prune(self) -> None:
         """Forget what no rule looks at any more, so that the memory stays as small as it is."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 _ENOUGH_NORMS = 4
 _MOST_TIMES = 1000
-"""A contribution counts at most so many times the usual tokens of the others."""
+"""A contribution counts at most so many times the usual tokens of the others, ever."""
+_OWN_ROUNDS = 3
+"""A cluster's own earlier tokens raise what counts of it once there are so many rounds of it."""
 _HEAVY = 0.9
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -75,28 +77,26 @@ def outliers(
     factor: float,
     history: Sequence[tuple[float, int]],
     contributions: Mapping[int, tuple[float, int]],
+    *,
+    may_be_common: bool,
 ) -> dict[int, str]:
     """Contributions whose norm is far above what was usual, and by how much.
 
     A norm may be larger in proportion where its cluster trained on more tokens, by its own word,
-    and up to `factor` times; fewer tokens never count against it. Where all are far above, none is
-    at fault: what has changed is common.
+    and up to `factor` times; fewer tokens never count against it; see `tempered`.
     Before there is a history, each is compared with the others of the round, if there are several.
 
     Args:
         factor: how far is too far.
         history: norm and tokens of accepted contributions to the same fragment.
         contributions: norm and tokens of each member's.
+        may_be_common: where all are far above, what has changed is common, and none is at fault.
     """
-    has_history = len(history) >= _ENOUGH_NORMS
     found = {}
     for member, (norm, tokens) in contributions.items():
-        others = [both for other, both in contributions.items() if other != member]
-        if not has_history and len(others) < 2:
+        if (known := _known(history, contributions, member)) is None:
             continue
-        known = history if has_history else others
-        usual = statistics.median(norm for norm, _ in known)
-        usual_tokens = statistics.median(tokens for _, tokens in known)
+        usual, usual_tokens = known
         more = min(max(1.0, tokens / usual_tokens), factor)
         limit = factor * usual * more or math.inf
         if norm > limit:
@@ -104,36 +104,110 @@ def outliers(
                 f"its norm {norm:.4g} is above {limit:.4g}, {factor:g} times what was usual "
                 f"({usual:.4g} for {usual_tokens:.0f} tokens)"
             )
-    return found if len(found) < len(contributions) else {}
+    return {} if may_be_common and len(found) == len(contributions) else found
+
+
+def tempered(
+    factor: float,
+    history: Sequence[tuple[float, int]],
+    contributions: Mapping[int, tuple[float, int]],
+) -> dict[int, int]:
+    """The tokens that count of contributions whose norm is accepted for their tokens alone.
+
+    What a contribution changes is its norm times its weight: tokens must not raise both. So it has
+    no more influence than the largest norm that is accepted for any tokens has at its own weight.
+
+    Args:
+        factor, history, contributions: see `outliers`; of contributions that are accepted.
+    """
+    found = {}
+    for member, (norm, tokens) in contributions.items():
+        known = _known(history, contributions, member)
+        if known is not None and norm > factor * known[0] > 0:
+            found[member] = max(1, int(tokens * (factor * known[0] / norm)))
+    return found
+
+
+def _known(
+    history: Sequence[tuple[float, int]],
+    contributions: Mapping[int, tuple[float, int]],
+    member: int,
+) -> tuple[float, float] | None:
+    # The usual norm and tokens that a contribution is compared with; None: there are too few.
+    known = history
+    if len(history) < _ENOUGH_NORMS:
+        known = [both for other, both in contributions.items() if other != member]
+        if len(known) < 2:
+            return None
+    return statistics.median(n for n, _ in known), statistics.median(t for _, t in known)
 
 
 def counted_tokens(
-    contributions: Mapping[int, int], history: Sequence[tuple[int, int]], most: float = math.inf
+    contributions: Mapping[int, int],
+    history: Sequence[tuple[int, int]],
+    factor: float,
+    most: float = math.inf,
 ) -> dict[int, int]:
     """The tokens that count for each member: its claim, within bounds.
 
-    A cluster may be a thousand times as large as the others are; who claims more counts that much.
+    At most `factor` times what is usual for the others; a larger cluster comes to its full weight
+    step by step: at most `factor` times its own tokens of earlier rounds.
 
     Args:
         contributions: tokens that each member claims for a round.
-        history: members and tokens of earlier rounds.
+        history: members and counted tokens of earlier rounds, newest first.
+        factor: see above.
         most: tokens of all samples that were ever leased.
     """
+    earlier: dict[int, list[int]] = {}
+    for member, tokens in history:
+        earlier.setdefault(member, []).append(tokens)
+    # Of two in the middle the lower: one liar is no measure for another.
+    usual = {member: statistics.median_low(all_its) for member, all_its in earlier.items()}
+    usual = {**contributions, **usual}
     found = {}
     for member, tokens in contributions.items():
-        others = [n for other, n in (*contributions.items(), *history) if other != member]
-        limit = min(most, _MOST_TIMES * statistics.median(others) if others else math.inf)
+        limit = most
+        if others := [n for other, n in usual.items() if other != member]:
+            of_others, own = statistics.median_low(others), earlier.get(member, [])[:_OWN_ROUNDS]
+            base = max(of_others, statistics.median_low(own) if len(own) == _OWN_ROUNDS else 0)
+            limit = min(most, factor * base, _MOST_TIMES * of_others)
         found[member] = int(max(1, min(tokens, limit)))
     return found
 
 
-def heavy(weights: Mapping[str, int]) -> tuple[str, float] | None:
-    """The cluster that outweighs all others of a round, and its share; None if no cluster does."""
-    total = sum(weights.values())
-    name = max(weights, key=weights.__getitem__, default="")
-    if len(weights) < 2 or weights[name] <= _HEAVY * total:
-        return None
-    return name, weights[name] / total
+def heavy(weights: Mapping[str, int]) -> tuple[list[str], float] | None:
+    """The fewest clusters that outweigh all others of a round together, and their share.
+
+    None if these are more than half of the clusters.
+    """
+    total, names, share = sum(weights.values()), list[str](), 0
+    for name in sorted(weights, key=lambda name: (-weights[name], name)):
+        if share > _HEAVY * total:
+            break
+        names.append(name)
+        share += weights[name]
+    # The larger of two is half of them, too.
+    return (names, share / total) if names and 2 * len(names) <= len(weights) else None
+
+
+def may_judge(reports: Mapping[int, str], living: Set[int], had_part: Set[int]) -> bool:
+    """Whether enough members have reported to say who is right after an outer step.
+
+    Not by the first reports that come: a liar's may be among them. A majority is right; where there
+    is none, all must be heard, or all who had a part in the average and still live.
+
+    Args:
+        reports: digest of the outer parameters of each member that has reported.
+        living: members that report sooner or later.
+        had_part: members of the average.
+    """
+    voters = living | reports.keys()
+    if 2 * max(Counter(reports.values()).values(), default=0) > len(voters):
+        return True
+    had_part = had_part & living
+    has_all_parts = reports.keys() >= had_part and 2 * len(had_part) >= len(voters)
+    return reports.keys() >= living or has_all_parts
 
 
 def divergence(reports: Mapping[int, str]) -> tuple[str, list[int]]:

@@ -1,0 +1,142 @@
+"""What the hub believes of its members: weights, norms, names, reports, events, the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from isles.outer.hub.core import events, status
+from isles.outer.hub.rules import counted_tokens, heavy
+from tests.outer_world import World, after, refused
+
+HUGE = 2**61
+
+
+def test_tokens_and_norm_of_a_contribution_do_not_multiply(tmp_path):
+    world = World(tmp_path, "abcdgef")
+    for name in "abcdgef":
+        world.complete(name, 0, tokens=100, norm=0.01)
+    assert world.close() == sorted("abcdgef")
+    for name in "abcdg":
+        world.complete(name, 1, tokens=100, norm=0.01)
+    world.complete("ef", 1, tokens=HUGE, norm=0.9)
+    assert world.close() == sorted("abcdgef")
+    weights = world.answer(1).weights
+    # As much as a norm that is accepted for any tokens would have: ten times the usual.
+    assert weights["e"] * 0.9 <= 10 * 0.01 * 1000 and weights["a"] == 100
+    assert "its tokens do not count twice" in world.events("weight")[-1]
+
+
+def test_a_large_cluster_comes_to_its_weight_in_some_rounds_and_a_liar_no_further(tmp_path):
+    world = World(tmp_path, "abc")
+    counted = []
+    for outer_step in range(12):
+        world.complete("ab", outer_step, tokens=100)
+        world.complete("c", outer_step, tokens=10_000 if outer_step < 6 else HUGE)
+        world.close()
+        counted.append(world.answer(outer_step).weights["c"])
+    assert counted[:6] == [1000, 1000, 1000, 10_000, 10_000, 10_000]
+    assert max(counted) == 100_000 == counted[-1], "a thousand times the others' at most"
+    # One liar is no measure for another.
+    assert counted_tokens({1: 100, 2: HUGE, 3: HUGE}, [], 10.0) == {1: 100, 2: 1000, 3: 1000}
+
+
+def test_the_fewest_that_outweigh_all_others_together_are_named(tmp_path):
+    assert heavy({"a": 1, "b": 1, "e": 30, "f": 30}) == (["e", "f"], pytest.approx(60 / 62))
+    assert heavy({"a": 1, "e": 30, "f": 30}) is None, "most of the clusters"
+    assert heavy({"a": 0}) is None is heavy({})
+    world = World(tmp_path, "abef")
+    world.complete("ab", 0, tokens=1), world.complete("ef", 0, tokens=HUGE)
+    world.close()
+    assert status(world.core)["heavy"] is not None
+    assert any("e, f are together 90" in text for text in world.events("weight"))
+
+
+def test_who_is_alone_in_a_round_does_not_say_what_is_usual(tmp_path):
+    for wait, rules in (("all", {}), ("time_boxed", {"time_box_s": 2.0})):
+        (tmp_path / wait).mkdir()
+        world = World(tmp_path / wait, "abe", wait=wait, **rules)
+        world.turns("abe", 0, 1, 2, 3)
+        if wait == "all":
+            world.leave("a"), world.leave("b")
+        world.complete("e", 4, norm=1e30)
+        world.now += 2.0
+        assert world.close() == [], wait
+        assert "times what was usual" in world.answer(4).refused["e"]
+    # What two of three do is common, as after a restart of the learning rate.
+    (tmp_path / "two").mkdir()
+    world = World(tmp_path / "two", "abe", wait="time_boxed", time_box_s=2.0)
+    world.turns("abe", 0, 1, 2, 3)
+    world.complete("ab", 4, norm=50.0)
+    world.now += 2.0
+    assert world.close() == ["a", "b"]
+
+
+def test_a_cluster_that_has_always_been_alone_may_change_its_rate(tmp_path):
+    world = World(tmp_path, "a")
+    world.turns("a", 0, 1, 2, 3, 4)
+    world.complete("a", 5, norm=500.0)
+    assert world.close() == ["a"] and world.answer(5).weights == {"a": 10}
+
+
+def test_what_was_contributed_before_a_silence_counts(tmp_path):
+    world = World(tmp_path, "ab", max_clusters=2)
+    samples = world.lease("a", 1, 100)
+    world.complete("a", 0, samples)
+    world.drop("a")
+    assert refused(world.join, "e", name="a").kind == "name_taken"
+    assert refused(world.join, "e").kind == "full"
+    assert world.turn("b", 0) == ["a", "b"]
+    assert world.heartbeat("a").command == "" and world.events("back")
+    assert world.core.samples.counts() == {"averaged": 100}
+
+
+def test_the_first_reports_throw_nobody_back(tmp_path):
+    world = World(tmp_path, "eab")
+    world.turn("eab", 0)
+    world.applied("e", 0, "e" * 64), world.applied("a", 0, after(0))
+    world.heartbeat("b", version=1)
+    assert world.heartbeat("a", version=1).command == ""
+    world.applied("b", 0, after(0))
+    assert [world.heartbeat(name, version=1).command for name in "eab"] == ["pull", "", ""]
+
+
+def test_of_two_that_differ_who_joined_first_is_right_until_most_say_otherwise(tmp_path):
+    world = World(tmp_path, "abc", wait="time_boxed", time_box_s=1.0)
+    world.complete("ab", 0)
+    world.now += 1.0
+    world.close()
+    world.applied("a", 0, "a" * 64), world.applied("b", 0, "b" * 64)
+    assert world.heartbeat("b").command == "pull", "both that had a part are heard"
+    assert world.join("b", version=1, outer_params="b" * 64).standing == "behind"
+    world.applied("c", 0, "b" * 64)
+    assert world.heartbeat("a").command == "pull" and world.heartbeat("b").command == ""
+    assert world.turn("bc", 1) == ["b", "c"]
+
+
+def test_one_cluster_does_not_make_all_wait_for_long(tmp_path):
+    world = World(tmp_path, "ae")
+    world.heartbeat("a", sync_every=50), world.heartbeat("e", sync_every=100_000)
+    assert world.heartbeat("a", sync_every=50).sync_every == 1000
+
+
+def test_what_was_refused_is_seen_whoever_comes_and_goes(tmp_path):
+    world = World(tmp_path, "a", max_clusters=300)
+    refused(world.complete, "a", 0, norm=float("nan"))
+    for number in range(60):
+        world.join(f"e{number}")
+    for _ in range(300):
+        for name in ("e1", "e2"):
+            world.join(name)
+    told = events(world.core)
+    assert len(told) == 50 and ("a", "refused") in {(e["member"], e["kind"]) for e in told}
+    assert [e["number"] for e in told] == sorted(e["number"] for e in told)
+
+
+def test_a_stranger_to_the_run_does_not_end_it(tmp_path):
+    world = World(tmp_path, "e", min_clusters=2)
+    world.leave("e", has_finished=True)
+    assert world.core.membership.end_kind() == "alone"
+    world.join("a"), world.join("b")
+    world.turn("ab", 0)
+    world.leave("a", has_finished=True), world.leave("b", has_finished=True)
+    assert world.core.membership.end_kind() == "over"
