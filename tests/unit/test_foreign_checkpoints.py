@@ -209,8 +209,18 @@ def entry(**change: Any) -> Any:
     return lambda record: record["tensors"]["model.weight"].update(change)
 
 
+def overlap(record: Any) -> None:
+    """All numbers are there by their count, but two rows come twice and two never."""
+    entry = record["tensors"]["model.weight"]
+    (whole,) = entry["pieces"]
+    half = {**whole, "sizes": [3, 4], "length": 48}
+    entry["pieces"] = [{**half, "offsets": [0, 0]}, {**half, "offsets": [1, 0]}]
+
+
 @pytest.mark.filterwarnings("ignore")
 @each(
+    overlap,
+    piece(file="tensors.json"),
     *(piece(file=f) for f in ("/etc/passwd", "../manifest.json", "..", "x\0", "", 3, None, [])),
     *(piece(start=n) for n in (-1, 1 << 70, 10**6, 0.5, "0", None, True)),
     *(piece(length=n) for n in (-1, 95, 97, None, [])),
@@ -229,6 +239,12 @@ def test_an_index_with_an_odd_value_is_refused(change: Any, *, tmp_path: Path):
     hash_again(folder)
     said, refused = refusals(folder)
     assert "tensors.json: " in said and "index cannot be read" in refused
+
+
+def test_an_index_that_the_manifest_does_not_list_is_a_fault(tmp_path: Path):
+    folder = write_checkpoint(tmp_path, is_old=True)
+    (folder / "tensors.json").write_text("{}")
+    assert "does not list this index" in verify_checkpoint(folder)[0]
 
 
 def archive(program: bytes, *, method: int = zipfile.ZIP_STORED, numbers: bytes = b"0" * 96) -> Any:

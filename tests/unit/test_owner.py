@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -227,3 +228,31 @@ def test_a_file_without_line_ends_is_read_in_little_memory(tmp_path: Path) -> No
     for last in (1, None):
         lines = LineTail(path, last=last).read()
         assert lines[-1] == '{"a": 1}' and sum(map(len, lines)) < 80 << 20
+
+
+def test_an_unreadable_record_is_no_record(tmp_path: Path) -> None:
+    """One of them would hide all other runs of a folder."""
+    (tmp_path / "circle.json").symlink_to("circle.json")
+    (tmp_path / "folder.json").mkdir()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket.json"))
+        for name in ("circle", "folder", "socket"):
+            assert read_record(tmp_path / f"{name}.json") is None, name
+
+
+def test_a_link_in_place_of_a_record_opens_no_other_file(tmp_path: Path, monkeypatch) -> None:
+    """The owner of the folder swaps the file while it is written, at a moment when it can."""
+    secret = tmp_path / "secret"
+    secret.write_text("a key")
+    secret.chmod(0o600)
+    write = os.fsync
+
+    def swap(handle: int) -> None:
+        write(handle)
+        for partial in tmp_path.glob(".record.json.*"):
+            partial.unlink()
+            partial.symlink_to(secret)
+
+    monkeypatch.setattr(os, "fsync", swap)
+    write_record(tmp_path / "record.json", {})
+    assert secret.stat().st_mode & 0o777 == 0o600

@@ -172,7 +172,10 @@ def _where_text(report: RunReport) -> str:
 
 
 def _moment(at: float) -> str:
-    return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):  # no clock has shown that
+        return "-"
 
 
 def checkpoint_lines(run_dir: RunDir) -> list[str]:

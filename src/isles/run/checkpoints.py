@@ -13,7 +13,7 @@ from typing import Any
 
 from isles.config.foreign import open_regular
 from isles.errors import TrainingError, UserError
-from isles.run.index import IndexFault, has_index, read_index
+from isles.run.index import INDEXES, IndexFault, has_index, read_index
 from isles.run.manifest import MANIFEST, READ_VERSIONS, Manifest, ManifestError, step_of
 from isles.run.paths import RunDir
 from isles.run.records import read_record
@@ -176,6 +176,9 @@ def verify_checkpoint(path: Path) -> list[str]:
         except OSError as error:
             damage.append(f"{name}: cannot be read: {error.strerror}")
     sizes = {name: facts.size for name, facts in info.manifest.files.items()}
+    # A load would read it.
+    unlisted = [name for name in INDEXES if name not in sizes and os.path.lexists(path / name)]
+    damage += [f"{name}: the manifest does not list this index" for name in unlisted]
     if not damage and (has_index(sizes) or info.manifest.version > 1):
         try:
             read_index(path, sizes)

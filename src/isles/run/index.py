@@ -7,10 +7,11 @@ checked whole against the files of the checkpoint before any tensor is read.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from isles.config.foreign import is_plain
 from isles.run import pickled
 from isles.run.manifest import is_count
 
-INDEX, OLD_INDEX = "tensors.json", ".metadata"
+INDEXES = INDEX, OLD_INDEX = "tensors.json", ".metadata"
 _FORMAT = 1
 _LONGEST_BYTES = 1 << 30
+_MOST_CELLS = 1 << 20
 _MOST_DIMENSIONS, _LONGEST_NAME = 64, 2_000
 
 ITEM_BYTES = {
@@ -182,7 +184,7 @@ def _entry(name: object, record: Any, sizes: Mapping[str, int], is_old: bool) ->
     dtype, shape = record.get("dtype"), _numbers(record.get("shape"), shown)
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise IndexFault(f"{shown} has a type that no tensor of a checkpoint has")
-    total, numel, seen = 0, math.prod(shape), set()
+    total, numel = 0, math.prod(shape)
     if not is_count(numel * ITEM_BYTES[dtype]):
         raise IndexFault(f"{shown} is too large")
     pieces = []
@@ -194,9 +196,8 @@ def _entry(name: object, record: Any, sizes: Mapping[str, int], is_old: bool) ->
         if not len(piece.offsets) == len(piece.sizes) == len(shape):
             raise IndexFault(f"a piece of {shown} has another number of dimensions")
         part = math.prod(piece.sizes)
-        if any(at + size > whole for at, size, whole in ends) or (part and piece.offsets in seen):
-            raise IndexFault(f"a piece of {shown} lies outside its tensor, or twice")
-        seen.add(piece.offsets)
+        if any(at + size > whole for at, size, whole in ends):
+            raise IndexFault(f"a piece of {shown} lies outside its tensor")
         if piece.length != part * ITEM_BYTES[dtype] and not (
             is_old and piece.length > part * ITEM_BYTES[dtype]
         ):
@@ -205,12 +206,34 @@ def _entry(name: object, record: Any, sizes: Mapping[str, int], is_old: bool) ->
         pieces.append(piece)
     if total != numel:
         raise IndexFault(f"the pieces of {shown} have {total} of its {numel} numbers")
+    if not _are_apart([piece for piece in pieces if piece.length]):
+        raise IndexFault(f"pieces of {shown} overlap, and so leave a hole")
     return Entry(dtype, shape, tuple(pieces))
+
+
+def _are_apart(pieces: Sequence[Piece]) -> bool:
+    # By the cells of the grid that all edges make; ranks cut a tensor along such a grid.
+    if len(pieces) < 2:
+        return True
+    grid = []
+    for dim in range(len(pieces[0].offsets)):
+        spans = [(piece.offsets[dim], piece.offsets[dim] + piece.sizes[dim]) for piece in pieces]
+        grid.append({edge: n for n, edge in enumerate(sorted({e for span in spans for e in span}))})
+    if math.prod(map(len, grid)) > _MOST_CELLS:
+        return False
+    taken: set[tuple[int, ...]] = set()
+    for piece in pieces:
+        edges = zip(grid, piece.offsets, piece.sizes, strict=True)
+        for cell in itertools.product(*(range(at[o], at[o + size]) for at, o, size in edges)):
+            if cell in taken:
+                return False
+            taken.add(cell)
+    return True
 
 
 def _piece(shown: str, record: dict[str, Any], sizes: Mapping[str, int]) -> Piece:
     file, start, length = record.get("file"), record.get("start"), record.get("length")
-    if not is_plain(file) or file not in sizes:
+    if not is_plain(file) or file not in sizes or file in (INDEX, OLD_INDEX):
         text = ascii(file)[:80] if isinstance(file, str) else "no file"
         raise IndexFault(f"the manifest does not list {text}, where a piece of {shown} should be")
     if not is_count(start) or not is_count(length) or start + length > sizes[file]:

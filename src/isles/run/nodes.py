@@ -150,9 +150,10 @@ def read_fleet(attempt: Attempt, path: Path | None = None) -> Fleet | None:
         return replace(Fleet.of(record), is_own=isinstance(record, OwnRecord))
     except ValidationError as error:
         theirs = f"isles {record.get('isles', 'of another version')}"
+        key = (error.errors()[0]["loc"] or ("keys",))[-1]
         raise UserError(
             f"the record of the run's nodes was written by {theirs}, and isles {__version__} "
-            f"does not understand its {error.errors()[0]['loc'][-1]!r}",
+            f"does not understand its {key!r}",
             where=str(attempt.fleet),
             fix=f"use {theirs} for this run, or start it again: `isles train`",
         ) from error

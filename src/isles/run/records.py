@@ -24,6 +24,9 @@ MAX_LINE_BYTES = 1 << 20
 """Of a row in a JSON-lines file. Whatever is longer is not a row."""
 
 _TRIES = 3
+_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENXIO, errno.ELOOP, errno.EISDIR, errno.ENODEV)
+"""Errors of a path that this user may not read, or that is a socket, a device or a circle of links:
+one such record must not hide all other runs of a folder."""
 
 _LIMITS: dict[object, tuple[str, str]] = {
     errno.ENOSPC: (NO_SPACE, "free some space there"),
@@ -54,9 +57,10 @@ def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None
         with os.fdopen(handle, "wb") as stream:
             stream.write(data)
             stream.flush()
+            # By the open file: the owner of the folder could put a link in its place.
+            os.fchmod(handle, 0o644)
             if durable:
                 os.fsync(stream.fileno())
-        Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -117,6 +121,8 @@ def read_any(path: Path) -> Record | None:
         except (ValueError, RecursionError):  # it is no record of ours
             return None
         except OSError as error:
+            if error.errno in _UNREADABLE:
+                return None
             if error.errno != errno.ESTALE:
                 raise
             # NFS: another host has replaced the file while it was read.
