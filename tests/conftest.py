@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import yaml
 
@@ -22,6 +23,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # So a shell starts what is in the background; what tests interrupt must not inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# The same examples in every run: a change is to blame for what fails, and not chance.
+hypothesis.settings.register_profile("isles", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("isles")
 # All that tests import stays: it is not searched for garbage, neither now nor in any test.
 gc.disable()
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ

@@ -251,7 +251,11 @@ def node_reports(attempt: Attempt, now_s: float) -> tuple[NodeReport, ...]:
         fleet = read_fleet(attempt)
     recorded = (read_record(attempt.nodes) or {}).get("nodes")
     if isinstance(recorded, list) and recorded:
-        found = [_recorded_node(node, now_s) for node in recorded]
+        found = []
+        for record in recorded:
+            # Another version of isles may have written it, or another user by hand.
+            with suppress(AttributeError, LookupError, TypeError, ValueError, OverflowError):
+                found.append(_recorded_node(record, now_s))
     elif fleet is not None:
         firsts = accumulate((node.nproc for node in fleet.nodes), initial=0)
         found = [
