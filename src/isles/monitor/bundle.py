@@ -54,6 +54,7 @@ MOST_BYTES = 19 * 10**6
 ANSWER = "ISLES-BUNDLE "
 """Begins the line with the file, packed in base64."""
 
+_SECRET_BYTES = 1 << 16
 _RECORD_BYTES, _LOG_BYTES, _ROWS_BYTES = 1 << 20, 1 << 18, 1 << 19
 _LEAST_BYTES = 1 << 13
 _README_BYTES = 1 << 18
@@ -457,9 +458,6 @@ def _secrets_of_run(run_dir: RunDir) -> Iterator[str]:
             variables = cluster.environment.variables
             yield from (value for name, value in variables.items() if may_be_secret(name))
         hivemind = config.outer.hivemind if isinstance(config.outer, DiLoCoConfig) else None
-        # Another user's run may name any file of this user.
-        if run_dir.owner or owner_of(run_dir.resolved):
-            return
         if hivemind is not None and hivemind.secret_file is not None:
             yield from _texts([Path(hivemind.secret_file).expanduser()])
 
@@ -467,7 +465,7 @@ def _secrets_of_run(run_dir: RunDir) -> Iterator[str]:
 def _texts(paths: Iterable[Path]) -> Iterator[str]:
     for path in paths:
         with suppress(OSError, ValueError):
-            text = read_text(path)[0].strip()
+            text = read_text(path, _SECRET_BYTES)[0].strip()
             try:
                 yield JoinLine.parse(text).token  # its address is no secret
             except UserError:
