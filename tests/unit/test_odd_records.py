@@ -128,7 +128,7 @@ def test_no_look_reads_without_end(tmp_path: Path, capsys: pytest.CaptureFixture
             more = ["-o", str(tmp_path / f"{number}.zip")] if words[0] == "report" else []
             code = main([*words[:2], str(run_dir.path), *more])
             said = capsys.readouterr()
-            assert code in (0, 2), (make, words, said.err)
+            assert code in (0, 1, 2), (make, words, said.err)
             assert "Traceback" not in said.err, (make, words)
 
 
@@ -154,4 +154,4 @@ def test_a_stop_at_once_waits_no_longer_than_it_is_told(
     os.chown(attempt.launch, OTHER, OTHER)
     write_record(attempt.job, {"state": "running", "at": attempt.launch.stat().st_mtime})
     assert main(["stop", str(run_dir.path), "--now", "--timeout", "0.1s"]) != 0
-    assert "has not ended within 0.1 s" in capsys.readouterr().err
+    assert "has not ended within" in capsys.readouterr().err
