@@ -6,13 +6,14 @@ config.json, which describes the size of the model and has no other effect.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -83,22 +84,58 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
     return data
 
 
-def open_regular(path: Path, flags: int = 0) -> io.BufferedReader:
+def open_regular(path: Path | str, flags: int = 0, folder: int | None = None) -> io.BufferedReader:
     """Open a file that somebody else may have put there, to read it.
 
     Args:
         flags: more flags of `os.open`, such as O_NOFOLLOW.
+        folder: descriptor of the folder that `path` begins in; None: the working directory.
 
     Raises:
         OSError: it cannot be opened. UnsupportedOperation, which is a ValueError too: it is not a
             regular file.
     """
     # A pipe would be waited for, a device read for ever.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise io.UnsupportedOperation("it is not a regular file")
     return os.fdopen(handle, "rb")
+
+
+@contextmanager
+def folder_below(root: Path, parts: Iterable[str], *, make: bool = False) -> Iterator[int]:
+    """A descriptor of a folder that is reached from `root` through no link.
+
+    Whoever works relative to it stays in that folder, even if somebody swaps a part of its path.
+
+    Args:
+        make: make the folders that are missing.
+
+    Raises:
+        OSError: the folder cannot be opened or made; ELOOP: a part of its path is a link.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    if make:
+        root.mkdir(parents=True, exist_ok=True)
+    handle = os.open(root, flags)
+    try:
+        for part in parts:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=handle)
+            try:
+                below = os.open(part, flags | os.O_NOFOLLOW, dir_fd=handle)
+            except NotADirectoryError as error:  # Linux says so of a link, too
+                found = os.stat(part, dir_fd=handle, follow_symlinks=False)
+                if stat.S_ISLNK(found.st_mode):
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), part) from error
+                raise
+            os.close(handle)
+            handle = below
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def is_plain(name: object) -> TypeGuard[str]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from isles import __version__
+from isles.config.foreign import folder_below, open_regular
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import PreflightError, UserError, cut_more
 from isles.facts.secrets import Redactor, may_be_secret
@@ -37,7 +38,7 @@ from isles.run.find import run_of
 from isles.run.join_line import JoinLine
 from isles.run.live import ask_for_stacks
 from isles.run.nodes import read_own_fleet
-from isles.run.owner import open_shown, owner_of, read_text, shown_only
+from isles.run.owner import owner_of, read_text, shown_only
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import clear_errors, read_record
 from isles.run.remote import MultiClusterRun, RemoteRun, last_report
@@ -53,6 +54,7 @@ MOST_BYTES = 19 * 10**6
 ANSWER = "ISLES-BUNDLE "
 """Begins the line with the file, packed in base64."""
 
+_SECRET_BYTES = 1 << 16
 _RECORD_BYTES, _LOG_BYTES, _ROWS_BYTES = 1 << 20, 1 << 18, 1 << 19
 _LEAST_BYTES = 1 << 13
 _README_BYTES = 1 << 18
@@ -113,18 +115,25 @@ class Bundle:
         that directory is skipped, because somebody else will read the report.
         """
         try:
-            if not path.is_file():
-                return
-            root = path.parents[name.count("/")]
-            if not path.resolve().is_relative_to(root.resolve()):
+            root = path.parents[name.count("/")].resolve(strict=True)
+            resolved = path.resolve(strict=True)
+            if not resolved.is_relative_to(root):
                 self.left_out.append(f"{name}: it is a link that leads out of the run directory")
                 return
-            with open_shown(path) as stream:
+            # Through no further link, which may have come since.
+            *parts, last = resolved.relative_to(root).parts or (".",)
+            with (
+                folder_below(root, parts) as folder,
+                open_regular(last, os.O_NOFOLLOW, folder) as stream,
+            ):
                 size = os.fstat(stream.fileno()).st_size
                 stream.seek(max(0, size - most))
                 data = stream.read(most)
-        except OSError as error:
-            self.left_out.append(f"{name}: cannot be read: {error.strerror or error}")
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+            why = getattr(error, "strerror", None) or error
+            self.left_out.append(f"{name}: cannot be read: {why}")
             return
         if size > most:
             # From the next whole line on: half of a secret would not be known as one.
@@ -456,7 +465,7 @@ def _secrets_of_run(run_dir: RunDir) -> Iterator[str]:
 def _texts(paths: Iterable[Path]) -> Iterator[str]:
     for path in paths:
         with suppress(OSError, ValueError):
-            text = read_text(path)[0].strip()
+            text = read_text(path, _SECRET_BYTES)[0].strip()
             try:
                 yield JoinLine.parse(text).token  # its address is no secret
             except UserError:

@@ -18,7 +18,7 @@ from isles.run.manifest import number_of
 from isles.run.owner import open_shown
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record
+from isles.run.records import MAX_LINE_BYTES, read_record
 from isles.run.state import attempt_state
 
 _RANK_LOG = re.compile(r"rank-(\d+)\.log")
@@ -67,8 +67,8 @@ class LineTail:
         if final and self._rest:
             lines.append(self._rest)
             self._rest = b""
-        texts = (line.decode("utf-8", errors="replace").rstrip("\r") for line in lines)
-        return [text.rpartition("\r")[2] for text in texts]
+        states = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines)
+        return [line[:MAX_LINE_BYTES].decode("utf-8", errors="replace") for line in states]
 
     def _added(self, handle: int) -> bytes:
         info = os.fstat(handle)

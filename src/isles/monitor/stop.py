@@ -99,7 +99,7 @@ def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, print_line: PrintL
         print_line(f"{run_dir.name} belongs to {owner}: it was asked by its directory alone")
     is_script = script_of(run_dir) is not None
     if now:
-        stopping.wait_now()
+        stopping.wait_now(timeout_s)
         how = "at once" if is_script else "without saving"
         print_line(f"{run_dir.name} was ended {how}: {_state_text(run_dir)}")
         return ExitCode.OK
@@ -209,13 +209,16 @@ class Stopping:
                 return False
         return True
 
-    def wait_now(self) -> None:
+    def wait_now(self, timeout_s: float = _BY_FILES_S) -> None:
         """Wait for the end of a run that is not to save; kill what does not end.
+
+        Args:
+            timeout_s: longest wait for a run without a process of this user here.
 
         Raises:
             UserError: it has not ended.
         """
-        limit_s = _BY_FILES_S if self._process is None else _COORDINATOR_S
+        limit_s = min(timeout_s, _BY_FILES_S) if self._process is None else _COORDINATOR_S
         if self.wait(limit_s):
             return
         if self._process is not None:

@@ -31,6 +31,7 @@ from isles.run.find import (
     typed_name,
 )
 from isles.run.manifest import step_of
+from isles.run.owner import read_text
 from isles.run.paths import RunDir
 from isles.run.records import clear_errors, read_record
 from isles.run.state import AttemptState, Clock, run_state
@@ -339,7 +340,7 @@ def _is_longer(run_dir: RunDir, resolved: Resolved) -> bool:
 
 def _old_config(run_dir: RunDir) -> RunConfig:
     try:
-        return load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+        return load_resolved(read_text(run_dir.resolved)[0]).config
     except (OSError, ValueError) as error:
         raise UserError(
             f"resolved.yaml cannot be read: {error}",

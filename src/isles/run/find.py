@@ -11,7 +11,7 @@ from tempfile import NamedTemporaryFile
 
 from isles.errors import UserError
 from isles.run.env import named_elsewhere
-from isles.run.owner import not_own, owner_of
+from isles.run.owner import not_own, owner_of, read_text
 from isles.run.paths import Attempt, RunDir, is_file
 from isles.run.process import ProcessId
 from isles.run.records import read_own, read_record
@@ -84,8 +84,8 @@ def find_attempt(output_dir: Path, name: str, token: str) -> tuple[RunDir, Attem
     """The newest attempt that a start with this token has made; None: it has made none."""
     for run_dir in reversed(own_runs(output_dir, name)):
         for attempt in reversed(run_dir.attempts()):
-            with suppress(OSError):
-                if attempt.token.read_text(encoding="utf-8").strip() == token:
+            with suppress(OSError, ValueError):
+                if read_text(attempt.token)[0].strip() == token:
                     return run_dir, attempt
     return None
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isles.config.foreign import is_plain
+from isles.config.foreign import is_plain, read_bytes
 from isles.run import pickled
 from isles.run.manifest import is_count
 
@@ -132,7 +132,9 @@ def read_index(folder: Path, sizes: Mapping[str, int] | None = None) -> Index:
             raise IndexFault(f"there is neither {INDEX} nor {OLD_INDEX}")
         if sizes[name] > _LONGEST_BYTES:
             raise IndexFault(f"an index of {sizes[name]} bytes is too long", name)
-        data = (folder / name).read_bytes()
+        data = read_bytes(folder / name, _LONGEST_BYTES)
+    except ValueError as error:
+        raise IndexFault(str(error), name) from error
     except OSError as error:
         raise IndexFault(f"it cannot be read: {error.strerror}") from error
     return index_from(data, sizes, is_old=name == OLD_INDEX)

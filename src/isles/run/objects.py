@@ -13,18 +13,17 @@ import secrets
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import UnsupportedOperation
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
-from isles.config.foreign import open_regular
+from isles.config.foreign import folder_below, open_regular
 from isles.errors import MissingDependencyError
 from isles.facts.secrets import Redactor
 from isles.facts.units import format_bytes, format_duration
-from isles.run.records import write_bytes_atomic
 
 T = TypeVar("T")
 Moved = Callable[[int], object]
@@ -37,6 +36,8 @@ _LONGEST = 300
 RECORD_BYTES = 64 << 20
 """The longest record. A longer object is not read."""
 _AT_ONCE, _PROBES = 4, 2
+_DEEPEST = 32
+"""Folders within folders; isles writes no object that is deeper."""
 
 Kind = Literal["away", "full", "forbidden", "missing", "unconditional", "odd"]
 
@@ -234,90 +235,143 @@ class Folder(Store):
     """A folder, as `/mnt/nas/runs` or `file:///mnt/nas/runs`.
 
     Others may write there, too. So no link below `url` is followed: it could lead a read or a write
-    to any file of this machine.
+    to any file of this machine. All is done relative to the descriptor of an open folder.
     """
 
     def __init__(self, url: str, name: str = "") -> None:
-        from fsspec.implementations.local import LocalFileSystem
-
         self.url = f"{url.rstrip('/')}/{name}".rstrip("/")
-        self._fs = LocalFileSystem(auto_mkdir=True)
         self._base = Path(url.rstrip("/").removeprefix("file://")).expanduser().absolute()
-        self._root = str(self._base / name)
+        self._name = name
 
-    def _path(self, name: str) -> str:
-        if "\0" in name or ".." in Path(name).parts:
+    def _parts(self, name: str) -> list[str]:
+        parts = [part for part in f"{self._name}/{name}".split("/") if part not in ("", ".")]
+        if "\0" in name or ".." in parts:
             raise StoreError("odd", f"{ascii(name)[:80]} is not a name of an object")
-        path = Path(super()._path(name))
-        for part in (path, *path.parents):
-            if part == self._base:
-                break
-            if part.is_symlink():
-                raise StoreError("odd", f"{part} is a link, and is not followed")
-        return str(path)
+        return parts
+
+    @contextmanager
+    def _at(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+        # The open folder of an object, and the name of the object in there.
+        *parts, last = self._parts(name)
+        try:
+            with folder_below(self._base, parts, make=make) as folder:
+                yield folder, last
+        except FileNotFoundError as error:
+            raise _explained(error) if make else error from error
+        except OSError as error:
+            raise self._of(error, name) from error
+
+    def _of(self, error: OSError, name: str) -> StoreError:
+        path = self._base / self._name / name
+        if isinstance(error, UnsupportedOperation):
+            return StoreError("odd", f"{path} is not a file")
+        if error.errno == errno.ELOOP:
+            return StoreError("odd", f"{path} is a link or lies behind one, and is not followed")
+        return _explained(error)
 
     def _read(self, name: str, most_bytes: int) -> bytes:
-        with _regular(Path(self._path(name))) as stream:
+        with self._at(name) as (folder, last), open_regular(last, os.O_NOFOLLOW, folder) as stream:
             return stream.read(most_bytes)
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        start, found = Path(self._path(prefix)), {}
+        found: dict[str, int] = {}
         try:
-            for folder, _, names in os.walk(start, onerror=_raise_unless_gone):
-                for name in names:
-                    path = Path(folder, name)
-                    with suppress(FileNotFoundError):
-                        if stat.S_ISREG((facts := path.lstat()).st_mode):
-                            found[str(path.relative_to(start))] = facts.st_size
+            with folder_below(self._base, self._parts(prefix)) as folder:
+                _walk(folder, "", found)
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # perhaps since a moment ago
         except OSError as error:
-            raise _explained(error) from error
+            raise self._of(error, prefix) from error
         return found
 
     def folders(self) -> list[str]:
         try:
-            with os.scandir(self._path("")) as entries:
+            with folder_below(self._base, self._parts("")) as folder, os.scandir(folder) as entries:
                 return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise _explained(error) from error
+            raise self._of(error, "") from error
 
     def fetch(self, name: str, path: Path, moved: Moved) -> None:
-        source = Path(self._path(name))
-        with path.open("wb") as target:
-            try:
-                stream = _regular(source)
-            except FileNotFoundError:
-                raise
-            except OSError as error:
-                raise _explained(error) from error
-            with stream:
-                while piece := stream.read(_PIECE_BYTES):
-                    target.write(piece)
-                    moved(len(piece))
+        with path.open("wb") as target, self._source(name) as stream:
+            while piece := self._try(lambda: stream.read(_PIECE_BYTES)):
+                target.write(piece)
+                moved(len(piece))
+
+    def _source(self, name: str) -> BinaryIO:
+        with self._at(name) as (folder, last):
+            return open_regular(last, os.O_NOFOLLOW, folder)
 
     def write(self, name: str, data: bytes) -> None:
-        path = Path(self._path(name))
-        self._try(lambda: path.parent.mkdir(parents=True, exist_ok=True))
-        self._try(lambda: write_bytes_atomic(path, data))
+        with self._open(name) as target:
+            target.write(data)
+
+    @contextmanager
+    def _open(self, name: str, piece_bytes: int = 0) -> Iterator[BinaryIO]:
+        with (
+            self._at(name, make=True) as (folder, last),
+            _partial(folder, last) as (partial, stream),
+        ):
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+            os.rename(partial, last, src_dir_fd=folder, dst_dir_fd=folder)
 
     def names(self, prefix: str) -> list[str]:
         found = (name for name in self.sizes(prefix.rstrip("/")) if Path(name).name[0] != ".")
         return sorted(prefix + name for name in found)
 
     def create(self, name: str, data: bytes) -> bool:
-        path = Path(self._path(name))
-        partial = f".{path.name}.{secrets.token_hex(8)}"
-        self.write(str(Path(name).with_name(partial)), data)
-        try:
-            path.hardlink_to(path.with_name(partial))  # whole at once, only where there is none
-        except FileExistsError:
-            return False
-        except OSError as error:
-            raise _explained(error) from error
-        finally:
-            path.with_name(partial).unlink(missing_ok=True)
+        with (
+            self._at(name, make=True) as (folder, last),
+            _partial(folder, last) as (partial, stream),
+        ):
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+            at = {"src_dir_fd": folder, "dst_dir_fd": folder}
+            try:  # whole at once, only where there is none
+                os.link(partial, last, **at, follow_symlinks=False)
+            except FileExistsError:
+                return False
         return True
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError), self._at(name) as (folder, last):
+                os.unlink(last, dir_fd=folder)
+
+
+def _walk(folder: int, below: str, found: dict[str, int]) -> None:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                facts = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(facts.st_mode):
+                    found[below + entry.name] = facts.st_size
+                elif stat.S_ISDIR(facts.st_mode) and below.count("/") < _DEEPEST:
+                    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                    handle = os.open(entry.name, flags, dir_fd=folder)
+                    try:
+                        _walk(handle, f"{below}{entry.name}/", found)
+                    finally:
+                        os.close(handle)
+
+
+@contextmanager
+def _partial(folder: int, name: str) -> Iterator[tuple[str, BinaryIO]]:
+    # A new file beside the one that it becomes.
+    partial = f".{name}.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    handle = os.open(partial, flags, 0o600, dir_fd=folder)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            os.fchmod(handle, 0o644)
+            yield partial, stream
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(partial, dir_fd=folder)
 
 
 def open_store(url: str, where: str, name: str = "") -> Store:
@@ -325,18 +379,6 @@ def open_store(url: str, where: str, name: str = "") -> Store:
     if "://" not in url or url.startswith("file://"):
         return Folder(url, name)
     return Store(f"{url.rstrip('/')}/{name}".rstrip("/"), where)
-
-
-def _regular(path: Path) -> BinaryIO:
-    try:
-        return open_regular(path, os.O_NOFOLLOW)  # a link may have come just now
-    except UnsupportedOperation:
-        raise StoreError("odd", f"{path} is not a file") from None
-
-
-def _raise_unless_gone(error: OSError) -> None:
-    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        raise error
 
 
 def probe(store: Store) -> None:

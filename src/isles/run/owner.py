@@ -41,7 +41,7 @@ def record_of(found: dict[str, Any], owner: str) -> Record:
     return record
 
 
-def read_text(path: Path) -> tuple[str, str]:
+def read_text(path: Path, most_bytes: int = _LONGEST_BYTES) -> tuple[str, str]:
     """Read a file; returns its text, and its owner if that is another user, else an empty text.
 
     The owner is read from the open file, so a path that is replaced during the read changes
@@ -49,7 +49,7 @@ def read_text(path: Path) -> tuple[str, str]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not text, not a regular file, or longer than any record.
+        ValueError: it is not text, not a regular file, or longer than `most_bytes`.
     """
     is_link = False
     try:
@@ -60,9 +60,9 @@ def read_text(path: Path) -> tuple[str, str]:
         is_link, stream = True, open_regular(path)
     with stream:
         facts = os.fstat(stream.fileno())
-        if facts.st_size > _LONGEST_BYTES:
+        if facts.st_size > most_bytes:
             raise ValueError("it is longer than any record")
-        text = stream.read(_LONGEST_BYTES).decode("utf-8")
+        text = stream.read(most_bytes).decode("utf-8")
     is_own = facts.st_uid == os.geteuid() and not is_link
     return text, "" if is_own else user_name(facts.st_uid)
 

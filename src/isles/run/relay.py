@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from isles.config.foreign import read_bytes
 from isles.run.paths import RunDir
 
 LONGEST = 256 * 2**10
@@ -35,8 +36,8 @@ def pack(run_dir: RunDir) -> str:
         paths = [run_dir.status, attempt.live, *restarts[-1:]]
     found: dict[str, bytes] = {}
     for name, path in zip(_PARTS, paths, strict=False):
-        with suppress(OSError):
-            found[name] = path.read_bytes()
+        with suppress(OSError, ValueError):
+            found[name] = read_bytes(path, _MOST_BYTES)
     # Without the details of its GPUs a cluster of hundreds still says how far it is.
     for names in (_PARTS, ("status",)):
         parts = [b'"%s":%s' % (name.encode(), found[name]) for name in names if name in found]

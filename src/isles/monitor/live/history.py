@@ -20,6 +20,8 @@ POINTS = 300
 """Of a curve at most."""
 
 _BLOCK_BYTES = 4 * 2**20
+_MOST_BYTES = 512 * 2**20
+"""Read at one look. If the file has grown by more, its end counts."""
 _EVAL = b'"kind": "eval"'
 _TRAIN = b'"kind": "train"'
 _EVALS = POINTS // 3
@@ -63,8 +65,13 @@ class History:
             if self._file != (info.st_dev, info.st_ino) or info.st_size < self._offset:
                 self._clear()
                 self._file = info.st_dev, info.st_ino
+            if info.st_size - self._offset > _MOST_BYTES:
+                self._offset, self._rest = info.st_size - _MOST_BYTES, b""
             every = max(1, (info.st_size - self._offset) // self._parsed_bytes)
-            while block := os.pread(stream.fileno(), _BLOCK_BYTES, self._offset):
+            while self._offset < info.st_size:  # what is written meanwhile is for the next look
+                block = os.pread(stream.fileno(), _BLOCK_BYTES, self._offset)
+                if not block:
+                    break
                 self._offset += len(block)
                 *lines, rest = (self._rest + block).split(b"\n")
                 self._rest = rest[:MAX_LINE_BYTES]
