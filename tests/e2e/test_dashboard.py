@@ -252,6 +252,14 @@ def ask(
     return found
 
 
+class ForeignSite(SimpleHTTPRequestHandler):
+    """Serves a folder."""
+
+    # A browser opens connections in advance. It asks nothing on some of them, and the server's
+    # thread would wait as long as the browser lives.
+    timeout = 3.0
+
+
 def test_only_who_has_the_link_is_answered(page: Browser, tmp_path: Path) -> None:
     with served(MadeWatch(made(name="secret-run"))) as server:
         here = f"127.0.0.1:{server.server_address[1]}"
@@ -289,7 +297,7 @@ def test_only_who_has_the_link_is_answered(page: Browser, tmp_path: Path) -> Non
               s.onmessage = () => done("read"); s.onerror = () => done("refused"); }})])
             .then((all) => {{ document.title = typeof view + " " + all.join(" "); }});</script>"""
         (tmp_path / "index.html").write_text(tried)
-        foreign = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+        foreign = partial(ForeignSite, directory=tmp_path)
         with ThreadingHTTPServer(("127.0.0.1", 0), foreign) as other_site, running(other_site):
             page.open(f"http://localhost:{other_site.server_address[1]}/")
             page.until("document.title.startsWith('undefined ')")
