@@ -170,7 +170,8 @@ class Bash:
             (self.bin / name).symlink_to("/bin/true")
         for name in ("bash", *shlex.split("touch mkdir cat head sed awk date nproc ls find")):
             (self.bin / name).symlink_to(f"/usr/bin/{name}")
-        ended = f'echo "$SCRIPT" >>{shlex.quote(str(folder / "ended"))}'
+        self._ended = folder / "ended"
+        ended = f'echo "$SCRIPT" >>{shlex.quote(str(self._ended))}'
         for name in ("python", "torchrun", "python3", "python3.11"):
             write_program(self.bin / name, ended)
         write_program(self.bin / "getent", "echo 0.0.0.0 STREAM")
@@ -202,7 +203,7 @@ cd() {{ builtin cd "$@" 2>/dev/null || :; }}
 source() {{ builtin source "$@" 2>/dev/null || :; }}
 for SCRIPT in scripts/*; do
   export SCRIPT; export PBS_JOBID=1.${{SCRIPT#*/}}
-  (set -- {words}; . "$SCRIPT") </dev/null >/dev/null 2>&1 || :
+  (set -- {words}; . "$SCRIPT") </dev/null >/dev/null 2>>errors || :
 done
 """
         job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "0"}
@@ -212,8 +213,11 @@ done
         done = run_program(["/bin/bash", "-c", line], self.folder, env)
         assert done.returncode == 0, done.stderr
         ran = [int(path.name.removeprefix("RAN-")) for path in self.folder.glob("RAN-*")]
-        ended = set((self.folder / "ended").read_text().split())
-        assert len(ended) > 10, "the scripts end before their values are used"
+        ended = set(self._ended.read_text().split()) if self._ended.exists() else set()
+        said = (self.folder / "errors").read_text()[:2000]
+        assert len(ended) > 10, (
+            f"of {self._count} scripts {len(ended)} came to their values: {said}"
+        )
         return [self._names[number] for number in sorted(ran)]
 
 
