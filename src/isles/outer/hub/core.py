@@ -411,16 +411,15 @@ def live(core: Core) -> dict[str, Any]:
 
 
 def events(core: Core) -> list[dict[str, Any]]:
-    """Some of the last events, oldest first: of each member its newest.
+    """Some of the last events, oldest first: of each member and kind the newest.
 
     One after the other has an event among them, so that none displaces those of others; what was
     refused and the like comes first.
     """
     rows = core.journal.rows(
         "SELECT number, at, member, kind, what FROM (SELECT *, kind IN ('refused', 'weight', "
-        "'diverged', 'failure') AS matters, ROW_NUMBER() OVER (PARTITION BY member, kind IN "
-        "('refused', 'weight', 'diverged', 'failure') ORDER BY number DESC) AS place FROM events) "
-        "ORDER BY place - 5 * matters, number DESC LIMIT ?",
+        "'diverged', 'failure') AS matters, ROW_NUMBER() OVER (PARTITION BY member, kind "
+        "ORDER BY number DESC) AS place FROM events) ORDER BY place - 5 * matters, number DESC LIMIT ?",
         _EVENTS,
     )
     return [dict(row) for row in sorted(rows, key=lambda row: row["number"])]
