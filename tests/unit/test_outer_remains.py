@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 
 from isles.outer.hub.core import events, live, status
-from isles.outer.messages import Shown
+from isles.outer.messages import LeaveRun, Shown
 from isles.run.relay import LONGEST
 from isles.run.repeats import FewLines, Repeats
-from tests.outer_world import ZERO, World, after, member_id, refused
+from tests.outer_world import ZERO, World, after, joining, member_id, refused
 
 HUGE = 2**61
 
@@ -94,10 +94,14 @@ def test_events_of_one_hide_none_of_others_and_stay_few(tmp_path):
     assert {event["member"] for event in told} >= {"a", "b", "e"} and len(told) <= 50
     # Each refusal is in the log: those of a minute share a row, with their number.
     assert world.events("refused")[-1].endswith("its norm is inf (40 more like this)")
-    for number in range(1200):  # whoever comes and goes, under its name and under others
-        world.join("e", version=1)
-        world.join(f"f{number}", version=1)
-        world.leave(f"f{number}")
+
+    def come_and_go() -> None:  # under its name and under others
+        for number in range(1200):
+            world.core.join(joining("e", version=1))
+            world.core.join(joining(f"f{number}", version=1))
+            world.core.leave(LeaveRun(id=member_id(f"f{number}")))
+
+    world.do(come_and_go)
     number = world.core.journal.number
     assert number("SELECT COUNT(*) FROM events WHERE member = 'e'") <= 60
     assert number("SELECT COUNT(*) FROM events") <= 2000 + 100

@@ -1,4 +1,4 @@
-"""Counts the lines of one kind within a minute, so that nobody floods a log or a terminal."""
+"""Counts the lines of one kind within a minute, so that a log or terminal stays readable."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Repeats:
 
 
 class FewLines(logging.Filter):
-    """Lets pass so many lines a minute of each line of code that logs."""
+    """Drops log lines above a number per minute, for each line of code that logs."""
 
     def __init__(self, most: int, repeats: Repeats | None = None) -> None:
         super().__init__()

@@ -149,7 +149,7 @@ class Journal:
     def note(self, member: str, kind: str, what: str) -> None:
         """Append to the log of events. Many of one kind within a minute share a row, with a count.
 
-        So a member, which can cause any number of them, displaces no events but those of its name.
+        So the events of a member displace only earlier events of the same name.
         """
         more = self._repeats.count((member, kind)) - _A_MINUTE
         last = "SELECT number, what FROM events WHERE member = ? AND kind = ? ORDER BY number DESC"
