@@ -419,7 +419,8 @@ def events(core: Core) -> list[dict[str, Any]]:
     rows = core.journal.rows(
         "SELECT number, at, member, kind, what FROM (SELECT *, kind IN ('refused', 'weight', "
         "'diverged', 'failure') AS matters, ROW_NUMBER() OVER (PARTITION BY member, kind "
-        "ORDER BY number DESC) AS place FROM events) ORDER BY place - 5 * matters, number DESC LIMIT ?",
+        "ORDER BY number DESC) AS place FROM events) "
+        "ORDER BY place - 5 * matters, number DESC LIMIT ?",
         _EVENTS,
     )
     return [dict(row) for row in sorted(rows, key=lambda row: row["number"])]

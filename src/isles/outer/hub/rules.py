@@ -116,8 +116,8 @@ def tempered(
 
     A contribution pulls with its norm times its tokens. That is at most `factor` times the usual
     norm times the usual tokens of the others. A larger cluster comes to its full pull step by step,
-    as in `counted_tokens`, but not by a norm above `factor` times the usual. So k
-    liars among n clusters make an average at most `1 + factor * k / (n - k)` times as large as usual at
+    as in `counted_tokens`, but not by a norm above `factor` times the usual. So k liars
+    among n clusters make an average at most `1 + factor * k / (n - k)` times as large as usual at
     once, and later `factor` times, as a larger norm than that has no weight of earlier rounds.
 
     Args:
