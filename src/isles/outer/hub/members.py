@@ -130,9 +130,10 @@ class Membership:
                     "name_taken",
                     f"another cluster called {join.name!r} takes part; it was heard "
                     f"{silent_s:.1f} s ago",
-                    "give this cluster another name, or resume it with its old run directory. "
-                    "If that directory is lost, stop the old cluster and wait "
-                    f"{gone_s - silent_s:.0f} s, as a name is free once its cluster was not heard for {gone_s:g} s",
+                    "give this cluster another name, or resume it with its old run "
+                    "directory. If that directory is lost, stop the old cluster and wait "
+                    f"{gone_s - silent_s:.0f} s, as a name is free once its cluster was not heard "
+                    f"for {gone_s:g} s",
                 )
         if len(others) >= self.settings.max_clusters:
             raise Refusal(
