@@ -347,7 +347,9 @@ def _check_files(builder: Any, path: str) -> None:
     for files in (builder.config.data_files or {}).values():
         for file in map(str, files):
             place = file.rsplit("::", 1)[-1]
-            if not place.startswith("hf://") and not Path(place).is_relative_to(Path(path).resolve()):
+            if not place.startswith("hf://") and not Path(place).is_relative_to(
+                Path(path).resolve()
+            ):
                 raise ValueError(f"it names the file {file!r:.200}, which is not in the dataset")
 
 

@@ -48,6 +48,7 @@ ROW_BYTES = 64 * 2**20
 """A line, or a row of CSV or of a JSON array, has this size at most."""
 
 _CHUNK_BYTES = 2**20
+_ROW_LINES = 2**20
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -170,8 +171,9 @@ def _raw_lines(path: Path, stream: IO[bytes], number: int) -> Iterator[bytes]:
 
 
 def _too_large(what: str, where: str) -> DataError:
+    lines = f" or {_ROW_LINES:,} lines" if what == "row" else ""
     return DataError(
-        f"a {what} of more than {ROW_BYTES >> 20} MiB",
+        f"a {what} of more than {ROW_BYTES >> 20} MiB{lines}",
         where=where,
         fix="split it into several rows, or write it as text (.txt)",
         id="data.rows",
@@ -249,12 +251,12 @@ class _ArrayText:
         )
 
     def _more(self) -> bool:
-        # Drop what has been read, and read on; as much again as one value has, so that the time is
-        # linear in its size.
+        # Drop what has been read, and read more: three times what one value has, so that
+        # the time is linear in its size.
         kept = len(self._text) - self.place
-        if kept > ROW_BYTES:
+        if kept >= ROW_BYTES:
             raise self._too_large()
-        block = self._stream.read(max(_CHUNK_BYTES, kept))
+        block = self._stream.read(max(_CHUNK_BYTES, min(3 * kept, ROW_BYTES - kept)))
         pending = self._decoder.getstate()[0]
         try:
             new = self._decoder.decode(block, final=not block)
@@ -288,7 +290,7 @@ def _read_csv(path: Path, parser: Parser, delimiter: str) -> Rows:
             one_of_each(names, parser.wanted, f"{path}:1")
             line = reader.line_num + 1
             for cells in reader:
-                lines.row_bytes = 0
+                lines.row_bytes = lines.row_lines = 0
                 if len(cells) == len(names):
                     yield Row(f"{path}:{line}", dict(zip(names, cells, strict=True)))
                 elif cells:
@@ -311,7 +313,7 @@ class _Lines:
     # Lines of text; those of one row, which may have many, are ROW_BYTES at most.
     def __init__(self, path: Path, stream: IO[bytes]) -> None:
         self._path, self._lines = path, enumerate(_raw_lines(path, stream, 0), start=1)
-        self._offset = self.row_bytes = 0
+        self._offset = self.row_bytes = self.row_lines = 0
 
     def __iter__(self) -> _Lines:
         return self
@@ -319,7 +321,8 @@ class _Lines:
     def __next__(self) -> str:
         number, line = next(self._lines)
         self.row_bytes += len(line)
-        if self.row_bytes > ROW_BYTES:
+        self.row_lines += 1
+        if self.row_bytes > ROW_BYTES or self.row_lines > _ROW_LINES:
             raise _too_large("row", f"{self._path}:{number}")
         text = decode(line, self._path, self._offset, number)
         self._offset += len(line)
