@@ -292,7 +292,7 @@ for path in sys.argv[1:]:
         print(error.where, error.what)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     print("peak", peak, "MiB")
-    assert peak < 2600, (path, peak)
+    assert peak < 900, (path, peak)
 """
 
 
@@ -302,7 +302,7 @@ def test_a_bomb_is_refused_in_bounded_memory(tmp_path):
         ("line.jsonl.gz", b'{"text": "', b"a" * MIB),
         ("cell.csv.gz", b'text\n"', b"a\n" * (MIB // 2)),
         ("array.json.gz", b"[", b"[],[]," * (MIB // 6)),
-        ("nested.json.gz", b'[{"text": [', b"[],[]," * (MIB // 6)),
+        ("long.json.gz", b'[{"text": "', b"a" * MIB),
     ):
         with gzip.open(tmp_path / name, "wb", compresslevel=1) as stream:
             stream.write(begin)
@@ -318,4 +318,4 @@ def test_a_bomb_is_refused_in_bounded_memory(tmp_path):
     said = done.stdout
     for name in ("line.jsonl.gz:1", "cell.csv.gz:", "sparse.jsonl:2", "sparse.csv:2"):
         assert f"{name}" in said, said
-    assert said.count("of more than 64 MiB") >= 5, said
+    assert said.count("of more than 64 MiB") == 5, said

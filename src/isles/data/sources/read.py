@@ -88,8 +88,10 @@ def _line_chunks(path: Path, begin: ChunkStart) -> Iterator[Chunk]:
     begin, rows = {"bytes": offset, "row": number}, list[Row | DataError]()
     with opened(path) as stream:
         stream.seek(offset)
-        for line in _raw_lines(path, stream, number):
+        for line in _raw_lines(stream):
             number += 1
+            if len(line) > ROW_BYTES:
+                raise _too_large("line", f"{path}:{number}")
             row = _json_row(line, path, offset, number)
             offset += len(line)
             if row is not None:
@@ -161,13 +163,9 @@ def _is_json_array(path: Path) -> bool:
         return stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
-def _raw_lines(path: Path, stream: IO[bytes], number: int) -> Iterator[bytes]:
-    # The lines of a file behind this many.
-    for line in iter(partial(stream.readline, ROW_BYTES + 1), b""):
-        number += 1
-        if len(line) > ROW_BYTES:
-            raise _too_large("line", f"{path}:{number}")
-        yield line
+def _raw_lines(stream: IO[bytes]) -> Iterator[bytes]:
+    # Lines; one that is too large is cut behind ROW_BYTES, by which the caller sees that it is.
+    return iter(partial(stream.readline, ROW_BYTES + 1), b"")
 
 
 def _too_large(what: str, where: str) -> DataError:
@@ -312,7 +310,7 @@ def _read_csv(path: Path, parser: Parser, delimiter: str) -> Rows:
 class _Lines:
     # Lines of text; those of one row, which may have many, are ROW_BYTES at most.
     def __init__(self, path: Path, stream: IO[bytes]) -> None:
-        self._path, self._lines = path, enumerate(_raw_lines(path, stream, 0), start=1)
+        self._path, self._lines = path, enumerate(_raw_lines(stream), start=1)
         self._offset = self.row_bytes = self.row_lines = 0
 
     def __iter__(self) -> _Lines:
