@@ -28,8 +28,8 @@ MAX_LINE_BYTES = 1 << 20
 """Of a row in a JSON-lines file. Whatever is longer is not a row."""
 
 MAX_ROWS_BYTES = 1 << 30
-"""Of a JSON-lines file, the most that is read: its rows take several times as much memory. A row of
-metrics.jsonl has 400 bytes, so these are two million steps."""
+"""The most that isles reads from a JSON-lines file, since rows take several times as much memory. A
+row of metrics.jsonl has 400 bytes, so this is enough for two million rows."""
 
 _TRIES = 3
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENXIO, errno.ELOOP, errno.EISDIR, errno.ENODEV)
@@ -151,8 +151,8 @@ def read_rows(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]
     """The rows of a JSON-lines file; a last line that is still being written is skipped.
 
     Args:
-        last_bytes: read at most this much of its end; None: all of a file of this user's run, and
-            with a warning the end of one that is too long.
+        last_bytes: read at most this much of its end; None: all of the file, or the last
+            `MAX_ROWS_BYTES` with a warning.
     """
     rows: list[dict[str, Any]] = []
     with suppress(FileNotFoundError, UnsupportedOperation), open_shown(path) as stream:
