@@ -102,7 +102,7 @@ def _split_in(items: Sequence[object]) -> set[int]:
     # The items of a command, one word each, that hold a secret only beside the words before them.
     # An item with a blank is a line of its own: it begins no command and continues none.
     words = [str(item) if not re.search(r"\s", str(item)) else "\n" for item in items]
-    line, found, start = " ".join(words), set(), 0
+    line, found, start = " ".join(words), set[int](), 0
     places = list(secrets_in(line))
     for index, word in enumerate(words):
         if any(start < end and begin < start + len(word) for begin, end in places):
