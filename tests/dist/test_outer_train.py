@@ -275,6 +275,7 @@ def halts_at_the_end(env: RankEnv, run: Path, attempt: int, resume_from: Path | 
     return rank_of_a_cluster(env, run, attempt, resume_from)
 
 
+@pytest.mark.brief("contribution")
 @pytest.mark.parametrize("late", ["start", "contribution"])
 def test_all_end_with_the_same_weights_where_one_is_late(site: Site, late: str) -> None:
     """One comes when the other has one more turn to make, of which it will have no part; or its

@@ -305,6 +305,7 @@ def test_from_a_laptop_that_is_closed(lab: Lab) -> None:
     assert not list((lab.root("a1") / "tmp").glob("isles-login-*"))
 
 
+@pytest.mark.long
 def test_a_job_that_waits_says_why(lab: Lab) -> None:
     _, _, job_id = start(lab, "held", launcher={"extra": ["--hold", '--comment="a #b"']})
     assert "Comment=a #b" in sh(lab, "ctl", f"scontrol show job {job_id}")

@@ -6,6 +6,7 @@ import itertools
 import os
 import shlex
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -80,7 +81,8 @@ def keys_of(launcher: dict[str, Any]) -> list[KeyPath]:
 def run_file(to: To, launcher: dict[str, Any], python: str) -> dict[str, Any]:
     data: dict[str, Any] = yaml.safe_load(BASE)
     count = {} if launcher["kind"] == "ssh" else {"nodes": 2}
-    own = {"launcher": {**launcher}, "gpus_per_node": 1, "device": "cpu", **count}
+    # A copy of its lists too: `put` changes them.
+    own = {"launcher": deepcopy(launcher), "gpus_per_node": 1, "device": "cpu", **count}
     if to not in ("kubernetes", "skypilot"):
         own["environment"] = {"python": python}
     if to == "kubernetes":

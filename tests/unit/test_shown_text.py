@@ -20,7 +20,6 @@ from isles.facts.terminal import copy_drawn
 from isles.facts.units import printable
 from isles.run.records import read_record, write_record
 from tests.data import write_rows
-from tests.deadline import run_program
 from tests.inputs import TINY
 from tests.programs import write_program, write_ssh
 from tests.run_records import FAR, GONE, rank_error, recorded_run, two_hosts
@@ -107,8 +106,12 @@ def test_no_look_at_a_run_sends_what_its_records_say(
 
 
 def test_errors_that_quote_data_models_and_templates_send_nothing(
-    run_file: Path, tmp_path: Path
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     data = write_rows(tmp_path / "odd.jsonl", [{f"a{EVIL}": f"b{EVIL}"}] * 3)
     said = [{"role": role, "content": EVIL} for role in ("user", "assistant")]
     chat = write_rows(tmp_path / "chat.jsonl", [{"messages": said}] * 9)
@@ -128,8 +131,8 @@ def test_errors_that_quote_data_models_and_templates_send_nothing(
     )
     bad = []
     for words in cases:
-        done = run_program([sys.executable, "-m", "isles", *map(str, words)], tmp_path)
-        text = done.stdout + done.stderr
+        main(list(map(str, words)))
+        text = "".join(capfd.readouterr())
         if controls(text) or "]0;OWNED" not in text or "Traceback" in text:
             bad.append((words, ascii(text)))
     assert not bad, "\n".join(map(str, bad))
