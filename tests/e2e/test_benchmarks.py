@@ -88,7 +88,10 @@ FIGURES: dict[str, dict[str, Any]] = {
     "strategies": {"fsdp": RATIO},
     "watchdog": {"step_us": (0.01, 1e4), "thread_ms_per_s": (0.0, 1e3)},
 }
-BRIEF = (*("balance", "finetune", "loop", "plan_published", "scale", "slow_link", "strategies"),)
+BRIEF = (
+    *("balance", "chaos", "finetune", "loop", "plan_published", "scale", "slow_link"),
+    *("strategies",),
+)
 
 
 def test_no_benchmark_is_forgotten():
