@@ -75,7 +75,7 @@ class TensorWriter(StorageWriter):
         try:
             future.set_result(self._write(plan, planner))
         except (OSError, RuntimeError) as error:
-            # It names the disk, as the other ranks see this error alone.
+            # The error names the disk, because the other ranks see only this error.
             raise disk_failure(error, self._folder, dist.get_rank()) from error
         return future
 
@@ -225,7 +225,7 @@ def _dtype_of(entry: Entry) -> torch.dtype:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    # Of a contiguous tensor in CPU memory; nothing is copied.
+    # The tensor is contiguous and in CPU memory, so nothing is copied.
     numbers: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(numbers)
 
@@ -242,8 +242,8 @@ def _fill(tensor: Tensor, stream: BinaryIO, start: int) -> None:
 
 
 def _unpacked(stream: BinaryIO, entry: Entry, piece: Piece) -> Tensor:
-    # A piece as isles 0.1.0 wrote it: an archive with the numbers, and a pickle that says how they
-    # lie. Only the numbers are taken over, as that pickle and the index both describe them.
+    # A piece of isles 0.1.0 is an archive of the numbers and of a pickle with their layout. The
+    # layout must match the index, and only the numbers are used.
     try:
         return _from_archive(stream, entry, piece)
     except (
@@ -292,7 +292,7 @@ def _from_archive(stream: BinaryIO, entry: Entry, piece: Piece) -> Tensor:
 
 
 class _Window(io.RawIOBase):
-    # The bytes of one piece, as a file, for the lists of an archive: never much at once.
+    # The bytes of one piece as a file, so that zipfile never reads much at a time.
     _MOST_BYTES = 1 << 20
 
     def __init__(self, stream: BinaryIO, piece: Piece) -> None:

@@ -26,8 +26,8 @@ MAX_CONFIG_BYTES = 10 * 2**20
 _MAX_DEPTH = 64
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
-# Sizes in a config.json, by all the names that architectures give them, and the largest that makes
-# sense. A list has one for each layer.
+# Sizes in a config.json, by all the names that architectures use, and the largest sensible value.
+# A list has one value for each layer.
 _SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 2_000),
@@ -95,7 +95,7 @@ def open_regular(path: Path | str, flags: int = 0, folder: int | None = None) ->
         OSError: it cannot be opened. UnsupportedOperation, which is a ValueError too: it is not a
             regular file.
     """
-    # A pipe would be waited for, a device read for ever.
+    # Opening a pipe would wait for a writer, and reading a device might never end.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -126,7 +126,7 @@ def folder_below(root: Path, parts: Iterable[str], *, make: bool = False) -> Ite
                     os.mkdir(part, dir_fd=handle)
             try:
                 below = os.open(part, flags | os.O_NOFOLLOW, dir_fd=handle)
-            except NotADirectoryError as error:  # Linux says so of a link, too
+            except NotADirectoryError as error:  # Linux raises it for a link, too
                 found = os.stat(part, dir_fd=handle, follow_symlinks=False)
                 if stat.S_ISLNK(found.st_mode):
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), part) from error
@@ -147,7 +147,7 @@ def names_code(folder: Path) -> bool:
     """Whether a tokenizer's folder has Python code, or a JSON file that names some (`auto_map`)."""
     for path in sorted(folder.glob("*")):
         if path.suffix == ".json":
-            with suppress(OSError, ValueError):  # whoever loads it says why it cannot be read
+            with suppress(OSError, ValueError):  # the code that loads it reports why it fails
                 level = [read_json(path)]
                 while level:
                     if any("auto_map" in each for each in level if isinstance(each, dict)):
@@ -199,14 +199,14 @@ def check_folder(folder: Path) -> None:
     """
     for path in sorted(folder.glob("*.json")):
         try:
-            # The large ones are read once more by others, which have limits of depth.
+            # Libraries read the large files again, with their own limits of depth.
             if path.name in _LARGE:
                 if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
                     raise ValueError(f"it is not a file of at most {MAX_JSON_BYTES >> 20} MiB")
             else:
                 read_json(path, MAX_CONFIG_BYTES)
         except OSError:
-            continue  # whoever needs it says so
+            continue  # the code that needs the file reports it
         except ValueError as error:
             raise _refused(str(path), f"this file cannot be used: {error}") from None
 

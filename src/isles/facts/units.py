@@ -10,8 +10,8 @@ _CLOCK = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
 _PARTS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B")
 _CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
-"""Control characters, those that turn the direction of text, separators of lines, and halves of
-pairs, which no stream takes."""
+"""Control characters, characters that change the direction of text, line separators, and lone
+surrogates, which no stream can encode."""
 
 
 def parse_duration_s(text: str) -> float:
@@ -86,13 +86,13 @@ def format_count(number: float) -> str:
 def printable(text: str, *, keep: str = "\n\t", longest: int | None = None) -> str:
     """Text that does nothing to a terminal: control characters as JSON escapes them (`\\u001b`).
 
-    Letters that have no shape of their own but join others stay: no-break spaces, joiners of
-    Persian and of emoji, soft hyphens.
+    Invisible characters that affect how letters join stay: no-break spaces, the joiners of Persian
+    and of emoji, soft hyphens.
 
     Args:
-        text: from wherever.
+        text: from any source.
         keep: control characters that stay as they are.
-        longest: characters that are taken at the most; an ellipsis replaces the rest.
+        longest: maximum length, characters; an ellipsis replaces the rest.
     """
     if longest is not None and len(text) > longest:
         text = text[: longest - 1] + "…"

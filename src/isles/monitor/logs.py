@@ -47,10 +47,10 @@ class LineTail:
     def read(self, *, final: bool = False) -> list[str]:
         """The lines added since the last call, without their ends.
 
-        Of a progress bar, which begins a line again and again, only the last state is given.
+        A progress bar rewrites its line many times; only its last state is returned.
 
         Args:
-            final: also what stands after the last line end, since nothing will follow.
+            final: also return the text after the last line end, since nothing will follow.
         """
         try:
             with open_shown(self.path) as stream:
@@ -263,7 +263,7 @@ class LogFiles:
             return True
         for rank in _ranks(self._attempt):
             if self.node_of(rank) == node:
-                # Not only the end of a log, sent from another host when its rank failed.
+                # It may be only the end of a log, sent from another host when its rank failed.
                 with suppress(OSError), open_shown(self._attempt.rank_log(rank)) as stream:
                     if stream.read(len(_END)) != _END:
                         return True

@@ -145,7 +145,7 @@ class Stopping:
         self._attempt = attempt
         self._job = queue_job(run_dir, attempt)
         self._print_line = print_line
-        # A process that another user's record names is not signalled: it may be any.
+        # Another user's record may name any process, so isles sends no signal to it.
         is_sent = self.state.is_here and not attempt.owner
         self._process = self.state.process if is_sent else None
 

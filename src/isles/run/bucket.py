@@ -145,7 +145,7 @@ class RunStore:
                 with suppress(FileNotFoundError):
                     data = path.read_bytes()
                     if path.suffix == ".yaml":
-                        # The run may be of an isles that did not refuse them yet.
+                        # An older isles, which did not refuse secrets, may have started the run.
                         data = without_secrets(data.decode("utf-8", "replace")).encode()
                     self.store.write(str(path.relative_to(run_dir.path)), data)
 
@@ -165,13 +165,13 @@ class RunStore:
                 self.store.fetch(name, partial, lambda _: None)
                 partial.replace(path)
             except FileNotFoundError:
-                continue  # deleted meanwhile
+                continue  # deleted since
             finally:
                 partial.unlink(missing_ok=True)
         if names_code(run_dir.tokenizer):
             # `trust_remote_code` trusts the author of the model, not the writers of the bucket.
             log.warning(
-                "the tokenizer of %s names Python code: not used; the tokenizer of the run file is",
+                "the tokenizer in %s names Python code, so isles uses the run file's tokenizer",
                 self.url,
             )
             rmtree(run_dir.tokenizer)
@@ -188,7 +188,7 @@ class RunStore:
         except ManifestError as error:
             return [str(error)]
         final = run_dir.checkpoints / checkpoint_name(step)
-        # Nothing is fetched that would not be taken: a longer file could fill this disk.
+        # A file longer than the manifest says could fill this disk, so it is not fetched.
         there = self.store.sizes(_place(step, ""))
         faults = [
             f"{name}: {there[name]} bytes, the manifest says {facts.size}"
@@ -231,7 +231,7 @@ def _place(step: int, name: str) -> str:
 
 
 def _is_record(name: str) -> bool:
-    # Plain names only, as PurePath.match takes `tokenizer/..` for `tokenizer/*`.
+    # Plain names only, because `tokenizer/..` matches `tokenizer/*` in PurePath.match.
     parts = name.split("/")
     patterns = (pattern.split("/") for pattern in _RECORDS)
     return all(map(is_plain, parts)) and any(

@@ -163,7 +163,7 @@ def verify_checkpoint(path: Path) -> list[str]:
     for name, expected in info.manifest.files.items():
         file = path / name
         try:
-            # Not followed: a link may point to any file of this machine, a pipe would never end.
+            # A link may lead to any file of this machine, and a pipe would never end.
             found = file.lstat()
             if not stat.S_ISREG(found.st_mode):
                 damage.append(f"{name}: it is not a file")

@@ -23,7 +23,7 @@ _LONGEST_BYTES = 64 << 20
 
 
 class Record(dict[str, Any]):
-    """A record; `owner` is the other user who has written it, empty for this user's own."""
+    """A record. `owner` is the name of the user who wrote it, or empty for this user."""
 
     owner = ""
 

@@ -22,8 +22,8 @@ _CALLED = {
     "torch.Size",
     "torch.serialization._get_layout",
     f"{_PLACE}._MEM_FORMAT_ENCODING",
-    *("pathlib.PosixPath", "pathlib._local.PosixPath"),  # the second as Python 3.13 names it
-    "builtins.getattr",  # Python 3.11 before 3.11.4 writes members of an enum so
+    *("pathlib.PosixPath", "pathlib._local.PosixPath"),  # Python 3.13 uses the second name
+    "builtins.getattr",  # Python before 3.11.4 pickles enum members with it
     *("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"),
     "collections.OrderedDict",
 }

@@ -33,8 +33,8 @@ def read_resolved(run_dir: RunDir) -> Resolved:
 
 
 def _harmless(config: RunConfig) -> RunConfig:
-    # Without code of the model, shell lines, programs, a container, a bucket that would be asked
-    # with this user's keys, a folder that would be written, and a secret that would be read.
+    # Remove model code, shell lines, programs, containers, a bucket that this user's keys would
+    # open, a folder that would be written, and a secret that would be read.
     clusters = tuple(
         cluster.model_copy(update={"environment": EnvironmentConfig(), "workdir": None})
         for cluster in config.clusters

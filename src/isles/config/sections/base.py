@@ -103,5 +103,5 @@ Text = Annotated[
         json_schema_extra={"x-isles-type": "one-line"},
     ),
 ]
-"""One line of text without control characters; the type of every text that has no narrower one, as
-all of them may come to stand in scripts, comments of scripts, and tables."""
+"""One line of text without control characters. Every text without a narrower type has this type,
+because isles may write any of them into scripts, comments of scripts, and tables."""

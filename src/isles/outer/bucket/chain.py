@@ -327,7 +327,7 @@ def _decode(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _unpacked(data: bytes) -> bytes:
-    # No more than that: a few KB can stand for gigabytes.
+    # A few KB can unpack to gigabytes, so the size has a limit.
     gunzip = zlib.decompressobj(wbits=31)
     text = gunzip.decompress(data, _MOST_BYTES)
     if not gunzip.eof or gunzip.unused_data:

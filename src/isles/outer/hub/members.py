@@ -86,8 +86,8 @@ class Membership:
     def end_kind(self) -> Literal["", "over", "alone"]:
         """How far the run's end is.
 
-        over: all clusters that have ever taken part have finished, and left. alone: some have
-        finished, and of the others none is heard of, or too few have had a part in the run.
+        over: all clusters have finished and left, and enough of them had a part in an average.
+        alone: some have finished and no cluster is alive, but the run is not over.
         """
         members = self.latest()
         sql = (
@@ -129,15 +129,15 @@ class Membership:
                     "name_taken",
                     f"another cluster called {join.name!r} takes part; it was heard "
                     f"{self.last_seen_s(row['number']):.1f} s ago",
-                    "give this cluster another name; or stop the other, or wait, if its run "
-                    f"directory is lost, until it was not heard for {gone_s:g} s",
+                    "give this cluster another name, or stop the other cluster. If this cluster "
+                    f"has lost its run directory, wait until the name was silent for {gone_s:g} s",
                 )
         if len(others) >= self.settings.max_clusters:
             raise Refusal(
                 "full",
                 f"{len(others)} clusters take part, or may come back, and "
                 f"{self.settings.max_clusters} at most may",
-                "stop one of them first; one that was killed counts until it was not heard for "
+                "stop a cluster first. A killed cluster counts until it has been silent for "
                 f"{gone_s:g} s",
             )
 
