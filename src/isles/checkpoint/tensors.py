@@ -1,8 +1,8 @@
 """Tensors in the files of a checkpoint. torch plans the reads and writes of each rank.
 
-Each rank writes the numbers of its tensors, one after the other, into `tensors-RANK.bin`; rank 0
-writes where each lies into `tensors.json`. Nothing in a checkpoint is a pickle. The archives that
-isles 0.1.0 wrote through torch are read, too, without running the pickle in each of them.
+Each rank writes the numbers of its tensors, one after the other, into `tensors-RANK.bin`. Rank 0
+writes the place of each tensor into `tensors.json`. No file of a checkpoint is a pickle. isles also
+reads the archives of isles 0.1.0, which torch wrote, without running the pickles in them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from isles.run.pickled import Made, PickleFault, read_pickle
 from isles.run.records import used_up
 
 _FULL_BYTES = 1 << 20
-"""With less than that free, whatever could not be written met a full disk."""
+"""If less space is free, a failed write counts as a full disk."""
 
 _BUFFER_BYTES = 1 << 20
 _HEAD_BYTES, _HEAD_NAMES = 30, 26
@@ -252,7 +252,7 @@ def _unpacked(stream: BinaryIO, entry: Entry, piece: Piece) -> Tensor:
     ) as error:
         why = str(error) if isinstance(error, PickleFault) else type(error).__name__
         raise TrainingError(
-            f"{piece.file} has at byte {piece.start} something else than a tensor ({why})",
+            f"{piece.file} has no valid tensor at byte {piece.start} ({why})",
             fix="take another checkpoint: `isles checkpoint list`",
             id="checkpoint.broken",
         ) from error
@@ -326,7 +326,7 @@ class _Window(io.RawIOBase):
 
 
 def disk_failure(error: BaseException, folder: Path, rank: int) -> TrainingError:
-    """The error for a file that a disk refused, with its reason, its place and the free space."""
+    """The error for a failed write: the reason, the path and the free space."""
     try:
         free_bytes = shutil.disk_usage(folder).free
     except OSError:
@@ -361,6 +361,6 @@ def root_cause(error: BaseException) -> str:
 
 
 def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
-    """The first rank that failed, and of what."""
+    """The first rank that failed, and its error."""
     rank, (cause, _) = next(iter(error.failures.items()))
     return int(rank), cause

@@ -1,4 +1,4 @@
-"""Secrets in a run file or an override: refused, since both are copied wherever the run goes."""
+"""Refuse secrets in a run file or an override, since isles copies both into records and scripts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def secret_errors(
     """An error for every secret in values, names, overrides and comments; none quotes it.
 
     Args:
-        places: of every key that was given.
+        places: the place of every key in the run file or on the command line.
         text: of the file `name`.
     """
     errors = []
@@ -64,7 +64,7 @@ def _in_values(path: KeyPath, value: object) -> Iterator[tuple[KeyPath, str, str
     # Yields the key of a secret, the error and a fix.
     match value:
         case str():
-            # A rule refuses users in these addresses, and says where the credentials belong.
+            # Another rule refuses a user in these addresses, and its fix names the right place.
             has_rule = path[-1] in _WITH_RULE and _HAS_USER.match(value)
             if any(secrets_in(value)) and not has_rule:
                 yield path, *_words(path, value)

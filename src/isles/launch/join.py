@@ -106,8 +106,8 @@ def joining_run(line: JoinLine, joiner: Joiner, warn: Callable[[str], object] = 
     ]
     if theirs_read:
         warn(
-            f"the run file of {line.run} chooses {', '.join(theirs_read)}: isles reads this in the "
-            "folder here, or with this machine's account at Hugging Face"
+            f"the run file of {line.run} chooses {', '.join(theirs_read)}, which isles reads in "
+            "the current folder or with this machine's Hugging Face account"
         )
     kind = loaded.config.clusters[index].launcher.kind
     if joiner.launcher and kind != joiner.launcher:

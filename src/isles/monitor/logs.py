@@ -26,7 +26,7 @@ _END = b"---- the end of this log on "
 _POLL_S = 0.2
 _BLOCK_BYTES = 64 * 1024
 _MOST_BYTES = 64 * 2**20
-"""Read at one look. If a log has grown by more, isles shows its end."""
+"""Limit of one read. If a log has grown by more, isles shows only its end."""
 
 
 class LineTail:

@@ -119,7 +119,7 @@ class RunReport(BaseModel, frozen=True):
     outer: dict[str, Any] | None = None
     """Outer steps of this cluster, as its status.json has them."""
     owner: str = ""
-    """Another user whose run this is, so that only its files were looked at; empty: this user."""
+    """The other user who owns the run, so that only its files were read; empty: this user."""
 
 
 def collect(

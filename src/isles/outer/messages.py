@@ -37,7 +37,7 @@ Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Word = Annotated[str, StringConstraints(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Phase = Annotated[str, StringConstraints(max_length=64, pattern=r"^[ -~]*$")]
-"""People see it on terminals."""
+"""Terminals show these texts."""
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Steps = Annotated[int, Field(ge=0, le=10**12)]

@@ -260,7 +260,7 @@ def trouble_text(error: BaseException) -> str:
         case StoreError(kind="missing"):
             return f"is not there: {error.what}"
         case StoreError(kind="odd"):
-            return f"holds something that isles does not use: {error.what}"
+            return f"holds an object that isles does not accept: {error.what}"
         case StoreError():
             return f"does not answer as it should: {error.what}"
         case _:
@@ -280,7 +280,7 @@ def _fix(error: BaseException) -> str:
     if kind == "full":
         return "free some there, or raise its quota"
     if kind == "odd":
-        return f"find out who put it there, and delete it; or name another bucket in {KEY}"
+        return f"find out who wrote it and delete it, or name another bucket in {KEY}"
     return f"try again when it answers, or set {KEY}: null and train without it"
 
 

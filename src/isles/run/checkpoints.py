@@ -35,7 +35,7 @@ class CheckpointInfo:
 
     @contextmanager
     def reading(self, key: str) -> Iterator[None]:
-        """Raise a TrainingError in place of what an odd value of the manifest causes.
+        """Raise a TrainingError if an odd value of the manifest causes any error in the block.
 
         For values whose form only their own part of isles knows.
         """
@@ -43,7 +43,7 @@ class CheckpointInfo:
             yield
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise TrainingError(
-                f"{key!r} in the manifest is not what isles writes there: {error!r:.100}",
+                f"{key!r} in the manifest has a value that isles does not write: {error!r:.100}",
                 where=str(self.path / MANIFEST),
                 fix="take another checkpoint: `isles checkpoint list`",
                 id="checkpoint.broken",

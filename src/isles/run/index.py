@@ -1,8 +1,8 @@
-"""The index of a checkpoint: of each tensor its type, its shape, and the bytes that hold it.
+"""The index of a checkpoint: the type, the shape and the bytes of each tensor.
 
-`tensors.json` is the index that isles writes. `.metadata` is the index that isles 0.1.0 wrote, as
-torch does: `run/pickled.py` reads it without running a pickle. Both become an `Index`, which is
-checked whole against the files of the checkpoint before any tensor is read.
+isles writes the index `tensors.json`. isles 0.1.0 wrote the index `.metadata` through torch, and
+`run/pickled.py` reads it without running the pickle. Both become an `Index`. isles checks the whole
+`Index` against the files of the checkpoint before it reads a tensor.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Piece:
     """A part of a tensor: consecutive bytes of one file.
 
     Args:
-        offsets, sizes: which part, by dimension.
+        offsets, sizes: position and size of the part, by dimension.
         file: the name of a file of the checkpoint.
-        start, length: which of its bytes.
+        start, length: its bytes in that file.
     """
 
     offsets: tuple[int, ...]

@@ -234,8 +234,8 @@ class Store:
 class Folder(Store):
     """A folder, as `/mnt/nas/runs` or `file:///mnt/nas/runs`.
 
-    Others may write there, too. So no link below `url` is followed: it could lead a read or a write
-    to any file of this machine. All is done relative to the descriptor of an open folder.
+    Other users may write to the folder. So isles follows no link below `url`, as a link could lead
+    to any file of this machine. Every call is relative to the descriptor of an open folder.
     """
 
     def __init__(self, url: str, name: str = "") -> None:

@@ -1,8 +1,8 @@
-"""What isles 0.1.0 wrote through torch, read without running a pickle.
+"""Read the pickles of isles 0.1.0, which torch wrote, without running them.
 
-A pickle is a program. This is the machine for it, with a few opcodes: it makes texts, numbers,
-tuples, lists and dicts, and of a class that it knows by name a `Made`, which is only that name and
-what the pickle gave it. No class of torch or of Python is imported, called or changed.
+A pickle is a program. This reader knows only a few of its opcodes, and builds texts, numbers,
+tuples, lists and dicts. For an instance of a known class it builds a `Made`, which holds only the
+name of the class and its arguments. No class of torch or Python is imported, called or changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CALLED = {
 
 
 class PickleFault(ValueError):
-    """A pickle asks for something that does not belong here; the text says for what."""
+    """A pickle asks for something that isles 0.1.0 never wrote. The text names it."""
 
 
 class _Named:

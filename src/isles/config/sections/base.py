@@ -93,7 +93,7 @@ DurationS = Annotated[
 """Seconds, written in the run file as `90s`, `20m`, `23h30m`, `2d` or `12:30:00`."""
 
 NO_CONTROL = r"\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
-"""For a pattern: line ends, and characters that do something to a terminal or a script."""
+"""For a pattern: line ends, and characters with an effect on a terminal or a script."""
 
 Text = Annotated[
     str,

@@ -21,7 +21,7 @@ POINTS = 300
 
 _BLOCK_BYTES = 4 * 2**20
 _MOST_BYTES = 512 * 2**20
-"""Read at one look. If the file has grown by more, its end counts."""
+"""Limit of one read. If the file has grown by more, only its end is read."""
 _EVAL = b'"kind": "eval"'
 _TRAIN = b'"kind": "train"'
 _EVALS = POINTS // 3

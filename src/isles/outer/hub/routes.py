@@ -322,8 +322,8 @@ class Routes:
     # Contributions and averages.
 
     async def put(self, request: web.Request, incoming: Incoming) -> web.Response:
-        """Receive a chunk of a file. If it has too many uploads, cancel the oldest: that link
-        may be down."""
+        """Receive a chunk of a file. A member with too many uploads loses the oldest upload, whose
+        link may be down."""
         who, task = request.match_info["id"], asyncio.current_task()
         assert task is not None
         tasks = self._sending.setdefault(who, [])
