@@ -294,7 +294,7 @@ def test_who_does_not_fit_is_told_why_and_a_dead_clusters_name_can_be_taken_over
     world.drop("a")
     for name, kind in (("a", "name_taken"), ("c", "full")):  # it may come back
         refusal = refused(world.join, "a2", name=name)
-        assert refusal.kind == kind and "not heard for 200 s" in refusal.fix
+        assert refusal.kind == kind and "silent for 200 s" in refusal.fix
     world.drop("a", for_long=True)
     world.join("a2", name="a")
     assert "does not know this cluster" in refused(world.heartbeat, "a").what
