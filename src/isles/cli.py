@@ -298,7 +298,7 @@ def _report(error: Exception) -> int:
             )
     with suppress(BrokenPipeError):
         sys.stdout.flush()
-    # Of an old run, whose records were not searched for secrets yet.
+    # An older isles wrote the records of an old run without a search for secrets.
     text = without_secrets(text)
     print("\n".join([text, *more_lines(ids, text)]), file=sys.stderr, flush=True)
     return code

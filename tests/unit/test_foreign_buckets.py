@@ -199,7 +199,7 @@ def test_a_record_that_is_too_long_is_not_read(remote: Path, run_file: Path, mon
     monkeypatch.setattr(objects, "RECORD_BYTES", 100_000)
     path = remote / "tiny-1" / "checkpoints" / "step-00000040" / "manifest.json"
     path.write_text('{"files": {' + " " * 200_000 + "}}")
-    with pytest.raises(UserError, match=r"does not use: .*manifest.json is longer than"):
+    with pytest.raises(UserError, match=r"does not accept: .*manifest.json is longer than"):
         find_newest(str(remote), "tiny")
 
 

@@ -156,14 +156,14 @@ def test_nothing_from_elsewhere_is_trusted(line, state, tmp_path):
     data = "data.sources.0.path="
     for changes, typed, what in (
         ({"model": {"trust_remote_code": True}}, "model.trust_remote_code=true", "Python code"),
-        ({"model": {"name_or_path": "/home/a/m"}}, "model.name_or_path=m", "a path of their own"),
+        ({"model": {"name_or_path": "/home/a/m"}}, "model.name_or_path=m", "a path or an address"),
         ({"data": {"sources": [{"path": "../../.ssh/id"}]}}, f"{data}text", f"{data}PATH"),
         ({"data": {"sources": [{"path": "~/x"}]}}, f"{data}~/x", "~/x"),
         ({"data": {"sources": [{"path": "s3://theirs/x"}]}}, f"{data}x", "an address"),
         ({"data": {"sources": [{"path": "file:///etc/x"}]}}, f"{data}x", "an address"),
-        ({"data": {"sources": [{"path": ".ssh/id_rsa"}]}}, f"{data}x", "a path of their own"),
-        ({"data": {"sources": [{"path": "a/.git/**"}]}}, f"{data}x", "a path of their own"),
-        ({"data": {"sources": [{"path": "$HOME/x"}]}}, f"{data}x", "a path of their own"),
+        ({"data": {"sources": [{"path": ".ssh/id_rsa"}]}}, f"{data}x", "a path or an address"),
+        ({"data": {"sources": [{"path": "a/.git/**"}]}}, f"{data}x", "a path or an address"),
+        ({"data": {"sources": [{"path": "$HOME/x"}]}}, f"{data}x", "a path or an address"),
         ({"tokenizer": {"chat_template": "/etc/passwd"}}, "tokenizer.chat_template=x", "passwd"),
     ):
         (state / "run.yaml").write_text(given(tmp_path, **changes))

@@ -203,7 +203,7 @@ class Signals:
             record = read_record(self._attempt.rank_record(rank)) or {}
             process = ProcessId.from_record(record)
             if process is not None and record.get("restart") == self._restart:
-                # Its own children, also where a disk shows every file as another user's.
+                # These are the agent's own children, whatever owner the disk shows.
                 send_signal(replace(process, is_own=True), signal.Signals(number))
                 self._waiting.discard(rank)
 

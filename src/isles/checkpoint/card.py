@@ -39,7 +39,7 @@ def card_text(
         repo: where it will lie on the hub, owner/name; None: as the run file says.
     """
     config = resolved.config
-    # The run may be of an isles that did not refuse them yet.
+    # An older isles, which did not refuse secrets, may have started the run.
     run_file = without_secrets(show(resolved, origins=False))
     repo = repo or config.checkpoint.push_to_hub
     versions = checkpoint.manifest.get("versions") or {}

@@ -1,4 +1,4 @@
-"""Loading: the newest whole checkpoint, brought to every disk, read without running a pickle."""
+"""Load the newest whole checkpoint: copy it to every disk, and read it without a pickle."""
 
 from __future__ import annotations
 

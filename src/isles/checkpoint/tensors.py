@@ -1,8 +1,8 @@
 """Tensors in the files of a checkpoint. torch plans the reads and writes of each rank.
 
-Each rank writes the numbers of its tensors, one after the other, into `tensors-RANK.bin`; rank 0
-writes where each lies into `tensors.json`. Nothing in a checkpoint is a pickle. The archives that
-isles 0.1.0 wrote through torch are read, too, without running the pickle in each of them.
+Each rank writes the numbers of its tensors, one after the other, into `tensors-RANK.bin`. Rank 0
+writes the place of each tensor into `tensors.json`. No file of a checkpoint is a pickle. isles also
+reads the archives of isles 0.1.0, which torch wrote, without running the pickles in them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from isles.run.pickled import Made, PickleFault, read_pickle
 from isles.run.records import used_up
 
 _FULL_BYTES = 1 << 20
-"""With less than that free, whatever could not be written met a full disk."""
+"""If less space is free, a failed write counts as a full disk."""
 
 _KINDS = ({"float16", "bfloat16", "float32", "float64"}, {"int32", "int64"})
 _BUFFER_BYTES = 1 << 20
@@ -76,7 +76,7 @@ class TensorWriter(StorageWriter):
         try:
             future.set_result(self._write(plan, planner))
         except (OSError, RuntimeError) as error:
-            # It names the disk, as the other ranks see this error alone.
+            # The error names the disk, because the other ranks see only this error.
             raise disk_failure(error, self._folder, dist.get_rank()) from error
         return future
 
@@ -236,7 +236,7 @@ def _dtype_of(entry: Entry) -> torch.dtype:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    # Of a contiguous tensor in CPU memory; nothing is copied.
+    # The tensor is contiguous and in CPU memory, so nothing is copied.
     numbers: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(numbers)
 
@@ -253,8 +253,8 @@ def _fill(tensor: Tensor, stream: BinaryIO, start: int) -> None:
 
 
 def _unpacked(stream: BinaryIO, entry: Entry, piece: Piece) -> Tensor:
-    # A piece as isles 0.1.0 wrote it: an archive with the numbers, and a pickle that says how they
-    # lie. Only the numbers are taken over, as that pickle and the index both describe them.
+    # A piece of isles 0.1.0 is an archive of the numbers and of a pickle with their layout. The
+    # layout must match the index, and only the numbers are used.
     try:
         return _from_archive(stream, entry, piece)
     except (
@@ -263,7 +263,7 @@ def _unpacked(stream: BinaryIO, entry: Entry, piece: Piece) -> Tensor:
     ) as error:
         why = str(error) if isinstance(error, PickleFault) else type(error).__name__
         raise TrainingError(
-            f"{piece.file} has at byte {piece.start} something else than a tensor ({why})",
+            f"{piece.file} has no valid tensor at byte {piece.start} ({why})",
             fix="take another checkpoint: `isles checkpoint list`",
             id="checkpoint.broken",
         ) from error
@@ -303,7 +303,7 @@ def _from_archive(stream: BinaryIO, entry: Entry, piece: Piece) -> Tensor:
 
 
 class _Window(io.RawIOBase):
-    # The bytes of one piece, as a file, for the lists of an archive: never much at once.
+    # The bytes of one piece as a file, so that zipfile never reads much at a time.
     _MOST_BYTES = 1 << 20
 
     def __init__(self, stream: BinaryIO, piece: Piece) -> None:
@@ -337,7 +337,7 @@ class _Window(io.RawIOBase):
 
 
 def disk_failure(error: BaseException, folder: Path, rank: int) -> TrainingError:
-    """The error for a file that a disk refused, with its reason, its place and the free space."""
+    """The error for a failed write: the reason, the path and the free space."""
     try:
         free_bytes = shutil.disk_usage(folder).free
     except OSError:
@@ -372,6 +372,6 @@ def root_cause(error: BaseException) -> str:
 
 
 def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
-    """The first rank that failed, and of what."""
+    """The first rank that failed, and its error."""
     rank, (cause, _) = next(iter(error.failures.items()))
     return int(rank), cause

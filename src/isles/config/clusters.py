@@ -50,10 +50,10 @@ _SHARED: dict[str, tuple[str, ...]] = {
         *("merge_adapter", "max_shard_gb", "timeout"),
     ),
 }
-"""What all clusters of a run have, by section: numbers, words of a list, and what `_PATHS` names.
+"""Keys that all clusters of a run share, by section: numbers, words of a list, and `_PATHS`.
 
-None of it says where a machine writes, whom it calls or what it starts. What is not listed, each
-cluster has for itself, also a key of a later version.
+None of these keys chooses a folder to write, an address to connect to or a program to start. Each
+cluster sets every other key for itself, even a key that a later version of isles adds.
 """
 
 _PATHS = re.compile(r"(data\.sources\.\d+\.path|.*\.name_or_path|tokenizer\.chat_template)")

@@ -1,7 +1,7 @@
-"""Files that come with a model or from another machine are data, with limits and no surprises.
+"""Limits for foreign files: files that come with a model or from another machine.
 
-`read_json` is the one way to read JSON that others have written. `model_config` reads a model's
-config.json, which describes the size of the model and has no other effect.
+Read foreign JSON only through `read_json`. `model_config` reads a model's config.json, and uses it
+only for the sizes of the model.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any, TypeGuard
 from isles.errors import ConfigError
 
 MAX_JSON_BYTES = 64 * 2**20
-"""The largest tokenizer.json of a known model has 35 MiB, the largest index of weights 15 MiB."""
+"""The largest known tokenizer.json has 35 MiB, and the largest index of weights has 15 MiB."""
 
 MAX_CONFIG_BYTES = 10 * 2**20
 _MAX_DEPTH = 64
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
-# Sizes in a config.json, by all the names that architectures give them, and the largest that makes
-# sense. A list has one for each layer.
+# Sizes in a config.json, by all the names that architectures use, and the largest sensible value.
+# A list has one value for each layer.
 _SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 2_000),
@@ -47,14 +47,14 @@ GENERATION_CONFIG = "generation_config.json"
 _TOKEN_ID = re.compile(r"(bos|eos|pad|decoder_start|forced_bos|forced_eos)_token_id")
 _COUNT = re.compile(r"(n|num)_labels|(.*_)?(blocks|codebooks|experts|groups|heads|layers)")
 _MOST_COUNTED = 2**16
-"""Libraries make an object of each, some while they read."""
+"""Libraries create an object for each of them, some while they read the file."""
 _SHARE = re.compile(r"(.*_)?(dropout|pdrop)")
 _ABOVE_ZERO = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", "rope_theta")
 _SECTIONS = ("rope_parameters", "rope_scaling", "text_config")
 
 
 def parse_json(text: bytes | str) -> Any:
-    """JSON that somebody else has written.
+    """Parse foreign JSON.
 
     ValueError: it is not JSON, or nested deeper than any file that isles knows.
     """
@@ -71,17 +71,17 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The JSON in a file that somebody else has written.
+    """Read foreign JSON from a file.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not JSON, is larger or deeper than such a file can be, or is not a file.
+        ValueError: it is not JSON, is too large or too deep, or is not a regular file.
     """
     return parse_json(read_bytes(path, most_bytes))
 
 
 def read_bytes(path: Path, most_bytes: int) -> bytes:
-    """A file that somebody else has written; errors as for `read_json`."""
+    """Read a foreign file. Raises the errors of `read_json`, except for JSON."""
     with open_regular(path) as stream:
         data = stream.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -90,17 +90,17 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
 
 
 def open_regular(path: Path | str, flags: int = 0, folder: int | None = None) -> io.BufferedReader:
-    """Open a file that somebody else may have put there, to read it.
+    """Open a foreign file for reading.
 
     Args:
         flags: more flags of `os.open`, such as O_NOFOLLOW.
         folder: descriptor of the folder that `path` begins in; None: the working directory.
 
     Raises:
-        OSError: it cannot be opened. UnsupportedOperation, which is a ValueError too: it is not a
-            regular file.
+        OSError: the file cannot be opened.
+        UnsupportedOperation: it is not a regular file. This error is a ValueError too.
     """
-    # A pipe would be waited for, a device read for ever.
+    # Opening a pipe would wait for a writer, and reading a device might never end.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -110,12 +110,13 @@ def open_regular(path: Path | str, flags: int = 0, folder: int | None = None) ->
 
 @contextmanager
 def folder_below(root: Path, parts: Iterable[str], *, make: bool = False) -> Iterator[int]:
-    """A descriptor of a folder that is reached from `root` through no link.
+    """Open a folder below `root` and follow no link on the way. Yields a descriptor.
 
-    Whoever works relative to it stays in that folder, even if somebody swaps a part of its path.
+    Work relative to this descriptor stays in that folder, even if somebody replaces a part of its
+    path.
 
     Args:
-        make: make the folders that are missing.
+        make: create missing folders.
 
     Raises:
         OSError: the folder cannot be opened or made; ELOOP: a part of its path is a link.
@@ -131,7 +132,7 @@ def folder_below(root: Path, parts: Iterable[str], *, make: bool = False) -> Ite
                     os.mkdir(part, dir_fd=handle)
             try:
                 below = os.open(part, flags | os.O_NOFOLLOW, dir_fd=handle)
-            except NotADirectoryError as error:  # Linux says so of a link, too
+            except NotADirectoryError as error:  # Linux raises it for a link, too
                 found = os.stat(part, dir_fd=handle, follow_symlinks=False)
                 if stat.S_ISLNK(found.st_mode):
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), part) from error
@@ -144,15 +145,15 @@ def folder_below(root: Path, parts: Iterable[str], *, make: bool = False) -> Ite
 
 
 def is_plain(name: object) -> TypeGuard[str]:
-    """Whether `name` is a file's name without a folder, a blank or a control character."""
+    """Whether `name` is a file name without folders, blanks and control characters."""
     return isinstance(name, str) and bool(_PLAIN_NAME.fullmatch(name)) and name not in (".", "..")
 
 
 def names_code(folder: Path) -> bool:
-    """Whether a tokenizer's folder has Python code, or a JSON file that names some (`auto_map`)."""
+    """Whether a tokenizer's folder has Python code, or a JSON file that names code (`auto_map`)."""
     for path in sorted(folder.glob("*")):
         if path.suffix == ".json":
-            with suppress(OSError, ValueError):  # whoever loads it says why it cannot be read
+            with suppress(OSError, ValueError):  # the code that loads it reports why it fails
                 level = [read_json(path)]
                 while level:
                     if any("auto_map" in each for each in level if isinstance(each, dict)):
@@ -164,7 +165,7 @@ def names_code(folder: Path) -> bool:
 
 
 def weight_files(path: Path) -> dict[str, str]:
-    """The file of each weight, by an index of safetensors files.
+    """Read an index of safetensors files: the file of each weight.
 
     Raises:
         OSError: the index cannot be read.
@@ -198,7 +199,7 @@ def model_config(path: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a model's folder with a file that no library should be given.
+    """Refuse a model's folder if one of its files is too dangerous for a library.
 
     ConfigError: a JSON file is too large, too deep or odd, a text is too large, or a pipe, a socket
     or a device has the name of a file.
@@ -211,7 +212,7 @@ def check_folder(folder: Path) -> None:
             if path.suffix != ".json":
                 if is_file and path.suffix in _TEXTS and path.stat().st_size > MAX_JSON_BYTES:
                     raise ValueError(f"it is larger than {MAX_JSON_BYTES >> 20} MiB")
-            # The large ones are read once more by others, which have limits of depth.
+            # Libraries read the large files again, with their own limits of depth.
             elif path.name in _LARGE:
                 if not is_file or path.stat().st_size > MAX_JSON_BYTES:
                     raise ValueError(f"it is not a file of at most {MAX_JSON_BYTES >> 20} MiB")
@@ -220,7 +221,7 @@ def check_folder(folder: Path) -> None:
             else:
                 read_json(path, MAX_CONFIG_BYTES)
         except OSError:
-            continue  # whoever needs it says so
+            continue  # the code that needs the file reports it
         except ValueError as error:
             raise _refused(str(path), f"this file cannot be used: {error}") from None
 

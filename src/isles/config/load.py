@@ -95,7 +95,7 @@ def load_run_file(
         data, first = trial, changed[0]
         given = {at: place for at, place in given.items() if at[: len(first)] != first}
         given |= dict.fromkeys(changed, f"{COMMAND_LINE} {shorten(override)}")
-    # Alone: other errors might quote the value.
+    # Report only these errors: others might quote the secret.
     if secrets := secret_errors(data, overrides, given, text, str(path)):
         raise ConfigErrors(sorted(secrets, key=lambda error: _line_of(error, path)))
     config, issues = _check(data)

@@ -1,4 +1,4 @@
-"""Secrets in a run file or an override: refused, since both are copied wherever the run goes."""
+"""Refuse secrets in a run file or an override, since isles copies both into records and scripts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from isles.config.yaml import KeyPath, dotted
 from isles.errors import ConfigError
 from isles.facts.secrets import is_secret, may_be_secret, secrets_in
 
-_COPIED = "and this file is copied into records, scripts, buckets and model cards"
+_COPIED = "and isles copies this file into records, scripts, buckets and model descriptions"
 _FIX = (
-    "export it before `isles train` on this machine; elsewhere let a line of environment.setup "
-    "read a file of the hosts; for the hub: hf auth login"
+    "export it in the shell that runs `isles train` on this machine; on other hosts, let a line "
+    "of environment.setup read it from a file; for Hugging Face, run hf auth login"
 )
 _ADDRESS_FIX = (
-    "take user and password out of the address: git, pip and curl read them from ~/.netrc, and "
-    "environment.setup may export an address that it reads from a file of the hosts"
+    "remove user and password from the address: git, pip and curl read them from ~/.netrc, and "
+    "environment.setup can export an address that it reads from a file on the hosts"
 )
-_LINE_FIX = "let the line read it from a file of the hosts, such as $(cat ~/.secrets/NAME)"
+_LINE_FIX = "let the line read it from a file on the hosts, such as $(cat ~/.secrets/NAME)"
 _WITH_RULE = ("remote", "tracking_uri", "url")
 _HAS_USER = re.compile(r"[\w+-]+://[^\s/]*@")
 _COMMENT = re.compile(r"(?:^|\s)#(.*)")
@@ -35,7 +35,7 @@ def secret_errors(
     """An error for every secret in values, names, overrides and comments; none quotes it.
 
     Args:
-        places: of every key that was given.
+        places: the place of every key in the run file or on the command line.
         text: of the file `name`.
     """
     errors = []
@@ -61,10 +61,10 @@ def secret_errors(
 
 
 def _in_values(path: KeyPath, value: object) -> Iterator[tuple[KeyPath, str, str]]:
-    # Where a secret is, what is wrong, and a fix.
+    # Yields the key of a secret, the error and a fix.
     match value:
         case str():
-            # A rule refuses users in these addresses, and says where the credentials belong.
+            # Another rule refuses a user in these addresses, and its fix names the right place.
             has_rule = path[-1] in _WITH_RULE and _HAS_USER.match(value)
             if any(secrets_in(value)) and not has_rule:
                 yield path, *_words(path, value)
@@ -115,7 +115,7 @@ def _is_secret(path: KeyPath, value: object) -> bool:
     if not isinstance(value, str | int) or isinstance(value, bool):
         return False
     name, text = str(path[-1]), str(value)
-    # Nobody puts a value in the place of `$HF_TOKEN` in a variable of the ranks.
+    # Nothing expands `$HF_TOKEN` in environment.variables, so it is not a reference there.
     is_reference = text.startswith("$") and path[-2:-1] != ("variables",)
     return may_be_secret(name) and not is_reference and is_secret(f"{name}=", text)
 

@@ -15,13 +15,13 @@ from isles.facts.units import printable
 
 
 class Console(rich.Console):
-    """A console of rich for text from elsewhere; it is the only class of consoles here.
+    """A rich console for text from foreign sources. isles uses no other class of console.
 
-    Styles are those of `Text` and of tables. Control characters in a text are shown, and markup
-    in it (`[red]`, `:smile:`) is text too.
+    Only `Text` objects and tables set styles. The console shows control characters as text, and
+    markup such as `[red]` or `:smile:` too.
 
     Raises:
-        BrokenPipeError: by any output, if the reader (head, less) has left; rich itself would end
+        BrokenPipeError: by any output, if the reader (head, less) has exited; rich itself would end
             the program silently.
     """
 
@@ -30,10 +30,10 @@ class Console(rich.Console):
 
     @property
     def file(self) -> IO[str]:
-        """Where the colours go: past the stream that would show them as text."""
+        """The raw stream, without the filter for control characters, so that colours pass."""
         found = super().file
         while not isinstance(found, ShownStream) and hasattr(found, "rich_proxied_file"):
-            found = found.rich_proxied_file  # of a progress bar that is drawn at this moment
+            found = found.rich_proxied_file  # a progress bar is being drawn
         return found.raw if isinstance(found, ShownStream) else found
 
     @file.setter
@@ -41,7 +41,7 @@ class Console(rich.Console):
         self._file = new
 
     def render_str(self, text: str, **options: Any) -> Text:
-        # A width is that of the text as it is shown.
+        # Widths count the text as it is shown.
         return super().render_str(printable(text), **options)
 
     def render(

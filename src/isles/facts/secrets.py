@@ -188,13 +188,13 @@ def _without_key(match: re.Match[str]) -> str:
 
 
 _PRINTED = r"""\s*(?:echo|printf)\s+(?:-\w+\s+|["']?%s(?:\\n)?["']?\s+)*["']?[^\s"'$<%-]"""
-"""A command that prints a value of its own line."""
+"""A command that prints a value from its own line."""
 
 _REFERENCE = re.compile(
     r"\$\{\w+(?::?\?[^}]{0,100})?\}|\$\w+|\$\((?!PRINTED)[^()]*\)|`(?!PRINTED)[^`]*`"
     r"|<[^<>]*>|\*{3,}|\{\{.{0,100}?\}\}|\[removed\]".replace("PRINTED", _PRINTED)
 )
-"""What stands for a value that is elsewhere."""
+"""A reference to a value that is not in this text."""
 
 _USER = re.compile(
     r"""://[^\s/@:'"<>?#[]*:(?!\d{1,5}/)(?P<secret>[^\s@'"<>]{1,300})@(?!sha\d+:)"""
@@ -328,10 +328,10 @@ _PATH = re.compile(r"(?:~|\.{0,2})/|file:|[A-Za-z]:\\")
 
 
 def secrets_in(text: str) -> Iterator[tuple[int, int]]:
-    """The places in a text of the user's own that hold a secret beyond doubt, in order.
+    """The places that certainly hold a secret in a text that the user wrote, in order.
 
-    Such a text is refused or written with gaps, so unlike in a report, a doubt is no secret: words,
-    paths, digests, and references such as `$HF_TOKEN` or `$(cat FILE)` are none.
+    isles refuses such a text, or writes it with gaps. So words, paths, digests, and references such
+    as `$HF_TOKEN` or `$(cat FILE)` do not count here; a report treats doubtful text as secret.
     """
     masked = text
     for _ in range(2):  # one reference may stand in another

@@ -26,7 +26,7 @@ class ShownStream:
     fills one with `\\u000d`.
 
     Args:
-        raw: where the text goes; our console writes its own colours there.
+        raw: the stream below; our console writes its own colours to it.
     """
 
     def __init__(self, raw: IO[str]) -> None:

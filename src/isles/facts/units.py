@@ -15,8 +15,8 @@ _CONTROL = re.compile(
     # Tags are invisible text. After a black flag they draw the flag of a region, which is an emoji.
     "|(?<![\\U0001f3f4\\U000e0020-\\U000e007f])[\\U000e0020-\\U000e007f]+"
 )
-"""Control characters, marks that turn the direction of text and so reorder a line, separators of
-lines, text that nobody sees (tags, annotations), and halves of pairs, which no stream takes."""
+"""Control characters, characters that change the direction of text and so reorder a line, line
+separators, invisible text (tags, annotations), and lone surrogates, which no stream can encode."""
 
 
 def parse_duration_s(text: str) -> float:
@@ -91,14 +91,14 @@ def format_count(number: float) -> str:
 def printable(text: str, *, keep: str = "\n\t", longest: int | None = None) -> str:
     """Text that does nothing to a terminal: control characters as JSON escapes them (`\\u001b`).
 
-    Characters that change how letters beside them are drawn stay, since Persian, Indic scripts and
-    emoji need them: joiners and non-joiners, variation selectors, no-break spaces, soft hyphens.
-    Arabic and Hebrew need no mark, as their letters have a direction of their own.
+    Characters that change how the letters beside them are drawn stay, because Persian, Indic
+    scripts and emoji need them: joiners and non-joiners, variation selectors, no-break spaces, soft
+    hyphens. Arabic and Hebrew need no marks, because their letters have a direction of their own.
 
     Args:
-        text: from wherever.
+        text: from any source.
         keep: control characters that stay as they are.
-        longest: characters that are taken at the most; an ellipsis replaces the rest.
+        longest: maximum length, characters; an ellipsis replaces the rest.
     """
     if longest is not None and len(text) > longest:
         text = text[: longest - 1] + "…"

@@ -107,7 +107,7 @@ def _state_directory(loaded: Loaded, *, is_anew: bool) -> Path:
     folder = Path(loaded.config.output_dir).expanduser()
     name = f"{loaded.config.name}-hub"
     taken = numbered_runs(folder, name)
-    # In a folder of several users the others have hubs of the same name.
+    # Other users of a shared folder may have hubs of the same name.
     settings = [(run.path, run.path / "settings.json") for _, run in taken]
     ours = [path for path, file in settings if file.exists() and not owner_of(file)]
     if ours and not is_anew:

@@ -106,8 +106,8 @@ def joining_run(line: JoinLine, joiner: Joiner, warn: Callable[[str], object] = 
     ]
     if theirs_read:
         warn(
-            f"the run file of {line.run} chooses {', '.join(theirs_read)}: isles reads this in the "
-            "folder here, or with this machine's account at Hugging Face"
+            f"the run file of {line.run} chooses {', '.join(theirs_read)}, which isles reads in "
+            "the current folder or with this machine's Hugging Face account"
         )
     kind = loaded.config.clusters[index].launcher.kind
     if joiner.launcher and kind != joiner.launcher:
@@ -223,16 +223,16 @@ def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
         if leads_outside(key, value):
             issues.append(
                 ConfigError(
-                    f"the others have {_shown(value)}, a path of their own or an address",
+                    f"the others have {_shown(value)}, a path or an address of their site",
                     where=f"{name} {key}",
-                    fix=f"say where it is here: {key}=PATH (what it holds must be the same)",
+                    fix=f"give the path on this machine, with the same content: {key}=PATH",
                     id="join.trust",
                 )
             )
         if key == "model.trust_remote_code" and value is True:
             issues.append(
                 ConfigError(
-                    "the model brings Python code with it, which the others have let run",
+                    "the model comes with Python code, which the others have let run",
                     where=f"{name} {key}",
                     fix="read that code; if you trust it, add model.trust_remote_code=true",
                     id="join.trust",

@@ -52,7 +52,7 @@ _LOAD_ERRORS = (
     RuntimeError,
     SafetensorError,
     StrictDataclassError,
-    # Of numbers and names in a config that no model can have.
+    # Raised for numbers and names in a config that no model can have.
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -265,8 +265,8 @@ def _try_generation_config(name: str) -> None:
 
 
 def _forget_choices(config: Any) -> None:
-    # How a model computes is the run file's to say: attention and experts of other names are
-    # programs, which transformers would fetch and run.
+    # The run file chooses how a model computes. Other names of attention and expert kernels are
+    # programs, which transformers would download and run.
     from transformers import PreTrainedConfig
 
     config._attn_implementation_internal = None

@@ -322,7 +322,7 @@ def weights_folder(name: str) -> tuple[Path, dict[str, str]]:
 
 
 def check_files(name: str) -> None:
-    """Refuse a model's files that transformers would follow to other places.
+    """Refuse a model's files if they would make transformers read files outside the folder.
 
     Raises:
         OSError: they cannot be fetched.

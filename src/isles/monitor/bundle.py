@@ -109,7 +109,7 @@ class Bundle:
             self.files[name], self.about[name] = data, about
 
     def add_end(self, name: str, path: Path, most: int, about: str = "") -> None:
-        """Add the last lines of a file; nothing where there is none.
+        """Add the last lines of a file, if the file exists.
 
         `name` has as many folders as `path` has below the run directory. A link that leads out of
         that directory is skipped, because somebody else will read the report.
@@ -120,7 +120,7 @@ class Bundle:
             if not resolved.is_relative_to(root):
                 self.left_out.append(f"{name}: it is a link that leads out of the run directory")
                 return
-            # Through no further link, which may have come since.
+            # Follow no further link: somebody may have put one in place since.
             *parts, last = resolved.relative_to(root).parts or (".",)
             with (
                 folder_below(root, parts) as folder,

@@ -176,8 +176,8 @@ def heavy_notes(answer: Mapping[str, Any]) -> list[str]:
     if not isinstance(name, str) or share is None:
         return []
     return [
-        f"{name}: {share:.1%} of the last average, by the tokens claimed: who is not that much "
-        "larger than the others should be thrown out (docs/security.md)"
+        f"{name} makes up {share:.1%} of the last average, by the tokens that it claims. If it is "
+        "not that much larger than the others, throw it out (docs/security.md)"
     ]
 
 

@@ -26,7 +26,7 @@ _END = b"---- the end of this log on "
 _POLL_S = 0.2
 _BLOCK_BYTES = 64 * 1024
 _MOST_BYTES = 64 * 2**20
-"""Read at one look. If a log has grown by more, isles shows its end."""
+"""Limit of one read. If a log has grown by more, isles shows only its end."""
 
 
 class LineTail:
@@ -47,10 +47,10 @@ class LineTail:
     def read(self, *, final: bool = False) -> list[str]:
         """The lines added since the last call, without their ends.
 
-        Of a progress bar, which begins a line again and again, only the last state is given.
+        A progress bar rewrites its line many times; only its last state is returned.
 
         Args:
-            final: also what stands after the last line end, since nothing will follow.
+            final: also return the text after the last line end, since nothing will follow.
         """
         try:
             with open_shown(self.path) as stream:
@@ -263,7 +263,7 @@ class LogFiles:
             return True
         for rank in _ranks(self._attempt):
             if self.node_of(rank) == node:
-                # Not only the end of a log, sent from another host when its rank failed.
+                # It may be only the end of a log, sent from another host when its rank failed.
                 with suppress(OSError), open_shown(self._attempt.rank_log(rank)) as stream:
                     if stream.read(len(_END)) != _END:
                         return True

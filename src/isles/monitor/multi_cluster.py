@@ -299,7 +299,7 @@ class MultiClusterStart:
             self.run, self.choice = now.run, replace(now, todo=before.todo)
         elif now.is_resumed != before.is_resumed or before.todo.keys() - now.todo.keys():
             raise UserError(
-                f"another start of {now.run.name} has begun just now",
+                f"another start of {now.run.name} has just begun",
                 where=str(now.run.path),
                 fix=f"`isles status {typed_name(now.run)}` shows how it stands",
                 id="run.running",

@@ -119,7 +119,7 @@ class RunReport(BaseModel, frozen=True):
     outer: dict[str, Any] | None = None
     """Outer steps of this cluster, as its status.json has them."""
     owner: str = ""
-    """Another user whose run this is, so that only its files were looked at; empty: this user."""
+    """The other user who owns the run, so that only its files were read; empty: this user."""
 
 
 def collect(
@@ -253,7 +253,7 @@ def node_reports(attempt: Attempt, now_s: float) -> tuple[NodeReport, ...]:
     if isinstance(recorded, list) and recorded:
         found = []
         for record in recorded:
-            # Another version of isles may have written it, or another user by hand.
+            # Another version of isles, or another user, may have written it.
             with suppress(AttributeError, LookupError, TypeError, ValueError, OverflowError):
                 found.append(_recorded_node(record, now_s))
     elif fleet is not None:

@@ -96,7 +96,9 @@ def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, print_line: PrintL
         print_line(f"{run_dir.name} has just ended: {_state_text(run_dir)}")
         return ExitCode.OK
     if owner := stopping.owner:
-        print_line(f"{run_dir.name} belongs to {owner}: it was asked by its directory alone")
+        print_line(
+            f"{run_dir.name} belongs to {owner}, so isles only left a request in its directory"
+        )
     is_script = script_of(run_dir) is not None
     if now:
         stopping.wait_now(timeout_s)
@@ -145,7 +147,7 @@ class Stopping:
         self._attempt = attempt
         self._job = queue_job(run_dir, attempt)
         self._print_line = print_line
-        # A process that another user's record names is not signalled: it may be any.
+        # Another user's record may name any process, so isles sends no signal to it.
         is_sent = self.state.is_here and not attempt.owner
         self._process = self.state.process if is_sent else None
 

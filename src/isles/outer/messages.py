@@ -30,14 +30,14 @@ _WAKE_BYTES, _TLS_BYTES, _PATIENCE_S = 1 << 16, 1 << 15, 1.0
 PROTOCOL = 6
 """Raised when an older cluster could no longer talk with a newer hub."""
 
-# Every value that a cluster sends has its bound here. The hub adds those that follow from the run.
+# Every value that a cluster sends has its bound here. The hub adds bounds that depend on the run.
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Word = Annotated[str, StringConstraints(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Phase = Annotated[str, StringConstraints(max_length=64, pattern=r"^[ -~]*$")]
-"""People see it on terminals."""
+"""Terminals show these texts."""
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Steps = Annotated[int, Field(ge=0, le=10**12)]
@@ -51,7 +51,7 @@ PieceSize = Annotated[int, Field(gt=0, le=2**24)]
 Finite = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 
 LAST_SAMPLE = 2**56
-"""Sample numbers that are leased end here, far below those of the reserve."""
+"""End of the sample numbers that can be leased, far below the reserved numbers."""
 MOST_LEASED = 2**32
 """Samples in one lease; a thousand inner steps of four million samples each."""
 MOST_SPANS = 4096

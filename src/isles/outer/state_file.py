@@ -51,13 +51,14 @@ def state_digest(
     pieces: Sequence[int],
     holds_momentum: bool | None = None,
 ) -> str:
-    """The digest of the outer parameters in a fragment's state; empty for another file, and for one
-    with a number that is not finite, which would spoil the cluster that takes it over.
+    """The digest of the outer parameters in a fragment's state.
+
+    It is empty if the file is anything else, or if a number in it is not finite: such a number
+    would spoil the cluster that loads it.
 
     Args:
         pieces: numbers of elements.
-        holds_momentum: as the run needs it; a file without what it needs is another.
-            None: both are right.
+        holds_momentum: whether the run needs momentum in the file. None: it does not matter.
     """
     numbers, size = sum(pieces), path.stat().st_size
     with path.open("rb") as stream:

@@ -25,7 +25,7 @@ _LOOKED_AT = 50
 """Runs, from the newest on."""
 
 _READ_BYTES = 64 << 20
-"""Read of the end of a run's metrics."""
+"""Limit of the read at the end of a run's metrics."""
 
 _WARM = 2
 """Recorded rows that are left out: kernels are chosen, files are read for the first time."""

@@ -44,11 +44,11 @@ def begin_attempt(
 ) -> tuple[Begun, Attempt]:
     """Begin a run and its next attempt, whose path is absolute.
 
-    Only one process of a run calls this: the launcher, or rank 0 where there is none. Of several
-    that start at once each sees what the one before it has begun, and is refused then, or begins
-    the next run with `--resume no`.
+    Only one process of a run calls this: the launcher, or rank 0 if nothing launched it. If several
+    processes start a run at the same time, each sees the run that the previous process has begun.
+    It is then refused, or begins the next run with `--resume no`.
 
-    Args and errors are those of `begin_run` and `new_attempt`.
+    Arguments and errors: see `begin_run` and `new_attempt`.
     """
     with claimed(*_name_of(resolved, resume)):
         begun = begin_run(resolved, run_file_text, resume, join=join)
@@ -57,7 +57,7 @@ def begin_attempt(
 
 
 def _name_of(resolved: Resolved, resume: str) -> tuple[Path, str]:
-    # The folder and the name of the run that a start would begin, before it is chosen.
+    # The folder and the name of the run, before a run directory is chosen.
     given = Path(resume).expanduser()
     for path in (given, given.parent.parent):
         if resume not in ("auto", "no") and is_run_dir(path):

@@ -144,7 +144,7 @@ class RunStore:
                 if data is None:
                     continue
                 if path.suffix == ".yaml":
-                    # The run may be of an isles that did not refuse them yet.
+                    # An older isles, which did not refuse secrets, may have started the run.
                     data = without_secrets(data.decode("utf-8", "replace")).encode()
                 self.store.write(str(path.relative_to(run_dir.path)), data)
 
@@ -164,13 +164,13 @@ class RunStore:
                 self.store.fetch(name, partial, lambda _: None)
                 partial.replace(path)
             except FileNotFoundError:
-                continue  # deleted meanwhile
+                continue  # deleted since
             finally:
                 partial.unlink(missing_ok=True)
         if names_code(run_dir.tokenizer):
             # `trust_remote_code` trusts the author of the model, not the writers of the bucket.
             log.warning(
-                "the tokenizer of %s names Python code: not used; the tokenizer of the run file is",
+                "the tokenizer in %s names Python code, so isles uses the run file's tokenizer",
                 self.url,
             )
             rmtree(run_dir.tokenizer)
@@ -187,7 +187,7 @@ class RunStore:
         except ManifestError as error:
             return [str(error)]
         final = run_dir.checkpoints / checkpoint_name(step)
-        # Nothing is fetched that would not be taken: a longer file could fill this disk.
+        # A file longer than the manifest says could fill this disk, so it is not fetched.
         there = self.store.sizes(_place(step, ""))
         faults = [
             f"{name}: {there[name]} bytes, the manifest says {facts.size}"
@@ -230,24 +230,29 @@ def _place(step: int, name: str) -> str:
 
 
 def _read_below(folder: Path, path: Path) -> bytes | None:
-    # None where it is gone, or where whoever can write into the run directory has put a link, which
-    # could lead to any file of this machine, a pipe, or a folder.
+    # None if it is gone, or if it is not a file: whoever can write into the run directory may have
+    # put a link there, which could lead to any file of this machine.
     try:
         parts = path.relative_to(folder).parts[:-1]
         with (
             folder_below(folder, parts) as below,
             open_regular(path.name, os.O_NOFOLLOW, below) as stream,
         ):
-            return stream.read(_LONGEST_RECORD_BYTES)
+            data = stream.read(_LONGEST_RECORD_BYTES + 1)
     except FileNotFoundError:
         return None
     except OSError as error:  # UnsupportedOperation is one, too
         log.warning("%s is not sent to the bucket: %s", path, error.strerror or error)
         return None
+    if len(data) > _LONGEST_RECORD_BYTES:
+        most = format_bytes(_LONGEST_RECORD_BYTES)
+        log.warning("%s is not sent to the bucket: it has more than %s", path, most)
+        return None
+    return data
 
 
 def _is_record(name: str) -> bool:
-    # Plain names only, as PurePath.match takes `tokenizer/..` for `tokenizer/*`.
+    # Plain names only, because `tokenizer/..` matches `tokenizer/*` in PurePath.match.
     parts = name.split("/")
     patterns = (pattern.split("/") for pattern in _RECORDS)
     return all(map(is_plain, parts)) and any(
@@ -276,7 +281,7 @@ def trouble_text(error: BaseException) -> str:
         case StoreError(kind="missing"):
             return f"is not there: {error.what}"
         case StoreError(kind="odd"):
-            return f"holds something that isles does not use: {error.what}"
+            return f"holds an object that isles does not accept: {error.what}"
         case StoreError():
             return f"does not answer as it should: {error.what}"
         case _:
@@ -296,7 +301,7 @@ def _fix(error: BaseException) -> str:
     if kind == "full":
         return "free some there, or raise its quota"
     if kind == "odd":
-        return f"find out who put it there, and delete it; or name another bucket in {KEY}"
+        return f"find out who wrote it and delete it, or name another bucket in {KEY}"
     return f"try again when it answers, or set {KEY}: null and train without it"
 
 

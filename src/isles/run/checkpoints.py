@@ -35,7 +35,7 @@ class CheckpointInfo:
 
     @contextmanager
     def reading(self, key: str) -> Iterator[None]:
-        """Raise a TrainingError in place of what an odd value of the manifest causes.
+        """Raise a TrainingError if an odd value of the manifest causes any error in the block.
 
         For values whose form only their own part of isles knows.
         """
@@ -43,7 +43,7 @@ class CheckpointInfo:
             yield
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise TrainingError(
-                f"{key!r} in the manifest is not what isles writes there: {error!r:.100}",
+                f"{key!r} in the manifest has a value that isles does not write: {error!r:.100}",
                 where=str(self.path / MANIFEST),
                 fix="take another checkpoint: `isles checkpoint list`",
                 id="checkpoint.broken",
@@ -163,7 +163,7 @@ def verify_checkpoint(path: Path) -> list[str]:
     for name, expected in info.manifest.files.items():
         file = path / name
         try:
-            # Not followed: a link may point to any file of this machine, a pipe would never end.
+            # A link may lead to any file of this machine, and a pipe would never end.
             found = file.lstat()
             if not stat.S_ISREG(found.st_mode):
                 damage.append(f"{name}: it is not a file")

@@ -1,4 +1,4 @@
-"""Choose the run directory of a start, a new one or that of an earlier start, and make nothing."""
+"""Choose the run directory of a start, new or from an earlier start. Nothing is created."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ class Begun:
     """The run directory of a run that is about to start.
 
     Args:
-        run_dir: where it is, or where `choose_run` would put it.
-        resumed: whether it goes on in a directory that was there.
-        note: one or more lines for the user; empty when there is nothing to say.
-        resume_from: the checkpoint to load; None: the newest whole one, if there is any.
-        found: the run's copy in `checkpoint.remote`, whose records are to be taken over; None:
-            what is here is as new.
+        run_dir: the directory; `choose_run` does not create a new one.
+        resumed: whether the start resumes an existing directory.
+        note: one or more lines for the user; may be empty.
+        resume_from: the checkpoint to load. Default: the newest whole checkpoint, if any.
+        found: the run's copy in `checkpoint.remote`, if its records are newer than the local ones.
     """
 
     run_dir: RunDir
@@ -65,7 +64,7 @@ def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun
             URL of one below `checkpoint.remote`.
 
     Raises:
-        UserError: the run is running already, cannot be gone on with, or does not exist; or
+        UserError: the run is running already, cannot be resumed, or does not exist; or
             `checkpoint.remote` does not answer.
     """
     url = resolved.config.checkpoint.remote
@@ -277,7 +276,7 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
             found = find_any(resume, Path(resolved.config.output_dir).expanduser())
             if not isinstance(found, RunDir):
                 raise UserError(
-                    f"there is no run directory of {found.name} on this machine alone",
+                    f"{found.name} is not a run of this machine alone",
                     where="--resume",
                     fix=f"type the command that has started {found.name} once more",
                     id="run.elsewhere",
@@ -305,7 +304,7 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
     try:
         changes = _changes(run_dir, resolved, saved[-1] if saved else None)
     except UserError as error:
-        note += f"; its old values could not be compared: {error.what}"
+        note += f" (its old values could not be compared: {error.what})"
     else:
         note = with_changes(note, changes)
     return Begun(run_dir, resumed=True, note=note, resume_from=checkpoint)

@@ -26,7 +26,7 @@ _PATIENCE_S, _LOOK_S = 10.0, 0.05
 """Longest wait for the claim of another start, and the pause between two looks at it."""
 
 _STALE_S = 120.0
-"""Age at which a claim of another host is stale; this host cannot see the processes there."""
+"""Age of a stale claim of another host, whose processes this host cannot see."""
 
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _TOKEN = re.compile(r"[0-9a-f]{32}")
@@ -34,7 +34,7 @@ _TOKEN = re.compile(r"[0-9a-f]{32}")
 
 @contextmanager
 def claimed(output_dir: Path, name: str) -> Iterator[None]:
-    """Hold the claim on a name for the time of a block, in which a run of this name is begun.
+    """Hold the claim on a name while a block begins a run of this name.
 
     Where this user may write nothing into the folder, nothing is claimed: no run can be new there,
     and `new_attempt` refuses all but one of the starts that resume a run.
@@ -89,7 +89,7 @@ def _move(staged: Path, claim: Path, now: float, name: str) -> None:
             raise UserError(
                 f"another start of {name} is at work just now{holder}",
                 where=str(claim),
-                fix="`isles status` shows what it starts; if that process has ended, delete this "
+                fix="run `isles status` to see the run. If that process has ended, delete this "
                 "folder",
                 id="run.running",
             )

@@ -74,7 +74,7 @@ def other_owner(run_dir: RunDir) -> str:
     """Another user whose run it is, and into whose directory nothing is written; else empty."""
     owner = run_dir.owner
     if owner:
-        # Some network disks give every file to one user: there a new file has that owner too.
+        # Some network disks show one owner for every file, so a new file shows the same owner.
         with suppress(OSError), NamedTemporaryFile(dir=run_dir.path.parent) as probe:
             return "" if owner_of(Path(probe.name)) == owner else owner
     return owner

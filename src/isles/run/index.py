@@ -1,8 +1,8 @@
-"""The index of a checkpoint: of each tensor its type, its shape, and the bytes that hold it.
+"""The index of a checkpoint: the type, the shape and the bytes of each tensor.
 
-`tensors.json` is the index that isles writes. `.metadata` is the index that isles 0.1.0 wrote, as
-torch does: `run/pickled.py` reads it without running a pickle. Both become an `Index`, which is
-checked whole against the files of the checkpoint before any tensor is read.
+isles writes the index `tensors.json`. isles 0.1.0 wrote the index `.metadata` through torch, and
+`run/pickled.py` reads it without running the pickle. Both become an `Index`. isles checks the whole
+`Index` against the files of the checkpoint before it reads a tensor.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Piece:
     """A part of a tensor: consecutive bytes of one file.
 
     Args:
-        offsets, sizes: which part, by dimension.
+        offsets, sizes: position and size of the part, by dimension.
         file: the name of a file of the checkpoint.
-        start, length: which of its bytes.
+        start, length: its bytes in that file.
     """
 
     offsets: tuple[int, ...]
@@ -150,7 +150,7 @@ def index_from(data: bytes, sizes: Mapping[str, int], *, is_old: bool) -> Index:
         raise IndexFault("it is nested too deeply", file) from None
     except IndexFault as error:
         raise IndexFault(str(error), file) from None
-    except ValueError as error:  # of JSON, of the old form
+    except ValueError as error:  # damaged JSON or pickle
         raise IndexFault(f"it is not an index: {ascii(str(error))[1:200]}", file) from None
 
 
@@ -164,7 +164,7 @@ def _records(data: bytes) -> dict[str, Any]:
 
 
 def _old_records(data: bytes) -> dict[str, Any]:
-    # What torch wrote, in the form of the JSON.
+    # Convert the index that torch wrote to the form of the JSON.
     tensors, places = pickled.read_torch_index(data)
     records = {}
     for name, (dtype, shape, chunks) in tensors.items():
@@ -214,7 +214,7 @@ def _entry(name: object, record: Any, sizes: Mapping[str, int], is_old: bool) ->
 
 
 def _are_apart(pieces: Sequence[Piece]) -> bool:
-    # By the cells of the grid that all edges make; ranks cut a tensor along such a grid.
+    # Count cells of the grid of all edges; ranks shard a tensor along such a grid.
     if len(pieces) < 2:
         return True
     grid = []

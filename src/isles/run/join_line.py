@@ -45,7 +45,7 @@ _FIX = "paste the whole line that the hub has written (isles://HOST:PORT/RUN#…
 class JoinLine:
     """Address and secrets of a hub. Printed, it shows no secret.
 
-    `owner` is another user whose file the line was read from: `ask_hub` refuses such a line.
+    `owner` is the other user who owns the file of the line. `ask_hub` refuses such a line.
     """
 
     host: str
@@ -89,7 +89,7 @@ class JoinLine:
 
     @classmethod
     def given(cls, path: Path) -> JoinLine:
-        """Read the line from a file that the user names, and so trusts; it may be a pipe.
+        """Read the line from a file that the user names and so trusts. The file may be a pipe.
 
         Errors as of `parse`.
         """

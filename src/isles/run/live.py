@@ -92,7 +92,7 @@ def ask_for_stacks(attempt: Attempt) -> float:
         OSError: the folder cannot be written.
     """
     if owner := attempt.owner:
-        raise not_own("ask its ranks where they stand", owner, attempt.path)
+        raise not_own("ask its ranks for their stacks", owner, attempt.path)
     at = time.time()
     write_record(attempt.stacks_request, {"at": at}, durable=False)
     return at

@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint, checked whole before anything uses a value of it.
+"""The manifest of a checkpoint. isles checks the whole manifest before it uses a value of it.
 
-A checkpoint may come from a bucket, from a disk that others write to, or from another person. So
-each reader of a manifest goes through `Manifest.from_record`, and each name of a file that came
-from elsewhere through `is_plain`.
+A checkpoint may come from a bucket, from a shared disk, or from another person. So read a manifest
+only with `Manifest.from_record`, and check each foreign file name with `is_plain`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from isles.errors import TrainingError
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 2
-"""2: the index of the tensors is JSON. 1: isles 0.1.0 wrote the index as torch does."""
+"""2: the index of the tensors is JSON. 1: the index of isles 0.1.0, a pickle of torch."""
 
 READ_VERSIONS = (1, 2)
 
@@ -31,7 +30,7 @@ class ManifestError(ValueError):
 
 
 def number_of(text: str) -> int | None:
-    """Read a name from elsewhere as a number; None if it has other characters than 0-9.
+    """Read a foreign name as a number; None if it has a character other than 0-9.
 
     Not `int`, which also takes signs, underscores and the digits of other scripts.
     """

@@ -49,16 +49,17 @@ class Fleet:
     """All nodes of an attempt; the same file on every node, written before anything runs there.
 
     Args:
-        launcher: of the run file; local: the nodes are processes of one machine.
-        nodes: in the order of their numbers. An agent that runs elsewhere says so when it comes.
-        port: where the coordinator listens; 0: not known yet, or nowhere.
-        min_nodes: the run goes on while so many are connected.
+        launcher: launcher of the run file; local: the nodes are processes of one machine.
+        nodes: in the order of their numbers. An agent on another host than planned
+            reports its host when it connects.
+        port: port of the coordinator; 0 if it is not known yet, or if nothing listens.
+        min_nodes: the run continues while at least this many nodes are connected.
         start_timeout_s: longest wait of the first node for the others.
         digest: SHA-256 of resolved.yaml, which must be the same on all nodes.
-        resume_from: a checkpoint that was asked for by name.
-        coordinator: the address at which the coordinator listens; empty: that of the first node.
+        resume_from: a checkpoint that the user asked for by name.
+        coordinator: address of the coordinator; empty: the first node's address.
         sees_run_dir: whether all nodes were seen to have the coordinator's run directory.
-        container: which the agents enter, a record of `isles.launch.container`; None: none.
+        container: the container that the agents enter, a record of `isles.launch.container`.
         is_own: whether this user has written the record.
     """
 
@@ -160,14 +161,14 @@ def read_fleet(attempt: Attempt, path: Path | None = None) -> Fleet | None:
 
 
 def read_own_fleet(attempt: Attempt) -> Fleet | None:
-    """Read the nodes to connect to them, or to enter their container; None if there is no record,
-    or if another user has started the attempt."""
+    """Read the nodes to connect to them, or to enter their container; None if the record is missing
+    or another user has started the attempt."""
     fleet = None if attempt.owner else read_fleet(attempt)
     return fleet if fleet is not None and fleet.is_own else None
 
 
 def require_nodes(attempt: Attempt, path: Path | None = None) -> Fleet:
-    """As `read_fleet`; also a UserError where there is no record."""
+    """Like `read_fleet`, but raise a UserError if the record is missing."""
     if (nodes := read_fleet(attempt, path)) is not None:
         return nodes
     raise UserError(

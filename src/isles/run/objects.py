@@ -120,7 +120,7 @@ class Store:
         try:
             return bytes(self._fs.cat_file(self._path(name), start=0, end=most_bytes))
         except Exception as error:
-            # An object without a byte has no first one.
+            # A range request for the first byte of an empty object fails.
             if "InvalidRange" in f"{error!r}{error.__cause__!r}" or "416" in str(error)[:60]:
                 return b""
             raise
@@ -234,8 +234,8 @@ class Store:
 class Folder(Store):
     """A folder, as `/mnt/nas/runs` or `file:///mnt/nas/runs`.
 
-    Others may write there, too. So no link below `url` is followed: it could lead a read or a write
-    to any file of this machine. All is done relative to the descriptor of an open folder.
+    Other users may write to the folder. So isles follows no link below `url`, as a link could lead
+    to any file of this machine. Every call is relative to the descriptor of an open folder.
     """
 
     def __init__(self, url: str, name: str = "") -> None:
@@ -251,7 +251,7 @@ class Folder(Store):
 
     @contextmanager
     def _at(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        # The open folder of an object, and the name of the object in there.
+        # The open folder of an object, and the object's name in that folder.
         *parts, last = self._parts(name)
         try:
             with folder_below(self._base, parts, make=make) as folder:
@@ -266,7 +266,8 @@ class Folder(Store):
         if isinstance(error, UnsupportedOperation):
             return StoreError("odd", f"{path} is not a file")
         if error.errno == errno.ELOOP:
-            return StoreError("odd", f"{path} is a link or lies behind one, and is not followed")
+            what = f"{path} or a folder above it is a link, which isles does not follow"
+            return StoreError("odd", what)
         return _explained(error)
 
     def _read(self, name: str, most_bytes: int) -> bytes:
@@ -279,7 +280,7 @@ class Folder(Store):
             with folder_below(self._base, self._parts(prefix)) as folder:
                 _walk(folder, "", found)
         except (FileNotFoundError, NotADirectoryError):
-            pass  # perhaps since a moment ago
+            pass  # perhaps deleted just now
         except OSError as error:
             raise self._of(error, prefix) from error
         return found
@@ -331,7 +332,7 @@ class Folder(Store):
             stream.flush()
             os.fsync(stream.fileno())
             at = {"src_dir_fd": folder, "dst_dir_fd": folder}
-            try:  # whole at once, only where there is none
+            try:  # appears whole, and only if there is no such file
                 os.link(partial, last, **at, follow_symlinks=False)
             except FileExistsError:
                 return False
@@ -361,7 +362,7 @@ def _walk(folder: int, below: str, found: dict[str, int]) -> None:
 
 @contextmanager
 def _partial(folder: int, name: str) -> Iterator[tuple[str, BinaryIO]]:
-    # A new file beside the one that it becomes.
+    # A new file next to its final path.
     partial = f".{name}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     handle = os.open(partial, flags, 0o600, dir_fd=folder)

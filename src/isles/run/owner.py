@@ -1,10 +1,9 @@
 """The owner of a record: isles shows the records of other users, and never acts on them.
 
-Records name programs, shell lines, hosts, processes and secrets. Whoever looks at the run of
-another user, and acts on them, lends that user the own account. `read_record` (records.py)
-returns an `OwnRecord` only for a file of this user. Code that runs a program, connects, sends a
-signal or writes into a run takes an `OwnRecord`, or checks `Attempt.owner`, `RunDir.owner` or the
-`owner` of the object that a record was read into.
+Records name programs, shell lines, hosts, processes and secrets. A user who acts on the records of
+another user runs that user's commands. So `read_record` (records.py) returns an `OwnRecord` only
+for a file of this user. Code that runs a program, connects, sends a signal or writes into a run
+takes an `OwnRecord`, or checks `owner` of the `Attempt`, the `RunDir` or the object of the record.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _LONGEST_BYTES = 64 << 20
 
 
 class Record(dict[str, Any]):
-    """A record; `owner` is the other user who has written it, empty for this user's own."""
+    """A record. `owner` is the name of the user who wrote it, or empty for this user."""
 
     owner = ""
 
@@ -42,10 +41,10 @@ def record_of(found: dict[str, Any], owner: str) -> Record:
 
 
 def read_text(path: Path, most_bytes: int = _LONGEST_BYTES) -> tuple[str, str]:
-    """Read a file; returns its text, and its owner if that is another user, else an empty text.
+    """Read a file. Returns its text, and the name of its owner if that is another user.
 
-    The owner is read from the open file, so a path that is replaced during the read changes
-    nothing. A link counts as another user's, who may have put it there.
+    The owner is read from the open file, so nobody can replace the path during the read. A link
+    counts as another user's file, because that user may have created the link.
 
     Raises:
         OSError: it cannot be read.
@@ -68,7 +67,7 @@ def read_text(path: Path, most_bytes: int = _LONGEST_BYTES) -> tuple[str, str]:
 
 
 def open_shown(path: Path) -> BinaryIO:
-    """Open a file of a run that is only shown: a log, rows of figures.
+    """Open a file of a run that isles only shows, such as a log or metrics.
 
     OSError: it cannot be opened, is not a regular file, or is a link of another user to a file
     that is not that user's.
@@ -86,9 +85,9 @@ def open_shown(path: Path) -> BinaryIO:
 
 
 def owner_of(path: Path) -> str:
-    """The owner of a file or folder if that is another user (see `read_text`), else an empty text.
+    """The owner of a file or folder if that is another user, else an empty text.
 
-    For places to write to. The owner of a record comes from `read_text`.
+    For paths to write to. For a record, use the owner from `read_text`.
     """
     try:
         found = path.lstat()
@@ -122,6 +121,6 @@ def not_own(what: str, owner: str, path: Path | str) -> PreflightError:
     return PreflightError(
         f"isles does not {what}: the record belongs to {owner}",
         where=str(path),
-        fix=f"ask {owner} to do it, or copy the run with `cp -r` if you trust all that it names",
+        fix=f"ask {owner} to do it, or copy the run with `cp -r` if you trust all of its records",
         id="run.foreign",
     )

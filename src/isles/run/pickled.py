@@ -1,8 +1,8 @@
-"""What isles 0.1.0 wrote through torch, read without running a pickle.
+"""Read the pickles of isles 0.1.0, which torch wrote, without running them.
 
-A pickle is a program. This is the machine for it, with a few opcodes: it makes texts, numbers,
-tuples, lists and dicts, and of a class that it knows by name a `Made`, which is only that name and
-what the pickle gave it. No class of torch or of Python is imported, called or changed.
+A pickle is a program. This reader knows only a few of its opcodes, and builds texts, numbers,
+tuples, lists and dicts. For an instance of a known class it builds a `Made`, which holds only the
+name of the class and its arguments. No class of torch or Python is imported, called or changed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _CALLED = {
     "torch.Size",
     "torch.serialization._get_layout",
     f"{_PLACE}._MEM_FORMAT_ENCODING",
-    *("pathlib.PosixPath", "pathlib._local.PosixPath"),  # the second as Python 3.13 names it
-    "builtins.getattr",  # Python 3.11 before 3.11.4 writes members of an enum so
+    *("pathlib.PosixPath", "pathlib._local.PosixPath"),  # Python 3.13 uses the second name
+    "builtins.getattr",  # Python before 3.11.4 pickles enum members with it
     *("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"),
     "collections.OrderedDict",
 }
 
 
 class PickleFault(ValueError):
-    """A pickle asks for something that does not belong here; the text says for what."""
+    """A pickle asks for something that isles 0.1.0 never wrote. The text names it."""
 
 
 class _Named:

@@ -27,8 +27,8 @@ class ProcessId:
     """One process on one host, for as long as it lives.
 
     Args:
-        started: seconds since the epoch at which the kernel started it.
-        is_own: whether it may be sent a signal: another user's record may name any process.
+        started: start time by the kernel, seconds since the epoch.
+        is_own: whether isles may send it a signal. Another user's record may name any process.
     """
 
     host: str
@@ -53,7 +53,7 @@ class ProcessId:
         except (ArithmeticError, KeyError, TypeError, ValueError):
             return None
         if not 0 < place[1] < _PIDS:
-            return None  # to the kernel those are groups of processes, or all of them
+            return None  # for the kernel these mean process groups, or all processes
         return cls(*place, is_own=isinstance(record, OwnRecord))
 
     def record(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ NOT_A_FOLDER = "a file stands where a folder is needed"
 NO_SPACE = "there is no space left"
 
 MAX_LINE_BYTES = 1 << 20
-"""Of a row in a JSON-lines file. Whatever is longer is not a row."""
+"""Limit of a row in a JSON-lines file. Anything longer is not a row."""
 
 MAX_ROWS_BYTES = 1 << 30
 """The most that isles reads from a JSON-lines file, since rows take several times as much memory. A
@@ -65,7 +65,7 @@ def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None
         with os.fdopen(handle, "wb") as stream:
             stream.write(data)
             stream.flush()
-            # By the open file: the owner of the folder could put a link in its place.
+            # Through the open file, because the folder's owner could replace the path with a link.
             os.fchmod(handle, 0o644)
             if durable:
                 os.fsync(stream.fileno())
@@ -111,9 +111,10 @@ def write_record(path: Path, record: dict[str, Any], *, durable: bool = True) ->
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """A JSON record, or None where there is none (or it is not one).
+    """Read a JSON record; None if the file is missing or is not a record.
 
-    It is an `OwnRecord` if this user has written it; else it may be shown, and not acted on.
+    The record is an `OwnRecord` if this user has written it. isles only shows any other record, and
+    does not act on it.
     """
     return read_any(path)
 
@@ -224,7 +225,7 @@ def _lacks_inodes(path: Path) -> bool:
             disk = os.statvfs(folder)
         except OSError:
             continue
-        return disk.f_files > 0 and disk.f_favail == 0  # some disks count none
+        return disk.f_files > 0 and disk.f_favail == 0  # some disks do not count them
     return False
 
 
@@ -232,7 +233,7 @@ def refusal(error: OSError, path: Path | None = None) -> str:
     """Why something could not be written, in few words.
 
     Args:
-        path: of what was written, if the error does not say it.
+        path: the file, if the error does not name it.
     """
     if limit := used_up(error, Path(error.filename or path or ".")):
         return limit[0]

@@ -18,7 +18,7 @@ LONGEST = 256 * 2**10
 """Characters of such a text."""
 
 _MOST_BYTES = 2**20
-"""Of such a text when it is unpacked; 96 nodes of 8 GPUs need less."""
+"""Limit of an unpacked text; 96 nodes of 8 GPUs need less."""
 _MOST_KEPT = 16
 """Texts whose records are kept: each look at all clusters sees the same ones for a while."""
 _PARTS = ("status", "live", "restart")

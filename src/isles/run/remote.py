@@ -36,15 +36,15 @@ class RemoteRun:
     """A run that was started from here, and whose run directory is not here.
 
     Args:
-        ssh: the machine that has the run directory, as ssh takes it from here; of a run on
-            Kubernetes the name of a record, see `launch/kubernetes/reach.py`.
-        path: the run directory there.
-        lines: bash that comes before Python there, of `launch.setting`.
-        hosts: every host of the run, as ssh takes it; the first is `ssh`.
+        ssh: the machine that has the run directory, as a name for ssh. For a run on Kubernetes,
+            the name of a record; see `launch/kubernetes/reach.py`.
+        path: the run directory on that machine.
+        lines: bash that runs before Python on that machine, from `launch.setting`.
+        hosts: names of all hosts of the run for ssh; the first is `ssh`.
         started_at: seconds since the epoch.
-        folder: where it is remembered here; empty where that is not known.
-        elsewhere: the run directory on the other hosts; empty: the same path.
-        owner: another user who has written the record; empty for this user's own.
+        folder: local folder of the record; empty if unknown.
+        elsewhere: the run directory on the other hosts; empty if the path is the same.
+        owner: name of the other user who wrote the record; empty if this user wrote it.
     """
 
     name: str
@@ -178,10 +178,10 @@ class MultiClusterRun:
         clusters: in the order of the run file.
         begun_at: its first start, seconds since the epoch.
         config: every value of the run file at its last start.
-        hub: HOST:PORT of a hub that was started by itself; empty: it belongs to this run, or
-            there is none (`meets`).
-        typed: the command that goes on with it, as the user types it; empty: not known.
-        owner: another user who has written the record; empty for this user's own.
+        hub: HOST:PORT of a hub that was started separately; empty if the hub belongs to this run
+            or the run has no hub (`meets`).
+        typed: the command that resumes the run, as the user types it; empty if unknown.
+        owner: name of the other user who wrote the record; empty if this user wrote it.
     """
 
     path: Path

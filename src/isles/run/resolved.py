@@ -14,17 +14,17 @@ from isles.run.paths import RunDir
 
 
 def read_resolved(run_dir: RunDir) -> Resolved:
-    """Read `resolved.yaml`; another user's file loses all values that isles would act on.
+    """Read `resolved.yaml`, but drop the values that isles would act on if another user wrote it.
 
     Raises:
         OSError: it cannot be read.
-        ConfigError: another version of isles has written it, or it is no such file.
+        ConfigError: another version of isles wrote it, or it is not a resolved.yaml.
     """
     try:
         text, owner = read_text(run_dir.resolved)
     except ValueError as error:
         raise ConfigError(
-            f"this is no resolved file: {error}",
+            f"this file is not a valid resolved.yaml: {error}",
             where=f"{run_dir.resolved}:1",
             fix="put the file back as isles wrote it, or start a new run",
         ) from error
@@ -33,8 +33,8 @@ def read_resolved(run_dir: RunDir) -> Resolved:
 
 
 def _harmless(config: RunConfig) -> RunConfig:
-    # Without code of the model, shell lines, programs, a container, a bucket that would be asked
-    # with this user's keys, a folder that would be written, and a secret that would be read.
+    # Remove model code, shell lines, programs, containers, a bucket that this user's keys would
+    # open, a folder that would be written, and a secret that would be read.
     clusters = tuple(
         cluster.model_copy(update={"environment": EnvironmentConfig(), "workdir": None})
         for cluster in config.clusters

@@ -204,7 +204,7 @@ def script_of(run_dir: RunDir) -> str | None:
     """The user's own training script; None where the built-in trainer runs."""
     status = read_record(run_dir.status)
     if status is None:  # its ranks have not begun
-        from isles.run.resolved import read_resolved  # slow: agents do without
+        from isles.run.resolved import read_resolved  # slow to import, and agents do not need it
 
         with suppress(OSError, UserError, ValueError):
             return read_resolved(run_dir).config.training.script

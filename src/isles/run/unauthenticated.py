@@ -1,4 +1,4 @@
-"""Connections that have not shown yet that they know the run's token: few, and for a short time."""
+"""Limits for connections that have not shown the run's token yet: their number and their time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ WITHIN_S = 10.0
 
 
 class Unauthenticated(Generic[C]):
-    """Connections of one server, the oldest first; for any thread.
+    """Unauthenticated connections of one server, oldest first. Any thread may call.
 
     Args:
         end: ends a connection; called for the oldest above the limit, and by `look`.
         most: connections that may wait at a time.
-        within_s: seconds until a connection must be forgotten, because it has shown its token.
-        clock: seconds that only grow.
+        within_s: time in which a connection must show its token, seconds.
+        clock: a monotonic clock, seconds.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Unauthenticated(Generic[C]):
         self._lock = threading.Lock()
 
     def add(self, connection: C) -> None:
-        """A connection has come."""
+        """Add a new connection; above the limit, end the oldest."""
         oldest = None
         with self._lock:
             self._since[connection] = self._clock()
@@ -48,7 +48,7 @@ class Unauthenticated(Generic[C]):
             self._end(oldest)
 
     def forget(self, connection: C) -> bool:
-        """A connection has shown its token, or has gone; whether it was waiting."""
+        """Remove a connection: it has shown its token or closed. Returns whether it was waiting."""
         with self._lock:
             return self._since.pop(connection, None) is not None
 

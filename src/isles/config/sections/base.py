@@ -93,7 +93,7 @@ DurationS = Annotated[
 """Seconds, written in the run file as `90s`, `20m`, `23h30m`, `2d` or `12:30:00`."""
 
 NO_CONTROL = r"\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
-"""For a pattern: line ends, and characters that do something to a terminal or a script."""
+"""For a pattern: line ends, and characters with an effect on a terminal or a script."""
 
 Text = Annotated[
     str,
@@ -103,5 +103,5 @@ Text = Annotated[
         json_schema_extra={"x-isles-type": "one-line"},
     ),
 ]
-"""One line of text without control characters; the type of every text that has no narrower one, as
-all of them may come to stand in scripts, comments of scripts, and tables."""
+"""One line of text without control characters. Every text without a narrower type has this type,
+because isles may write any of them into scripts, comments of scripts, and tables."""

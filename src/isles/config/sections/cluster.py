@@ -328,7 +328,8 @@ class NetworkConfig(Section):
     """Settings of NCCL for this kind of network. auto: NCCL's own choice."""
 
     interface: Interface | None = None
-    """Network interface of the ranks, such as eth0. null: the one that has the node's address."""
+    """Network interface of the ranks, such as eth0. Default: the interface with the node's
+    address."""
 
     port: Annotated[int, Field(ge=1024, le=65_435)] = 29500
     """First port that is tried on the first node; the next 99 follow."""

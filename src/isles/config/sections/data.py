@@ -35,7 +35,7 @@ class SourceConfig(Section):
     """text only: the column that holds the text, in files with columns and datasets."""
 
     columns: dict[Annotated[str, Field(min_length=1)], Text] = {}  # noqa: RUF012 (pydantic copies defaults)
-    """Where the data names its columns otherwise, such as {instruction: question, output: answer}.
+    """Names of the data's columns, if they differ, such as {instruction: question, output: answer}.
     chat: messages, role, content, tools, system. instruct: instruction, input, output, or prompt
     and completion, and system. tokens: input_ids, labels, attention_mask. preference: prompt,
     chosen, rejected, system, role, content."""
@@ -91,7 +91,7 @@ class DataConfig(Section):
     """Share of the documents held out for evaluation, by document. 0: no evaluation."""
 
     cache_dir: Text | None = None
-    """Where prepared tokens are kept. null: ~/.cache/isles (or $XDG_CACHE_HOME/isles)."""
+    """Folder for prepared tokens. Default: $XDG_CACHE_HOME/isles, or ~/.cache/isles."""
 
 
 def isolates(data: DataConfig, source: SourceConfig) -> bool:

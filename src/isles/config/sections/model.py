@@ -31,11 +31,11 @@ class TokenizerConfig(Section):
     """Which tokenizer; left out, the model's own."""
 
     name_or_path: Text | None = None
-    """A hub id or a local folder. null: the tokenizer in the model's folder."""
+    """A Hugging Face id or a local folder. Default: the tokenizer in the model's folder."""
 
     chat_template: Text | None = None
     """How messages become text: a Jinja file, or chatml, which is built in and works with any
-    tokenizer. null: the tokenizer's own; of one that is trained here, chatml."""
+    tokenizer. Default: the tokenizer's own template, or chatml if isles trains the tokenizer."""
 
     train_vocab_size: Annotated[int, Field(ge=260, le=1_000_000)] | None = None
     """Train a byte-level BPE of this many tokens on the data, and keep it with the run."""
@@ -63,10 +63,10 @@ class AdapterConfig(Section):
         Literal["all-linear"] | Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
     ) = "all-linear"
     """Matrices that get an adapter, by the ends of their names such as [q_proj, v_proj].
-    all-linear: every one but the head."""
+    all-linear: every linear layer except the output head."""
 
     modules_to_save: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Modules that are trained and saved whole besides, such as [embed_tokens, lm_head]."""
+    """Modules to train and save in full next to the adapter, such as [embed_tokens, lm_head]."""
 
     use_rslora: bool = False
     """Rank-stabilised scale (arXiv:2312.03732)."""

@@ -51,10 +51,10 @@ class CheckpointConfig(Section):
     repeat it."""
 
     remote: Text | None = None
-    """Also keep verified checkpoints here, from where a fresh machine goes on: s3://bucket/prefix,
-    gs://, hf://, or a folder; needs `pip install 'isles[bucket]'` (gs: gcsfs). The run lies below
-    it as NAME-N. Credentials come from where the bucket's own tools look for them, on the machine
-    of rank 0, and never stand here."""
+    """Also keep verified checkpoints here, so that a new machine can resume the run:
+    s3://bucket/prefix, gs://, hf://, or a folder. Needs `pip install 'isles[bucket]'` (gs: gcsfs).
+    isles keeps the run in NAME-N below this address. Never write credentials here: isles takes them
+    from the places where the bucket's own tools look, on the machine of rank 0."""
 
     timeout: DurationS = 1800.0
     """Longest wait for one checkpoint to be written, before the run stops with an error."""
@@ -85,13 +85,13 @@ class WandbConfig(Section):
     """Its own files lie in RUN/wandb."""
 
     project: Text | None = None
-    """Project. null: $WANDB_PROJECT, else isles."""
+    """Project. Default: $WANDB_PROJECT, or isles if it is not set."""
 
     entity: Text | None = None
-    """User or team that the project belongs to. null: wandb's own default."""
+    """User or team that owns the project. Default: wandb's own choice."""
 
     group: Text | None = None
-    """Group that this run is shown in."""
+    """Group of this run."""
 
     tags: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Tags of the run."""
@@ -109,10 +109,10 @@ class MLflowConfig(Section):
     """Needs a server, or Databricks."""
 
     tracking_uri: Text | None = None
-    """Address of the server, such as http://tracker:5000. null: $MLFLOW_TRACKING_URI."""
+    """Address of the server, such as http://tracker:5000. Default: $MLFLOW_TRACKING_URI."""
 
     experiment: Text | None = None
-    """Experiment. null: $MLFLOW_EXPERIMENT_NAME, else isles."""
+    """Experiment. Default: $MLFLOW_EXPERIMENT_NAME, or isles if it is not set."""
 
 
 TrackerConfig = Annotated[

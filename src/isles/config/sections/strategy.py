@@ -75,7 +75,7 @@ class FSDPStrategyConfig(MeshSection):
     """HYBRID_SHARD only: ranks that share one copy. null: the ranks of one node."""
 
     transformer_layer_cls_to_wrap: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Class names of the blocks that are sharded one by one. Left out: found from the model."""
+    """Class names of the blocks that are sharded one by one. Default: found in the model."""
 
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in the CPU's memory; slow, fits more."""

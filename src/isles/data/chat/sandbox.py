@@ -77,7 +77,7 @@ _SUMS = frozenset(
         "truncate",
     )
 )
-"""What costs no more than the sizes of what it is given, and not their product."""
+"""Operations whose cost is at most the sum of the sizes of their arguments, not the product."""
 
 _PROGRAMS = frozenset(("%", "divisibleby", "even", "format", "format_map", "odd", "replace", "sum"))
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[-#0 +]*\d{0,3}(?:\.\d{0,3})?[hlL]?[a-zA-Z%]")
@@ -206,7 +206,7 @@ def _is_small(node: nodes.Node) -> bool:
 class Sandbox(ImmutableSandboxedEnvironment):
     """The environment of one template. One thread at a time.
 
-    `of` makes it of the one that transformers makes, with all that templates may use there.
+    `of` makes it from the environment of transformers, so templates can use the same names.
     """
 
     _safe: dict[tuple[type, str], bool]
@@ -281,7 +281,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value if type(value) is dict else self.read(value)
 
     def made(self, value: Any) -> Any:
-        """Pay for a new value: itself, but not what is in its items, which was there before."""
+        """Pay for a new value, but not for the content of its items, which existed before."""
         if type(value) is str:
             self.spent += len(value)
             if self.spent > self.limit:
@@ -298,7 +298,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def tested(self, value: Any, units: int) -> Any:
-        """Pay for the condition of a loop, which turns where no turn of its body is seen."""
+        """Pay for the `if` of a `for`, which runs for each item even if the body never runs."""
         self.spend(units)
         return value
 
@@ -484,7 +484,7 @@ def variables(messages: Sequence[Any], **given: Any) -> dict[str, Any]:
 def render(
     template: Template, given: Mapping[str, Any], *, marked: bool
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a template of `compile_template`, and what it marks if it has marks."""
+    """Render a template of `compile_template`: its text, and the spans that it marks, if any."""
     sandbox = template.environment
     assert isinstance(sandbox, Sandbox)
     sandbox.begin([given["messages"], given["tools"]])

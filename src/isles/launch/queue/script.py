@@ -72,7 +72,7 @@ class JobText:
 def fill_template(name: str, /, **values: object) -> str:
     """The text of a template of `launch/templates`."""
     for lines in ("head", "options"):
-        # Comments for bash: the folder in which isles was called may have any name.
+        # These lines become bash comments, and the current folder may have any name.
         found = values.get(lines)
         if isinstance(found, list):
             values[lines] = [printable(line, keep="\t") for line in found]
@@ -81,7 +81,7 @@ def fill_template(name: str, /, **values: object) -> str:
 
 @cache
 def _templates() -> Environment:
-    # Kept: to compile a template takes ten times as long as to fill it.
+    # Cached, because compiling a template takes ten times as long as filling it.
     environment = Environment(
         loader=PackageLoader("isles.launch"),
         undefined=StrictUndefined,

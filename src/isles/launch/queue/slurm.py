@@ -277,7 +277,7 @@ class SlurmAllocation(Allocation):
         return re.search(r" PreemptTime=\d", text) is not None
 
     def queue_again(self) -> str:
-        # Slurm ends this job to queue it again, and would end scontrol before it has answered.
+        # Slurm kills this job to queue it again, and would kill scontrol before it answers.
         with handled(signal.SIG_IGN, signal.SIGTERM):
             done = self._slurm.run("scontrol", "requeue", self.job_id)
         if done.returncode == 0:

@@ -21,7 +21,7 @@ POINTS = 300
 
 _BLOCK_BYTES = 4 * 2**20
 _MOST_BYTES = 512 * 2**20
-"""Read at one look. If the file has grown by more, its end counts."""
+"""Limit of one read. If the file has grown by more, only its end is read."""
 _EVAL = b'"kind": "eval"'
 _TRAIN = b'"kind": "train"'
 _EVALS = POINTS // 3
@@ -68,7 +68,7 @@ class History:
             if info.st_size - self._offset > _MOST_BYTES:
                 self._offset, self._rest = info.st_size - _MOST_BYTES, b""
             every = max(1, (info.st_size - self._offset) // self._parsed_bytes)
-            while self._offset < info.st_size:  # what is written meanwhile is for the next look
+            while self._offset < info.st_size:  # leave newer rows to the next look
                 block = os.pread(stream.fileno(), _BLOCK_BYTES, self._offset)
                 if not block:
                     break

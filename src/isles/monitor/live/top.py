@@ -133,7 +133,7 @@ class Lines(Widget):
 
 
 class _Shown(LineFilter):
-    """Shows control characters wherever they come from, on the way to the screen.
+    """Shows control characters from any source as text, just before the screen.
 
     Texts that are cut to a width were cleaned before.
     """

@@ -93,7 +93,7 @@ _TABLES = {
     "events": {"number": _NUMBER, "at": _REAL, "member": _TEXT, "kind": _TEXT, "what": _TEXT},
     "sqlite_sequence": {"name": _TEXT, "seq": _NUMBER},
 }
-"""The columns of each table, and what a value of each may be: others write to the bucket, too."""
+"""The columns of each table and the types of their values, since others can write to the bucket."""
 
 _DIGESTS = re.compile(r"([0-9a-f]{64})?")
 _OBJECTS = """
@@ -210,7 +210,7 @@ class Chain:
             self.core.rounds.note_parts()
         except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"the journal holds what isles does not write: {error}",
+                f"the journal holds a value that isles does not write: {error}",
                 where=self._store.url,
                 fix=_FIX,
                 id="bucket.refused",
@@ -327,7 +327,7 @@ def _decode(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _unpacked(data: bytes) -> bytes:
-    # No more than that: a few KB can stand for gigabytes.
+    # A few KB can unpack to gigabytes, so the size has a limit.
     gunzip = zlib.decompressobj(wbits=31)
     text = gunzip.decompress(data, _MOST_BYTES)
     if not gunzip.eof or gunzip.unused_data:

@@ -37,7 +37,7 @@ _FIXES = {
     "the tools of your provider find them (AWS_PROFILE, ~/.aws, gcloud, a role)",
     "missing": "make the bucket, or correct outer.url",
     "unconditional": "take a bucket that knows them: AWS S3, Google, R2, B2, MinIO; or engine hub",
-    "odd": "isles has not written this object: delete it, and see who can write to the bucket",
+    "odd": "isles did not write this object; delete it, and check who can write to the bucket",
 }
 
 

@@ -17,7 +17,7 @@ _LOOK_S, _PAUSE_S = 1.0, 0.2
 
 
 class Acceptor:
-    """Accepts connections for an event loop, and ends those that do not show the token in time.
+    """Accepts connections for an event loop, and closes them unless they show the token in time.
 
     Counted from the first packet on: also connections that are silent, that stop within the
     handshake of TLS or the head of a request, or whose token was wrong.

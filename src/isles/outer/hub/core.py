@@ -164,8 +164,8 @@ class Core:
             raise Refusal(
                 "other_run",
                 f"{join.name} does not train what this run does: " + "; ".join(texts),
-                "let these be the same on all clusters; to change them, stop all clusters first "
-                "(a killed one counts until it was not heard for 20 times dead_after)",
+                "use the same values on all clusters. To change them, stop all clusters first (a "
+                "killed cluster counts until it has been silent for 20 times dead_after)",
             )
         return found
 
@@ -411,10 +411,10 @@ def live(core: Core) -> dict[str, Any]:
 
 
 def events(core: Core) -> list[dict[str, Any]]:
-    """Some of the last events, oldest first: of each member and kind the newest.
+    """The last events, oldest first, limited to the newest events of each member and kind.
 
-    One after the other has an event among them, so that none displaces those of others; what was
-    refused and the like comes first.
+    Members take turns, so a member cannot displace the events of others. Refusals and other serious
+    events come first.
     """
     rows = core.journal.rows(
         "SELECT number, at, member, kind, what FROM (SELECT *, kind IN ('refused', 'weight', "

@@ -20,16 +20,16 @@ COMING = ".coming"
 
 
 def coming(path: Path) -> Path:
-    """Where the bytes of a file that comes lie until it is kept; nobody but `Incoming` reads it."""
+    """The path of a file's bytes until the file is kept. Only `Incoming` reads it."""
     return path.with_name(f"{path.name}{COMING}")
 
 
 class Incoming:
-    """A file that comes in chunks, in any order, some perhaps twice. Any thread may put.
+    """A file that arrives in chunks, in any order, some perhaps twice. Any thread may put.
 
-    They are written beside the file, which is there once it is whole, measured and kept: what is
-    used was never open to those who send. After a restart its chunks are those that the bytes on
-    the disk make up, whatever they are. Of one file there is one that is not closed at a time.
+    The chunks go into a second file, which `keep` renames to the final path once it is whole and
+    checked. So no sender can write to a file that the hub uses. After a restart, the bytes on the
+    disk count as the chunks, whatever they are. A path has at most one open object at a time.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -90,10 +90,10 @@ class Incoming:
             self._is_sealed = True
 
     def keep(self) -> None:
-        """Give the file, which is sealed and found good, its name; nobody can change it then.
+        """Move the sealed and checked file to its final path. No sender can change it any more.
 
         Raises:
-            Refusal: it was closed meanwhile.
+            Refusal: the file was closed in the meantime.
         """
         with self._lock:
             if self._is_closed or not self._is_sealed or not self.path.exists():
@@ -103,7 +103,7 @@ class Incoming:
             self._is_closed = True
 
     def close(self) -> None:
-        """Take no more chunks, and never be kept: whoever still sends to it changes nothing."""
+        """Accept no more chunks, and never be kept."""
         with self._lock:
             self._is_closed = True
 

@@ -86,8 +86,8 @@ class Membership:
     def end_kind(self) -> Literal["", "over", "alone"]:
         """How far the run's end is.
 
-        over: all clusters that have ever taken part have finished, and left. alone: some have
-        finished, and of the others none is heard of, or too few have had a part in the run.
+        over: all clusters have finished and left, and enough of them had a part in an average.
+        alone: some have finished and no cluster is alive, but the run is not over.
         """
         members = self.latest()
         sql = (
@@ -130,17 +130,16 @@ class Membership:
                     "name_taken",
                     f"another cluster called {join.name!r} takes part; it was heard "
                     f"{silent_s:.1f} s ago",
-                    "give this cluster another name, or resume it with its old run "
-                    "directory. If that directory is lost, stop the old cluster and wait "
-                    f"{gone_s - silent_s:.0f} s, as a name is free once its cluster was not heard "
-                    f"for {gone_s:g} s",
+                    "give this cluster another name, or resume it with its old run directory. If "
+                    "that directory is lost, stop the old cluster and wait "
+                    f"{gone_s - silent_s:.0f} s: a name is free after {gone_s:g} s of silence",
                 )
         if len(others) >= self.settings.max_clusters:
             raise Refusal(
                 "full",
                 f"{len(others)} clusters take part, or may come back, and "
                 f"{self.settings.max_clusters} at most may",
-                "stop one of them first; one that was killed counts until it was not heard for "
+                "stop a cluster first. A killed cluster counts until it has been silent for "
                 f"{gone_s:g} s",
             )
 

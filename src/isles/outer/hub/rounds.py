@@ -164,7 +164,8 @@ class Rounds:
     def make_room(self, member: sqlite3.Row, outer_step: int) -> None:
         """Make room for the contribution of a member among the others.
 
-        A name has one contribution in a round, and those of members that are gone give way.
+        A name has one contribution in a round. Contributions of members that are gone are dropped
+        if there are too many.
         """
         others = [part for part in self._parts(outer_step) if part["member"] != member["number"]]
         known = {row["number"] for row in self._membership.not_gone()}

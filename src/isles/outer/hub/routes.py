@@ -322,8 +322,8 @@ class Routes:
     # Contributions and averages.
 
     async def put(self, request: web.Request, incoming: Incoming) -> web.Response:
-        """A chunk of a file. Of a link that was cut the hub may still wait for some: the oldest
-        goes."""
+        """Receive a chunk of a file. A member with too many uploads loses the oldest upload, whose
+        link may be down."""
         who, task = request.match_info["id"], asyncio.current_task()
         assert task is not None
         tasks = self._sending.setdefault(who, [])
@@ -373,7 +373,7 @@ class Routes:
         return await self._work.incoming(path, file.size_bytes)
 
     async def put_state(self, request: web.Request) -> web.Response:
-        """A chunk of a state: only what has come is progress."""
+        """Receive a chunk of a state; only a new chunk counts as progress."""
         incoming = await self.state_part(request)
         before = len(incoming.received())
         answer = await self.put(request, incoming)

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 _ENOUGH_NORMS = 4
 _MOST_TIMES = 1000
-"""A contribution counts at most so many times the usual tokens of the others, ever."""
+"""Limit of the tokens that count for a member, as a multiple of the usual tokens of the others."""
 _OWN_ROUNDS = 3
-"""A cluster's own earlier tokens raise what counts of it once there are so many rounds of it."""
+"""Rounds after which a cluster's own earlier tokens raise its limit."""
 _HEAVY = 0.9
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -87,10 +87,10 @@ def outliers(
     Before there is a history, each is compared with the others of the round, if there are several.
 
     Args:
-        factor: how far is too far.
+        factor: the limit, as a multiple of the usual norm.
         history: norm and tokens of accepted contributions to the same fragment.
-        contributions: norm and tokens of each member's.
-        may_be_common: where all are far above, what has changed is common, and none is at fault.
+        contributions: norm and tokens of each member's contribution.
+        may_be_common: if all norms are far above, the cause is common, and no member is at fault.
     """
     found = {}
     for member, (norm, tokens) in contributions.items():
@@ -161,8 +161,8 @@ def counted_tokens(
 ) -> dict[int, int]:
     """The tokens that count for each member: its claim, within bounds.
 
-    At most `factor` times what is usual for the others; a larger cluster comes to its full weight
-    step by step: at most `factor` times its own tokens of earlier rounds.
+    A claim counts up to `factor` times the usual tokens of the others. A larger cluster reaches its
+    full weight in steps of `factor` times its own tokens of earlier rounds.
 
     Args:
         contributions: tokens that each member claims for a round.
@@ -215,10 +215,11 @@ def heavy(weights: Mapping[str, int]) -> tuple[list[str], float] | None:
 
 
 def may_judge(reports: Mapping[int, str], living: Set[int], had_part: Set[int]) -> bool:
-    """Whether enough members have reported to say who is right after an outer step.
+    """Whether enough members have reported to decide which weights are right after an outer step.
 
-    Not by the first reports that come: a liar's may be among them. A majority is right; where there
-    is none, all must be heard, or all who had a part in the average and still live.
+    The first reports are not enough, since a liar's may be among them. A majority decides. Without
+    a majority, all living members must report, or all living members of the average if these are
+    at least half.
 
     Args:
         reports: digest of the outer parameters of each member that has reported.

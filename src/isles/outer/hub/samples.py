@@ -15,7 +15,7 @@ FREE, AVERAGED = 0, -1
 """Owners of blocks that no member has."""
 
 _HORIZON = 2**40
-"""A hub that follows a lost one believes numbers so far beyond those of the first cluster."""
+"""A hub that replaces a lost hub accepts numbers this far beyond the first cluster's numbers."""
 _MOST_HELD = 2 * MOST_LEASED
 """Samples that a member has at a time."""
 _LEASED_BLOCKS = 64
@@ -53,10 +53,9 @@ class Samples:
         self._db.put("horizon", str(min(known, LAST_SAMPLE // 2) + _HORIZON))
 
     def lease(self, member: sqlite3.Row, number: int, count: int) -> list[Interval]:
-        """As many samples: those that others have given back first, then a new block.
+        """Lease `count` samples: first samples that members have given back, then a new block.
 
-        A request with the number of the member's last one, whose answer was lost on the way, gives
-        what that gave.
+        If the answer to a request was lost, the same request gives the same samples again.
 
         Raises:
             Refusal: the member has too many that it has not trained on.
@@ -91,12 +90,12 @@ class Samples:
         return given
 
     def take_up(self, member: int, holding: Sequence[Interval]) -> list[Interval]:
-        """A member comes, or comes back, and goes on with what it holds; the rest is given back.
+        """A member joins or returns with the samples that it holds; its others are free again.
 
-        What is not known here was leased by a hub whose journal is lost, if there was such a hub.
+        Unknown samples count as leased by an earlier hub whose journal is lost, if there was one.
 
         Returns:
-            What it holds without a right to: another's by now, averaged already, or never leased.
+            Samples that the member may not use: leased to another, averaged, or never leased.
         """
         self.give_back(member)
         limit = max(self.frontier, int(self._db.get("horizon") or 0))
@@ -192,5 +191,5 @@ class Samples:
 
 
 def valid(spans: Sequence[Sequence[int]]) -> list[Interval]:
-    """Spans out of a journal, without those that no message of today can have."""
+    """The spans of a journal that a message of today may contain."""
     return [(start, stop) for start, stop in spans if 0 <= start < stop <= LAST_SAMPLE]

@@ -158,7 +158,7 @@ class Work:
             return found
 
     async def forget(self, *paths: Path) -> None:
-        """Files are kept, or nobody needs them: whoever still sends to one changes nothing."""
+        """Close files that are kept or no longer needed, so that no sender can change them."""
         async with self._opening:
             for path in paths:
                 if path in self._incoming:  # before another may be opened in its place
