@@ -11,7 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from isles.run.env import hidden
+from isles.run.env import hidden, refuse_kernels
 from isles.run.process import die_with_parent
 
 
@@ -35,6 +35,7 @@ def preload() -> None:
         resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
         if resolved.config.training.script is not None:
             return  # which is a process of its own
+        refuse_kernels()
         try:
             importlib.import_module("torch")
         except Exception:  # no rank can do without: end this process, and so the agent
