@@ -379,8 +379,8 @@ class Routes:
         answer = await self.put(request, incoming)
         if len(incoming.received()) > before:
             states, asker = self._core.states, request.match_info["id"]
-            note = states.note_progress
-            await self._work.ask(lambda: note(self._core.caller(asker)["number"]))
+            note, size = states.note_progress, request.content_length or 0
+            await self._work.ask(lambda: note(self._core.caller(asker)["number"], size))
         return answer
 
     async def complete_state(self, request: web.Request) -> web.Response:
