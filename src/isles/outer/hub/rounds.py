@@ -421,7 +421,7 @@ class Rounds:
     def heaviest(
         self, outer_step: int, weights: Mapping[str, int]
     ) -> tuple[list[str], float] | None:
-        """Who outweighs all others that live, also those who are missing in a round; see `heavy`."""
+        """Who outweighs all others that live, also those missing in a round; see `heavy`."""
         living = {
             row["name"]
             for row in self._membership.living()
