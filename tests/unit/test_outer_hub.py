@@ -6,198 +6,17 @@ import errno
 import hashlib
 import os
 import random
-import tempfile
-from collections import Counter
-from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from isles.errors import ConfigError
 from isles.outer.client.http import RateLimit
 from isles.outer.hub.files import Incoming
-from isles.outer.hub.rules import Refusal, outliers
-from isles.outer.hub.samples import AVERAGED, FREE
+from isles.outer.hub.rules import outliers
 from isles.outer.hub.server import fingerprint, lock_folder, make_identity
 from isles.outer.messages import CHUNK_BYTES, digest_of, hash_chunks
-from isles.outer.samples import Interval, joined
 from isles.run.join_line import JoinLine, encode
-from tests.outer_world import ZERO, World, after, member_id, overlaps, refused
-
-# The ledger of samples.
-
-NAMES = st.sampled_from("abc")
-
-
-class Ledger(RuleBasedStateMachine):
-    """Clusters claim, train, contribute, die, come back; the hub is killed in between.
-
-    No block is leased to two, none is lost, and what is averaged is not leased again.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
-        self.world = World(Path(self.folder.name), "abc", wait="time_boxed", time_box_s=1.0)
-        self.held: dict[str, list[int]] = {name: [] for name in "abc"}
-        """By cluster: what it may train on, in the order in which it reads."""
-        self.sent: dict[tuple[str, int], list[int]] = {}
-        self.leases = Counter[str]()
-        self.averaged: set[int] = set()
-        self.read: set[int] = set()
-
-    @rule(name=NAMES, amount=st.integers(1, 40))
-    def lease(self, name: str, amount: int) -> None:
-        self.leases[name] += 1
-        got = self.world.lease(name, self.leases[name], amount)
-        assert sum(stop - start for start, stop in got) >= amount
-        assert self.world.lease(name, self.leases[name], amount) == got  # its answer was lost
-        self.held[name] += _numbers(got)
-
-    @rule(name=NAMES, part=st.floats(0.1, 1), is_sound=st.booleans())
-    def contribute(self, name: str, part: float, is_sound: bool) -> None:
-        rounds, number = self.world.core.rounds, self.world.number(name)
-        outer_step = rounds.next + int(rounds.is_counted(rounds.next, number))
-        if rounds.is_counted(outer_step, number):
-            return
-        count = int(len(self.held[name]) * part)
-        given, left = self.held[name][:count], self.held[name][count:]
-        spans = joined([(n, n + 1) for n in given])
-        try:
-            self.world.complete(name, outer_step, spans, failure="" if is_sound else "nan")
-        except Refusal as error:
-            assert error.kind in ("refused", "early")
-            return
-        self.sent[name, outer_step], self.held[name] = given, left
-
-    @rule()
-    def close(self) -> None:
-        self.world.now += 1.0
-        outer_step = self.world.core.rounds.next
-        others = {name: self._of_others(name) for name in "abc"}
-        names = self.world.close()
-        for name in "abc":
-            numbers = self.sent.pop((name, outer_step), [])
-            if name in (names or ()):
-                self.averaged |= set(numbers) - others[name]
-            elif names is not None:
-                self.held[name] = sorted({*numbers, *self.held[name]})
-            elif numbers:
-                self.sent[name, outer_step] = numbers
-
-    @rule(name=NAMES)
-    def die(self, name: str) -> None:
-        self.world.drop(name)
-
-    @rule(name=NAMES)
-    def come_back(self, name: str) -> None:
-        self.world.heartbeat(name)
-
-    @rule(name=NAMES)
-    def pause(self, name: str) -> None:
-        self.world.leave(name)
-        self.start_again(name)
-
-    @rule(name=NAMES)
-    def start_again(self, name: str) -> None:
-        version = self.world.core.rounds.next
-        sent = [n for (who, _), numbers in self.sent.items() if who == name for n in numbers]
-        holding = joined([(n, n + 1) for n in [*self.held[name], *sent]])
-        lost = set(_numbers(self.world.join(name, version=version, holding=holding).lost))
-        assert not lost & set(self.held[name]) - self._of_others(name), "its own block"
-        self.held[name] = [n for n in self.held[name] if n not in lost]
-        self.leases[name] = 0
-
-    def _of_others(self, name: str) -> set[int]:
-        """What is averaged, or lies in blocks of another."""
-        return self._blocks("owner NOT IN (?, ?)", FREE, self.world.number(name))
-
-    def _blocks(self, where: str, *values: int) -> set[int]:
-        sql = f"SELECT start, stop FROM blocks WHERE {where}"
-        return set(_numbers(map(tuple, self.world.core.journal.rows(sql, *values))))
-
-    @rule(name=NAMES)
-    def stay_away_and_start_again(self, name: str) -> None:
-        for other in "abc":
-            self.world.heartbeat(other)
-        self.world.drop(name, for_long=True)
-        assert "does not know this cluster" in refused(self.world.heartbeat, name).what
-        self.start_again(name)
-
-    @rule()
-    def kill_the_hub(self) -> None:
-        self.world.restart()
-
-    @invariant()
-    def every_number_is_in_one_block_and_what_is_averaged_stays_so(self) -> None:
-        samples = self.world.core.samples
-        assert overlaps(self.world.core.journal) == []
-        assert sum(samples.counts().values()) == samples.frontier
-        before, self.read = self.read, self._blocks("owner = ?", AVERAGED)
-        assert before <= self.read
-
-    def teardown(self) -> None:
-        """Whoever is left is leased all that is not averaged."""
-        world = self.world
-        for name in "bca":
-            world.drop(name, for_long=True)
-        for _ in range(4):
-            self.close()
-        assert world.core.rounds.state(world.core.rounds.next) == "future"
-        world.join("a", version=world.core.rounds.next)
-        frontier = world.core.samples.frontier
-        if free := world.core.samples.counts().get("free", 0):
-            given = world.lease("a", 1, free)
-            assert all(stop <= frontier for _, stop in given)
-            assert not set(_numbers(given)) & self.averaged, "no averaged sample is leased again"
-        counts = world.core.samples.counts()
-        assert set(counts) <= {"leased", "averaged"} and sum(counts.values()) == frontier
-        world.core.journal.close()
-        self.folder.cleanup()
-
-
-TestLedger = Ledger.TestCase
-TestLedger.settings = settings(max_examples=10, stateful_step_count=25, deadline=None)
-
-
-def _numbers(spans: Iterable[Interval]) -> list[int]:
-    return [number for start, stop in spans for number in range(start, stop)]
-
-
-def test_a_cluster_that_comes_back_goes_on_in_its_own_block(tmp_path):
-    world = World(tmp_path, "ab")
-    assert world.lease("a", 1, 10) == [(0, 10)]
-    world.complete("a", 0, [(0, 4)]), world.turn("b", 0)
-    world.drop("a")
-    assert world.lease("b", 1, 4) == [(10, 14)], "a may still come back"
-    # It goes on from a checkpoint before the average that has four of its samples.
-    assert world.join("a", version=1, holding=[(0, 10)]).lost == [(0, 4)]
-    world.leave("a")
-    assert world.lease("b", 2, 4) == [(14, 18)], "it pauses"
-    assert world.join("a", version=1, holding=[(4, 10)]).lost == []
-    world.drop("a", for_long=True)
-    assert world.lease("b", 3, 2) == [(4, 6)], "what was given back comes first"
-    assert "does not know this cluster" in refused(world.heartbeat, "a").what
-    assert world.join("a", version=1, holding=[(4, 10)]).lost == [(4, 6)]
-    assert world.core.samples.counts() == {"averaged": 4, "leased": 14}
-
-
-def test_blocks_of_a_hub_that_was_lost_are_gone_on_with(tmp_path):
-    world = World(tmp_path)
-    first = world.join("a", version=7, holding=[(20, 28)])
-    assert (first.standing, first.outer_step, first.lost) == ("first", 7, [])
-    assert world.lease("a", 1, 2) == [(28, 30)], "none is leased that was leased before"
-    second = world.join("b", version=7, holding=[(10, 15), (40, 44)])
-    assert (second.standing, second.lost) == ("current", [])
-    third = world.join("c", version=7, holding=[(12, 22)])
-    assert third.lost == [(12, 15), (20, 22)], "others came before it"
-    world.complete("a", 7, [(20, 30)]), world.complete("b", 7, [(10, 15), (40, 42)])
-    assert world.turn("c", 7) == ["a", "b", "c"]
-    assert world.core.samples.counts() == {"averaged": 17, "leased": 7}
-
+from tests.outer_world import ZERO, World, after, member_id, refused
 
 # When a turn is closed.
 
@@ -295,6 +114,12 @@ def test_who_does_not_fit_is_told_why_and_a_dead_clusters_name_can_be_taken_over
     for name, kind in (("a", "name_taken"), ("c", "full")):  # it may come back
         refusal = refused(world.join, "a2", name=name)
         assert refusal.kind == kind and "not heard for 200 s" in refusal.fix
+    # A killed cluster that has its run directory has its id, and is itself at any time; a new one
+    # is told for how long it waits, and which other ways there are.
+    fix = refused(world.join, "a2", name="a").fix
+    assert "another name" in fix and "wait 189 s" in fix and "old run directory" in fix
+    world.restart()
+    assert world.join("a", holding=[(0, 8)]).lost == []
     world.drop("a", for_long=True)
     world.join("a2", name="a")
     assert "does not know this cluster" in refused(world.heartbeat, "a").what

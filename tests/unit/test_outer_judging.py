@@ -11,19 +11,45 @@ from tests.outer_world import World, after, refused
 HUGE = 2**61
 
 
-def test_tokens_and_norm_of_a_contribution_do_not_multiply(tmp_path):
-    world = World(tmp_path, "abcdgef")
-    for name in "abcdgef":
-        world.complete(name, 0, tokens=100, norm=0.01)
-    assert world.close() == sorted("abcdgef")
-    for name in "abcdg":
-        world.complete(name, 1, tokens=100, norm=0.01)
-    world.complete("ef", 1, tokens=HUGE, norm=0.9)
-    assert world.close() == sorted("abcdgef")
-    weights = world.answer(1).weights
-    # As much as a norm that is accepted for any tokens would have: ten times the usual.
-    assert weights["e"] * 0.9 <= 10 * 0.01 * 1000 and weights["a"] == 100
-    assert "its tokens do not count twice" in world.events("weight")[-1]
+def test_two_liars_of_seven_move_an_average_five_times_at_once_and_ten_times_ever(tmp_path):
+    # How large an average is, in times the usual: for each claim of tokens and each norm.
+    at_once, later, told = 0.0, 0.0, ""
+    for trial, norm in enumerate((9.9, 30.0, 99.0)):
+        for tokens in (100, HUGE):
+            (folder := tmp_path / f"{trial}-{tokens}").mkdir()
+            world = World(folder, "abcdgef")
+            for outer_step in range(2):
+                world.complete("abcdgef", outer_step, tokens=100, norm=0.01), world.close()
+            norms = dict.fromkeys("abcdg", 1.0) | dict.fromkeys("ef", norm)
+            for outer_step in range(2, 12):  # patient ones gather weight with usual norms first
+                is_last = outer_step in (2, 11)
+                world.complete("abcdg", outer_step, tokens=100, norm=0.01)
+                world.complete(
+                    "ef", outer_step, tokens=tokens, norm=0.01 * (norm if is_last else 1)
+                )
+                world.close()
+                weights = world.answer(outer_step).weights
+                pull = sum(weights[n] * norms[n] for n in weights) / sum(weights.values())
+                if outer_step == 2:
+                    at_once = max(at_once, pull)
+                    told += " ".join(world.events("weight"))
+                if is_last:
+                    later = max(later, pull)
+            world.core.journal.close()
+    assert 4.0 < at_once <= 5.0 and 5.0 < later <= 10.0, (at_once, later)
+    assert "count: its norm is large" in told
+
+
+def test_an_honest_cluster_of_ten_times_the_size_has_its_weight(tmp_path):
+    # At once with a usual norm; in some rounds with a norm that is several times as large.
+    for times, rounds in ((1.0, 1), (3.0, 7), (5.0, 13)):
+        (folder := tmp_path / f"{times}").mkdir()
+        world = World(folder, "abcdl")
+        for outer_step in range(rounds):
+            world.complete("abcd", outer_step, tokens=100)
+            world.complete("l", outer_step, tokens=1000, norm=times)
+            assert world.close() == list("abcdl")
+        assert world.answer(rounds - 1).weights["l"] == 1000, times
 
 
 def test_a_large_cluster_comes_to_its_weight_in_some_rounds_and_a_liar_no_further(tmp_path):

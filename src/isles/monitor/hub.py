@@ -19,10 +19,13 @@ from isles.monitor.logs import LineTail
 from isles.monitor.table import columns
 from isles.run.join_line import JoinLine, ask_hub
 from isles.run.paths import is_file
+from isles.run.repeats import Repeats
 
 _ANSWER_S = 5.0
 _POLL_S = 1.0
 _LOG_LINES = 5
+_EVENT_LINES = 60
+"""A minute, of each kind: clusters that come and go fill no terminal."""
 
 
 def find_hub(given: str | None, output_dir: Path) -> Path | None:
@@ -114,6 +117,7 @@ class HubNews:
         self._event: int | None = None
         self._round = -1
         self._silent_at: float | None = None
+        self._repeats = Repeats()
 
     def look(self) -> list[tuple[float, str, str]]:
         """The time, the kind and the text of each, in order.
@@ -146,6 +150,10 @@ class HubNews:
                 self._event = event["number"]
                 who = f"{event['member']} " if event.get("member") else ""
                 text = f"{who}{event['kind'].replace('_', ' ')}: {event['what']}".rstrip("; ")
+                if (number := self._repeats.count(event["kind"])) > _EVENT_LINES:
+                    continue
+                if number == _EVENT_LINES:
+                    text += " (more events like this in this minute are only in its log)"
                 found.append((float(event["at"]), str(event["kind"]), text))
         for commit in reversed(commits):
             if commit["round"] > self._round:

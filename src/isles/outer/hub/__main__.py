@@ -18,7 +18,10 @@ from isles.facts.terminal import show_streams
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import Server
 from isles.run.join_line import NAME
+from isles.run.repeats import FewLines
 
+_LINES = 60
+"""A minute, of each kind: a member may cause any number of them."""
 _GRACE_S = 30.0
 """A hub that ends with its run waits so long for somebody who joins once more."""
 
@@ -36,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(FewLines(_LINES))
     os.umask(0o077)  # nobody else reads what the hub keeps
     try:
         asyncio.run(_serve(options))

@@ -36,7 +36,7 @@ from isles.outer.messages import (
 )
 
 _MOST_PINNED = 16
-_EVENTS, _LOOKED_AT, _COMMITS = 50, 2000, 20
+_EVENTS, _COMMITS = 50, 20
 _QUIET_S = 6.0
 """Three heartbeats."""
 _FIXED = {"layout", "codec", "adapter.type", "the frozen weights"}
@@ -411,18 +411,16 @@ def live(core: Core) -> dict[str, Any]:
 
 
 def events(core: Core) -> list[dict[str, Any]]:
-    """Some of the last events, oldest first: of each member its newest.
+    """Some of the last events, oldest first: of each member and kind the newest.
 
     One after the other has an event among them, so that none displaces those of others; what was
     refused and the like comes first.
     """
-    newest = core.journal.number("SELECT MAX(number) FROM events") - _LOOKED_AT
     rows = core.journal.rows(
         "SELECT number, at, member, kind, what FROM (SELECT *, kind IN ('refused', 'weight', "
-        "'diverged', 'failure') AS matters, ROW_NUMBER() OVER (PARTITION BY member, kind IN "
-        "('refused', 'weight', 'diverged', 'failure') ORDER BY number DESC) AS place FROM events "
-        "WHERE number > ?) ORDER BY place - 5 * matters, number DESC LIMIT ?",
-        newest,
+        "'diverged', 'failure') AS matters, ROW_NUMBER() OVER (PARTITION BY member, kind "
+        "ORDER BY number DESC) AS place FROM events) "
+        "ORDER BY place - 5 * matters, number DESC LIMIT ?",
         _EVENTS,
     )
     return [dict(row) for row in sorted(rows, key=lambda row: row["number"])]

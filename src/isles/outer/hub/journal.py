@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from isles.errors import ConfigError, UserError
 from isles.outer.hub.rules import Refusal
+from isles.run.repeats import Repeats
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -19,8 +20,10 @@ JOURNAL = "hub.sqlite"
 _VERSION = 4
 """Raised when the tables are others than before."""
 
-_KEPT = 2000
-"""Events, at least."""
+_EACH, _A_MINUTE = 100, 20
+"""Rows of one kind that each name has in the log: the newest. More within a minute share a row."""
+_GONE = 2000
+"""Events that are kept of all names together that no member has any more."""
 _LONGEST = 2000
 
 # A round has a row in `parts` for each contribution; one with a reason was refused. The owner of a
@@ -56,6 +59,7 @@ CREATE TABLE IF NOT EXISTS states (
 CREATE TABLE IF NOT EXISTS events (
   number INTEGER PRIMARY KEY, at REAL NOT NULL, member TEXT NOT NULL, kind TEXT NOT NULL,
   what TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS events_by_member ON events (member, kind, number);
 """
 
 
@@ -63,6 +67,7 @@ class Journal:
     """Tables and transactions. One thread at a time."""
 
     def __init__(self, path: Path) -> None:
+        self._repeats = Repeats()
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._db.row_factory = sqlite3.Row
@@ -142,16 +147,38 @@ class Journal:
         self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
 
     def note(self, member: str, kind: str, what: str) -> None:
-        """Append to the log of events."""
+        """Append to the log of events. Many of one kind within a minute share a row, with a count.
+
+        So the events of a member displace only earlier events of the same name.
+        """
+        more = self._repeats.count((member, kind)) - _A_MINUTE
+        last = "SELECT number, what FROM events WHERE member = ? AND kind = ? ORDER BY number DESC"
+        if more > 0 and (row := self.row(last, member, kind)) is not None:
+            text = row["what"].removesuffix(_more(more - 1)) + _more(more)
+            self.run("UPDATE events SET what = ? WHERE number = ?", text, row["number"])
+            return
         text = "".join(c if c.isprintable() else "?" for c in what[:_LONGEST])
         sql = "INSERT INTO events (at, member, kind, what) VALUES (?, ?, ?, ?)"
         self.run(sql, time.time(), member, kind, text)
-        last = self.number("SELECT MAX(number) FROM events")
-        if last % _KEPT == 0:  # whoever has the token must not fill the disk with them
-            self.run("DELETE FROM events WHERE number < ?", last - _KEPT)
+        self.run(
+            "DELETE FROM events WHERE member = ? AND kind = ? AND number <= (SELECT number FROM "
+            "events WHERE member = ? AND kind = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
+            *(member, kind, member, kind, _EACH),
+        )
+        # Whoever comes and goes under many names.
+        self.run(
+            "DELETE FROM events WHERE number IN (SELECT number FROM events WHERE member != '' AND "
+            "member NOT IN (SELECT name FROM members WHERE state != 'left') "
+            "ORDER BY number DESC LIMIT -1 OFFSET ?)",
+            _GONE,
+        )
 
     def close(self) -> None:
         self._db.close()
+
+
+def _more(count: int) -> str:
+    return f" ({count:,} more like this)" if count > 0 else ""
 
 
 def damaged(path: Path, what: str) -> ConfigError:

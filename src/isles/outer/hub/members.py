@@ -130,12 +130,15 @@ class Membership:
         gone_s = _GONE * self.settings.dead_after_s
         for row in others:
             if row["name"] == join.name:
+                silent_s = self.last_seen_s(row["number"])
                 raise Refusal(
                     "name_taken",
                     f"another cluster called {join.name!r} takes part; it was heard "
-                    f"{self.last_seen_s(row['number']):.1f} s ago",
-                    "give this cluster another name; or stop the other, or wait, if its run "
-                    f"directory is lost, until it was not heard for {gone_s:g} s",
+                    f"{silent_s:.1f} s ago",
+                    "give this cluster another name, or resume it with its old run "
+                    "directory. If that directory is lost, stop the old cluster and wait "
+                    f"{gone_s - silent_s:.0f} s, as a name is free once its cluster was not heard "
+                    f"for {gone_s:g} s",
                 )
         if len(others) >= self.settings.max_clusters:
             raise Refusal(

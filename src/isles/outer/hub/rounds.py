@@ -324,8 +324,7 @@ class Rounds:
                 most = 2 * int(text) * (self._samples.frontier + min(own, stop - start))
                 if self._samples.frontier:
                     claims[part["member"]] = min(part["tokens"], most)
-        history = [(row["member"], row["tokens"]) for row in self._history(outer_step)]
-        counted = counted_tokens(claims, history, self._settings.outlier)
+        counted = counted_tokens(claims, self._history(outer_step), self._settings.outlier)
         self._count(outer_step, counted, "no more are believed for now")
 
     def _count(self, outer_step: int, counted: Mapping[int, int], why: str) -> None:
@@ -337,10 +336,10 @@ class Rounds:
                 what = f"round {outer_step}: {tokens} of the {part['tokens']} tokens that it claims"
                 self._db.note(part["name"], "weight", f"{what} count: {why}")
 
-    def _history(self, outer_step: int) -> list[sqlite3.Row]:
-        # What was accepted for the same fragment in the last rounds.
-        # One that was often alone has no more than a bounded share.
-        return self._db.rows(
+    def _history(self, outer_step: int) -> list[tuple[int, float, int]]:
+        # Member, norm and tokens of what was accepted for the same fragment in the last rounds; of
+        # a member that was often alone no more than a few.
+        rows = self._db.rows(
             "SELECT member, norm, tokens FROM (SELECT *, ROW_NUMBER() OVER (PARTITION BY member "
             "ORDER BY round DESC) AS place FROM parts WHERE reason = '' AND norm >= 0 "
             "AND round < ? AND round % ? = ?) WHERE place <= ? ORDER BY round DESC, member LIMIT ?",
@@ -350,23 +349,24 @@ class Rounds:
             _NORMS_EACH,
             _NORMS,
         )
+        return [(row["member"], row["norm"], row["tokens"]) for row in rows]
 
     def _refuse_outliers(self, outer_step: int) -> None:
         history = self._history(outer_step)
-        usual = [(row["norm"], row["tokens"]) for row in history]
+        usual = [(norm, tokens) for _, norm, tokens in history]
         parts = self._complete_parts(outer_step)
         norms = {part["member"]: (part["norm"], part["tokens"]) for part in parts}
         factor, num_living = self._settings.outlier, len(self._membership.living())
         # Who is alone, as others are late or away, does not say what is common to all; but a
         # cluster that has been alone is compared with nobody.
         may_be_common = (len(norms) > 1 and 2 * len(norms) >= num_living) or (
-            {row["member"] for row in history} <= set(norms)
+            {member for member, _, _ in history} <= set(norms)
         )
         found = outliers(factor, usual, norms, may_be_common=may_be_common)
         accepted = {number: both for number, both in norms.items() if number not in found}
-        counted = tempered(factor, usual, accepted)
+        counted = tempered(factor, history, accepted)
         if not may_be_common or len(counted) < len(norms):
-            self._count(outer_step, counted, "its norm is large, and its tokens do not count twice")
+            self._count(outer_step, counted, "its norm is large")
         for number, reason in found.items():
             refusals = self._membership.get(number)["refusals"] + 1
             self._db.run("UPDATE members SET refusals = ? WHERE number = ?", refusals, number)

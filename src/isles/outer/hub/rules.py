@@ -109,22 +109,33 @@ def outliers(
 
 def tempered(
     factor: float,
-    history: Sequence[tuple[float, int]],
+    history: Sequence[tuple[int, float, int]],
     contributions: Mapping[int, tuple[float, int]],
 ) -> dict[int, int]:
-    """The tokens that count of contributions whose norm is accepted for their tokens alone.
+    """The tokens that count of contributions that would pull an average too far.
 
-    What a contribution changes is its norm times its weight: tokens must not raise both. So it has
-    no more influence than the largest norm that is accepted for any tokens has at its own weight.
+    A contribution pulls with its norm times its tokens. That is at most `factor` times the usual
+    norm times the usual tokens of the others. A larger cluster comes to its full pull step by step,
+    as in `counted_tokens`, but not by a norm above `factor` times the usual. So k liars
+    among n clusters make an average at most `1 + factor * k / (n - k)` times as large as usual at
+    once, and later `factor` times, as a larger norm than that has no weight of earlier rounds.
 
     Args:
-        factor, history, contributions: see `outliers`; of contributions that are accepted.
+        history: member, norm and counted tokens of earlier contributions, newest first.
+        factor, contributions: see `outliers`; of contributions that are accepted.
     """
     found = {}
+    norms = [(norm, tokens) for _, norm, tokens in history]
+    bases = _bases({n: tokens for n, (_, tokens) in contributions.items()}, history)
     for member, (norm, tokens) in contributions.items():
-        known = _known(history, contributions, member)
-        if known is not None and norm > factor * known[0] > 0:
-            found[member] = max(1, int(tokens * (factor * known[0] / norm)))
+        known = _known(norms, contributions, member)
+        if known is None or not norm > known[0] > 0 or member not in bases:
+            continue
+        of_others, own = bases[member]
+        excess = norm / known[0]
+        base = of_others if excess > factor else max(of_others, own)
+        if tokens > (most := factor * base / excess):
+            found[member] = max(1, int(most))
     return found
 
 
@@ -144,7 +155,7 @@ def _known(
 
 def counted_tokens(
     contributions: Mapping[int, int],
-    history: Sequence[tuple[int, int]],
+    history: Sequence[tuple[int, float, int]],
     factor: float,
     most: float = math.inf,
 ) -> dict[int, int]:
@@ -155,24 +166,36 @@ def counted_tokens(
 
     Args:
         contributions: tokens that each member claims for a round.
-        history: members and counted tokens of earlier rounds, newest first.
+        history: see `tempered`.
         factor: see above.
         most: tokens of all samples that were ever leased.
     """
+    bases, found = _bases(contributions, history), {}
+    for member, tokens in contributions.items():
+        limit = most
+        if member in bases:
+            of_others, own = bases[member]
+            limit = min(most, factor * max(of_others, own), _MOST_TIMES * of_others)
+        found[member] = int(max(1, min(tokens, limit)))
+    return found
+
+
+def _bases(
+    contributions: Mapping[int, int], history: Sequence[tuple[int, float, int]]
+) -> dict[int, tuple[float, float]]:
+    # By member, unless it is alone: the usual tokens of the others, and its own of earlier rounds.
     earlier: dict[int, list[int]] = {}
-    for member, tokens in history:
+    for member, _, tokens in history:
         earlier.setdefault(member, []).append(tokens)
     # Of two in the middle the lower: one liar is no measure for another.
     usual = {member: statistics.median_low(all_its) for member, all_its in earlier.items()}
     usual = {**contributions, **usual}
-    found = {}
-    for member, tokens in contributions.items():
-        limit = most
+    found: dict[int, tuple[float, float]] = {}
+    for member in contributions:
         if others := [n for other, n in usual.items() if other != member]:
-            of_others, own = statistics.median_low(others), earlier.get(member, [])[:_OWN_ROUNDS]
-            base = max(of_others, statistics.median_low(own) if len(own) == _OWN_ROUNDS else 0)
-            limit = min(most, factor * base, _MOST_TIMES * of_others)
-        found[member] = int(max(1, min(tokens, limit)))
+            own = earlier.get(member, [])[:_OWN_ROUNDS]
+            last = statistics.median_low(own) if len(own) == _OWN_ROUNDS else 0
+            found[member] = statistics.median_low(others), last
     return found
 
 

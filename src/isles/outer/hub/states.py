@@ -14,7 +14,9 @@ from isles.outer.messages import State, StateAnswer, StateFile, StateOffer
 
 _WANTED_S = 300.0
 _LEAST_BYTES_PER_S = 2**17
-"""A source that gives its state more slowly than 1 Mbit/s has failed."""
+"""A source that gives its state more slowly than 1 Mbit/s has failed. The next time it may be half
+as fast, and so on, so many times."""
+_MOST_DOUBLED = 4
 _SLACK_BYTES = 4 * 2**20
 """What a file has besides its numbers: its head, with a name for each tensor."""
 
@@ -29,8 +31,8 @@ class States:
         self._source: int | None = None
         self._chosen_at = self._progress_at = 0.0
         self._sent_bytes = 0.0
-        self._failures: dict[int, int] = {}
-        """How often each member was asked for a state and did not give it in its time."""
+        self._failures: dict[int, tuple[int, float]] = {}
+        """How often, and when last, each member that was asked did not give a state in its time."""
 
     def touch(self) -> None:
         """Somebody asks for a state, or fetches it."""
@@ -91,35 +93,33 @@ class States:
 
     def _choose(self, but: int) -> None:
         # The most advanced member; the next one if it does not give its state in its time.
+        if (source := self._source) is not None and self._is_late(source):
+            self._failed(source)
+            self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", source)
+            self._source = None
         kept_since = self._rounds.kept_since
-        able = [
-            row["number"]
-            for row in sorted(self._membership.living(), key=self._order)
+        able = {
+            row["number"]: (*self._failures.get(row["number"], (0, 0.0)), -row["version"])
+            for row in self._membership.living()
             if not row["is_behind"] and row["number"] != but and row["version"] >= kept_since
-        ]
-        has_failed = self._source is not None and self._has_failed(self._source)
-        if self._source in able and not has_failed:
-            return
-        if self._source is not None and has_failed:
-            self._failures[self._source] = self._failures.get(self._source, 0) + 1
-            self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", self._source)
-            able.sort(key=lambda number: self._failures.get(number, 0))
-        self._ask(able[0] if able else None)
+        }
+        if self._source not in able:
+            self._ask(min(able, key=able.__getitem__, default=None))
 
-    def _order(self, row: sqlite3.Row) -> tuple[int, int]:
-        return self._failures.get(row["number"], 0), -row["version"]
+    def _failed(self, member: int) -> None:
+        self._failures[member] = self._failures.get(member, (0, 0.0))[0] + 1, self._clock()
 
     def _ask(self, member: int | None) -> None:
         self._source, self._sent_bytes = member, 0.0
         self._chosen_at = self._progress_at = self._clock()
 
-    def _has_failed(self, source: int) -> bool:
+    def _is_late(self, source: int) -> bool:
         # It sends nothing, or so little that others would wait without end, however often it
         # begins again. A source that has failed has twice the time: its link may be slow.
         now, source_s = self._clock(), self._membership.settings.source_s
         all_s = source_s + min(self._sent_bytes, self._limit_bytes) / _LEAST_BYTES_PER_S
-        is_late = now - self._chosen_at > all_s * 2 ** min(self._failures.get(source, 0), 10)
-        return is_late or now - self._progress_at > source_s
+        more = 2 ** min(self._failures.get(source, (0, 0.0))[0], _MOST_DOUBLED)
+        return now - self._chosen_at > all_s * more or now - self._progress_at > source_s
 
     @property
     def _pieces(self) -> list[list[int]]:
@@ -197,7 +197,7 @@ class States:
         self.drop(row["member"])
         name = self._membership.get(row["member"])["name"]
         self._db.note(name, "refused", "its state differs from its announcement")
-        self._failures[row["member"]] = self._failures.get(row["member"], 0) + 1
+        self._failed(row["member"])
 
     def complete(self, state: int) -> None:
         """All files of a state are whole."""
