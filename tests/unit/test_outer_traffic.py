@@ -27,7 +27,7 @@ async def _known(made: Traffic, name: str) -> str:
 
 def test_who_fills_its_share_keeps_no_other_waiting():
     async def use() -> None:
-        made = Traffic(_is_member)
+        made = Traffic(_is_member, 64)
         assert await _known(made, "a") == member_id("a")
         assert (await _known(made, "x")).startswith("at "), "no member"
         b = await _known(made, "b")
@@ -52,7 +52,7 @@ def test_who_fills_its_share_keeps_no_other_waiting():
 
 def test_few_of_one_sender_wait():
     async def use() -> None:
-        made = Traffic(_is_member)
+        made = Traffic(_is_member, 64)
 
         async def hold() -> None:
             async with made.holding("at 1", 16 * _MIB, 600.0):
@@ -73,7 +73,7 @@ def test_few_of_one_sender_wait():
 
 def test_of_too_many_long_polls_of_one_sender_the_oldest_answer():
     async def use() -> None:
-        made, changed = Traffic(_is_member), asyncio.Event()
+        made, changed = Traffic(_is_member, 64), asyncio.Event()
         over = []
 
         async def poll(sender: str, number: int) -> None:

@@ -209,7 +209,8 @@ def _read_part(path: Path, part: slice) -> tuple[bytes, int]:
 def make_app(work: Work, token: str, knows: Knows) -> web.Application:
     """The routes of a hub; all need the token."""
     core = work.core
-    traffic = Traffic(lambda member_id: work.ask(core.membership.has, member_id))
+    clusters = core.settings.max_clusters
+    traffic = Traffic(lambda member_id: work.ask(core.membership.has, member_id), clusters)
     routes, middlewares = Routes(work, traffic), [guard(token, knows, traffic)]
     app = web.Application(middlewares=middlewares, client_max_size=_JOIN_BYTES)
 

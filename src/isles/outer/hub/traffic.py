@@ -30,6 +30,7 @@ _MOST_POLLS = 16
 _PIECE_BYTES = 2**17
 _FRESH_S, _MOST_VERSIONS = 0.5, 2
 
+_ID_CHARS = 32
 MEMBER = "X-Member"
 """The header with the id of the member that asks."""
 
@@ -58,11 +59,12 @@ class Traffic:
 
     Args:
         is_member: whether an id is a member's.
+        clusters: so many may take part.
     """
 
-    def __init__(self, is_member: Callable[[str], Awaitable[bool]]) -> None:
+    def __init__(self, is_member: Callable[[str], Awaitable[bool]], clusters: int) -> None:
         self._is_member = is_member
-        self._members = set[str]()
+        self._most_bytes = _ALL_BYTES + clusters * _OWN_BYTES
         self._holds: dict[_Hold, None] = {}  # the oldest first
         self._held: dict[str, int] = {}
         self._waiting: dict[str, int] = {}
@@ -72,12 +74,9 @@ class Traffic:
     async def sender(self, request: web.Request) -> str:
         """Who asks: a member's id, or an address."""
         member_id = request.match_info.get("id") or request.headers.get(MEMBER) or ""
-        if len(member_id) == 32 and member_id not in self._members:
-            if len(self._members) > 10_000:
-                self._members.clear()
-            if await self._is_member(member_id):
-                self._members.add(member_id)
-        return member_id if member_id in self._members else f"at {network(request.remote)}"
+        if len(member_id) == _ID_CHARS and await self._is_member(member_id):
+            return member_id
+        return f"at {network(request.remote)}"
 
     @property
     def num_bytes(self) -> int:
@@ -114,8 +113,9 @@ class Traffic:
         own = self._held.get(sender, 0) + num_bytes
         if own > max(_EACH_BYTES, num_bytes):
             return False
-        has_own = own <= _OWN_BYTES and sender in self._members
-        return has_own or self.num_bytes + num_bytes <= _ALL_BYTES
+        has_own = own <= _OWN_BYTES and len(sender) == _ID_CHARS and not sender.startswith("at ")
+        most = self._most_bytes if has_own else _ALL_BYTES
+        return self.num_bytes + num_bytes <= most
 
     async def _wait(self, sender: str, num_bytes: int) -> None:
         if not self._has_room(sender, num_bytes):
