@@ -61,7 +61,7 @@ class HubApi:
         down: RateLimit | None = None,
     ) -> None:
         self.id = member_id
-        self.channel = Channel(line, up or RateLimit(0.0), down or RateLimit(0.0))
+        self.channel = Channel(line, member_id, up or RateLimit(0.0), down or RateLimit(0.0))
         self._leases = 0
 
     async def __aenter__(self) -> HubApi:

@@ -101,8 +101,9 @@ class Channel:
     says no, or is another one, it raises `HubRefusal`.
     """
 
-    def __init__(self, line: JoinLine, up: RateLimit, down: RateLimit) -> None:
+    def __init__(self, line: JoinLine, member_id: str, up: RateLimit, down: RateLimit) -> None:
         self.line, self.up, self.down = line, up, down
+        self._member_id = member_id
 
     async def open(self) -> None:
         connector = aiohttp.TCPConnector(
@@ -111,7 +112,8 @@ class Channel:
             keepalive_timeout=30.0,
             socket_factory=_make_socket,
         )
-        headers = {"Authorization": f"Bearer {self.line.token}"}
+        # With the id the hub knows whose share of its memory this is.
+        headers = {"Authorization": f"Bearer {self.line.token}", "X-Member": self._member_id}
         self._session = aiohttp.ClientSession(self.line.url, connector=connector, headers=headers)
 
     async def close(self) -> None:

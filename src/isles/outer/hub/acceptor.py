@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
+from isles.outer.hub.traffic import network
 from isles.run.unauthenticated import WITHIN_S, Unauthenticated
 
-_MOST = 2048
-"""Connections of members. Each cluster needs about ten."""
+_MOST, _EACH = 1024, 16
+"""Connections of members: at least, and for each cluster that may take part; it needs about ten."""
+_WRITE_BYTES = 2**16
+"""Of an answer that is not read, so much is copied for a connection."""
 _LOOK_S, _PAUSE_S = 1.0, 0.2
 
 
@@ -26,6 +29,7 @@ class Acceptor:
         listening: a socket that listens.
         context: of TLS.
         protocol: makes what serves a connection.
+        clusters: so many may take part.
     """
 
     def __init__(
@@ -33,11 +37,14 @@ class Acceptor:
         listening: socket.socket,
         context: ssl.SSLContext,
         protocol: Callable[[], asyncio.Protocol],
+        clusters: int,
     ) -> None:
         self._listening, self._context, self._protocol = listening, context, protocol
+        self._most = max(_MOST, _EACH * clusters)
         self._sockets: dict[int, socket.socket] = {}
+        self._networks: dict[socket.socket, str] = {}
         self._unauthenticated = Unauthenticated[socket.socket](_hang_up)
-        self._members = Unauthenticated[socket.socket](_hang_up, most=_MOST, within_s=math.inf)
+        self._members: dict[socket.socket, None] = {}  # the oldest first
         self._greeting: set[asyncio.Task[None]] = set()
         listening.setblocking(False)
         self._tasks = [asyncio.create_task(self._accept()), asyncio.create_task(self._look())]
@@ -46,8 +53,17 @@ class Acceptor:
         """A request with the token has come over a connection."""
         known = None if transport is None else transport.get_extra_info("socket")
         found = None if known is None else self._sockets.get(known.fileno())
-        if found is not None and self._unauthenticated.forget(found):
-            self._members.add(found)
+        if transport is None or found is None or not self._unauthenticated.forget(found):
+            return
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.set_write_buffer_limits(high=_WRITE_BYTES)
+        self._members[found] = None
+        if len(self._members) > self._most:  # who has most of them keeps nobody else out
+            counts = Counter(self._networks.get(each, "") for each in self._members)
+            most = counts.most_common(1)[0][0]
+            oldest = next(s for s in self._members if self._networks.get(s, "") == most)
+            del self._members[oldest]
+            _hang_up(oldest)
 
     async def close(self) -> None:
         """Accept no more. Connections that were served are ended by their server."""
@@ -61,13 +77,14 @@ class Acceptor:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(self._listening)
+                connection, address = await loop.sock_accept(self._listening)
             except OSError:  # for a moment this process has too many open files
                 await asyncio.sleep(_PAUSE_S)
                 continue
             connection.setblocking(False)
             self._forget(self._sockets.get(connection.fileno()))  # it has had the same number
             self._sockets[connection.fileno()] = connection
+            self._networks[connection] = network(address[0])
             self._unauthenticated.add(connection)
             task = asyncio.create_task(self._greet(connection))
             self._greeting.add(task)
@@ -100,7 +117,8 @@ class Acceptor:
     def _forget(self, connection: socket.socket | None) -> None:
         if connection is not None:
             self._unauthenticated.forget(connection)
-            self._members.forget(connection)
+            self._members.pop(connection, None)
+            self._networks.pop(connection, None)
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -16,7 +16,7 @@ from isles.outer.hub.files import COMING, coming
 from isles.outer.hub.journal import JOURNAL, Journal, damaged
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rounds import Rounds
-from isles.outer.hub.rules import Refusal, Settings, divergence, heavy, may_judge
+from isles.outer.hub.rules import Refusal, Settings, divergence, may_judge
 from isles.outer.hub.samples import Samples
 from isles.outer.hub.states import States
 from isles.outer.messages import (
@@ -387,7 +387,7 @@ def status(core: Core) -> dict[str, Any]:
     commits = [_commit(core, row) for row in core.journal.rows(newest, _COMMITS)]
     open_rounds = core.rounds.open_rounds()
     weights = commits[0]["weights"] if commits else {}
-    heaviest = heavy(weights)
+    heaviest = core.rounds.heaviest(core.rounds.next - 1, weights) if weights else None
     return {
         "round": core.rounds.next,
         "fragments": core.rounds.fragments,

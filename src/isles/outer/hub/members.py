@@ -83,6 +83,11 @@ class Membership:
             )
         return row
 
+    def has(self, member_id: str) -> bool:
+        """Whether an id is that of a member."""
+        sql = "SELECT 1 FROM members WHERE id = ? AND state != 'left'"
+        return self.db.row(sql, member_id) is not None
+
     def end_kind(self) -> Literal["", "over", "alone"]:
         """How far the run's end is.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,10 @@ from isles.outer.samples import RESERVE, reserve_of
 _REFUSALS = 3
 _NORMS, _ROUNDS = 32, 20
 """Contributions that norms and tokens are compared with; decided rounds that the hub remembers."""
+_NORMS_EACH = 8
+"""So many of these contributions are of one member."""
+_TIMES = 4
+"""Rounds by which the hub knows how long a cluster usually needs."""
 
 
 class Rounds:
@@ -35,6 +40,8 @@ class Rounds:
         self._began = self._clock()
         self._came: dict[tuple[int, int], float] = {}
         self._read: tuple[str | None, Join | None] = None, None
+        self._turn = self.next, self._began
+        self._needed_s: dict[str, list[float]] = {}
 
     @property
     def first(self) -> Join | None:
@@ -239,8 +246,26 @@ class Rounds:
         """Seconds since the first contribution; after a restart, since then."""
         return self._clock() - min(self._came_at(outer_step), default=self._clock())
 
+    @property
+    def _turn_began(self) -> float:
+        # When the next round became the next one: contributions sent ahead begin no time box.
+        if self._turn[0] != self.next:
+            self._turn = self.next, self._clock()
+        return self._turn[1]
+
+    def _fair_s(self, outer_step: int) -> float:
+        # Those who contribute at once do not take the others' time to train away: the time box
+        # begins when half of the missing clusters usually contribute. But a majority does not wait.
+        missing = self._waits_for(outer_step)
+        if len(missing) < len(self._complete_parts(outer_step)):
+            return 0.0
+        needed_s = [min(self._needed_s.get(name, [0.0])) for name in missing]
+        return statistics.median_high(needed_s) if needed_s else 0.0
+
     def _due_in_s(self, outer_step: int) -> float | None:
         # Until it is closed without the missing; None: that is not decided by time, or not yet.
+        if outer_step != self.next:
+            return None
         match self._settings.wait:
             case "all":
                 return None
@@ -251,7 +276,8 @@ class Rounds:
         came_at = self._came_at(outer_step)
         if len(came_at) < enough:
             return None
-        return max(0.0, came_at[enough - 1] + limit_s - self._clock())
+        begins = max(came_at[enough - 1], self._turn_began + self._fair_s(outer_step))
+        return max(0.0, begins + limit_s - self._clock())
 
     def _waits_for(self, outer_step: int) -> list[str]:
         answered = {part["name"] for part in self._parts(outer_step)}
@@ -312,13 +338,16 @@ class Rounds:
                 self._db.note(part["name"], "weight", f"{what} count: {why}")
 
     def _history(self, outer_step: int) -> list[tuple[int, float, int]]:
-        # Member, norm and tokens of what was accepted for the same fragment in the last rounds.
+        # Member, norm and tokens of what was accepted for the same fragment in the last rounds; of
+        # a member that was often alone no more than a few.
         rows = self._db.rows(
-            "SELECT member, norm, tokens FROM parts WHERE reason = '' AND norm >= 0 AND round < ? "
-            "AND round % ? = ? ORDER BY round DESC, member LIMIT ?",
+            "SELECT member, norm, tokens FROM (SELECT *, ROW_NUMBER() OVER (PARTITION BY member "
+            "ORDER BY round DESC) AS place FROM parts WHERE reason = '' AND norm >= 0 "
+            "AND round < ? AND round % ? = ?) WHERE place <= ? ORDER BY round DESC, member LIMIT ?",
             outer_step,
             self.fragments,
             outer_step % self.fragments,
+            _NORMS_EACH,
             _NORMS,
         )
         return [(row["member"], row["norm"], row["tokens"]) for row in rows]
@@ -359,6 +388,7 @@ class Rounds:
 
     def note_parts(self) -> None:
         """Contributions that were counted elsewhere, in a memory that is shared, came now."""
+        _ = self._turn_began
         sql = "SELECT round, member FROM parts WHERE reason = '' AND round >= ?"
         for part in self._db.rows(sql, self.next):
             self._came.setdefault((part["round"], part["member"]), self._clock())
@@ -366,6 +396,7 @@ class Rounds:
     def commit(self, outer_step: int, digest: str, size_bytes: int) -> None:
         """The average of a round that `close` has closed is on the disk; see `files.average`."""
         assert outer_step == self.next and self.state(outer_step) == "averaging", outer_step
+        began = self._turn_began
         self._db.run(
             "UPDATE rounds SET state = 'committed', digest = ?, size = ?, committed_at = ?, "
             "seconds = ? WHERE round = ?",
@@ -377,14 +408,31 @@ class Rounds:
         )
         parts = self._complete_parts(outer_step)
         self._note_heavy(outer_step, {part["name"]: part["tokens"] for part in parts})
+        known = {row["name"] for row in self._membership.latest()}
+        self._needed_s = {name: s for name, s in self._needed_s.items() if name in known}
         for part in parts:
+            came = self._came.get((outer_step, part["member"]), self._began)
+            needed_s = [max(0.0, came - began), *self._needed_s.get(part["name"], [])]
+            self._needed_s[part["name"]] = needed_s[:_TIMES]
             self._samples.average(part["member"], valid(json.loads(part["spans"])))
             self._db.run("UPDATE members SET refusals = 0 WHERE number = ?", part["member"])
             self._came.pop((outer_step, part["member"]), None)
+        self._turn = outer_step + 1, self._clock()
+
+    def heaviest(
+        self, outer_step: int, weights: Mapping[str, int]
+    ) -> tuple[list[str], float] | None:
+        """Who outweighs all others that live, also those missing in a round; see `heavy`."""
+        living = {
+            row["name"]
+            for row in self._membership.living()
+            if row["from_round"] <= outer_step and not (row["is_behind"] or row["has_finished"])
+        }
+        return heavy({**dict.fromkeys(living, 0), **weights})
 
     def _note_heavy(self, outer_step: int, weights: Mapping[str, int]) -> None:
         # Once, and again when it is another.
-        found, before = heavy(weights), self._db.get("heavy") or ""
+        found, before = self.heaviest(outer_step, weights), self._db.get("heavy") or ""
         names, share = found or ([], 0.0)
         if (now := ", ".join(names)) != before:
             self._db.put("heavy", now)

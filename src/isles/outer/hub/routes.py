@@ -23,6 +23,7 @@ from isles.errors import UserError
 from isles.outer.hub.core import live, status
 from isles.outer.hub.files import Incoming, chunk_list, write_chunk_list
 from isles.outer.hub.rules import Refusal
+from isles.outer.hub.traffic import SMALL_BYTES, Pieces, Shared, Traffic, write
 from isles.outer.hub.work import Work
 from isles.outer.messages import (
     CHUNK_BYTES,
@@ -46,6 +47,7 @@ from isles.outer.messages import (
     read_body,
 )
 from isles.run.records import used_up
+from isles.run.relay import LONGEST
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +58,10 @@ Knows = Callable[[asyncio.BaseTransport | None], None]
 
 _MOST_UPLOADS = 16
 """Chunks that a member sends at a time; a client sends four."""
-_SMALL_BYTES = 2**20
-"""Limit of a request's body. A join may be longer, as it lists the model's pieces."""
-_BODY_S, _CHUNK_S, _LONGEST_WAIT_S = 60.0, 600.0, 30.0
 _JOIN_BYTES, _AT_ONCE_BYTES = 4 * 2**20, 2**15
+_BODY_BYTES = {Join: _JOIN_BYTES, Contribution: 2**20, StateOffer: 2**20, Shown: 2 * LONGEST}
+"""Limits of the bodies that may be long: a join lists the model's pieces."""
+_BODY_S, _CHUNK_S, _LONGEST_WAIT_S = 60.0, 600.0, 30.0
 _MOST_PARSED = 2
 """Long joins that are read at a time."""
 _FEW_SPANS = 64
@@ -67,11 +69,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NO_TOKEN, _DISK_FULL = 401, 507
 
 
-def guard(token: str, knows: Knows) -> Middleware:
+def guard(token: str, knows: Knows, traffic: Traffic) -> Middleware:
     """Answers 401, whatever was asked for, unless a request carries the token.
 
     Args:
         knows: called with the connection of a request that carries it.
+        traffic: writes the answers.
 
     Whatever goes wrong becomes an answer in words; only bugs of the hub get a traceback.
     """
@@ -88,8 +91,10 @@ def guard(token: str, knows: Knows) -> Middleware:
             if encoding := request.headers.get("Content-Encoding"):
                 what = f"a body with Content-Encoding {encoding[:32]!r}"
                 raise Refusal("encoded", what, "send it as it is")
-            return await handler(request)
+            answered = await handler(request)
         except Exception as error:
+            if request.transport is None or request.transport.is_closing():
+                raise ConnectionResetError("the connection has gone") from error
             status, body = _explain(error)
             if status == 500:
                 log.exception("a bug of the hub at %s %s", request.method, request.path)
@@ -98,7 +103,8 @@ def guard(token: str, knows: Knows) -> Middleware:
             answered = _answer(body, status)
             if status == _NO_TOKEN:
                 answered.force_close()
-            return answered
+        await traffic.send(request, answered)
+        return answered
 
     return answer
 
@@ -126,24 +132,42 @@ def _explain(error: Exception) -> tuple[int, ErrorBody]:
             return 500, ErrorBody(kind="bug", what="the hub has failed", fix=fix)
 
 
-def _answer(content: BaseModel | dict[str, Any] | list[str], status: int = 200) -> web.Response:
+def _answer(content: BaseModel | dict[str, Any] | list[str], status: int = 200) -> Pieces:
     text = content.model_dump_json() if isinstance(content, BaseModel) else json.dumps(content)
-    return web.Response(status=status, body=text.encode(), content_type="application/json")
+    return Pieces(text.encode(), status)
 
 
-async def _read(request: web.Request, kind: type[M], parsing: asyncio.Semaphore | None = None) -> M:
-    # The body of a request.
-    if request.content_length is None:
-        raise Refusal("malformed", "a body without Content-Length")
-    if request.content_length > (_JOIN_BYTES if kind is Join else _SMALL_BYTES):
-        raise Refusal("too_large", f"a body of {request.content_length} bytes")
-    async with asyncio.timeout(_BODY_S):
-        body = await request.read()
+async def _body(request: web.Request, size: int) -> bytes:
+    # Not `request.read`: a connection keeps its last request, with what that has read.
     try:
-        if parsing is not None and len(body) > _AT_ONCE_BYTES:
+        return await read_body(request.content, request.transport, size)
+    except asyncio.IncompleteReadError as error:
+        raise ConnectionResetError("cut in the middle of a body") from error
+
+
+async def _read(
+    request: web.Request,
+    kind: type[M],
+    traffic: Traffic,
+    parsing: asyncio.Semaphore | None = None,
+) -> M:
+    # The body of a request.
+    size = request.content_length
+    if size is None:
+        raise Refusal("malformed", "a body without Content-Length")
+    if size > _BODY_BYTES.get(kind, SMALL_BYTES):
+        raise Refusal("too_large", f"a body of {size} bytes")
+    try:
+        if size <= SMALL_BYTES:
+            async with asyncio.timeout(_BODY_S):
+                body = await request.read()
+            return kind.model_validate_json(body, strict=True)
+        async with traffic.holding(await traffic.sender(request), size, _BODY_S):
+            body = await _body(request, size)
+            if parsing is None or size <= _AT_ONCE_BYTES:
+                return kind.model_validate_json(body, strict=True)
             async with parsing:  # others are answered meanwhile
                 return await asyncio.to_thread(kind.model_validate_json, body, strict=True)
-        return kind.model_validate_json(body, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -154,7 +178,7 @@ def _number(request: web.Request, key: str) -> int:
     return int(request.match_info[key])
 
 
-async def _put(request: web.Request, incoming: Incoming) -> web.Response:
+async def _put(request: web.Request, incoming: Incoming, traffic: Traffic) -> web.StreamResponse:
     index, count = _number(request, "chunk"), num_chunks(incoming.size_bytes)
     if index >= count:
         raise Refusal("malformed", f"chunk {index} of a file of {count} chunks")
@@ -166,12 +190,9 @@ async def _put(request: web.Request, incoming: Incoming) -> web.Response:
             f"chunk {index} has {request.content_length} bytes; {due} and their sha256 are due",
             "cut the same weights into the same pieces on all clusters",
         )
-    async with asyncio.timeout(_CHUNK_S):
-        try:
-            data = await read_body(request.content, request.transport, due)
-        except asyncio.IncompleteReadError as error:
-            raise ConnectionResetError("cut in the middle of a chunk") from error
-    await asyncio.to_thread(incoming.put, index, data, sha256)
+    async with traffic.holding(await traffic.sender(request), due, _CHUNK_S):
+        data = await _body(request, due)
+        await asyncio.to_thread(incoming.put, index, data, sha256)
     return _answer({})
 
 
@@ -187,19 +208,22 @@ def _read_part(path: Path, part: slice) -> tuple[bytes, int]:
 
 def make_app(work: Work, token: str, knows: Knows) -> web.Application:
     """The routes of a hub; all need the token."""
-    app = web.Application(middlewares=[guard(token, knows)], client_max_size=_JOIN_BYTES)
-    core, routes = work.core, Routes(work)
+    core = work.core
+    clusters = core.settings.max_clusters
+    traffic = Traffic(lambda member_id: work.ask(core.membership.has, member_id), clusters)
+    routes, middlewares = Routes(work, traffic), [guard(token, knows, traffic)]
+    app = web.Application(middlewares=middlewares, client_max_size=_JOIN_BYTES)
 
     def post(path: str, kind: type[M], call: Callable[[M], Any]) -> web.RouteDef:
         # A body that one method of the core answers.
-        async def handler(request: web.Request) -> web.Response:
-            return _answer(await work.ask(call, await _read(request, kind)) or {})
+        async def handler(request: web.Request) -> web.StreamResponse:
+            return _answer(await work.ask(call, await _read(request, kind, traffic)) or {})
 
         return web.post(path, handler)
 
     def upload(path: str, find: Callable[[web.Request], Awaitable[Incoming]], put: Handler) -> None:
         # Which chunks of a file are there; and a chunk.
-        async def received(request: web.Request) -> web.Response:
+        async def received(request: web.Request) -> web.StreamResponse:
             incoming = await find(request)
             chunks = {str(index): sha256 for index, sha256 in incoming.received().items()}
             return _answer(Received(size_bytes=incoming.size_bytes, chunks=chunks))
@@ -210,17 +234,21 @@ def make_app(work: Work, token: str, knows: Knows) -> web.Application:
         # A file, and the hashes of its chunks.
         async def content(request: web.Request) -> web.StreamResponse:
             # A chunk, as clusters ask for it; to TLS a FileResponse gives 16 KiB at a time.
-            path, data, size = await find(request), b"", 0
+            path, sender = await find(request), await traffic.sender(request)
             with suppress(ValueError, FileNotFoundError):  # which FileResponse answers in words
                 part = request.http_range
                 if part.stop is not None and part.stop - part.start <= CHUNK_BYTES:
-                    data, size = await asyncio.to_thread(_read_part, path, part)
-            if not data:
-                return web.FileResponse(path)
-            span = f"bytes {part.start}-{part.start + len(data) - 1}/{size}"
-            return web.Response(status=206, body=data, headers={"Content-Range": span})
+                    async with traffic.answering(request, sender, CHUNK_BYTES, _CHUNK_S):
+                        data, size = await asyncio.to_thread(_read_part, path, part)
+                        if data:
+                            span = f"bytes {part.start}-{part.start + len(data) - 1}/{size}"
+                            headers = {"Content-Range": span}
+                            answer = Pieces(data, 206, headers)
+                            await write(request, answer)
+                            return answer
+            return web.FileResponse(path)
 
-        async def hashes(request: web.Request) -> web.Response:
+        async def hashes(request: web.Request) -> web.StreamResponse:
             try:
                 return _answer(chunk_list(await find(request)).read_text().split())
             except FileNotFoundError:
@@ -262,14 +290,15 @@ def make_app(work: Work, token: str, knows: Knows) -> web.Application:
 class Routes:
     """The requests that need more than one answer of the core; see `make_app`."""
 
-    def __init__(self, work: Work) -> None:
-        self._work, self._core = work, work.core
+    def __init__(self, work: Work, traffic: Traffic) -> None:
+        self._work, self._core, self._traffic = work, work.core, traffic
+        self._live = Shared(self._make_live)
         self._sending: dict[str, list[asyncio.Task[Any]]] = {}
         self._joining = set[str]()
         self._parsing, self._long = asyncio.Semaphore(_MOST_PARSED), asyncio.Lock()
 
-    async def join(self, request: web.Request) -> web.Response:
-        join = await _read(request, Join, self._parsing)
+    async def join(self, request: web.Request) -> web.StreamResponse:
+        join = await _read(request, Join, self._traffic, self._parsing)
         if join.id in self._joining:
             raise Refusal("busy", "an earlier join of this cluster is still looked at", "wait")
         self._joining.add(join.id)
@@ -291,16 +320,16 @@ class Routes:
             wait_s = min(float(request.query.get("wait", "0")), _LONGEST_WAIT_S)
         loop = asyncio.get_running_loop()
         end = loop.time() + (wait_s if math.isfinite(wait_s) else 0.0)
-        while True:
-            changed = self._work.changed  # before looking, so that no change is missed
-            found = await self._work.ask(look)
-            left_s = end - loop.time()
-            if is_done(found) or left_s <= 0:
-                return found
-            with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), left_s)
+        async with self._traffic.polling(await self._traffic.sender(request)) as poll:
+            while True:
+                changed = self._work.changed  # before looking, so that no change is missed
+                found = await self._work.ask(look)
+                left_s = end - loop.time()
+                if is_done(found) or left_s <= 0 or poll.is_over:
+                    return found
+                await poll.wait(changed, left_s)
 
-    async def round(self, request: web.Request) -> web.Response:
+    async def round(self, request: web.Request) -> web.StreamResponse:
         outer_step = _number(request, "outer_step")
 
         def is_committed(answer: RoundAnswer) -> bool:
@@ -310,8 +339,9 @@ class Routes:
         answer = await self._long_poll(request, lambda: look(outer_step), is_committed)
         return _answer(answer)
 
-    async def held(self, request: web.Request) -> web.Response:
-        outer_step, asker = _number(request, "outer_step"), (await _read(request, OnlyId)).id
+    async def held(self, request: web.Request) -> web.StreamResponse:
+        outer_step = _number(request, "outer_step")
+        asker = (await _read(request, OnlyId, self._traffic)).id
         await self._work.ask(self._core.held, asker, outer_step)
         self._work.wake()  # it is the last one, perhaps
         is_everywhere = await self._long_poll(
@@ -321,7 +351,7 @@ class Routes:
 
     # Contributions and averages.
 
-    async def put(self, request: web.Request, incoming: Incoming) -> web.Response:
+    async def put(self, request: web.Request, incoming: Incoming) -> web.StreamResponse:
         """Receive a chunk of a file. A member with too many uploads loses the oldest upload, whose
         link may be down."""
         who, task = request.match_info["id"], asyncio.current_task()
@@ -331,7 +361,7 @@ class Routes:
             tasks.pop(0).cancel()
         tasks.append(task)
         try:
-            return await _put(request, incoming)
+            return await _put(request, incoming, self._traffic)
         finally:
             if task in tasks:
                 tasks.remove(task)
@@ -341,20 +371,21 @@ class Routes:
     async def part(self, request: web.Request) -> Incoming:
         return await self._work.part(request.match_info["id"], _number(request, "outer_step"))
 
-    async def put_part(self, request: web.Request) -> web.Response:
+    async def put_part(self, request: web.Request) -> web.StreamResponse:
         return await self.put(request, await self.part(request))
 
-    async def complete(self, request: web.Request) -> web.Response:
+    async def complete(self, request: web.Request) -> web.StreamResponse:
         outer_step = _number(request, "outer_step")
-        return _answer(await self._work.complete(outer_step, await _read(request, Contribution)))
+        contribution = await _read(request, Contribution, self._traffic)
+        return _answer(await self._work.complete(outer_step, contribution))
 
     async def average(self, request: web.Request) -> Path:
         return await self._work.ask(self._core.average_path, _number(request, "outer_step"))
 
     # States.
 
-    async def offer_state(self, request: web.Request) -> web.Response:
-        offer = await _read(request, StateOffer)
+    async def offer_state(self, request: web.Request) -> web.StreamResponse:
+        offer = await _read(request, StateOffer, self._traffic)
         caller, states = self._core.caller, self._core.states
         number = await self._work.ask(lambda: states.offer(caller(offer.id), offer))
         await self._work.sweep()
@@ -372,20 +403,20 @@ class Routes:
         path, file = files[index]
         return await self._work.incoming(path, file.size_bytes)
 
-    async def put_state(self, request: web.Request) -> web.Response:
+    async def put_state(self, request: web.Request) -> web.StreamResponse:
         """Receive a chunk of a state; only a new chunk counts as progress."""
         incoming = await self.state_part(request)
         before = len(incoming.received())
         answer = await self.put(request, incoming)
         if len(incoming.received()) > before:
             states, asker = self._core.states, request.match_info["id"]
-            note = states.note_progress
-            await self._work.ask(lambda: note(self._core.caller(asker)["number"]))
+            note, size = states.note_progress, request.content_length or 0
+            await self._work.ask(lambda: note(self._core.caller(asker)["number"], size))
         return answer
 
-    async def complete_state(self, request: web.Request) -> web.Response:
+    async def complete_state(self, request: web.Request) -> web.StreamResponse:
         state = _number(request, "state")
-        asker, states = (await _read(request, OnlyId)).id, self._core.states
+        asker, states = (await _read(request, OnlyId, self._traffic)).id, self._core.states
         if await self._work.ask(lambda: states.is_given(self._core.caller(asker), state)):
             return _answer({})  # the answer to an earlier request was lost
         files, whole = await self._uploads(state, asker), list[Incoming]()
@@ -421,14 +452,21 @@ class Routes:
 
     # For people, and for clusters that are to join.
 
-    async def status(self, _: web.Request) -> web.Response:
+    async def status(self, _: web.Request) -> web.StreamResponse:
         found = await self._work.ask(status, self._core)
         return _answer({"run": self._work.run, **found})
 
-    async def live(self, _: web.Request) -> web.Response:
-        return _answer(await self._work.ask(live, self._core))
+    async def live(self, request: web.Request) -> web.StreamResponse:
+        async with self._live.newest() as body:
+            answer = Pieces(body, is_shared=True)
+            await self._traffic.send(request, answer)
+        return answer
 
-    async def run_file(self, _: web.Request) -> web.Response:
+    async def _make_live(self) -> bytes:
+        found = await self._work.ask(live, self._core)
+        return await asyncio.to_thread(lambda: json.dumps(found).encode())
+
+    async def run_file(self, _: web.Request) -> web.StreamResponse:
         path = self._work.run_file
         if not path.exists():
             raise Refusal(

@@ -48,7 +48,8 @@ class Settings(BaseModel):
 
     wait: Literal["all", "time_boxed", "quorum"] = "all"
     """all: every living cluster. time_boxed: `time_box_s` after the first contribution without
-    the missing. quorum: `grace_s` after the `quorum`-th contribution."""
+    the missing. quorum: `grace_s` after the `quorum`-th contribution. Both begin when the round
+    before is decided, or later: see `Rounds`."""
     min_clusters: Annotated[int, Field(ge=1)] = 1
     """An outer step has at least so many contributions."""
     gather: Annotated[int, Field(ge=1)] = 1

@@ -111,7 +111,8 @@ class Server:
                 "the new join line to every cluster",
             ) from error
         assert self._runner.server is not None
-        self._acceptor = Acceptor(listening, context, self._runner.server)
+        clusters = self.work.core.settings.max_clusters
+        self._acceptor = Acceptor(listening, context, self._runner.server, clusters)
         port = listening.getsockname()[1]
         write_secret(port_file, str(port))
         line = JoinLine(*_dialled(announce, host, port), run, token, fingerprint(self.folder))

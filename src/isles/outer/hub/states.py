@@ -13,6 +13,10 @@ from isles.outer.hub.rules import Refusal
 from isles.outer.messages import State, StateAnswer, StateFile, StateOffer
 
 _WANTED_S = 300.0
+_LEAST_BYTES_PER_S = 2**17
+"""A source that gives its state more slowly than 1 Mbit/s has failed. The next time it may be half
+as fast, and so on, so many times."""
+_MOST_DOUBLED = 4
 _SLACK_BYTES = 4 * 2**20
 """What a file has besides its numbers: its head, with a name for each tensor."""
 
@@ -25,9 +29,10 @@ class States:
         self._db, self._clock = membership.db, membership.clock
         self._wanted_at = -math.inf
         self._source: int | None = None
-        self._progress_at = 0.0
-        self._passed = 0
-        """Sources that have sent nothing in their time, one after the other."""
+        self._chosen_at = self._progress_at = 0.0
+        self._sent_bytes = 0.0
+        self._failures: dict[int, tuple[int, float]] = {}
+        """How often, and when last, each member that was asked did not give a state in its time."""
 
     def touch(self) -> None:
         """Somebody asks for a state, or fetches it."""
@@ -41,12 +46,13 @@ class States:
         """Another that shares this memory has chosen a member as state source."""
         self.touch()
         if self._source != member:
-            self._source, self._progress_at = member, self._clock()
+            self._ask(member)
 
-    def note_progress(self, member: int) -> None:
-        """A member is heard to send something: its state, if it was asked for that."""
+    def note_progress(self, member: int, num_bytes: float = math.inf) -> None:
+        """A member is heard to send so many bytes: of its state, if it was asked for that."""
         if self._source == member:
             self._progress_at = self._clock()
+            self._sent_bytes += num_bytes
 
     def is_source(self, member: int) -> bool:
         return self._source == member and self._is_wanted
@@ -86,21 +92,43 @@ class States:
         return StateAnswer(state=None)
 
     def _choose(self, but: int) -> None:
-        # The most advanced member; the next one where it sends nothing.
+        # The most advanced member; the next one if it does not give its state in its time.
+        if (source := self._source) is not None and self._is_late(source):
+            self._failed(source)
+            self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", source)
+            self._source = None
         kept_since = self._rounds.kept_since
-        able = [
-            row["number"]
-            for row in sorted(self._membership.living(), key=lambda row: -row["version"])
+        able = {
+            row["number"]: (*self._failures.get(row["number"], (0, 0.0)), -row["version"])
+            for row in self._membership.living()
             if not row["is_behind"] and row["number"] != but and row["version"] >= kept_since
-        ]
-        is_idle = self._clock() - self._progress_at > self._membership.settings.source_s
-        if self._source in able and not is_idle:
-            return
-        if self._source is not None and is_idle:
-            self._passed += 1
-            self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", self._source)
-        self._source = able[self._passed % len(able)] if able else None
-        self._progress_at = self._clock()
+        }
+        if self._source not in able:
+            self._ask(min(able, key=able.__getitem__, default=None))
+
+    def _failed(self, member: int) -> None:
+        self._failures[member] = self._failures.get(member, (0, 0.0))[0] + 1, self._clock()
+
+    def _ask(self, member: int | None) -> None:
+        self._source, self._sent_bytes = member, 0.0
+        self._chosen_at = self._progress_at = self._clock()
+
+    def _is_late(self, source: int) -> bool:
+        # It sends nothing, or so little that others would wait without end, however often it
+        # begins again. A source that has failed has twice the time: its link may be slow.
+        now, source_s = self._clock(), self._membership.settings.source_s
+        all_s = source_s + min(self._sent_bytes, self._limit_bytes) / _LEAST_BYTES_PER_S
+        more = 2 ** min(self._failures.get(source, (0, 0.0))[0], _MOST_DOUBLED)
+        return now - self._chosen_at > all_s * more or now - self._progress_at > source_s
+
+    @property
+    def _pieces(self) -> list[list[int]]:
+        first = self._rounds.first
+        return [] if first is None else first.pieces
+
+    @property
+    def _limit_bytes(self) -> int:
+        return sum(8 * sum(counts) + _SLACK_BYTES for counts in self._pieces)
 
     # From a source.
 
@@ -119,9 +147,8 @@ class States:
         )
         if member["is_behind"] or is_wrong:
             raise Refusal("behind", f"the state of {member['name']} is not the run's")
-        pieces = [] if rounds.first is None else rounds.first.pieces
+        pieces, limit = self._pieces, self._limit_bytes
         size_bytes = sum(file.size_bytes for file in offer.files)
-        limit = sum(8 * sum(counts) + _SLACK_BYTES for counts in pieces)
         names = {file.name for file in offer.files}
         if size_bytes > limit or len(offer.files) > len(pieces) or len(names) < len(offer.files):
             raise Refusal(
@@ -132,10 +159,10 @@ class States:
         content = offer.model_dump_json(exclude={"id"})
         known = "SELECT number FROM states WHERE member = ? AND content = ?"
         row = self._db.row(known, number, content)
-        if row is None and not self.is_source(number):
-            raise Refusal("not_wanted", "no state is asked of this cluster now")
         if row is not None:
             return int(row["number"])
+        if not self.is_source(number):
+            raise Refusal("not_wanted", "no state is asked of this cluster now")
         # One at a time: what a member can fill the disk with is bounded.
         self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", number)
         new = "INSERT INTO states (member, version, content) VALUES (?, ?, ?)"
@@ -170,7 +197,7 @@ class States:
         self.drop(row["member"])
         name = self._membership.get(row["member"])["name"]
         self._db.note(name, "refused", "its state differs from its announcement")
-        self._passed += 1
+        self._failed(row["member"])
 
     def complete(self, state: int) -> None:
         """All files of a state are whole."""
@@ -178,7 +205,8 @@ class States:
         self._db.run("UPDATE states SET is_complete = 1 WHERE number = ?", state)
         name = self._membership.get(row["member"])["name"]
         self._db.note(name, "state", f"gave the state after round {row['version'] - 1}")
-        self._source, self._passed = None, 0
+        self._source = None
+        self._failures.pop(row["member"], None)
 
     def drop(self, member: int) -> None:
         """A member has other weights than the run: newcomers never get its states."""

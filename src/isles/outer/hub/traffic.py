@@ -1,0 +1,306 @@
+"""The memory that requests and answers take: a budget for each sender and for all together.
+
+A sender is a member, by the id that only it and the hub know, or else an address. So whoever fills
+its own share keeps no other member waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from isles.outer.hub.rules import Refusal
+
+SMALL_BYTES = 2**16
+"""Bodies up to here are not counted: connections are few enough."""
+_EACH_BYTES, _ALL_BYTES, _OWN_BYTES = 16 * 2**20, 128 * 2**20, 4 * 2**20
+"""In memory for one sender, for all; and what each member may have, however much others have."""
+_MOST_WAITING, _WAITS_S, _LOOK_S = 64, 60.0, 1.0
+"""Requests of one sender that wait for memory, and for how long."""
+_SLOW_S = 20.0
+"""A transfer lasts longer only if nobody waits for its memory."""
+_ANSWER_S, _LEAST_BYTES_PER_S = 30.0, 2**18
+_MOST_POLLS = 16
+_PIECE_BYTES = 2**17
+_FRESH_S, _MOST_VERSIONS = 0.5, 2
+
+_ID_CHARS = 32
+MEMBER = "X-Member"
+"""The header with the id of the member that asks."""
+
+
+def network(address: object) -> str:
+    """Whose an address is: an IPv6 site has 2^64 of them."""
+    try:
+        found = ipaddress.ip_address(str(address).partition("%")[0])
+    except ValueError:
+        return str(address)
+    if found.version == 6:
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return str(found)
+
+
+@dataclass(eq=False)
+class _Hold:
+    sender: str
+    num_bytes: int
+    since: float
+    limit: asyncio.Timeout
+
+
+class Traffic:
+    """Who holds how much memory, and who waits for it; for one event loop.
+
+    Args:
+        is_member: whether an id is a member's.
+        clusters: so many may take part.
+    """
+
+    def __init__(self, is_member: Callable[[str], Awaitable[bool]], clusters: int) -> None:
+        self._is_member = is_member
+        self._most_bytes = _ALL_BYTES + clusters * _OWN_BYTES
+        self._holds: dict[_Hold, None] = {}  # the oldest first
+        self._held: dict[str, int] = {}
+        self._waiting: dict[str, int] = {}
+        self._freed = asyncio.Condition()
+        self._polls: dict[str, list[Poll]] = {}
+
+    async def sender(self, request: web.Request) -> str:
+        """Who asks: a member's id, or an address."""
+        member_id = request.match_info.get("id") or request.headers.get(MEMBER) or ""
+        if len(member_id) == _ID_CHARS and await self._is_member(member_id):
+            return member_id
+        return f"at {network(request.remote)}"
+
+    @property
+    def num_bytes(self) -> int:
+        """In memory, of all."""
+        return sum(self._held.values())
+
+    @asynccontextmanager
+    async def holding(self, sender: str, num_bytes: int, within_s: float) -> AsyncIterator[None]:
+        """Have so many bytes in memory, once there is room for them, for so long at most.
+
+        Raises:
+            Refusal: there is no room for too long.
+            TimeoutError: it took too long; or somebody waits for this memory.
+        """
+        await self._wait(sender, num_bytes)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(within_s) as limit:
+                hold = _Hold(sender, num_bytes, loop.time(), limit)
+                self._holds[hold] = None
+                try:
+                    yield
+                finally:
+                    del self._holds[hold]
+        finally:
+            self._held[sender] -= num_bytes
+            if not self._held[sender]:
+                del self._held[sender]
+            if self._waiting:
+                async with self._freed:
+                    self._freed.notify_all()
+
+    def _has_room(self, sender: str, num_bytes: int) -> bool:
+        own = self._held.get(sender, 0) + num_bytes
+        if own > max(_EACH_BYTES, num_bytes):
+            return False
+        has_own = own <= _OWN_BYTES and len(sender) == _ID_CHARS and not sender.startswith("at ")
+        most = self._most_bytes if has_own else _ALL_BYTES
+        return self.num_bytes + num_bytes <= most
+
+    async def _wait(self, sender: str, num_bytes: int) -> None:
+        if not self._has_room(sender, num_bytes):
+            if self._waiting.get(sender, 0) >= _MOST_WAITING:
+                raise _busy()
+            self._waiting[sender] = self._waiting.get(sender, 0) + 1
+            try:
+                async with asyncio.timeout(_WAITS_S), self._freed:
+                    while not self._has_room(sender, num_bytes):
+                        self._end_slow(sender, num_bytes)
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(_LOOK_S):
+                                await self._freed.wait()
+            except TimeoutError:
+                raise _busy() from None
+            finally:
+                self._waiting[sender] -= 1
+                if not self._waiting[sender]:
+                    del self._waiting[sender]
+        self._held[sender] = self._held.get(sender, 0) + num_bytes
+
+    def _end_slow(self, sender: str, num_bytes: int) -> None:
+        # The oldest transfer: of the sender that waits, if it has too much itself.
+        is_own = self._held.get(sender, 0) + num_bytes > _EACH_BYTES
+        now = asyncio.get_running_loop().time()
+        for hold in self._holds:
+            if now - hold.since < _SLOW_S:
+                break
+            if (hold.sender == sender or not is_own) and not hold.limit.expired():
+                hold.limit.reschedule(now)
+                break
+
+    # Answers.
+
+    async def send(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Write an answer, as far as it is not written, within a time that follows from its size.
+
+        Raises:
+            ConnectionError: nobody reads it.
+        """
+        if response.prepared:  # and written: see `answering`
+            return
+        num_bytes = response.content_length or 0
+        if num_bytes <= SMALL_BYTES or (isinstance(response, Pieces) and response.is_shared):
+            async with self._in_time(request), asyncio.timeout(_time_s(num_bytes)):
+                await write(request, response)
+            return
+        sender = await self.sender(request)
+        async with self.answering(request, sender, num_bytes, _time_s(num_bytes)):
+            await write(request, response)
+
+    @asynccontextmanager
+    async def answering(
+        self, request: web.Request, sender: str, num_bytes: int, within_s: float
+    ) -> AsyncIterator[None]:
+        """Make and write an answer of so many bytes; see `holding`.
+
+        Raises:
+            ConnectionError: nobody reads it.
+        """
+        async with self._in_time(request), self.holding(sender, num_bytes, within_s):
+            yield
+
+    @asynccontextmanager
+    async def _in_time(self, request: web.Request) -> AsyncIterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("an answer was not read in time") from None
+
+    # Long polls.
+
+    @asynccontextmanager
+    async def polling(self, sender: str) -> AsyncIterator[Poll]:
+        """Hold an answer back. Of too many of one sender the oldest answers now."""
+        poll, polls = Poll(), self._polls.setdefault(sender, [])
+        polls.append(poll)
+        if len(polls) > _MOST_POLLS:
+            polls.pop(0).end()
+        try:
+            yield poll
+        finally:
+            if poll in polls:
+                polls.remove(poll)
+            if not polls and self._polls.get(sender) is polls:
+                del self._polls[sender]
+
+
+class Poll:
+    """An answer that is held back."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._task: asyncio.Task[Any] | None = None
+
+    def end(self) -> None:
+        """Answer now."""
+        self.is_over = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def wait(self, changed: asyncio.Event, within_s: float) -> None:
+        """Wait for a change, the end, or so many seconds."""
+        self._task = asyncio.ensure_future(changed.wait())
+        try:
+            await asyncio.wait({self._task}, timeout=within_s)
+        finally:
+            self._task.cancel()
+            self._task = None
+
+
+class Pieces(web.StreamResponse):
+    """A long answer: the next piece follows once the piece before is read.
+
+    TLS takes whatever it is given at once, and copies it.
+
+    Args:
+        is_shared: others read it too, so no sender holds it.
+    """
+
+    def __init__(
+        self,
+        body: bytes,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        super().__init__(status=status, headers=headers or {"Content-Type": "application/json"})
+        self.content_length, self.is_shared = len(body), is_shared
+        self._rest = memoryview(body)
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        while self._rest:
+            piece, self._rest = self._rest[:_PIECE_BYTES], self._rest[_PIECE_BYTES:]
+            await self.write(piece)
+        self._rest = memoryview(b"")  # a connection keeps its last answer
+        await super().write_eof(data)
+
+
+class Shared:
+    """A large answer that all who ask within a moment share.
+
+    As long as slow readers keep older ones in memory, there is no newer one.
+    """
+
+    def __init__(self, make: Callable[[], Awaitable[bytes]]) -> None:
+        self._make, self._lock = make, asyncio.Lock()
+        self._made: list[_Made] = []
+
+    @asynccontextmanager
+    async def newest(self) -> AsyncIterator[bytes]:
+        loop = asyncio.get_running_loop()
+        async with self._lock:
+            made = self._made
+            is_old = not made or loop.time() - made[-1].at > _FRESH_S
+            if is_old and sum(each.readers > 0 for each in made) < _MOST_VERSIONS:
+                made.append(_Made(await self._make(), loop.time()))
+                self._made = made = [each for each in made if each.readers or each is made[-1]]
+            last = made[-1]
+            last.readers += 1
+        try:
+            yield last.body
+        finally:
+            last.readers -= 1
+
+
+@dataclass(eq=False)
+class _Made:
+    body: bytes
+    at: float
+    readers: int = 0
+
+
+async def write(request: web.Request, response: web.StreamResponse) -> None:
+    """Write an answer, in no time at all or within that of `Traffic.answering`."""
+    await response.prepare(request)
+    await response.write_eof()
+
+
+def _time_s(num_bytes: int) -> float:
+    return _ANSWER_S + num_bytes / _LEAST_BYTES_PER_S
+
+
+def _busy() -> Refusal:
+    return Refusal("busy", "too much is sent or read at a time", "send or read less at a time")
