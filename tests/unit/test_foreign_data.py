@@ -21,6 +21,8 @@ from isles.data.sources.find import HubStream, open_hub, open_source
 from isles.data.sources.parse import make_parser
 from isles.data.sources.rows import Row
 from isles.errors import DataError, UserError
+from isles.outer.hub.server import make_identity
+from isles.run.records import write_secret
 from tests.data import write_parquet
 from tests.deadline import run_program
 from tests.each import each
@@ -322,6 +324,21 @@ def test_a_bomb_is_refused_in_bounded_memory(tmp_path):
     for name in ("line.jsonl.gz:1", "cell.csv.gz:", "sparse.jsonl:2", "sparse.csv:2"):
         assert f"{name}" in said, said
     assert said.count("of more than 64 MiB") == 5, said
+
+
+def test_files_that_hold_secrets_of_isles_are_no_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = f"isles://127.0.0.1:1/t#{'T' * 43}.{'T' * 43}\n"
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "run").mkdir()
+    make_identity(tmp_path / "hub")
+    write_secret(tmp_path / "run/join", line)
+    (tmp_path / "copied.txt").write_text(line)
+    (tmp_path / "id_rsa").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n")
+    for name in ("run/join", "*/join", "hub/token", "*/key.pem", "copied.txt", "id_*"):
+        assert "not data" in str(refusal(Path(name))), name
+    (tmp_path / "token").write_text("a text about tokens, and isles://host:1/run")
+    assert len(rows_of(tmp_path / "token")) == 1
 
 
 class DatasetHub(BaseHTTPRequestHandler):
