@@ -1,8 +1,8 @@
 """Requests over HTTP without packages, to somebody who may be anybody.
 
-An answer has a limit of bytes and of time, and sends nobody elsewhere: a request carries a token,
-and another address may be a service of this machine. `outer/client/http.py` has the same limits
-for a cluster that asks its hub.
+An answer has a limit of bytes and of time, and cannot redirect to another address: a request
+carries a token, and the other address may be a service of this machine. `outer/client/http.py` has
+the same limits for a cluster that asks its hub.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def ask_url(request: Request, timeout_s: float, most_bytes: int = MOST_BYTES) ->
         timeout_s: longest wait for the connection, and for any part of the answer.
 
     Raises:
-        OSError, HTTPException, ValueError: there is no answer, or it is too long.
+        OSError, HTTPException, ValueError: there was no whole answer, or one too long.
     """
     opener = OpenerDirector()
     for kind in (ProxyHandler, UnknownHandler, HTTPHandler, HTTPSHandler):  # no file://, no ftp://
