@@ -15,7 +15,8 @@ from isles.facts.models import load_shape
 def model_hub() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
     """Its URL, and the paths that are asked for, each with the token.
 
-    The repository o/open holds a config.json, o/gated has a licence, and it knows no other.
+    The repository o/open holds a config.json, o/gated has a licence, o/old is a former name
+    of o/open, and it knows no other.
     """
     asked: list[tuple[str, str | None]] = []
 
@@ -23,11 +24,13 @@ def model_hub() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
         def do_GET(self) -> None:
             asked.append((self.path, self.headers.get("Authorization")))
             repo = "/".join(self.path.split("/")[1:3])
-            codes = {"o/open": (200, ""), "o/gated": (401, "GatedRepo")}
+            codes = {"o/open": (200, ""), "o/gated": (401, "GatedRepo"), "o/old": (307, "")}
             code, error = codes.get(repo, (404, "RepoNotFound"))
             text = json.dumps(load_shape("llama-1b")).encode() if code == 200 else b""
             self.send_response(code)
             self.send_header("X-Error-Code", error)
+            if code == 307:
+                self.send_header("Location", self.path.replace("/old/", "/open/"))
             self.send_header("X-Repo-Commit", "a" * 40)
             self.send_header("ETag", '"b"')
             self.send_header("Content-Length", str(len(text)))

@@ -50,6 +50,11 @@ BAD: tuple[tuple[str, Any], ...] = (
             ("variables", {"PGPASSWORD": PW}),
             ("variables", {"HF_TOKEN": "$HF_TOKEN"}),
             ("variables", {"OTHER": HF}),
+            ("variables", {"DBPASS": PW}),
+            ("variables", {"DB_PASS": "12345"}),
+            ("variables", {"BACKEND_TOKEN": PW}),
+            ("variables", {"PIP_INDEX_URL": f"https://{PW}@pypi.example/simple"}),
+            ("variables", {"UV_INDEX_URL": "https://abcdefgh@pypi.example/root/simple/"}),
             ("setup", [f"export WANDB_API_KEY={HEX}"]),
             ("setup", ["true", f"export OPENAI_API_KEY='sk-proj-{'a1' * 12}'"]),
             ("setup", [f"hf auth login --token {HF}"]),
@@ -171,9 +176,30 @@ BAD_LINES = (
     *(f"echo 'db:5432:*:bob:{PW}' > ~/.pgpass", f"curl -H 'X-Api-Key: {PW}' https://x"),
     *(f"x --password {PW}", f"x --token {PW}", f"MYSQL_PWD={PW} mysql"),
     *(f'["docker", "login", "-p", "{PW}"]', f"['mysql', '-p{PW}']", f'["curl","-u","a:{PW}"]'),
+    *(f'wandb login "{HEX}"', f"wandb.login(key='{HEX}')", f'login("{PW}")', f"sqlplus u/{PW}@db"),
+    *(
+        f"curl -H 'api-key: {PW}' x",
+        'wget --header="X-Auth-Token: abcdefgh" x',
+        f"setenv GH_PAT {PW}",
+    ),
+    *(f"printf -v HF_TOKEN %s {PW}", f"read -r HF_TOKEN <<< {PW}", f"rclone obscure {PW}"),
+    *(f"mc alias set m https://h.example AK {PW}", f"kubectl create x --from-literal=a={PW}"),
+    *(
+        f"echo machine h login u password {PW}",
+        f"vault kv put secret/x a={PW}",
+        f"useradd -p {PW} u",
+    ),
+    # Values of which a part is a reference, or that the line itself prints.
+    *('export HF_TOKEN="$PREFIX"abcdefgh123', "export HF_TOKEN=${PREFIX}abcdefgh123"),
+    *(f"export HF_TOKEN=$(cat <<< {PW})", "export HF_TOKEN=$(base64 -d <<< aGZfYWJj)"),
+    f"""export HF_TOKEN=$(python -c "print('{PW}')")""",
+    # Users of an address that are keys.
+    *("git clone https://hunter2secret@github.com/a/b", "pip install -i https://abcdef@h/simple x"),
     # Names.
     *(f"Server=d;Uid=bob;Pwd={PW};", f"PASS={PW}", f"export PW={PW}", f"export GH_PAT={PW}"),
     *(f"MYPW={PW}", f"--from-literal=pw={PW}", '{"auths": {"r.io": {"auth": "Ym9iOmh1bnRlcjI="}}}'),
+    *(f"export DBPASS={PW}", f"dbpass={PW}", f"HF_TOKEN+={PW}", f"keytool -storepass {PW} -list"),
+    *(f"os.environ['HF_TOKEN']='{PW}'", f'os.environ["HF_TOKEN"] = "{PW}"', f"x --sftp-pass {PW}"),
     '{"private_key": "-----BEGIN PRIVATE KEY-----\\nMIIE"}',
     # Addresses that are keys.
     "https://hooks.slack.com/services/T00000000/B00000000/" + "X" * 24,
@@ -284,6 +310,15 @@ GOOD_LINES = (
         '["mysql", "-p", "db"]',
     ),
     *("tokens_per_second: 12034.5", "tokenizer: gpt2", "max_tokens: 512", "tokens=1048576"),
+    *("export HF_TOKEN=${HF_TOKEN:-}", 'export HF_TOKEN="${HF_TOKEN-}"', "HF_TOKEN+=$MORE"),
+    "export HF_TOKEN=${HF_TOKEN:-$(cat ~/.hf)}",
+    """export WANDB_API_KEY=$(python -c "print(open('x').read())")""",
+    *("SORT_KEY=length", "CACHE_KEY=v1-2024", "SSH_PUBLIC_KEY='ssh-ed25519 AAAAC3NzaC1lZDI1'"),
+    *("FIRST_PASS=1", "num_pass=2", "export SPLIT_TOKEN=doc", "BYPASS=1", "compass: north"),
+    *("sk-learn-models-2024-abcdef", "hf_datasetscachedir", "read -s HF_TOKEN < ~/.hf"),
+    *("setenv HF_TOKEN $X", "rclone copy a1 b1", "export HF_TOKEN=$(cat <<< $X)", "mc cp a1 b1"),
+    *("curl -H 'Authorization: Bearer $TOKEN' x", 'curl -H "X-Api-Key: $KEY" https://x'),
+    *("https://user@bitbucket.org/a/b", "https://dev-user-2024-long@dev.azure.com/o/p"),
     *("time_limit: 02:00:00", "nodes: n[01-16]", "--gres=gpu:h100:8", "--constraint=a100&ib"),
 )
 
@@ -335,6 +370,16 @@ def test_what_is_no_secret(tmp_path: Path) -> None:
     args = ["--tokenizer", "gpt2", "-p", "8080", "-u", "me:users", "docker login", "cp -p a1 b"]
     good = tmp_path / "good.yaml"
     good.write_text(with_value("clusters.0.environment.container", {"image": "i", "extra": args}))
+    load_run_file(good, [])
+    variables = {
+        "SORT_KEY": "length",
+        "CACHE_KEY": "v1-2024",
+        "SSH_PUBLIC_KEY": "ssh-ed25519 AAAA1",
+    }
+    variables |= {"FIRST_PASS": "1", "SPLIT_TOKEN": "doc", "NAME": "sk-learn-models-2024-abcdef"}
+    lines = [line for line in GOOD_LINES if "export" in line or "curl" in line]
+    given = {"environment": {"variables": variables, "setup": lines}, "gpus_per_node": 1}
+    good.write_text(with_value("clusters", [{"launcher": {"kind": "slurm"}, **given}]))
     load_run_file(good, [])
     texts = [*ROOT.glob("examples/*/*.yaml"), *ROOT.glob("src/isles/config/templates/*.yaml")]
     assert len(texts) > 8

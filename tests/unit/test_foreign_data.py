@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -19,9 +21,12 @@ from isles.data.sources.find import HubStream, open_hub, open_source
 from isles.data.sources.parse import make_parser
 from isles.data.sources.rows import Row
 from isles.errors import DataError, UserError
+from isles.outer.hub.server import make_identity
+from isles.run.records import write_secret
 from tests.data import write_parquet
 from tests.deadline import run_program
 from tests.each import each
+from tests.made_watch import running
 
 MIB = 2**20
 
@@ -319,3 +324,118 @@ def test_a_bomb_is_refused_in_bounded_memory(tmp_path):
     for name in ("line.jsonl.gz:1", "cell.csv.gz:", "sparse.jsonl:2", "sparse.csv:2"):
         assert f"{name}" in said, said
     assert said.count("of more than 64 MiB") == 5, said
+
+
+def test_files_that_hold_secrets_of_isles_are_no_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = f"isles://127.0.0.1:1/t#{'T' * 43}.{'T' * 43}\n"
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "run").mkdir()
+    make_identity(tmp_path / "hub")
+    write_secret(tmp_path / "run/join", line)
+    (tmp_path / "copied.txt").write_text(line)
+    (tmp_path / "id_rsa").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n")
+    for name in ("run/join", "*/join", "hub/token", "*/key.pem", "copied.txt", "id_*"):
+        assert "not data" in str(refusal(Path(name))), name
+    (tmp_path / "token").write_text("a text about tokens, and isles://host:1/run")
+    assert len(rows_of(tmp_path / "token")) == 1
+
+
+class DatasetHub(BaseHTTPRequestHandler):
+    """A stand-in for Hugging Face: dataset e/NUMBER has the readme of that number, and a file."""
+
+    readmes: ClassVar[list[str]] = []
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        self.asked.append(path)
+        number = re.match(r"(?:/api)?/datasets/e/(\d+)", path)
+        file = {"type": "file", "path": "data/a.txt", "size": 4, "oid": "b" * 40}
+        folder = {"type": "directory", "path": "data", "oid": "c" * 40}
+        code, body = 200, b"text"
+        if number is None:
+            code = 404
+        elif path.endswith("README.md"):
+            body = f"---\n{self.readmes[int(number[1])]}---\n".encode()
+        elif "/tree/" in path:
+            body = json.dumps([file] if "/data" in path.split("/tree/")[1] else [folder]).encode()
+        elif "/paths-info/" in path:
+            body = json.dumps([file]).encode()
+        elif path.startswith("/api"):
+            body = json.dumps({"id": f"e/{number[1]}", "sha": "a" * 40, "siblings": []}).encode()
+        elif not path.endswith("/a.txt"):
+            code = 404
+        self.send_response(code)
+        self.send_header("X-Error-Code", "EntryNotFound" if code == 404 else "")
+        self.send_header("X-Repo-Commit", "a" * 40)
+        self.send_header("ETag", f'"{len(body)}"')
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Not on the tests' stderr."""
+
+
+OPEN_ALL = """
+import sys
+from isles.config.sections.data import SourceConfig
+from isles.data.sources.find import open_source
+from isles.data.sources.parse import make_parser
+for number in range(int(sys.argv[1])):
+    for streams in (False, True) if number + 1 == int(sys.argv[1]) else (number % 2 == 0,):
+        try:
+            source = SourceConfig(path=f"e/{number}")
+            [row] = list(open_source(source, streams=streams).rows(make_parser(source)))
+            print("takes", row.columns)
+        except Exception as error:
+            print(str(error).replace("\\n", " ")[:300])
+"""
+
+
+def test_a_readme_of_hugging_face_names_no_file_of_this_machine_and_no_address(tmp_path):
+    (tmp_path / "secret.txt").write_text("secret")
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), DatasetHub) as server,
+        ThreadingHTTPServer(("127.0.0.1", 0), DatasetHub) as near,
+        running(server),
+        running(near),
+    ):
+        address = f"http://127.0.0.1:{near.server_port}/near"
+        secret = f"{tmp_path}/secret.txt"
+        named = [
+            *(secret, f"file://{secret}", f"file:{secret}", f"{tmp_path}/s*.txt"),
+            *(f"{address}/a.txt", f"{address}/*.txt", f"text://*::{address}/a.zip"),
+            *(f"simplecache::{address}/a.txt", f"zip://*.txt::{secret}", "zip://a.txt::secret.txt"),
+            *("../../../secret.txt", "hf://datasets/other/private/a.txt", "s3://bucket/a.txt"),
+            *(
+                "hf://datasets/e/0/../../other/a.txt",
+                "hf://datasets/e/00/a.txt",
+                "hf://other/m/a.txt",
+            ),
+        ]
+        fields = [f"data_files: {json.dumps(pattern)}" for pattern in named]
+        fields.append(f"data_files: [{{split: train, path: [data/a.txt, {secret}]}}]")
+        fields += [f"data_dir: {place}" for place in (tmp_path, address, "../../..")]
+        DatasetHub.readmes[:] = [f"configs:\n- config_name: default\n  {f}\n" for f in fields]
+        DatasetHub.readmes.append("configs:\n- config_name: default\n  data_files: data/*.txt\n")
+        DatasetHub.asked.clear()
+        env = os.environ | {
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "HF_HOME": str(tmp_path / "hf"),
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "NO_PROXY": "127.0.0.1",
+        }
+        count = len(DatasetHub.readmes)
+        done = run_program([sys.executable, "-c", OPEN_ALL, str(count)], tmp_path, env)
+    *refused, whole, streamed = done.stdout.splitlines()
+    assert len(refused) == count - 1, done.stdout + done.stderr
+    assert [line for line in refused if "not in the dataset" not in line] == []
+    assert [path for path in DatasetHub.asked if path.startswith("/near")] == []
+    assert (whole, streamed) == ("takes {'text': 'text'}",) * 2, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 import sys
 from collections.abc import Iterator
@@ -169,6 +170,24 @@ def test_nothing_from_elsewhere_is_trusted(line, state, tmp_path):
         (state / "run.yaml").write_text(given(tmp_path, **changes))
         assert what in issues(line, Joiner(name="b"))
         joining_run(line, Joiner(None, (typed,), "b"))
+
+
+def test_what_others_name_does_not_leave_the_folder_over_a_link(line, state, tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far/a.txt").write_text("a")
+    for name, target in (
+        ("link", "../far"),
+        ("folder/again", "../../far"),
+        ("one.txt", "../far/a.txt"),
+    ):
+        at = tmp_path / "here" / name
+        at.parent.mkdir(parents=True, exist_ok=True)
+        at.symlink_to(target)
+    os.chdir(tmp_path / "here")  # the fixture goes back
+    for path in ("link/a.txt", "link/*", "**/*.txt", "folder/*/a.txt", "one.txt", "*.txt"):
+        (state / "run.yaml").write_text(given(tmp_path, data={"sources": [{"path": path}]}))
+        assert "leads out of this folder" in issues(line, Joiner(name="b"))
+        joining_run(line, Joiner(None, (f"data.sources.0.path='{path}'",), "b"))
 
 
 def test_only_listed_keys_come_from_elsewhere(tmp_path):

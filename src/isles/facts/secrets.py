@@ -14,15 +14,14 @@ _LEAST = 6
 """Characters of a value that is looked for by itself: a shorter one would be found in any text."""
 
 _ENDINGS = (
-    "TOKEN SECRET PASSWORD PASSWD PASSPHRASE CREDENTIALS? COOKIE DSN _PASS _PWD _KEY APIKEY _AUTH"
-    " _PAT PW"
+    "TOKEN SECRET PASSWORD PASSWD PASSPHRASE CREDENTIALS? COOKIE DSN _PWD _KEY APIKEY _AUTH _PAT PW"
 )
 _KEYS = r"(?:api|access|secret|private|account|auth|signing|encryption)[_-]?key"
 _WHOLE = r"-{0,2}(?:PASS|Pass|pass|pw|Pwd|pwd|PAT|AUTH|_?auth)"
 """These mean a secret only if they are the whole name; `PWD` is a folder."""
 _NAME = (
     rf"(?:[A-Za-z0-9_.-]*(?:{'|'.join(_ENDINGS.split())}"
-    rf"|(?i:token|secret|password|passwd|passphrase|signature|credentials?|{_KEYS}))|{_WHOLE})"
+    rf"|(?i:token|secret|password|passwd|passphrase|signature|credentials?|pass|{_KEYS}))|{_WHOLE})"
 )
 _START = r"(?<![A-Za-z0-9_.-])"
 """A name is tried at its first character alone: at each, a long text would take for ever."""
@@ -32,9 +31,13 @@ _QUOTED = r""""(?:\\.|[^"\\\n])*"?|'[^'\n]*'?"""
 _IN_JSON = r"""\\+["'](?:\\+[^"'\\\n]|[^"'\\\n])*"""
 _LIST = rf"""\[(?:{_QUOTED}|[^\]"'\n])*\]?"""
 _PLAIN = r"""(?!\{(?:["'\s\\]|$))[^\s,;&}\]"'<>]+"""
-_PRINTING = r"""\$\(\s*(?:echo|printf)\s[^()\n]*\)?|`\s*(?:echo|printf)\s[^`\n]*`?"""
+_HERE = r"[^()`\n]{0,80}(?<!<)<<<(?!<)"
+_PRINTING = (
+    rf"\$\(\s*(?:(?:echo|printf)\s|{_HERE})[^()\n]*\)?|`\s*(?:(?:echo|printf)\s|{_HERE})[^`\n]*`?"
+    r"|\$\([^()`\n]{0,80}\bprint\([^()\n]*\)?[\"']?\s*\)?"
+)
 _VALUE = rf"{_QUOTED}|{_IN_JSON}|{_LIST}|{_PRINTING}|{_PLAIN}"
-_ENDS = r"""\\*["']?\s*[:=]"""
+_ENDS = r"""\\*["']?\]?\s*(?:[:=]|\+=)"""
 _NAMED = re.compile(
     rf"""(?P<name>{_START}(?:{_NAME}{_ENDS}\s*(?:\\n\s+)?"""
     rf"""|--?{_NAME}(?:\s+|["'],\s*(?=["']))"""
@@ -43,8 +46,9 @@ _NAMED = re.compile(
     rf"""(?P<value>{_VALUE})"""
 )
 _DOUBTFUL = re.compile(
-    r"""(?:.*[_-])?(?i:pat|auth)[\s"'\\:=]*|.*[A-Za-z]PW[\s"'\\:=]*"""
-    r"""|-{0,2}(?:[Pp]ass|[Pp]wd|pw)[\s"'\\:=]*"""
+    r"""(?:(?:.*[_-])?(?i:pat|auth)|.*[A-Za-z]PW"""
+    r"""|(?!.*(?i:db|sql|pg|ftp|mail|smtp|ldap|vnc|ssh|redis|root|user|admin|proxy|key|store)pass)"""
+    r""".*[A-Za-z](?i:pass)|-{0,2}(?:[Pp]ass|[Pp]wd|pw))[\s"'\\\]:=]*"""
 )
 _OF_DOUBTFUL = re.compile(
     r"""(?=[^\s]{6})(?=[^\s]*\d)(?![\d.]+$)"""
@@ -58,7 +62,7 @@ _VOCABULARY = re.compile(r"[\d.]+|<[^<>]*>|\[[A-Z_]+\d?\]|\[[\d., ]*\]")
 
 _HINT = re.compile(
     r"""(?:token|secret|passw(?:or)?d|passphrase|credentials?|cookie|dsn|pass|pwd?|pat|key|auth"""
-    r"""|signature)\\*["']?(?:\s*[:=]|\s|,)"""
+    r"""|signature)\\*["']?\]?(?:\s*[:=]|\+=|\s|,)"""
 )
 """In small letters, what a line has that `_NAMED` may match: it is tried on no other."""
 
@@ -187,26 +191,41 @@ def _without_key(match: re.Match[str]) -> str:
     return match[0] if _COMMIT.search(before) else REMOVED
 
 
-_PRINTED = r"""\s*(?:echo|printf)\s+(?:-\w+\s+|["']?%s(?:\\n)?["']?\s+)*["']?[^\s"'$<%-]"""
+_PRINTED = (
+    r"""\s*(?:echo|printf)\s+(?:-\w+\s+|["']?%s(?:\\n)?["']?\s+)*["']?[^\s"'$<%-]"""
+    rf"""|{_HERE}\s*["']?\w|[^()`\n]{{0,80}}\bprint\(\\*["']"""
+)
 """A command that prints a value from its own line."""
 
+_INSIDE = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
+"""The rest of a command in brackets, which may have two levels of its own."""
+
 _REFERENCE = re.compile(
-    r"\$\{\w+(?::?\?[^}]{0,100})?\}|\$\w+|\$\((?!PRINTED)[^()]*\)|`(?!PRINTED)[^`]*`"
-    r"|<[^<>]*>|\*{3,}|\{\{.{0,100}?\}\}|\[removed\]".replace("PRINTED", _PRINTED)
+    r"""\$\{\w+(?::?\?[^}]{0,100}|:?[-=+](?:<+|["']{0,2}))?\}|\$\w+"""
+    rf"|\$\((?!{_PRINTED}){_INSIDE}\)|`(?!{_PRINTED})[^`]*`"
+    r"|<[^<>]*>|\*{3,}|\{\{.{0,100}?\}\}|\[removed\]"
 )
 """A reference to a value that is not in this text."""
 
 _USER = re.compile(
     r"""://[^\s/@:'"<>?#[]*:(?!\d{1,5}/)(?P<secret>[^\s@'"<>]{1,300})@(?!sha\d+:)"""
     r"""|(?:^|(?<==))[^\s/@:'"<>=]+:(?!\d{1,5}@)(?P<bare>[^\s/@:'"<>]+)@(?!sha\d+:)[\w.-]+(?::\d+)?/?$"""
-    r"""|https?://(?=[^\s/@]*\d)(?=[^\s/@]*[a-z])(?P<alone>[\w.~%+-]{20,})@"""
+    r"""|https?://(?=[^\s/@]*\d)(?=[^\s/@]*[a-z])"""
+    r"""(?P<alone>[\w.~%+-]{8,300}(?=@(?!dev\.azure|bitbucket))|[\w.~%+-]{30,300}(?=@))"""
+    r"""|https?://(?P<index>[^\s/@:'"<>$]{4,300})@[^\s/'"]{1,300}/(?:[^\s'"]{0,300}/)?simple\b"""
 )
-"""User and password of an address, not its port nor the digest of an image."""
+"""User and password of an address, not its port nor the digest of an image.
+
+A user alone counts at an index of packages, or if it looks like a key: some hosts of code have the
+user's name there.
+"""
 
 _ISSUED = (
     # Models and their tracking: Hugging Face, W&B, OpenAI and others with `sk-`, NVIDIA, Replicate,
     # Groq, xAI, Perplexity, Together, LangSmith, Kaggle, RunPod, Neptune.
-    r"hf_[A-Za-z0-9]{12,}|api_org_[A-Za-z0-9]{12,}|wandb_v\d_\w{16,}|sk-(?=[\w-]{0,200}\d)[\w-]{16,}",
+    r"hf_(?:(?=[a-z]{0,200}[A-Z0-9])[A-Za-z0-9]{12,}|[a-z]{30,})|api_org_[A-Za-z0-9]{12,}|wandb_v\d_\w{16,}",
+    r"sk-(?:(?:proj|ant|or|svcacct|admin)-(?=[\w-]{0,200}\d)[\w-]{12,}"
+    r"|(?:[A-Za-z0-9]{1,12}-){0,3}(?=\w{0,200}\d)\w{16,})",
     r"nvapi-(?=[\w-]{0,200}\d)[\w-]{12,}|r8_(?=\w{0,200}\d)[A-Za-z0-9]{12,}|gsk_[A-Za-z0-9]{20,}",
     r"xai-[A-Za-z0-9]{20,}|pplx-[A-Za-z0-9]{20,}|tgp_v1_[\w-]{16,}|lsv2_(?:pt|sk)_\w{16,}",
     r"KGAT_\w{16,}|rpa_[A-Za-z0-9]{20,}|eyJhcGlfYWRkcmVzcyI6[\w=-]*",
@@ -251,6 +270,9 @@ _COMMANDS = (
     r"\blftp\bLINE\s(?:-u|--user)\s*[\"']?[\w.@-]+,(?P<VALUE>[^\s\"'<]+)",
     r"\b(?:smbclient|rpcclient|smbget|net)\bLINE\s(?:-U|--user)[\s=]*[\"']?[\w.@\\-]+%(?P<VALUE>[^\s\"'<]+)",
     r"\bcurl\bLINE\s(?:-\w*b|--cookie)(?:\s*|=)[\"']?[\w.-]+=(?P<VALUE>[^\s\"'<]+)",
+    r"\b(?:curl|wget|https?(?=\s)|xh)\bLINE\s(?:-\w*H|--header)(?:\s*|=)[\"']?"
+    r"[\w-]*(?i:key|token|secret|password)\s*:\s*(?P<VALUE>[^\s\"'<]+)",
+    r"\b(?:sqlplus|sqlldr|expdp|impdp|rman)\bLINE\s[\w.$#]+/(?P<VALUE>[^\s/@\"'<]+)@",
     # A password that is glued to its option, since another word would be a database or a file.
     r"\b(?:mysql\w*|mariadb[\w-]*|mycli)\bLINE\s-p(?P<VALUE>GIVEN)",
     r"\b(?:7z[ar]?|7zz|unrar|rar)\bLINE\s-h?p(?P<VALUE>GIVEN)",
@@ -266,10 +288,20 @@ _COMMANDS = (
     r"\s[\"']?-{1,2}pass(?:in|out)?[\s=]+[\"']?pass:(?P<VALUE>[^\s\"'<]+)",
     # A word without an option.
     r"\b(?:wandb|vault|comet|swanlab|neptune|replicate|tailscale)\s+login"
-    r"(?:\s+--?(?:host|base-url)\s+\S+|\s+-[\w-]+(?:=\S+)?)*\s+(?P<VALUE>(?=\S*\d)[\w.-]{6,})(?![\w.=-])",
+    r"(?:\s+--?(?:host|base-url)\s+\S+|\s+-[\w-]+(?:=\S+)?)*\s+[\"']?"
+    r"(?P<VALUE>(?=\S*\d)[\w.-]{6,})(?![\w.=-])",
+    r"\blogin\(\s*(?:\w+\s*=\s*)?\\*[\"'](?P<VALUE>(?=[\w.-]*\d)[\w.-]{6,})",
     r"\bvault\s+login\s+(?P<VALUE>hv[sbr]\.[\w-]+)",
     r"\bhtpasswd\s+-\w*b\w*\s+(?:-\w+\s+)*\S+\s+\S+\s+(?P<VALUE>GIVEN)",
     r"\brequirepass\s+(?P<VALUE>GIVEN)",
+    r"\bmachine\s+\S+\s+login\s+\S+\s+password\s+(?P<VALUE>[^\s\"'<\\]+)",
+    r"(?:--from-literal[=\s]\S+?|\bvault\s+(?:kv\s+put|write)\s+\S+\s+\w+)=(?P<VALUE>GIVEN)",
+    r"\bmc\s+(?:alias\s+set|config\s+host\s+add)(?:\s+\S+){3}\s+(?P<VALUE>GIVEN)",
+    r"\b(?:rclone\s+obscure|(?:useradd|usermod)\bLINE\s-p)\s+(?P<VALUE>GIVEN)",
+    # The builtins of shells that set a variable without `=`.
+    rf"\b(?:setenv\s+{_NAME}\s|printf\s+-v\s+{_NAME}\s+[\"']?%s[\"']?\s"
+    rf"|read\s+(?:-\w+\s+)*{_NAME}\s+<<<)"
+    r"\s*(?P<VALUE>GIVEN)",
     # A program that reads it from its input.
     rf"{_PRINTS}[^\n;]{{0,300}}?{_READS}",
     rf"{_READS}LINE<<<\s*(?P<VALUE>GIVEN)",
@@ -279,7 +311,8 @@ _COMMANDS = (
 _PROGRAMS = (
     "curl wget http xh lftp smb rpcclient net mysql mariadb mycli 7z rar sshpass login mongo cqlsh"
     " ncftp influx impala -cli ldap sqlcmd bcp ipmitool zip tsql openssl pass htpasswd stdin"
-    " with-token sudo kinit chpasswd"
+    " with-token sudo kinit chpasswd sqlplus sqlldr expdp impdp rman machine from-literal vault mc"
+    " rclone useradd usermod setenv printf <<<"
 )
 """Words of which each text that `_COMMANDS` match has one: looking for them takes no time."""
 
@@ -315,15 +348,23 @@ def _joined(parts: Iterable[str]) -> str:
 _KEY = re.compile(
     rf"(?<![A-Za-z0-9])(?=[\w.:/+~-]{{10}})(?:{'|'.join(_ISSUED)})"
     r"|isles://[^\s#]{1,300}#[\w.-]+|\bsig=[\w%+/=.~-]{8,}"
-    r"|(?i:\b(?:authorization|cookie)\\*[\"']?\s*[:=]\s*[^\s<].*"
+    r"|(?i:\b(?:authorization|cookie)\\*[\"']?\s*[:=]\s*(?!\w+\s+<)[^\s<].*"
     r"|\bbearer\s+(?=[\w.~+/=-]{0,200}\d)[\w.~+/=-]{16,})"
     rf"|(?s:{_BEGIN}.*)|PuTTY-User-Key-File-\d:(?s:.*)"
 )
 _GIVEN_TO = re.compile(_joined(_COMMANDS), re.M)
 _IN_PLACES = re.compile(_joined((*_HOOKS, _PGPASS)), re.M)
-_OF_VOCABULARY = re.compile(
-    r"(?i)(?:pad|eos|bos|unk|mask|sep|cls|stop|end|start|image|audio|special|next)[_-]?token\W*"
+_PART = re.compile(r"""=["']?<+["']?(?P<value>(?=\w*\d)(?=\w*[A-Za-z])[\w+/]{8,})""")
+_BEFORE = re.compile(rf"{_START}{_NAME}\Z")
+"""A value of which a part is a reference."""
+_HARMLESS = re.compile(
+    r"(?i)(?:.*[_-])?(?:(?:pad|eos|bos|unk|mask|sep|cls|stop|end|start|image|audio|special|next|split"
+    r"|prompt|fim|document|doc|unknown|begin|first|last|new|padding|separator|class|query)[_-]?token"
+    r"|(?:public|pub|sort|cache|primary|foreign|partition|group|order|index|join|row|column|field|text"
+    r"|label|input|output|target|image|config|metric|lookup|dict|map)[_-]key"
+    r"|(?:first|second|third|last|one|two|num|single|multi|forward|backward|gradient)[_-]pass)\W*"
 )
+"""Names that mean a token of a vocabulary, a key of a table or a pass over data."""
 _PATH = re.compile(r"(?:~|\.{0,2})/|file:|[A-Za-z]:\\")
 
 
@@ -353,6 +394,11 @@ def secrets_in(text: str) -> Iterator[tuple[int, int]]:
             for match in _NAMED.finditer(masked)
             if is_secret(match["name"], match["value"])
         ]
+        found += [
+            match.span("value")
+            for match in _PART.finditer(masked)
+            if _BEFORE.search(masked, max(0, match.start() - 100), match.start())
+        ]
     end = 0
     for start, stop in sorted(found):
         if start >= end:
@@ -365,9 +411,9 @@ def is_secret(name: str, value: str) -> bool:
     inner = value.strip("\\\"'")
     if inner.lower() in _NOTHING or inner[:1] in ("<", "[", "{", "…") or _PATH.match(inner):
         return False
-    if _OF_VOCABULARY.search(name) or (_TOKEN.search(name) and _VOCABULARY.fullmatch(inner)):
+    if _HARMLESS.fullmatch(name) or (_TOKEN.search(name) and _VOCABULARY.fullmatch(inner)):
         return False
-    if inner.isdecimal() and len(inner) < _LEAST and "pass" not in name.lower():
+    if inner.isdecimal() and len(inner) < (2 if "pass" in name.lower() else _LEAST):
         return False
     if _DOUBTFUL.fullmatch(name) and not _OF_DOUBTFUL.match(inner):
         return False

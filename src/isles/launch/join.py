@@ -17,6 +17,7 @@ from typing import Any
 
 from isles import __version__
 from isles.config.clusters import is_place, leads_outside, named_cluster, shared_text
+from isles.config.files import named_files
 from isles.config.load import Base, Loaded, load_run_file
 from isles.config.resume import unlike
 from isles.config.sections.cluster import ClusterConfig
@@ -220,10 +221,12 @@ def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
         if origin != name:
             continue
         value = _value(loaded, key)
-        if leads_outside(key, value):
+        if leads_outside(key, value) or (is_place(key) and _leaves_folder(str(value))):
             issues.append(
                 ConfigError(
-                    f"the others have {_shown(value)}, a path or an address of their site",
+                    f"the others have {_shown(value)}, a path or an address of their site"
+                    if leads_outside(key, value)
+                    else f"the others have {_shown(value)}, which leads out of this folder here",
                     where=f"{name} {key}",
                     fix=f"give the path on this machine, with the same content: {key}=PATH",
                     id="join.trust",
@@ -239,6 +242,16 @@ def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
                 )
             )
     return issues
+
+
+def _leaves_folder(name: str) -> bool:
+    # Over a link of this folder: whoever chose the name cannot make one, but may hope for one.
+    here = Path.cwd().resolve()
+    try:
+        files = [Path(name), *named_files(name)]
+        return not all(file.resolve().is_relative_to(here) for file in files)
+    except (OSError, RuntimeError):  # a circle of links
+        return True
 
 
 def _value(loaded: Loaded, key: str) -> object:

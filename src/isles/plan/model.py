@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import http.client
 import struct
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import Request
 
 from isles.config.files import find_shape, may_be_hub_id
 from isles.config.foreign import MAX_CONFIG_BYTES, check_config, open_regular, parse_json
@@ -24,6 +23,7 @@ from isles.facts.memory.step import Count
 from isles.facts.models import shape_names
 from isles.launch.huggingface import huggingface_issue
 from isles.run.env import hub_access, hub_cache
+from isles.run.web import ask_url
 
 _FETCH_S = 5.0
 """Longest wait for a config.json."""
@@ -181,20 +181,21 @@ def _fetched(name: str) -> dict[str, Any]:
     access = hub_access()
     if access.is_offline:
         raise _refused(name, "offline", "HF_HUB_OFFLINE is set")
-    request = urllib.request.Request(f"{access.endpoint}/{name}/resolve/main/config.json")
+    request = Request(f"{access.endpoint}/{name}/resolve/main/config.json")
     if access.token:
         request.add_header("Authorization", f"Bearer {access.token}")
     try:
-        with urllib.request.urlopen(request, timeout=_FETCH_S) as answer:
-            loaded = parse_json(answer.read(MAX_CONFIG_BYTES))
-    except urllib.error.HTTPError as error:
-        code = error.headers.get("X-Error-Code", "")
-        is_gated = code == "GatedRepo" or error.code == 403
-        state = "licence" if is_gated else "missing" if error.code in (401, 404) else "failing"
-        raise _refused(name, state, f"HTTP {error.code} {code}".strip()) from error
+        answer = ask_url(request, _FETCH_S, MAX_CONFIG_BYTES)
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise _refused(name, "unreachable", f"{reason}") from error
+    if answer.status != 200:
+        code = answer.headers.get("X-Error-Code", "")
+        is_gated = code == "GatedRepo" or answer.status == 403
+        state = "licence" if is_gated else "missing" if answer.status in (401, 404) else "failing"
+        raise _refused(name, state, f"HTTP {answer.status} {code}".strip())
+    try:
+        loaded = parse_json(answer.body)
     except ValueError as error:
         raise _refused(name, "failing", "its config.json is no JSON") from error
     if not isinstance(loaded, dict):

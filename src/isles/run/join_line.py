@@ -14,7 +14,6 @@ import json
 import re
 import socket
 import ssl
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from typing import Any
 
 from isles.errors import CommunicationError, ConfigError, PreflightError
 from isles.run.owner import not_own, read_text
+from isles.run.web import read_answer
 
 SECRET_BYTES = 32
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -33,11 +33,8 @@ _LINE = re.compile(
     r"/(?P<run>[^/#?]+)#(?P<token>[A-Za-z0-9_-]{43})\.(?P<fingerprint>[A-Za-z0-9_-]{43})"
 )
 _OK, _TOKEN = 200, 401
-MOST_BYTES = 32 * 2**20
-"""Limit of an answer. A hub keeps less than that."""
 _MOST_LETTERS = 2**16
 """Longest file with a join line."""
-_PART_BYTES, _PARTS = 2**18, 10
 _FIX = "paste the whole line that the hub has written (isles://HOST:PORT/RUN#…)"
 
 
@@ -154,15 +151,7 @@ def ask_hub(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any]:
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {line.token}"})
         answer = connection.getresponse()
-        body, end = bytearray(), time.monotonic() + _PARTS * timeout_s
-        while part := answer.read1(_PART_BYTES):
-            body += part
-            if len(body) > MOST_BYTES or time.monotonic() > end:
-                raise http.client.HTTPException(
-                    f"its answer has more than {MOST_BYTES} bytes, or takes too long"
-                )
-        if answer.length:
-            raise http.client.IncompleteRead(b"", answer.length)
+        body = read_answer(answer, timeout_s)
     except ssl.SSLError as error:
         raise PreflightError(
             f"what listens there is no hub: {error.reason or error}",
@@ -174,7 +163,7 @@ def ask_hub(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any]:
         raise _unreached(line, error, timeout_s) from None
     finally:
         connection.close()
-    return _content(line, answer.status, bytes(body))
+    return _content(line, answer.status, body)
 
 
 class _Pinned(http.client.HTTPSConnection):

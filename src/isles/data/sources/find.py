@@ -6,8 +6,10 @@ import glob
 import hashlib
 import os
 import platform
+import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -316,10 +318,11 @@ def open_hub(path: str, subset: str | None, split: str) -> DatasetSource:
     )
 
     def load() -> Any:
-        builder = datasets.load_dataset_builder(path, name=subset)
-        _check_files(builder, path)
-        builder.download_and_prepare()
-        return builder.as_dataset(split)
+        with _own_files_only(path):
+            builder = datasets.load_dataset_builder(path, name=subset)
+            _check_files(builder, path)
+            builder.download_and_prepare()
+            return builder.as_dataset(split)
 
     return DatasetSource(f"{name} {split}", _load(load, name, fix))
 
@@ -332,25 +335,59 @@ def stream_hub(path: str, subset: str | None, split: str) -> HubStream:
     import datasets
 
     def load() -> Any:
-        builder = datasets.load_dataset_builder(path, name=subset)
-        _check_files(builder, path)
-        builder.as_streaming_dataset(split)
-        return builder
+        with _own_files_only(path):
+            builder = datasets.load_dataset_builder(path, name=subset)
+            _check_files(builder, path)
+            builder.as_streaming_dataset(split)
+            return builder
 
     name = f"{path} ({subset}) {split}" if subset else f"{path} {split}"
     fix = f"{_LOOK.format(path)}; a slice of a split cannot be streamed"
     return HubStream(name, _load(load, name, fix), split)
 
 
+@contextmanager
+def _own_files_only(path: str) -> Iterator[None]:
+    # The readme of a dataset may name any file of this machine, or any address, as data. The
+    # library looks there before it has a builder, so it is stopped here, where each pattern passes:
+    # from a readme, a .huggingface.yaml or a data_dir.
+    from datasets import data_files
+
+    resolve = data_files.resolve_pattern
+
+    def own(pattern: str, base_path: str, *args: Any, **more: Any) -> Any:
+        is_inside = re.match(r"[/\\~]|[A-Za-z][\w+.-]*:", pattern) is None
+        for place in (base_path, f"{base_path}/{pattern}" if is_inside else pattern):
+            _check_place(place, path)
+        return resolve(pattern, base_path, *args, **more)
+
+    data_files.resolve_pattern = own
+    try:
+        yield
+    finally:
+        data_files.resolve_pattern = resolve
+
+
 def _check_files(builder: Any, path: str) -> None:
-    # The readme of a dataset may name any file of this machine, or any address.
+    # The files that were found: a pattern may have led elsewhere, over a link of a folder.
     for files in (builder.config.data_files or {}).values():
         for file in map(str, files):
-            place = file.rsplit("::", 1)[-1]
-            if not place.startswith("hf://") and not Path(place).is_relative_to(
-                Path(path).resolve()
-            ):
-                raise ValueError(f"it names the file {file!r:.200}, which is not in the dataset")
+            _check_place(file, path)
+
+
+def _check_place(place: str, path: str) -> None:
+    on_hub = f"hf://datasets/{path}"
+    if place.startswith(on_hub):
+        is_own = place[len(on_hub) :][:1] in ("", "@", "/")
+        below = place[len(on_hub) :]
+    else:
+        folder = str(Path(path).resolve())
+        is_own = place == folder or place.startswith(f"{folder}/")
+        below = place[len(folder) :]
+    parts = below.split("/")[1:]
+    is_odd = "::" in below or "://" in below or any(part in (".", "..") for part in parts)
+    if not is_own or is_odd:
+        raise ValueError(f"it names {place!r:.200} as data, which is not in the dataset")
 
 
 def _load(load: Callable[[], Any], name: str, fix: str) -> Any:

@@ -384,11 +384,17 @@ def _not_parquet(path: Path, error: Exception, row: int) -> DataError:
     return damaged(error, str(path), f"the Parquet file is damaged (near row {row})")
 
 
+_OWN_SECRETS = ("join", "token", "key.pem", "certificate.pem", "settings.json", "port")
+"""Files that isles writes with mode 0600."""
+_SECRET = re.compile(rb"\s*(?:isles://[^\s#]{1,300}#|-----BEGIN [A-Z ]*PRIVATE KEY)")
+
+
 @contextmanager
 def opened(path: Path, *, is_packed: bool | None = None) -> Iterator[IO[bytes]]:
     """A file to read, unpacked if its name ends with .gz; DataError where it cannot be."""
     try:
         with open_regular(path) as raw:
+            _check_is_no_secret(path, raw)
             if (path.suffix == ".gz") if is_packed is None else is_packed:
                 with gzip.open(raw) as stream:
                     yield cast("IO[bytes]", stream)
@@ -410,6 +416,18 @@ def opened(path: Path, *, is_packed: bool | None = None) -> Iterator[IO[bytes]]:
         ) from error
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+def _check_is_no_secret(path: Path, raw: io.BufferedReader) -> None:
+    # The run file of a stranger may name any file here, such as the join line of another run.
+    own = path.name in _OWN_SECRETS and not os.fstat(raw.fileno()).st_mode & 0o077
+    if own or _SECRET.match(raw.peek(512)[:512]):
+        raise DataError(
+            "it holds a key, a token or a join line, which is not data",
+            where=str(path),
+            fix="name only files of data: data.sources.N.path",
+            id="files.data",
+        )
 
 
 def decode(block: bytes, path: Path, offset: int, line: int) -> str:

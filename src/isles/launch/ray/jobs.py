@@ -11,20 +11,21 @@ import os
 import re
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.request import Request
 
 from isles.errors import ExitCode, MissingDependencyError, PreflightError, UserError
 from isles.launch.queue.job import ASK_S, JobQueue, JobReport, JobState, QueueJob
 from isles.launch.ray.bundles import RayNode
 from isles.run.paths import Attempt
 from isles.run.records import write_text_atomic
+from isles.run.web import ask_url
 
+_MOST_LETTERS = 500
 SUBMIT_S = 60.0
 """Longest wait for a cluster to take a job; it installs nothing for it."""
 
@@ -153,26 +154,13 @@ class RayJobs(JobQueue):
 
     def _ask(self, path: str, body: Mapping[str, str] | None = None) -> str:
         # TimeoutError: a request with a body was sent, and nothing was heard.
-        request = urllib.request.Request(
+        request = Request(
             self.address + path,
             data=None if body is None else json.dumps(body).encode(),
             headers={"Content-Type": "application/json"} | _authorization(),
         )
         try:
-            with urllib.request.urlopen(request, timeout=self._ask_s) as answer:
-                return str(answer.read().decode(errors="replace"))
-        except urllib.error.HTTPError as error:
-            words = error.read().decode(errors="replace").strip()
-            with suppress(ValueError, KeyError):
-                words = str(json.loads(words)["msg"])  # else plain text
-            text = f"HTTP {error.code}: {(words.splitlines() or [error.reason])[0]}"
-            is_of_job = path.startswith("/api/jobs/") and error.code == 404
-            raise (_NoJobError if is_of_job else PreflightError)(
-                f"the Ray cluster at {self.address} refuses: {text}",
-                where="launcher ray",
-                fix=_REACH,
-                id="queue.refused" if path == "/api/jobs/" else "queue.commands",
-            ) from error
+            answer = ask_url(request, self._ask_s)
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             is_late = isinstance(reason, TimeoutError)
@@ -186,6 +174,19 @@ class RayJobs(JobQueue):
                 fix=_REACH,
                 id="queue.commands",
             ) from error
+        words = answer.body.decode(errors="replace")
+        if answer.status == 200:
+            return words
+        with suppress(ValueError, KeyError, TypeError):
+            words = str(json.loads(words)["msg"])  # else plain text
+        first = (words.strip().splitlines() or [""])[0][:_MOST_LETTERS]
+        is_of_job = path.startswith("/api/jobs/") and answer.status == 404
+        raise (_NoJobError if is_of_job else PreflightError)(
+            f"the Ray cluster at {self.address} refuses: HTTP {answer.status}: {first}",
+            where="launcher ray",
+            fix=_REACH,
+            id="queue.refused" if path == "/api/jobs/" else "queue.commands",
+        )
 
 
 class _NoJobError(PreflightError):

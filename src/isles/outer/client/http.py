@@ -29,6 +29,7 @@ from isles.outer.messages import (
     read_body,
 )
 from isles.run.join_line import JoinLine
+from isles.run.web import MOST_BYTES
 
 A = TypeVar("A", bound=BaseModel)
 R = TypeVar("R")
@@ -39,6 +40,9 @@ _BURST_S = 0.05
 _SLICE, _BIG_SLICE = 1 << 16, 1 << 18
 _AT_ONCE = 4
 """Chunks of a file that travel at a time."""
+_CHUNK_TEXT = 100
+"""Letters of an answer about one chunk of a file."""
+_ERROR_BYTES, _MOST_LETTERS = 2**16, 500
 _WRONG_HASHES = 3
 _SECRET = re.compile(r"[0-9a-f]{32}")
 """A member's id, in an address: who knows it can speak in its name."""
@@ -114,7 +118,13 @@ class Channel:
         )
         # With the id the hub knows whose share of its memory this is.
         headers = {"Authorization": f"Bearer {self.line.token}", "X-Member": self._member_id}
-        self._session = aiohttp.ClientSession(self.line.url, connector=connector, headers=headers)
+        self._session = aiohttp.ClientSession(
+            self.line.url,
+            connector=connector,
+            headers=headers,
+            auto_decompress=False,  # the hub packs nothing, and a packed answer has no limit
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
 
     async def close(self) -> None:
         await self._session.close()
@@ -127,6 +137,7 @@ class Channel:
         body: Message | None = None,
         *,
         patience_s: float = 0.0,
+        most_bytes: int = MOST_BYTES,
     ) -> A:
         """GET, or POST a body; the hub may take `patience_s` longer than usual to answer."""
         method, options = "GET", dict[str, Any]()
@@ -136,13 +147,13 @@ class Channel:
 
         async def attempt() -> A:
             async with self._request(method, path, patience_s, **options) as response:
-                answer = await response.read()
+                answer = await _read(response, most_bytes)
             try:
                 return kind.model_validate_json(answer)
             except ValidationError as error:
                 raise HubRefusal(
                     "protocol",
-                    f"the hub gives an answer that is no {kind.__name__}: {answer[:200]!r}",
+                    f"the hub gives an answer that is not a {kind.__name__}",
                     where=str(self.line),
                     fix="install the same version of isles there and here",
                 ) from error
@@ -159,7 +170,8 @@ class Channel:
         """
         end = _now() + deadline_s
         size_bytes = path.stat().st_size
-        there = await self.ask(place, Received, deadline_s)
+        most = MOST_BYTES + _CHUNK_TEXT * num_chunks(size_bytes)
+        there = await self.ask(place, Received, deadline_s, most_bytes=most)
         if there.size_bytes != size_bytes:
             raise HubRefusal(
                 "malformed",
@@ -212,7 +224,8 @@ class Channel:
             fix = "check the disk of the hub"
             return CommunicationError(f"{place}: {what}", where=str(self.line), fix=fix)
 
-        hashes = (await self.ask(f"{place}/hashes", _Hashes, deadline_s)).root
+        most = MOST_BYTES + _CHUNK_TEXT * num_chunks(size_bytes)
+        hashes = (await self.ask(f"{place}/hashes", _Hashes, deadline_s, most_bytes=most)).root
         if len(hashes) != num_chunks(size_bytes) or digest_of(hashes) != digest:
             raise wrong("the hashes of its chunks do not make up its digest")
         partial = target.with_name(f"{target.name}.partial")
@@ -257,17 +270,20 @@ class Channel:
         self, method: str, path: str, patience_s: float = 0.0, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_S, sock_read=_SILENT_S + patience_s)
-        async with self._session.request(method, path, timeout=timeout, **options) as response:
+        # The hub sends nobody elsewhere, such as to a service of this machine.
+        async with self._session.request(
+            method, path, timeout=timeout, allow_redirects=False, **options
+        ) as response:
             if response.status not in (200, 204, 206):
-                body = await response.read()
+                body = await _read(response, _ERROR_BYTES)
                 try:
                     error = ErrorBody.model_validate_json(body)
                 except ValidationError:
-                    what = f"HTTP status {response.status}: {body[:200]!r}"
-                    error = ErrorBody(kind="http", what=what)
+                    error = ErrorBody(kind="http", what=f"HTTP status {response.status}")
+                what, fix = error.what[:_MOST_LETTERS], error.fix[:_MOST_LETTERS]
                 if response.status in _TRY_AGAIN:
-                    raise _TryAgain(error.what)
-                raise HubRefusal(error.kind, error.what, where=str(self.line), fix=error.fix)
+                    raise _TryAgain(what)
+                raise HubRefusal(error.kind, what, where=str(self.line), fix=fix)
             yield response
 
     async def _until(self, attempt: Callable[[], Awaitable[R]], deadline_s: float, what: str) -> R:
@@ -300,6 +316,15 @@ class Channel:
                     id="hub.silent",
                 )
             await asyncio.sleep(delay_s)
+
+
+async def _read(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > most_bytes:
+            raise _TryAgain(f"HTTP status {response.status}, and more than {most_bytes} bytes")
+    return bytes(body)
 
 
 def _now() -> float:
