@@ -18,12 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatchcase
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from isles.config.foreign import is_plain, names_code
 from isles.errors import TrainingError, UserError
 from isles.facts.secrets import without_secrets
 from isles.facts.units import format_bytes, format_duration
@@ -56,7 +54,7 @@ ANSWER_S = 40.0
 AT_ONCE = 4
 """Files that travel at the same time."""
 
-_LONGEST_RECORD_BYTES, _MOST_OWNERS = 1 << 30, 10**9
+_MOST_OWNERS = 10**9
 
 _RECORDS = (
     "run.yaml",
@@ -149,33 +147,6 @@ class RunStore:
                         data = without_secrets(data.decode("utf-8", "replace")).encode()
                     self.store.write(str(path.relative_to(run_dir.path)), data)
 
-    def bring_records(self, run_dir: RunDir) -> None:
-        """Take over the records, in a run directory that is there."""
-        for name, size in self.store.sizes("").items():
-            if not _is_record(name):
-                continue
-            if size > _LONGEST_RECORD_BYTES:
-                log.warning("%s/%s has %s: not fetched", self.url, name, format_bytes(size))
-                continue
-            path = run_dir.path / name
-            if path.parent != run_dir.path and not path.parent.is_symlink():
-                path.parent.mkdir(exist_ok=True)
-            partial = path.with_name(f".{path.name}.partial")
-            try:
-                self.store.fetch(name, partial, lambda _: None)
-                partial.replace(path)
-            except FileNotFoundError:
-                continue  # deleted meanwhile
-            finally:
-                partial.unlink(missing_ok=True)
-        if names_code(run_dir.tokenizer):
-            # `trust_remote_code` trusts the author of the model, not the writers of the bucket.
-            log.warning(
-                "the tokenizer of %s names Python code: not used; the tokenizer of the run file is",
-                self.url,
-            )
-            rmtree(run_dir.tokenizer)
-
     def bring(self, step: int, run_dir: RunDir, report: Callable[[str], object]) -> list[str]:
         """Fetch a checkpoint: its faults, one line each; none where it is on this disk now.
 
@@ -228,15 +199,6 @@ class RunStore:
 
 def _place(step: int, name: str) -> str:
     return f"checkpoints/{checkpoint_name(step)}/{name}".rstrip("/")
-
-
-def _is_record(name: str) -> bool:
-    # Plain names only, as PurePath.match takes `tokenizer/..` for `tokenizer/*`.
-    parts = name.split("/")
-    patterns = (pattern.split("/") for pattern in _RECORDS)
-    return all(map(is_plain, parts)) and any(
-        len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern)) for pattern in patterns
-    )
 
 
 @contextmanager

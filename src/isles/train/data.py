@@ -27,6 +27,7 @@ from isles.dist.world import World, on_every_rank, place_of
 from isles.errors import ConfigError, ConfigErrors, DataError, UserError
 from isles.facts.models import shape_names
 from isles.models.build import load_model_config
+from isles.run.bring import is_from_bucket
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.env import cache_home
 from isles.run.paths import RunDir
@@ -164,7 +165,16 @@ def _make_tokenizer(config: RunConfig, run_dir: RunDir, world: World, disks: Dis
     keeper = disks.keeper(world.rank)
     needs = world.rank == keeper != disks.keeper(rank)
     broadcast_folder(run_dir.tokenizer, world, src=rank, needs=needs)
-    return load_tokenizer(str(run_dir.tokenizer), trust_remote_code=config.model.trust_remote_code)
+    return run_tokenizer(config, run_dir)
+
+
+def run_tokenizer(config: RunConfig, run_dir: RunDir) -> Any:
+    """The tokenizer that a run keeps in its directory.
+
+    DataError: it does not work.
+    """
+    trusted = config.model.trust_remote_code and not is_from_bucket(run_dir.tokenizer)
+    return load_tokenizer(str(run_dir.tokenizer), trust_remote_code=trusted)
 
 
 def write_tokenizer(config: RunConfig, folder: Path) -> None:

@@ -24,7 +24,7 @@ from isles.config.sections.strategy import DDPStrategyConfig
 from isles.data.chat.template import chat_prompt
 from isles.data.loader import evaluation_batches
 from isles.data.mix import build_validation
-from isles.data.tokens.tokenizer import check_vocabulary, load_tokenizer
+from isles.data.tokens.tokenizer import check_vocabulary
 from isles.dist.batch import MIXED_DTYPE
 from isles.dist.world import join_world, leave_world
 from isles.errors import DataError, UserError
@@ -34,7 +34,7 @@ from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from isles.run.resolved import read_resolved
-from isles.train.data import data_cache
+from isles.train.data import data_cache, run_tokenizer
 from isles.train.finish import export_step
 from isles.train.logs import log_of_verb
 from isles.train.metrics import evaluate
@@ -268,8 +268,7 @@ def _load(
 def _tokenizer(run_dir: RunDir, resolved: Resolved) -> Any:
     if not run_dir.tokenizer.is_dir():
         return None
-    trusted = resolved.config.model.trust_remote_code
-    return load_tokenizer(str(run_dir.tokenizer), trust_remote_code=trusted)
+    return run_tokenizer(resolved.config, run_dir)
 
 
 if __name__ == "__main__":
