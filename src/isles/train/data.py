@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from isles.data.chat.template import stop_at_turns, use_template
 from isles.data.mix import Dataset, build_datasets, documents_for_tokenizer
 from isles.data.tokens.encode import TEMPLATED
 from isles.data.tokens.prepare import rank_with_data
+from isles.data.tokens.store import disk_errors
 from isles.data.tokens.tokenizer import (
     OTHER_TOKENIZER,
     check_vocabulary,
@@ -89,8 +92,23 @@ def make_data(
 
 
 def data_cache(data: DataConfig) -> Path:
-    """The folder for prepared tokens."""
-    return Path(data.cache_dir).expanduser() if data.cache_dir else cache_home() / "data"
+    """The folder for prepared tokens: the run file's, or one that is closed to other users.
+
+    The source of the tokens may be a file that only this user can read. The run file may name a
+    folder that several users share, and its mode stays as it is.
+
+    DataError: the folder cannot be made.
+    """
+    if data.cache_dir:
+        return Path(data.cache_dir).expanduser()
+    home = cache_home()
+    with disk_errors(home):
+        home.mkdir(parents=True, exist_ok=True)
+        facts = home.stat()
+        if facts.st_uid == os.geteuid() and facts.st_mode & 0o077:  # 0.1.0 has left it open
+            with suppress(PermissionError):  # some network disks have no modes
+                home.chmod(0o700)
+    return home / "data"
 
 
 def _check_content(training: Dataset, world: World, resume_from: CheckpointInfo | None) -> None:

@@ -33,7 +33,7 @@ from isles.models.build import converts_weights, take_generation_config
 from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
-from isles.run.resolved import read_resolved
+from isles.run.resolved import needs_own, read_resolved
 from isles.train.data import data_cache, run_tokenizer
 from isles.train.finish import export_step
 from isles.train.logs import log_of_verb
@@ -51,6 +51,8 @@ def main() -> int:
     verbs = {"export": _export, "generate": _generate, "eval": _eval}
     try:
         resolved = read_resolved(run_dir)
+        if not resolved.config.model.name_or_path or resolved.config.adapter.type != "none":
+            needs_own(resolved, run_dir, "load a model that the run names")
         verbs[options.verb](options, run_dir, resolved)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -193,6 +195,8 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
 
 def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> None:
     config = resolved.config
+    if any(source.type != "fake" for source in config.data.sources):
+        needs_own(resolved, run_dir, "read the data that the run names")
     tokenizer = _tokenizer(run_dir, resolved)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     env = RankEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, attempt=0, store=None)

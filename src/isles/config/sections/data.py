@@ -91,7 +91,8 @@ class DataConfig(Section):
     """Share of the documents held out for evaluation, by document. 0: no evaluation."""
 
     cache_dir: Text | None = None
-    """Where prepared tokens are kept. null: ~/.cache/isles (or $XDG_CACHE_HOME/isles)."""
+    """Where prepared tokens are kept. null: ~/.cache/isles (or $XDG_CACHE_HOME/isles), which is
+    closed to other users."""
 
 
 def isolates(data: DataConfig, source: SourceConfig) -> bool:
