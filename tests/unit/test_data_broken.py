@@ -66,7 +66,7 @@ FILES: list[tuple[Any, ...]] = [
     ("instruct", "a.json", CUT_ARRAY, "not JSON", "json.tool", ":3"),
     ("text", "a.json", ITEMS, "not a JSON object but str", "objects", " row 2"),
     ("text", "a.parquet", cut_parquet, "damaged", "fetch it again", ""),
-    ("text", "a.parquet", not_utf8, "codec can't decode", "fetch it again", ""),
+    ("text", "a.parquet", not_utf8, "Invalid UTF8", "fetch it again", " row 0"),
     ("chat", "a.parquet", misnamed, "no column 'messages'", "columns: {messages: mesages}", ""),
     ("instruct", "a.csv", b"instruction,output\na,b\nc,d,e\n", "3 cells", "quotes", ":3"),
     ("instruct", "a.csv", b'instruction,output\na,"b"c\n', "not CSV", "quotes", ":2"),

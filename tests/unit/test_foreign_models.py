@@ -13,6 +13,10 @@ import pytest
 import yaml
 
 from isles.cli import main
+from isles.config.sections.model import ModelConfig
+from isles.errors import UserError
+from isles.models.build import load_model_config
+from isles.plan.model import files_params
 from tests.deadline import run_program
 from tests.small_models import small_model
 
@@ -103,3 +107,31 @@ def test_ranks_end_in_words_without_a_restart(model: Path, run_file: Path) -> No
     assert not wrong, "\n".join(wrong)
     decided = [json.loads(p.read_text()) for p in run_file.parent.glob("runs/*/*/*/restart-*")]
     assert all(record["decision"] != "restart" for record in decided), decided
+
+
+def test_an_odd_generation_config_is_refused_before_training(tmp_path: Path) -> None:
+    wrong = []
+    odd = [{"eos_token_id": value} for value in ("x", {}, 10**30, [[]], 1.5, True, ["x"])]
+    odd += [{"to_json_file": 1}, {"bos_token_id": {}}, {"pad_token_id": -7}]
+    _other()(tmp_path)
+    config = ModelConfig(name_or_path=str(tmp_path), init="pretrained")
+    for values in odd:
+        (tmp_path / "generation_config.json").write_text(json.dumps(values))
+        try:
+            load_model_config(config)
+        except UserError as error:
+            if next(iter(values)) not in str(error) + str(error.where):
+                wrong.append(f"{values}: {error}")
+        else:
+            wrong.append(f"{values}: taken")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_pipe_among_a_models_files_is_not_waited_for(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja", "vocab.txt"):
+        _other()(tmp_path)
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(UserError, match="not a"):
+            load_model_config(ModelConfig(name_or_path=str(tmp_path)))
+        assert files_params(str(tmp_path)) is None
+        (tmp_path / name).unlink()

@@ -124,12 +124,22 @@ def _missing_source(source: SourceConfig) -> tuple[str, str] | None:
     if found := folder_issue(path):
         return found
     if _exists(path) or named_files(name):
-        return None
+        return _odd_file(path)
     if glob.has_magic(name):
         return f"the glob {name} matches no file from {Path.cwd()}", GLOB_FIX
     if may_be_hub_id(name):
         return None
     return f"there is no such file: {path.absolute()}", how_to_find(path)
+
+
+def _odd_file(path: Path) -> tuple[str, str] | None:
+    try:
+        if path.is_dir() or path.is_file() or not path.exists():
+            return None
+    except OSError:
+        return None  # the rank that reads it says more
+    what = f"it is not a regular file: {path.absolute()}"
+    return what, "name a file: isles does not read a pipe, a socket or a device"
 
 
 def folder_issue(path: Path) -> tuple[str, str] | None:

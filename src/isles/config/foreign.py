@@ -40,6 +40,11 @@ _SIZES: dict[str, int] = {
     "vocab_size": 2**26,
 }
 _LARGE = ("model.safetensors.index.json", "tokenizer.json", "vocab.json")
+_TEXTS = (".jinja", ".model", ".tiktoken", ".txt")
+"""Files of tokenizers that libraries read as a whole."""
+
+GENERATION_CONFIG = "generation_config.json"
+_TOKEN_ID = re.compile(r"(bos|eos|pad|decoder_start|forced_bos|forced_eos)_token_id")
 _COUNT = re.compile(r"(n|num)_labels|(.*_)?(blocks|codebooks|experts|groups|heads|layers)")
 _MOST_COUNTED = 2**16
 """Libraries make an object of each, some while they read."""
@@ -193,22 +198,49 @@ def model_config(path: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a model's folder with a JSON file that no library should be given.
+    """Refuse a model's folder with a file that no library should be given.
 
-    ConfigError: such a file is too large or too deep, or is not a file.
+    ConfigError: a JSON file is too large, too deep or odd, a text is too large, or a pipe, a socket
+    or a device has the name of a file.
     """
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
         try:
+            is_file = path.is_file()
+            if not is_file and path.exists() and not path.is_dir():
+                raise ValueError("it is not a regular file")
+            if path.suffix != ".json":
+                if is_file and path.suffix in _TEXTS and path.stat().st_size > MAX_JSON_BYTES:
+                    raise ValueError(f"it is larger than {MAX_JSON_BYTES >> 20} MiB")
             # The large ones are read once more by others, which have limits of depth.
-            if path.name in _LARGE:
-                if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
+            elif path.name in _LARGE:
+                if not is_file or path.stat().st_size > MAX_JSON_BYTES:
                     raise ValueError(f"it is not a file of at most {MAX_JSON_BYTES >> 20} MiB")
+            elif path.name == GENERATION_CONFIG:
+                check_generation(path)
             else:
                 read_json(path, MAX_CONFIG_BYTES)
         except OSError:
             continue  # whoever needs it says so
         except ValueError as error:
             raise _refused(str(path), f"this file cannot be used: {error}") from None
+
+
+def check_generation(path: Path) -> None:
+    """Refuse a generation_config.json whose ids of tokens make no sense.
+
+    Raises:
+        OSError: it cannot be read.
+        ConfigError: an id is not a whole number, or the file is not a JSON object.
+    """
+    try:
+        found = read_json(path, MAX_CONFIG_BYTES)
+        if not isinstance(found, dict):
+            raise ValueError("it is not a JSON object")
+    except ValueError as error:
+        raise _refused(str(path), f"this file cannot be used: {error}") from None
+    for name, value in found.items():
+        if what := _odd_tokens(name, value):
+            raise _refused(f"{path} {name}", what)
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
@@ -236,13 +268,25 @@ def _odd(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
         yield f"{prefix}num_key_value_heads", f"{heads} heads cannot share {shared} of them evenly"
     for name, value in config.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not _TOKEN_ID.fullmatch(name):
             yield from _odd(value, f"{prefix}{name}.")
         elif value is not None and (what := _odd_value(name, value)):
             yield prefix + name, what
 
 
+def _odd_tokens(name: str, value: object) -> str:
+    if not _TOKEN_ID.fullmatch(name) or value is None:
+        return ""
+    for each in value if isinstance(value, list) else [value]:
+        # -1 stands for no token in some published models.
+        if not isinstance(each, int) or isinstance(each, bool) or not -1 <= each < 2**31:
+            return f"{_short(value)} is not a token's id, nor a list of them"
+    return ""
+
+
 def _odd_value(name: str, value: object) -> str:
+    if what := _odd_tokens(name, value):
+        return what
     if name in _SECTIONS:
         return f"{_short(value)} is not a JSON object"
     if name in _SIZES or not isinstance(value, int | float):

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from yaml.reader import ReaderError
 
+from isles.config.foreign import open_regular
 from isles.errors import ConfigError, ConfigErrors
 
 KeyPath = tuple[str | int, ...]
@@ -182,7 +183,7 @@ def read_text(
         return ConfigError(what, where=f"{path}{place}", fix=fix, id="config.file")
 
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             content = stream.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise refused("there is no such file", hint) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
-from isles.config.foreign import check_folder, model_config
+from isles.config.foreign import (
+    GENERATION_CONFIG,
+    check_folder,
+    check_generation,
+    model_config,
+    read_json,
+)
 from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.errors import UserError
 from isles.facts.models import load_shape, shape_names
@@ -29,6 +36,9 @@ from isles.models.fill import (
 )
 
 log = logging.getLogger(__name__)
+
+_SENSELESS = (ValueError, TypeError, AttributeError, RecursionError)
+"""What transformers raises for a generation_config.json that it cannot use."""
 
 _NO_ADAPTER = AdapterConfig()
 
@@ -216,14 +226,42 @@ def load_model_config(config: ModelConfig) -> Any:
         if path.is_dir():
             check_folder(path)
         file = path if path.is_file() else Path(str(cached_file(name, "config.json")))
-        model_config(file)
+        known = model_config(file)
         found = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        _refuse_methods(known, found)
+        if config.init == "pretrained":
+            _try_generation_config(name)
     except _LOAD_ERRORS as error:
         raise _model_error(config, error) from error
     if config.init == "pretrained":
         _refuse_quantized(config, found)
     _forget_choices(found)
     return found
+
+
+def _refuse_methods(known: Mapping[str, Any], holder: Any) -> None:
+    # A key that is called as a method has: its value would stand in the method's place.
+    for key in known:
+        if callable(getattr(type(holder), key, None)):
+            raise ValueError(f"the key {key!r} is the name of a method of {type(holder).__name__}")
+
+
+def _try_generation_config(name: str) -> None:
+    # The export writes it at the end of the run, which is too late to find it odd.
+    from transformers import GenerationConfig
+    from transformers.utils.hub import cached_file
+
+    options = {"_raise_exceptions_for_connection_errors": False}
+    options["_raise_exceptions_for_missing_entries"] = False
+    if not Path(name).is_file() and (found := cached_file(name, GENERATION_CONFIG, **options)):
+        check_generation(Path(found))
+        known = read_json(Path(found))
+        _refuse_methods(known, GenerationConfig())
+        try:
+            made = GenerationConfig(**known)
+        except _SENSELESS:
+            return  # `take_generation_config` does without it
+        made.to_json_string(keys_to_pop=["compile_config"])
 
 
 def _forget_choices(config: Any) -> None:
@@ -252,7 +290,7 @@ def take_generation_config(model: Any, config: ModelConfig) -> None:
         with contextlib.suppress(OSError):
             try:
                 model.generation_config = GenerationConfig.from_pretrained(name)
-            except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            except _SENSELESS as error:
                 log.warning("model=%s has a generation_config.json without sense: %s", name, error)
 
 

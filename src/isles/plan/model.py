@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.config.files import find_shape, may_be_hub_id
-from isles.config.foreign import MAX_CONFIG_BYTES, check_config, parse_json
+from isles.config.foreign import MAX_CONFIG_BYTES, check_config, open_regular, parse_json
 from isles.config.layout import Layout
 from isles.config.memory import architecture, setting_of
 from isles.config.sections.run import RunConfig
@@ -150,7 +150,7 @@ def files_params(name: str) -> int | None:
 
 def header(file: Path) -> dict[str, Any]:
     """The header of a safetensors file. ValueError: it is none."""
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > 100 << 20:
             raise ValueError(f"{file} is no safetensors file")

@@ -365,8 +365,18 @@ def _read_template(path: Path) -> str:
             fix=f"{how_to_find(path)}; or use chatml",
             id="data.template",
         )
+    from isles.data.chat.sandbox import MAX_TEMPLATE_CHARS
+
     with opened(path) as stream:
-        text = decode(stream.read(), path, 0, 1)
+        block = stream.read(4 * MAX_TEMPLATE_CHARS + 1)  # a character has four bytes at most
+    if len(block) > 4 * MAX_TEMPLATE_CHARS:
+        raise DataError(
+            f"the chat template has more than {MAX_TEMPLATE_CHARS:,} characters",
+            where=str(path),
+            fix="name a Jinja file, or use tokenizer.chat_template: chatml",
+            id="data.template",
+        )
+    text = decode(block, path, 0, 1)
     if not text.strip():
         raise DataError(
             "the chat template is empty", where=str(path), fix="use chatml", id="data.template"

@@ -22,7 +22,9 @@ from isles.config.files import (
     may_be_hub_id,
     named_files,
 )
+from isles.config.foreign import open_regular
 from isles.config.sections.data import SourceConfig
+from isles.data.sources.arrow import check_saved, damaged, one_of_each, table_rows, undecoded
 from isles.data.sources.read import file_chunks, unreadable
 from isles.data.sources.rows import (
     CHUNK_ROWS,
@@ -128,7 +130,7 @@ class Files(Source):
 def _sample(file: str, size: int) -> str:
     # A hash of a file's beginning and end.
     try:
-        with Path(file).open("rb") as stream:
+        with open_regular(file) as stream:
             digest = hashlib.sha256(stream.read(_SAMPLED_BYTES))
             stream.seek(max(size - _SAMPLED_BYTES, 0))
             digest.update(stream.read(_SAMPLED_BYTES))
@@ -205,25 +207,33 @@ class DatasetSource(Source):
         yield from counted_chunks(self._rows(parser, first), first)
 
     def _rows(self, parser: Parser, first: int) -> Rows:
-        import pyarrow as pa
-
         names = list(self.dataset.column_names)
         parser.check(names, self.name)
+        one_of_each(names, parser.wanted, self.name)
         wanted = [name for name in names if name in parser.wanted]
-        dataset = self.dataset.with_format(None).select_columns(wanted)
-        try:
-            for number in range(first, len(dataset), CHUNK_ROWS):
-                batch = dataset[number : number + CHUNK_ROWS]
-                cells = zip(*batch.values(), strict=True)
-                rows = [dict(zip(batch, values, strict=True)) for values in cells]
-                yield from _numbered(self.name, number, rows)
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(
-                f"the dataset is damaged: {str(error)[:300]}",
-                where=self.name,
-                fix="fetch it or save it again",
-                id="data.damaged",
-            ) from error
+        # As Arrow, so that the library opens nothing that a row names.
+        dataset = self.dataset.with_format("arrow").select_columns(wanted)
+        features = undecoded(dataset.features)
+        has_json = any(features._column_requires_decoding.values())
+        for number in range(first, len(dataset), CHUNK_ROWS):
+            where = f"{self.name} row {number}"
+            try:
+                table = dataset[number : number + CHUNK_ROWS]
+            except Exception as error:  # whatever damaged buffers provoke
+                raise damaged(error, where) from error
+            rows = table_rows(table, where)
+            if has_json:
+                rows = [_with_json(features, row, f"{self.name} row {number}") for row in rows]
+            yield from _numbered(self.name, number, rows)
+
+
+def _with_json(features: Any, row: dict[str, Any], where: str) -> dict[str, Any]:
+    # The row with its texts of JSON read, as the library would.
+    try:
+        decoded: dict[str, Any] = features.decode_example(row)
+    except (ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise damaged(error, where) from error
+    return decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +250,12 @@ class HubStream(Source):
         return {"dataset": self.name, "files": [str(file) for file in files]}
 
     def chunks(self, parser: Parser, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+        if getattr(self.builder.config, "decode_num_threads", None):
+            self.builder.config.decode_num_threads = 0  # they would open what rows name
         dataset = self.builder.as_streaming_dataset(self.split)
         if dataset.column_names is not None:
             parser.check(dataset.column_names, self.name)
+            dataset = dataset.cast(undecoded(dataset.features))
         state, number = (begin["state"], begin["number"]) if begin else (None, 0)
         if state is not None:
             dataset.load_state_dict(state)
@@ -254,12 +267,10 @@ class HubStream(Source):
             yield Chunk(begin, {"state": state, "number": number}, named)
 
     def _next(self, rows: Iterator[Any], number: int) -> list[Any]:
-        import pyarrow as pa
-        from datasets.exceptions import DatasetsError
-
         try:
             return list(islice(rows, CHUNK_ROWS))
-        except (OSError, ValueError, DatasetsError, pa.ArrowException) as error:
+        # The library lets whatever the files provoke pass through, and those come from elsewhere.
+        except Exception as error:
             raise DataError(
                 f"cannot be read further: {type(error).__name__}: {str(error)[:300]}",
                 where=f"{self.name} row {number}",
@@ -275,6 +286,7 @@ def _open_saved(folder: Path, split: str) -> DatasetSource:
     # The split counts only where the folder holds several.
     import datasets
 
+    check_saved(folder)
     fix = "save it again with save_to_disk of the datasets library"
     loaded = _load(lambda: datasets.load_from_disk(str(folder)), str(folder), fix)
     if isinstance(loaded, datasets.DatasetDict):
@@ -302,8 +314,14 @@ def open_hub(path: str, subset: str | None, split: str) -> DatasetSource:
         f"as a file, {path!r} does not exist in {Path.cwd()}: {how_to_find(Path(path))}. As a "
         f"dataset: {_LOOK.format(path)}; without network, download it before"
     )
-    loaded = _load(lambda: datasets.load_dataset(path, name=subset, split=split), name, fix)
-    return DatasetSource(f"{name} {split}", loaded)
+
+    def load() -> Any:
+        builder = datasets.load_dataset_builder(path, name=subset)
+        _check_files(builder, path)
+        builder.download_and_prepare()
+        return builder.as_dataset(split)
+
+    return DatasetSource(f"{name} {split}", _load(load, name, fix))
 
 
 def stream_hub(path: str, subset: str | None, split: str) -> HubStream:
@@ -315,6 +333,7 @@ def stream_hub(path: str, subset: str | None, split: str) -> HubStream:
 
     def load() -> Any:
         builder = datasets.load_dataset_builder(path, name=subset)
+        _check_files(builder, path)
         builder.as_streaming_dataset(split)
         return builder
 
@@ -323,12 +342,21 @@ def stream_hub(path: str, subset: str | None, split: str) -> HubStream:
     return HubStream(name, _load(load, name, fix), split)
 
 
-def _load(load: Callable[[], Any], name: str, fix: str) -> Any:
-    import pyarrow as pa
-    from datasets.exceptions import DatasetsError
+def _check_files(builder: Any, path: str) -> None:
+    # The readme of a dataset may name any file of this machine, or any address.
+    for files in (builder.config.data_files or {}).values():
+        for file in map(str, files):
+            place = file.rsplit("::", 1)[-1]
+            if not place.startswith("hf://") and not Path(place).is_relative_to(
+                Path(path).resolve()
+            ):
+                raise ValueError(f"it names the file {file!r:.200}, which is not in the dataset")
 
+
+def _load(load: Callable[[], Any], name: str, fix: str) -> Any:
     try:
         return load()
-    except (OSError, ValueError, DatasetsError, pa.ArrowException) as error:
+    # The library lets whatever the files provoke pass through, and those come from elsewhere.
+    except Exception as error:
         what = f"cannot be loaded: {type(error).__name__}: {str(error)[:500]}"
         raise DataError(what, where=name, fix=fix, id="hub.access") from error

@@ -3,22 +3,29 @@
 A place is the number of rows or lines before a row, and of a file of lines or text the bytes before
 it (unpacked, where the file is packed). A file of lines is opened there, a packed one is unpacked
 up to there; of a Parquet file the row groups before it are not read. CSV and JSON arrays are read
-from the beginning, and the rows before it left out.
+from the beginning, and the rows before it left out. No row is larger than ROW_BYTES, so that
+memory is bounded whatever a file unpacks to.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
+import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
+from isles.config.foreign import open_regular
+from isles.data.sources.arrow import damaged, one_of_each, table_rows
 from isles.data.sources.rows import (
     CHUNK_ROWS,
     PLAIN,
@@ -37,11 +44,13 @@ WHOLE_BYTES = 64 * 2**20
 PIECE_BYTES = 16 * 2**20
 """A larger one is cut into documents of about this size, at a blank line where there is one."""
 
-ARRAY_BYTES = 2**30
-"""A JSON array is read as a whole, up to this size."""
+ROW_BYTES = 64 * 2**20
+"""A line, or a row of CSV or of a JSON array, has this size at most."""
 
 _CHUNK_BYTES = 2**20
-_CELL_CHARS = 2**27  # csv's own limit of 128 KiB is shorter than a long answer
+_ROW_LINES = 2**20
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\n\r]*")
 
 _OBJECTS = "one JSON object a line is expected"
 _FROM_ARRAY = "; for a JSON array: jq -c '.[]' FILE > NEW.jsonl"
@@ -79,8 +88,10 @@ def _line_chunks(path: Path, begin: ChunkStart) -> Iterator[Chunk]:
     begin, rows = {"bytes": offset, "row": number}, list[Row | DataError]()
     with opened(path) as stream:
         stream.seek(offset)
-        for line in stream:
+        for line in _raw_lines(stream):
             number += 1
+            if len(line) > ROW_BYTES:
+                raise _too_large("line", f"{path}:{number}")
             row = _json_row(line, path, offset, number)
             offset += len(line)
             if row is not None:
@@ -152,25 +163,24 @@ def _is_json_array(path: Path) -> bool:
         return stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
+def _raw_lines(stream: IO[bytes]) -> Iterator[bytes]:
+    # Lines; one that is too large is cut behind ROW_BYTES, by which the caller sees that it is.
+    return iter(partial(stream.readline, ROW_BYTES + 1), b"")
+
+
+def _too_large(what: str, where: str) -> DataError:
+    lines = f" or {_ROW_LINES:,} lines" if what == "row" else ""
+    return DataError(
+        f"a {what} of more than {ROW_BYTES >> 20} MiB{lines}",
+        where=where,
+        fix="split it into several rows, or write it as text (.txt)",
+        id="data.rows",
+    )
+
+
 def _read_json_array(path: Path) -> Rows:
-    with opened(path) as stream:
-        data = stream.read(ARRAY_BYTES + 1)
-    if len(data) > ARRAY_BYTES:
-        raise DataError(
-            f"a JSON array of more than {ARRAY_BYTES // 2**20} MiB, which is read as a whole",
-            where=str(path),
-            fix=f"make JSON lines of it: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}",
-        )
-    try:
-        values = json.loads(decode(data, path, 0, 1))
-    except (ValueError, RecursionError) as error:
-        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
-        raise DataError(
-            f"not JSON: {error}",
-            where=f"{path}:{line}",
-            fix=f"repair it there; python -m json.tool {path} tests it",
-        ) from error
-    for number, value in enumerate(values, start=1):
+    # One value after another: a small packed file may unpack to more than the memory holds.
+    for number, value in enumerate(_array_values(path), start=1):
         where = f"{path} row {number}"
         if isinstance(value, dict):
             yield Row(where, value)
@@ -179,16 +189,106 @@ def _read_json_array(path: Path) -> Rows:
             yield DataError(what, where=where, fix="an array of JSON objects is expected")
 
 
+def _array_values(path: Path) -> Iterator[Any]:
+    with opened(path) as stream:
+        text = _ArrayText(path, stream)
+        text.next()
+        text.place += 1
+        while text.next() != "]":
+            yield text.value()
+            if text.next() == ",":
+                text.place += 1
+            elif text.next() != "]":
+                raise text.refused("Expecting ',' delimiter", text.place)
+        text.place += 1
+        if text.next():
+            raise text.refused("Extra data", text.place)
+
+
+class _ArrayText:
+    # The part of a JSON array in memory, and the place in it that has been read.
+    def __init__(self, path: Path, stream: IO[bytes]) -> None:
+        self._path, self._stream = path, stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._text, self._line, self._offset = "", 1, 0
+        self.place = 0
+
+    def next(self) -> str:
+        """The next character that is not blank; "" at the end of the file."""
+        while True:
+            self.place = _SPACE.match(self._text, self.place).end()  # type: ignore[union-attr]
+            if self.place < len(self._text) or not self._more():
+                return self._text[self.place : self.place + 1]
+
+    def value(self) -> Any:
+        """The value that begins here; read up to its end."""
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self.place)
+            except (ValueError, RecursionError) as error:
+                place, what = self.place, str(error)
+                if isinstance(error, json.JSONDecodeError):
+                    place, what = error.pos, error.msg
+                    # Only where the text in memory ends can more of it help.
+                    is_cut = what.startswith("Unterminated") or place >= len(self._text) - 16
+                    if is_cut and self._more():
+                        continue
+                raise self.refused(what, place) from error
+            if end == len(self._text) and self._more():
+                continue  # a number may go on
+            if end - self.place > ROW_BYTES:
+                raise self._too_large()
+            self.place = end
+            return value
+
+    def refused(self, what: str, place: int) -> DataError:
+        return DataError(
+            f"not JSON: {what}",
+            where=f"{self._path}:{self._line_of(place)}",
+            fix=f"repair it there; python -m json.tool {self._path} tests it",
+        )
+
+    def _more(self) -> bool:
+        # Drop what has been read, and read more: three times what one value has, so that
+        # the time is linear in its size.
+        kept = len(self._text) - self.place
+        if kept >= ROW_BYTES:
+            raise self._too_large()
+        block = self._stream.read(max(_CHUNK_BYTES, min(3 * kept, ROW_BYTES - kept)))
+        pending = self._decoder.getstate()[0]
+        try:
+            new = self._decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            line = self._line_of(len(self._text))
+            decode(pending + block, self._path, self._offset - len(pending), line)
+            raise AssertionError("decoded") from error
+        if not self._offset:
+            new = new.removeprefix("\ufeff")
+        self._offset += len(block)
+        self._line = self._line_of(self.place)
+        self._text, self.place = self._text[self.place :] + new, 0
+        return bool(block)
+
+    def _line_of(self, place: int) -> int:
+        return self._line + self._text.count("\n", 0, place)
+
+    def _too_large(self) -> DataError:
+        return _too_large("row", f"{self._path}:{self._line_of(self.place)}")
+
+
 def _read_csv(path: Path, parser: Parser, delimiter: str) -> Rows:
     # Rows below a line with the columns' names, as RFC 4180 has them.
-    csv.field_size_limit(max(_CELL_CHARS, csv.field_size_limit()))
+    csv.field_size_limit(max(ROW_BYTES, csv.field_size_limit()))  # 128 KiB by itself
     with opened(path) as stream:
-        reader = csv.reader(_lines(path, stream), delimiter=delimiter, strict=True)
+        lines = _Lines(path, stream)
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
             names = next(reader, [])
             parser.check(names, f"{path}:1")
+            one_of_each(names, parser.wanted, f"{path}:1")
             line = reader.line_num + 1
             for cells in reader:
+                lines.row_bytes = lines.row_lines = 0
                 if len(cells) == len(names):
                     yield Row(f"{path}:{line}", dict(zip(names, cells, strict=True)))
                 elif cells:
@@ -207,52 +307,86 @@ def _read_csv(path: Path, parser: Parser, delimiter: str) -> Rows:
             ) from error
 
 
-def _lines(path: Path, stream: Any) -> Iterator[str]:
-    offset = 0
-    for number, line in enumerate(stream, start=1):
-        yield decode(line, path, offset, number)
-        offset += len(line)
+class _Lines:
+    # Lines of text; those of one row, which may have many, are ROW_BYTES at most.
+    def __init__(self, path: Path, stream: IO[bytes]) -> None:
+        self._path, self._lines = path, enumerate(_raw_lines(stream), start=1)
+        self._offset = self.row_bytes = self.row_lines = 0
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        number, line = next(self._lines)
+        self.row_bytes += len(line)
+        self.row_lines += 1
+        if self.row_bytes > ROW_BYTES or self.row_lines > _ROW_LINES:
+            raise _too_large("row", f"{self._path}:{number}")
+        text = decode(line, self._path, self._offset, number)
+        self._offset += len(line)
+        return text
 
 
 def _read_parquet(path: Path, parser: Parser, first: int) -> Rows:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     row = first
+    with opened(path, is_packed=False):  # the library opens it again, by its path
+        pass
     try:
-        with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            parser.check(names, str(path))
-            wanted = [name for name in names if name in parser.wanted]
-            # The row groups before the first row are not read.
-            sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
-            skipped = group = 0
-            while group < len(sizes) and skipped + sizes[group] <= first:
-                skipped, group = skipped + sizes[group], group + 1
-            groups = list(range(group, len(sizes)))
-            for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=wanted):
-                kept = batch.slice(min(first - skipped, batch.num_rows))
-                skipped += batch.num_rows - kept.num_rows
-                for values in kept.to_pylist():
-                    yield Row(f"{path} row {row}", values)
-                    row += 1
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(
-            f"the Parquet file is damaged (near row {row}): {str(error).splitlines()[0]}",
-            where=str(path),
-            fix="fetch it again, or leave it out",
-            id="data.damaged",
-        ) from error
-    except OSError as error:
-        raise unreadable(path, error) from error
+        file = pq.ParquetFile(path)
+        names = file.schema_arrow.names
+    # Its classes let whatever a damaged file provokes pass through.
+    except Exception as error:
+        raise _not_parquet(path, error, row) from error
+    with file:
+        parser.check(names, str(path))
+        one_of_each(names, parser.wanted, str(path))
+        wanted = [name for name in names if name in parser.wanted]
+        # The row groups before the first row are not read.
+        sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
+        skipped = group = 0
+        while group < len(sizes) and skipped + sizes[group] <= first:
+            skipped, group = skipped + sizes[group], group + 1
+        groups = list(range(group, len(sizes)))
+        batches = file.iter_batches(batch_size=1024, row_groups=groups, columns=wanted)
+        while True:
+            try:
+                batch = next(batches, None)
+            except Exception as error:
+                raise _not_parquet(path, error, row) from error
+            if batch is None:
+                return
+            kept = batch.slice(min(first - skipped, batch.num_rows))
+            skipped += batch.num_rows - kept.num_rows
+            for values in table_rows(kept, f"{path} row {row}"):
+                yield Row(f"{path} row {row}", values)
+                row += 1
+
+
+def _not_parquet(path: Path, error: Exception, row: int) -> DataError:
+    if isinstance(error, OSError) and error.errno is not None:
+        return unreadable(path, error)
+    return damaged(error, str(path), f"the Parquet file is damaged (near row {row})")
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
+def opened(path: Path, *, is_packed: bool | None = None) -> Iterator[IO[bytes]]:
     """A file to read, unpacked if its name ends with .gz; DataError where it cannot be."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            yield cast("IO[bytes]", stream)
+        with open_regular(path) as raw:
+            if (path.suffix == ".gz") if is_packed is None else is_packed:
+                with gzip.open(raw) as stream:
+                    yield cast("IO[bytes]", stream)
+            else:
+                yield raw
+    except io.UnsupportedOperation as error:
+        raise DataError(
+            str(error),
+            where=str(path),
+            fix="name a file: isles does not read a pipe, a socket or a device",
+            id="files.data",
+        ) from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             f"the gzip file is damaged: {error}",
