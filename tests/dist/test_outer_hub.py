@@ -265,7 +265,7 @@ async def test_a_newcomer_pulls_the_state_over_a_cut(tmp_path):
         for place, state in enumerate(files):
             head = state_head("a", place, 6, elements, has_momentum=True)
             weights = numbers(4 + place, elements).tobytes()
-            state.write_bytes(head + weights + os.urandom(4 * elements))
+            state.write_bytes(head + weights + numbers(9 + place, elements).tobytes())
         size = sum(state.stat().st_size for state in files)
         at_six = list(outer_params)
         a.channel.up.bytes_per_s = 4e6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import os
 import socket
 import ssl
@@ -23,6 +24,7 @@ import pytest
 from isles.outer.client.api import HubApi
 from isles.outer.client.http import HubRefusal
 from isles.outer.messages import Heartbeat, digest_of
+from isles.outer.state_file import state_head
 from isles.run.join_line import JoinLine, _Pinned
 from tests.deadline import DEADLINE_S, until
 from tests.outer_world import ZERO, joining, member_id
@@ -212,6 +214,12 @@ def test_what_was_counted_or_completed_is_not_written_again(tmp_path):
 
 
 def test_a_state_that_is_not_what_was_announced_reaches_nobody(tmp_path):
+    def spoilt(state: Path) -> str:
+        # What was announced, but for a momentum that is not finite.
+        head, weights = state_head("a", 0, 0, 4, has_momentum=True), bytes(16)
+        state.write_bytes(head + weights + struct.pack("<4f", 0.0, math.nan, 0.0, 0.0))
+        return hashlib.sha256(hashlib.sha256(weights).digest()).hexdigest()
+
     async def give(state: Path) -> None:
         async with HubApi(line, member_id("e")) as evil, HubApi(line, member_id("n")) as newcomer:
             await evil.join(joining("e"), DEADLINE_S)
@@ -220,6 +228,11 @@ def test_a_state_that_is_not_what_was_announced_reaches_nobody(tmp_path):
                 await newcomer.pull_state(tmp_path / "pulled", 0.5)
             with pytest.raises(HubRefusal, match="holds other outer parameters"):
                 await evil.give_state(0, [ZERO], [state], DEADLINE_S)
+            with pytest.raises(Exception, match="no state has come"):
+                await newcomer.pull_state(tmp_path / "pulled", 0.5)
+            digest = spoilt(state)
+            with pytest.raises(HubRefusal):
+                await evil.give_state(0, [digest], [state], DEADLINE_S)
             with pytest.raises(Exception, match="no state has come"):
                 await newcomer.pull_state(tmp_path / "pulled", 0.5)
 

@@ -35,6 +35,10 @@ BAD: tuple[tuple[str, Any], ...] = (
     ("track", [{"kind": "wandb", "project": HF}]),
     ("training.script_args", ["--lr", "1", "--password", PW]),
     ("training.script_args", [f"--api-key={PW}"]),
+    ("training.script_args", ["docker", "login", "-u", "bob", "-p", PW, "reg.io"]),
+    ("training.script_args", ["mysql", "-uroot", f"-p{PW}"]),
+    ("training.script_args", ["curl", "-u", f"bob:{PW}", "https://x"]),
+    ("training.script_args", ["redis-cli", "-a", PW]),
     *(
         (f"clusters.0.environment.{key}", value)
         for key, value in (
@@ -61,6 +65,7 @@ BAD: tuple[tuple[str, Any], ...] = (
             ("container", f"docker://u:{PW}@registry.example/image"),
             ("container", {"image": "i", "extra": [f"--env=HF_TOKEN={HF}"]}),
             ("container", {"image": "i", "extra": ["--token", PW]}),
+            ("container", {"image": "i", "extra": ["docker", "login", "-p", PW]}),
         )
     ),
     ("clusters.0.launcher", {"kind": "slurm", "extra": [f"--export=API_KEY={PW}"]}),
@@ -165,6 +170,7 @@ BAD_LINES = (
     *(f"export TOKEN=$(echo {PW})", f"export TOKEN=`printf '%s' {PW}`", f"comet_api_key {PW}"),
     *(f"echo 'db:5432:*:bob:{PW}' > ~/.pgpass", f"curl -H 'X-Api-Key: {PW}' https://x"),
     *(f"x --password {PW}", f"x --token {PW}", f"MYSQL_PWD={PW} mysql"),
+    *(f'["docker", "login", "-p", "{PW}"]', f"['mysql', '-p{PW}']", f'["curl","-u","a:{PW}"]'),
     # Names.
     *(f"Server=d;Uid=bob;Pwd={PW};", f"PASS={PW}", f"export PW={PW}", f"export GH_PAT={PW}"),
     *(f"MYPW={PW}", f"--from-literal=pw={PW}", '{"auths": {"r.io": {"auth": "Ym9iOmh1bnRlcjI="}}}'),
@@ -272,6 +278,12 @@ GOOD_LINES = (
     ),
     *("export OMP_NUM_THREADS=8 TORCH_CUDA_ARCH_LIST='8.0;9.0'", "ulimit -n 65536", "unset PASS"),
     *("sshpass -e ssh h", "sshpass -f ~/.pw ssh h", "redis-cli -p 6379 ping", "unzip a1.zip -d b"),
+    *('["docker", "run", "-p", "8080:80"]', '["docker", "login", "-u", "bob", "reg.io"]'),
+    *(
+        '["curl", "-u", "$USER:$PW"]',
+        '["mysql", "-p", "db"]',
+    ),
+    *("tokens_per_second: 12034.5", "tokenizer: gpt2", "max_tokens: 512", "tokens=1048576"),
     *("time_limit: 02:00:00", "nodes: n[01-16]", "--gres=gpu:h100:8", "--constraint=a100&ib"),
 )
 
@@ -320,6 +332,10 @@ def test_each_secret_is_refused_at_its_place_and_quoted_nowhere(tmp_path: Path) 
 
 def test_what_is_no_secret(tmp_path: Path) -> None:
     assert [text for text in (*GOOD, *GOOD_LINES) if any(secrets_in(text))] == []
+    args = ["--tokenizer", "gpt2", "-p", "8080", "-u", "me:users", "docker login", "cp -p a1 b"]
+    good = tmp_path / "good.yaml"
+    good.write_text(with_value("clusters.0.environment.container", {"image": "i", "extra": args}))
+    load_run_file(good, [])
     texts = [*ROOT.glob("examples/*/*.yaml"), *ROOT.glob("src/isles/config/templates/*.yaml")]
     assert len(texts) > 8
     lines = {line for path in texts for line in path.read_text().splitlines()}

@@ -131,6 +131,26 @@ def test_no_link_of_a_bucket_is_followed(remote: Path, run_file: Path, tmp_path:
         begin(run_file, tmp_path / "later", remote)
 
 
+def test_no_link_or_pipe_of_a_run_directory_is_sent(remote: Path, run_file: Path, tmp_path: Path):
+    begun = begin(run_file, tmp_path / "fresh", remote)
+    secret, path = tmp_path / "secret", begun.run_dir.path
+    secret.mkdir()
+    (secret / "key.json").write_text("a key")
+    (path / "tokenizer").mkdir(exist_ok=True)
+    (path / "tokenizer" / "link").symlink_to(secret / "key.json")
+    os.mkfifo(path / "tokenizer" / "pipe")
+    (path / "track").symlink_to(secret)
+    (path / "run.yaml").unlink()
+    os.mkfifo(path / "run.yaml")
+    (path / "balance.json").write_text("{}")
+    copy = RunStore(str(remote), "tiny-9")
+    copy.send_records(begun.run_dir)
+    assert set(copy.store.sizes("")) >= {"balance.json", "resolved.yaml"}
+    assert not set(copy.store.sizes("")) & {"run.yaml", "tokenizer/link", "tokenizer/pipe"}
+    assert not any(name.startswith("track") for name in copy.store.sizes(""))
+    new_attempt(begun.run_dir, "name: x")  # it compares the run file, and waits for none
+
+
 @each(
     {"evil.py": ""},
     {"tokenizer_config.json": '{"a": [{"\\u0061uto_map": {"AutoTokenizer": "you/evil--x.Y"}}]}'},

@@ -127,6 +127,32 @@ def test_an_entry_that_is_a_pickle_is_neither_run_nor_called_whole(victim: str, 
     assert f"{victim} is not a tensor" in said and f"{victim} is not a tensor" in refused
 
 
+def test_numbers_of_another_kind_are_refused_and_another_precision_is_read(tmp_path: Path):
+    wrong = []
+    for is_old in (False, True):
+        path = write_checkpoint(tmp_path / f"{is_old}", is_old=is_old)
+        for name, dtype, is_read in (
+            ("model.weight", torch.bfloat16, True),
+            ("as.bfloat16", torch.float32, True),
+            ("model.weight", torch.int32, False),
+            ("model.weight", torch.uint8, False),
+            ("as.complex64", torch.float32, False),
+            ("as.int8", torch.float32, False),
+            ("as.float8_e4m3fn", torch.bfloat16, False),
+            ("flags", torch.float32, False),
+        ):
+            goal = torch.ones(some_tensors()[name].shape, dtype=dtype)
+            try:
+                load_tensors({name: goal}, path, alone=True)
+                is_right = is_read and torch.equal(goal, some_tensors()[name].to(dtype))
+            except TrainingError as error:
+                is_right = error.id == "checkpoint.unlike" and f"{name} is " in str(error)
+                is_right = is_right and not is_read and bool((goal == 1).all())
+            if not is_right:
+                wrong.append((is_old, name, dtype))
+    assert not wrong
+
+
 def test_the_planner_takes_tensors_alone():
     item: Any = type("Item", (), {"dest_index": type("Index", (), {"fqn": "a"})})
     with pytest.raises(TrainingError, match="a is not a tensor"):

@@ -6,7 +6,7 @@ import errno
 import gzip
 import json
 import os
-from contextlib import suppress
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,8 +172,21 @@ PIECES = st.sampled_from(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(PIECES, max_size=24).map(" ".join) | st.text(max_size=60))
 def test_any_template_renders_or_is_refused_in_words(text: str):
-    with suppress(DataError):
-        ChatTemplate(tokenizer(text), "any").prompt(QUESTION)
+    template = None
+    try:
+        template = ChatTemplate(tokenizer(text), "any")
+        shown = template.prompt(QUESTION)
+    except DataError as error:
+        assert error.what and error.where and str(error).strip()
+        if template is None:
+            return
+        with pytest.raises(DataError, match=re.escape(error.what)):
+            template.prompt(QUESTION)
+    else:
+        assert isinstance(shown, str) and template.prompt(QUESTION) == shown
+        # transformers renders the same, where it knows all that the template uses.
+        want, _ = render_jinja_template([QUESTION], chat_template=text, eos_token="</s>")
+        assert shown == want[0]
 
 
 JSON = st.recursive(

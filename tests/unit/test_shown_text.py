@@ -27,20 +27,27 @@ from tests.run_records import FAR, GONE, rank_error, recorded_run, two_hosts
 from tests.unit.test_begin import add_checkpoint
 
 EVIL = "\x1b]0;OWNED\x07\x1b[2J\x9b31m\x7f\x08\u202egnp.exe\u2066\u2028\x00[red]:smile:[/]"
-GOOD = "naïve\u00a0: می\u200cخواهم 👩\u200d💻 co\u00adop\ttab"
+GOOD = "naïve\u00a0: می\u200cخواهم 👩\u200d💻 co\u00adop\ttab العربية עברית ខ្មែរ\u200bភាសា ❤\ufe0f"
+SCOTLAND = "🏴" + "".join(chr(0xE0000 + ord(c)) for c in "gbsct") + "\U000e007f"
 
 
 def controls(text: str) -> set[str]:
     """Whatever a terminal would obey, and line ends and tabs that are no part of a text."""
     kinds = {c for c in text if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t"}
-    return kinds | set(re.findall("[\u202a-\u202e\u2066-\u2069\u2028\u2029]", text))
+    marks = "[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029\ufeff]"
+    return kinds | set(re.findall(marks, text)) | set(re.findall("[\U000e0000-\U000e001f]", text))
 
 
 def test_what_is_a_control_character() -> None:
-    assert printable(GOOD) == GOOD
-    every = "".join(map(chr, (*range(0x3000), *range(0xD7F0, 0xE010), 0xFEFF, 0x1F600)))
+    assert printable(GOOD + SCOTLAND) == GOOD + SCOTLAND
+    every = "".join(map(chr, (*range(0x3000), *range(0xD7F0, 0xE010), 0xFEFF, 0x1F600, 0xE0001)))
     assert not controls(printable(every))
     assert controls(printable(every, keep="")) == set()
+    shown = printable("run\u200f 1\u200e 2\u061c 3")
+    assert shown == "run\\u200f 1\\u200e 2\\u061c 3", "they reorder numbers of a line"
+    hidden = "".join(chr(0xE0000 + ord(c)) for c in "rm -rf")
+    assert printable(f"a{hidden}").isascii(), "tags are text that nobody sees"
+    assert json.loads(f'"{printable(hidden)}"') == hidden
     assert json.loads(f'"{printable(chr(0x7F) + EVIL)}"') == chr(0x7F) + EVIL, "as JSON has it"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import sys
 import threading
@@ -14,6 +16,7 @@ import pytest
 from isles.config.sections.output import MLflowConfig
 from isles.errors import ConfigError, MissingDependencyError
 from isles.run.packages import require_packages
+from isles.run.records import MAX_ROWS_BYTES, read_metrics
 from isles.track.base import Background, RunFacts, Trackers, redacted
 from isles.track.local import JsonlTracker, TensorBoardTracker
 from isles.track.mlflow import MLflowTracker, load_mlflow
@@ -149,6 +152,32 @@ def test_a_local_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path):
     trackers.close()
     assert len(path.read_text().splitlines()) == 3
     assert len(said) == 1 and "TensorBoard failed and is left out" in said[0]
+
+
+def test_metrics_go_neither_through_a_link_nor_into_a_pipe(tmp_path):
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    other.write_text('{"kind": "train", "step": 1}\n')
+    path.symlink_to(other)
+    for _ in range(2):
+        tracker = JsonlTracker(path, resumed_step=5)
+        tracker.log(row(6))
+        tracker.close()
+        assert not path.is_symlink() and json.loads(path.read_text().splitlines()[-1]) == row(6)
+        path.unlink()
+        os.mkfifo(path)
+    assert len(other.read_text().splitlines()) == 1
+
+
+def test_only_the_end_of_rows_without_end_is_read(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    rows = [json.dumps({"kind": "train", "step": step}) + "\n" for step in (1, 2, 3)]
+    with path.open("w") as stream:
+        stream.write(rows[0])
+        stream.truncate(MAX_ROWS_BYTES + 99)  # a hole, which takes no room on the disk
+        stream.seek(0, os.SEEK_END)
+        stream.writelines(["\n", *rows[1:]])
+    assert [found["step"] for found in read_metrics(path)] == [2, 3]
+    assert "is too long: only its last 1.0 GiB are read" in caplog.text
 
 
 @each(0, 20)

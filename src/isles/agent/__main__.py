@@ -36,7 +36,15 @@ from isles.errors import UserError
 from isles.facts.terminal import show_streams
 from isles.launch.container.enter import Container, end_with_host, enter
 from isles.launch.ssh.facts import interface_of
-from isles.run.env import ATTEMPT, RUN_DIR, is_in_container, is_sampled, job_node, rank_defaults
+from isles.run.env import (
+    ATTEMPT,
+    RUN_DIR,
+    is_in_container,
+    is_sampled,
+    job_node,
+    rank_defaults,
+    refuse_kernels,
+)
 from isles.run.nodes import Fleet, FleetNode, read_fleet, require_nodes
 from isles.run.outcome import agent_error, end_failed
 from isles.run.paths import Attempt, RunDir
@@ -228,6 +236,7 @@ def _fork_server(run_dir: RunDir, attempt: Attempt) -> Iterator[Path]:
         os.environ[RUN_DIR] = str(run_dir.path)
         os.environ[ATTEMPT] = str(attempt.number)
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
+        refuse_kernels()
         # The fork server imports torch and the model's code once for all ranks, of all restarts;
         # this process never does.
         forkserver.set_forkserver_preload(["isles.train.preload"])

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from isles.checkpoint.tensors import TensorPlanner, TensorReader, root_cause
+from isles.checkpoint.tensors import TensorPlanner, TensorReader, converts, root_cause
 from isles.dist.files import Disks, Progress, broadcast_folder
 from isles.dist.world import World, raise_first
 from isles.errors import TrainingError
@@ -139,7 +139,8 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
         alone: this process loads without the others; otherwise all ranks must call this.
 
     Raises:
-        TrainingError: the checkpoint lacks a tensor, or holds it in another shape.
+        TrainingError: the checkpoint lacks a tensor, or holds it in another shape, or as numbers of
+            another kind.
     """
     reader = TensorReader(folder)
     known = reader.index().tensors
@@ -158,6 +159,14 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
                 f"{name} has shape {saved} in the checkpoint and {tuple(value.shape)} here",
                 where=str(folder),
                 fix="resume with the model, tokenizer and adapter that the run was started with",
+                id="checkpoint.unlike",
+            )
+        if not converts(known[name].dtype, value.dtype):
+            here = str(value.dtype).removeprefix("torch.")
+            raise TrainingError(
+                f"{name} is {known[name].dtype} in the checkpoint and {here} here",
+                where=str(folder),
+                fix="resume with the model, optimizer and adapter that the run was started with",
                 id="checkpoint.unlike",
             )
     with warnings.catch_warnings():

@@ -48,6 +48,7 @@ from isles.run.records import used_up
 _FULL_BYTES = 1 << 20
 """With less than that free, whatever could not be written met a full disk."""
 
+_KINDS = ({"float16", "bfloat16", "float32", "float64"}, {"int32", "int64"})
 _BUFFER_BYTES = 1 << 20
 _HEAD_BYTES, _HEAD_NAMES = 30, 26
 """Size of a file's head in an archive, and the place of two lengths in it: name and extra field."""
@@ -212,6 +213,16 @@ class TensorPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise TrainingError(f"{read_item.dest_index.fqn} is not a tensor", id="checkpoint.broken")
+
+
+def converts(saved: str, dtype: torch.dtype) -> bool:
+    """Whether numbers of the type that an index names may fill a tensor of another type.
+
+    Strategies keep weights, moments and counters in different widths, and each resumes the
+    checkpoints of the others. A conversion between kinds would change the numbers silently.
+    """
+    here = _name_of(dtype)
+    return here == saved or any(here in kind and saved in kind for kind in _KINDS)
 
 
 def _name_of(dtype: torch.dtype) -> str:

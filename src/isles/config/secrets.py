@@ -79,18 +79,36 @@ def _in_values(path: KeyPath, value: object) -> Iterator[tuple[KeyPath, str, str
                 else:
                     yield from _in_values(here, inner)
         case list():
-            found = list(value)
-            before = ""
-            for index, inner in enumerate(found):
-                # An option and its value may be two items.
-                is_value = before.startswith("-") and not str(inner).startswith("-")
-                if is_value and may_be_secret(before) and is_secret(before, str(inner)):
-                    yield (*path, index), f"the value of {before} looks like a secret", _FIX
-                else:
-                    yield from _in_values((*path, index), inner)
-                before = str(inner)
+            yield from _in_items(path, value)
         case _:
             pass
+
+
+def _in_items(path: KeyPath, items: Sequence[object]) -> Iterator[tuple[KeyPath, str, str]]:
+    split, before = _split_in(items), ""
+    for index, item in enumerate(items):
+        # An option and its value may be two items.
+        is_value = before.startswith("-") and not str(item).startswith("-")
+        if is_value and may_be_secret(before) and is_secret(before, str(item)):
+            yield (*path, index), f"the value of {before} looks like a secret", _FIX
+        elif index in split and not any(secrets_in(str(item))):
+            yield (*path, index), "the command holds a secret", _FIX
+        else:
+            yield from _in_values((*path, index), item)
+        before = str(item)
+
+
+def _split_in(items: Sequence[object]) -> set[int]:
+    # The items of a command, one word each, that hold a secret only beside the words before them.
+    # An item with a blank is a line of its own: it begins no command and continues none.
+    words = [str(item) if not re.search(r"\s", str(item)) else "\n" for item in items]
+    line, found, start = " ".join(words), set[int](), 0
+    places = list(secrets_in(line))
+    for index, word in enumerate(words):
+        if any(start < end and begin < start + len(word) for begin, end in places):
+            found.add(index)
+        start += len(word) + 1
+    return found
 
 
 def _is_secret(path: KeyPath, value: object) -> bool:

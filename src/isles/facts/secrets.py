@@ -207,19 +207,20 @@ _ISSUED = (
     # Models and their tracking: Hugging Face, W&B, OpenAI and others with `sk-`, NVIDIA, Replicate,
     # Groq, xAI, Perplexity, Together, LangSmith, Kaggle, RunPod, Neptune.
     r"hf_[A-Za-z0-9]{12,}|api_org_[A-Za-z0-9]{12,}|wandb_v\d_\w{16,}|sk-(?=[\w-]{0,200}\d)[\w-]{16,}",
-    r"nvapi-(?=[\w-]*\d)[\w-]{12,}|r8_(?=\w*\d)[A-Za-z0-9]{12,}|gsk_[A-Za-z0-9]{20,}",
+    r"nvapi-(?=[\w-]{0,200}\d)[\w-]{12,}|r8_(?=\w{0,200}\d)[A-Za-z0-9]{12,}|gsk_[A-Za-z0-9]{20,}",
     r"xai-[A-Za-z0-9]{20,}|pplx-[A-Za-z0-9]{20,}|tgp_v1_[\w-]{16,}|lsv2_(?:pt|sk)_\w{16,}",
     r"KGAT_\w{16,}|rpa_[A-Za-z0-9]{20,}|eyJhcGlfYWRkcmVzcyI6[\w=-]*",
     # Code and packages: GitHub, GitLab, Bitbucket and Atlassian, npm, PyPI, RubyGems, crates.io,
     # Docker, JFrog.
-    r"gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|gl[a-z]{2,5}-(?=[\w-]*\d)[\w-]{16,}",
+    r"gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|gl[a-z]{2,5}-(?=[\w-]{0,200}\d)[\w-]{16,}",
     r"AT[A-Z]TT3x[\w=-]{16,}|ATBB[A-Za-z0-9]{20,}|npm_[A-Za-z0-9]{20,}|pypi-Ag[\w-]{12,}",
     r"rubygems_[0-9a-f]{20,}|cio[A-Za-z0-9]{32}\b|dckr_[a-z]{3}_[\w-]{16,}|AKCp[A-Za-z0-9]{16,}",
     # Clouds: AWS, Google, Azure, DigitalOcean, Alibaba, Tencent, Databricks, Heroku, Fly,
     # Cloudflare, Tailscale, Terraform, Pulumi, Doppler, PlanetScale, Supabase, Netlify, Vault, age.
     r"(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b|AIza[\w-]{30,}|ya29\.[\w-]{16,}|GOCSPX-[\w-]{16,}",
     r"1//0[\w-]{30,}|\w{3}8Q~[\w.~-]{30,}|do[a-z]_v1_[0-9a-f]{20,}|LTAI[A-Za-z0-9]{12,}",
-    r"AKID[A-Za-z0-9]{16,}|dapi[0-9a-f]{32}|HRKU-[\w-]{20,}|fm\d_[\w+/=-]{20,}|v1\.0-[0-9a-f]{20,}-\w+",
+    r"AKID[A-Za-z0-9]{16,}|dapi[0-9a-f]{32}|HRKU-[\w-]{20,}|fm\d_[\w+/=-]{20,}",
+    r"v1\.0-[0-9a-f]{20,200}-\w+",
     r"cf(?:ut|at|k)_[\w-]{20,}|tskey-[a-z]+-[\w-]{8,}|\w{14}\.atlasv1\.[\w-]{20,}|pul-[0-9a-f]{30,}",
     r"dp\.[a-z]{2,5}\.[\w.-]{20,}|pscale_[a-z]+_[\w.-]{16,}|sbp_[0-9a-f]{20,}|nfp_[A-Za-z0-9]{20,}",
     r"hv[sbr]\.[\w-]{12,}|AGE-SECRET-KEY-1[A-Z0-9]{16,}",
@@ -230,9 +231,10 @@ _ISSUED = (
     r"[srp]k_(?:live|test)_[A-Za-z0-9]{10,}|whsec_[\w+/=]{16,}|shp[a-z]{2}_[0-9a-f]{20,}",
     r"sq0[a-z]{3}-[\w-]{16,}|lin_api_[A-Za-z0-9]{16,}|ntn_[A-Za-z0-9]{20,}|figd_[\w-]{16,}",
     r"PMAK-[0-9a-f]{16,}|sntry[a-z]_[\w+/=-]{16,}|glsa_\w{16,}|glc_[\w=]{20,}|NRAK-[A-Z0-9]{16,}",
-    r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
+    r"eyJ[\w-]{8,2000}\.[\w-]{8,8000}\.[\w-]*",
 )
-"""Keys that their issuers mark by a prefix."""
+"""Keys that their issuers mark by a prefix. Each repetition that something must follow has a bound:
+the time would otherwise grow with the square of a text in which such a key begins many times."""
 
 _LINE = r"[^\n|;&]{0,300}?"
 """The words between a program and its option."""
@@ -274,14 +276,25 @@ _COMMANDS = (
 )
 """Programs that take a secret by a short option, or without one."""
 
+_PROGRAMS = (
+    "curl wget http xh lftp smb rpcclient net mysql mariadb mycli 7z rar sshpass login mongo cqlsh"
+    " ncftp influx impala -cli ldap sqlcmd bcp ipmitool zip tsql openssl pass htpasswd stdin"
+    " with-token sudo kinit chpasswd"
+)
+"""Words of which each text that `_COMMANDS` match has one: looking for them takes no time."""
+
+_WORDS = re.compile(r"""(?:["'][^\s"',]+["'],\s*)+["'][^\s"',]+["']""")
+"""A command as a list of words, as JSON and Python write it."""
+
 _HOOKS = (
     r"https?://(?:hooks\.slack\.com/\w+/|(?:\w+\.)?discord(?:app)?\.com/api/webhooks/"
     r"|[\w.-]+\.webhook\.office\.com/|outlook\.office\.com/webhook/|hooks\.zapier\.com/"
     r"|maker\.ifttt\.com/[^\s\"'<>]*key/|open\.(?:feishu\.cn|larksuite\.com)/[^\s\"'<>]*hook/)"
     r"(?P<VALUE>[\w@/%.-]{8,})",
-    r"https?://[^\s\"'<>]{1,200}?/(?:web)?hooks?/(?:catch/|incoming/|\d+/)*(?P<VALUE>(?=[\w-]*\d)[\w-]{16,})",
+    r"https?://[^\s\"'<>]{1,200}?/(?:web)?hooks?/(?:catch/|incoming/|\d+/)*"
+    r"(?P<VALUE>(?=[\w-]{0,200}\d)[\w-]{16,})",
     r"https?://[^\s\"'<>?]{1,300}\?(?:[^\s\"'<>]{0,300}?&)?(?:key|code|auth|sig)="
-    r"(?P<VALUE>(?=[\w%.-]*\d)[\w%.~+/=-]{12,})",
+    r"(?P<VALUE>(?=[\w%.-]{0,200}\d)[\w%.~+/=-]{12,})",
 )
 """Addresses that are keys: who knows them may post there, or read."""
 
@@ -303,10 +316,11 @@ _KEY = re.compile(
     rf"(?<![A-Za-z0-9])(?=[\w.:/+~-]{{10}})(?:{'|'.join(_ISSUED)})"
     r"|isles://[^\s#]{1,300}#[\w.-]+|\bsig=[\w%+/=.~-]{8,}"
     r"|(?i:\b(?:authorization|cookie)\\*[\"']?\s*[:=]\s*[^\s<].*"
-    r"|\bbearer\s+(?=[\w.~+/=-]*\d)[\w.~+/=-]{16,})"
+    r"|\bbearer\s+(?=[\w.~+/=-]{0,200}\d)[\w.~+/=-]{16,})"
     rf"|(?s:{_BEGIN}.*)|PuTTY-User-Key-File-\d:(?s:.*)"
 )
-_GIVEN_TO = re.compile(_joined((*_COMMANDS, *_HOOKS, _PGPASS)), re.M)
+_GIVEN_TO = re.compile(_joined(_COMMANDS), re.M)
+_IN_PLACES = re.compile(_joined((*_HOOKS, _PGPASS)), re.M)
 _OF_VOCABULARY = re.compile(
     r"(?i)(?:pad|eos|bos|unk|mask|sep|cls|stop|end|start|image|audio|special|next)[_-]?token\W*"
 )
@@ -323,7 +337,11 @@ def secrets_in(text: str) -> Iterator[tuple[int, int]]:
     for _ in range(2):  # one reference may stand in another
         masked = _REFERENCE.sub(lambda match: "<" * len(match[0]), masked)
     found = [match.span() for match in _KEY.finditer(masked)]
-    found += [match.span(match.lastgroup or 0) for match in _GIVEN_TO.finditer(masked)]
+    found += [match.span(match.lastgroup or 0) for match in _IN_PLACES.finditer(masked)]
+    if any(word in masked for word in _PROGRAMS.split()):
+        line = _WORDS.sub(lambda match: re.sub("[\"',]", " ", match[0]), masked)
+        for each in {masked, line}:
+            found += [match.span(match.lastgroup or 0) for match in _GIVEN_TO.finditer(each)]
     found += [
         match.span(match.lastgroup or 0)
         for match in _USER.finditer(text)

@@ -9,9 +9,14 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
 _PARTS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B")
-_CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
-"""Control characters, those that turn the direction of text, separators of lines, and halves of
-pairs, which no stream takes."""
+_CONTROL = re.compile(
+    "[\\x00-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ud800-\\udfff"
+    "\\ufeff\\ufff9-\\ufffb\\U000e0000-\\U000e001f]"
+    # Tags are invisible text. After a black flag they draw the flag of a region, which is an emoji.
+    "|(?<![\\U0001f3f4\\U000e0020-\\U000e007f])[\\U000e0020-\\U000e007f]+"
+)
+"""Control characters, marks that turn the direction of text and so reorder a line, separators of
+lines, text that nobody sees (tags, annotations), and halves of pairs, which no stream takes."""
 
 
 def parse_duration_s(text: str) -> float:
@@ -86,8 +91,9 @@ def format_count(number: float) -> str:
 def printable(text: str, *, keep: str = "\n\t", longest: int | None = None) -> str:
     """Text that does nothing to a terminal: control characters as JSON escapes them (`\\u001b`).
 
-    Letters that have no shape of their own but join others stay: no-break spaces, joiners of
-    Persian and of emoji, soft hyphens.
+    Characters that change how letters beside them are drawn stay, since Persian, Indic scripts and
+    emoji need them: joiners and non-joiners, variation selectors, no-break spaces, soft hyphens.
+    Arabic and Hebrew need no mark, as their letters have a direction of their own.
 
     Args:
         text: from wherever.
@@ -96,4 +102,10 @@ def printable(text: str, *, keep: str = "\n\t", longest: int | None = None) -> s
     """
     if longest is not None and len(text) > longest:
         text = text[: longest - 1] + "…"
-    return _CONTROL.sub(lambda m: m[0] if m[0] in keep else f"\\u{ord(m[0]):04x}", text)
+    return _CONTROL.sub(lambda m: m[0] if m[0] in keep else _escaped(m[0]), text)
+
+
+def _escaped(text: str) -> str:
+    # As JSON: a character beyond the first 65536 is a pair of halves.
+    halves = text.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{halves[i : i + 4]}" for i in range(0, len(halves), 4))

@@ -30,12 +30,13 @@ from isles.launch.huggingface import huggingface_issues
 from isles.launch.ssh.shell import start_detached
 from isles.run.begin import begin_attempt, write_launch
 from isles.run.choose import choose_run
+from isles.run.claim import claimed
 from isles.run.env import inherited, rank_defaults, visible_devices
 from isles.run.find import own_runs
 from isles.run.nodes import Fleet, FleetNode, read_own_fleet
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import clear_errors, read_record
+from isles.run.records import clear_errors, read_record, write_record
 from isles.run.state import attempt_state
 
 
@@ -159,7 +160,10 @@ def place_here(
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(_own_gpus(fleet, node))
     command = (*agent_command(run_dir, attempt), "--node", str(node))
     with attempt.node_log(node).open("ab") as log:
-        return start_detached(command, environ, log, attempt.path)
+        child = start_detached(command, environ, log, attempt.path)
+    # Until the agent has connected, whoever looks for missing nodes finds it here.
+    write_record(attempt.node_record(node), ProcessId.of(child.pid).record(), durable=False)
+    return child
 
 
 def agent_command(run_dir: RunDir, attempt: Attempt) -> tuple[str, ...]:
@@ -187,7 +191,15 @@ def _join_running(resolved: Resolved, options: StartOptions) -> Started | None:
     # Bring the missing nodes back to a run that goes on with fewer than it may have.
     if options.resume != "auto" or resolved.config.clusters[0].max_nodes == 1:
         return None
-    runs = own_runs(Path(resolved.config.output_dir).expanduser(), resolved.config.name)
+    folder, name = Path(resolved.config.output_dir).expanduser(), resolved.config.name
+    if not own_runs(folder, name):
+        return None
+    # Two starts at one instant would bring the same node twice.
+    with claimed(folder, name):
+        return _bring_missing(own_runs(folder, name), options)
+
+
+def _bring_missing(runs: Sequence[RunDir], options: StartOptions) -> Started | None:
     run_dir = runs[-1] if runs else None
     attempt = run_dir.last_attempt() if run_dir is not None else None
     if run_dir is None or attempt is None:

@@ -7,6 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
+_AT_ONCE = 8 * 2**20
+
 
 def state_head(
     layout: str, fragment: int, version: int, numbers: int, *, has_momentum: bool
@@ -47,7 +51,8 @@ def state_digest(
     pieces: Sequence[int],
     holds_momentum: bool | None = None,
 ) -> str:
-    """The digest of the outer parameters in a fragment's state; empty for another file.
+    """The digest of the outer parameters in a fragment's state; empty for another file, and for one
+    with a number that is not finite, which would spoil the cluster that takes it over.
 
     Args:
         pieces: numbers of elements.
@@ -61,8 +66,16 @@ def state_digest(
             stream.seek(0)
             is_due = size == len(head) + 4 * numbers * (1 + has_momentum)
             if is_due and stream.read(len(head)) == head:
-                whole = hashlib.sha256()
+                whole, is_finite = hashlib.sha256(), True
                 for count in pieces:
-                    whole.update(hashlib.sha256(stream.read(4 * count)).digest())
-                return whole.hexdigest()
+                    data = stream.read(4 * count)
+                    is_finite = is_finite and _is_finite(data)
+                    whole.update(hashlib.sha256(data).digest())
+                while is_finite and (momentum := stream.read(_AT_ONCE)):
+                    is_finite = _is_finite(momentum)
+                return whole.hexdigest() if is_finite else ""
     return ""
+
+
+def _is_finite(numbers: bytes) -> bool:
+    return bool(np.isfinite(np.frombuffer(numbers, dtype="<f4")).all())

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from isles.config.foreign import open_regular
 from isles.config.resolve import Resolved, dump_resolved
 from isles.run.bring import bring_records, drop_staged
 from isles.run.bucket import in_words
@@ -29,6 +30,8 @@ from isles.run.records import (
     write_text_atomic,
 )
 from isles.run.state import Clock, attempt_state
+
+_LONGEST_RUN_FILE_BYTES = 16 << 20
 
 
 def begin_attempt(
@@ -126,7 +129,7 @@ def new_attempt(
     folder = run_dir.path / "attempts"
     with clear_errors(folder):
         folder.mkdir(exist_ok=True)
-        first = run_dir.run_file.read_text(encoding="utf-8") if run_dir.run_file.is_file() else None
+        first = _first_run_file(run_dir)
         while True:
             # One look decides both, so that nobody can start in between.
             last = run_dir.last_attempt()
@@ -149,6 +152,15 @@ def new_attempt(
                     continue  # somebody else took this number just now
                 raise
             return attempt
+
+
+def _first_run_file(run_dir: RunDir) -> str | None:
+    # None also for a link or a pipe, which somebody else has put there.
+    try:
+        with open_regular(run_dir.run_file, os.O_NOFOLLOW) as stream:
+            return stream.read(_LONGEST_RUN_FILE_BYTES).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return None
 
 
 def write_launch(

@@ -22,6 +22,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+from isles.config.foreign import folder_below, open_regular
 from isles.errors import TrainingError, UserError
 from isles.facts.secrets import without_secrets
 from isles.facts.units import format_bytes, format_duration
@@ -54,7 +55,7 @@ ANSWER_S = 40.0
 AT_ONCE = 4
 """Files that travel at the same time."""
 
-_MOST_OWNERS = 10**9
+_LONGEST_RECORD_BYTES, _MOST_OWNERS = 1 << 30, 10**9
 
 _RECORDS = (
     "run.yaml",
@@ -138,14 +139,13 @@ class RunStore:
     def send_records(self, run_dir: RunDir) -> None:
         for pattern in _RECORDS:
             for path in sorted(run_dir.path.glob(pattern)):
-                if path.is_symlink() or path.parent.is_symlink():
-                    continue  # it could lead to any file of this machine
-                with suppress(FileNotFoundError):
-                    data = path.read_bytes()
-                    if path.suffix == ".yaml":
-                        # The run may be of an isles that did not refuse them yet.
-                        data = without_secrets(data.decode("utf-8", "replace")).encode()
-                    self.store.write(str(path.relative_to(run_dir.path)), data)
+                data = _read_below(run_dir.path, path)
+                if data is None:
+                    continue
+                if path.suffix == ".yaml":
+                    # The run may be of an isles that did not refuse them yet.
+                    data = without_secrets(data.decode("utf-8", "replace")).encode()
+                self.store.write(str(path.relative_to(run_dir.path)), data)
 
     def bring(self, step: int, run_dir: RunDir, report: Callable[[str], object]) -> list[str]:
         """Fetch a checkpoint: its faults, one line each; none where it is on this disk now.
@@ -199,6 +199,23 @@ class RunStore:
 
 def _place(step: int, name: str) -> str:
     return f"checkpoints/{checkpoint_name(step)}/{name}".rstrip("/")
+
+
+def _read_below(folder: Path, path: Path) -> bytes | None:
+    # None where it is gone, or where whoever can write into the run directory has put a link, which
+    # could lead to any file of this machine, a pipe, or a folder.
+    try:
+        parts = path.relative_to(folder).parts[:-1]
+        with (
+            folder_below(folder, parts) as below,
+            open_regular(path.name, os.O_NOFOLLOW, below) as stream,
+        ):
+            return stream.read(_LONGEST_RECORD_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:  # UnsupportedOperation is one, too
+        log.warning("%s is not sent to the bucket: %s", path, error.strerror or error)
+        return None
 
 
 @contextmanager

@@ -111,6 +111,16 @@ def forget_window_size() -> None:
         os.environ.pop(name, None)
 
 
+def refuse_kernels() -> None:
+    """Let transformers fetch no kernels, unless the user has set USE_HUB_KERNELS.
+
+    If the package `kernels` is installed, the type in a model's config.json is enough for
+    transformers to download compiled code and run it. To be called before transformers is imported,
+    by every process that builds a model.
+    """
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+
 def num_restarts(environ: Mapping[str, str] = os.environ) -> int:
     """How often the ranks of this start were started again before, by our agents or torchrun."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import socket
 import tempfile
@@ -14,14 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import TrainingError, UserError
+from isles.facts.units import format_bytes
 from isles.run.owner import OwnRecord, Record, open_shown, read_text, record_of
 from isles.run.paths import Attempt
+
+log = logging.getLogger(__name__)
 
 NOT_A_FOLDER = "a file stands where a folder is needed"
 NO_SPACE = "there is no space left"
 
 MAX_LINE_BYTES = 1 << 20
 """Of a row in a JSON-lines file. Whatever is longer is not a row."""
+
+MAX_ROWS_BYTES = 1 << 30
+"""The most that isles reads from a JSON-lines file, since rows take several times as much memory. A
+row of metrics.jsonl has 400 bytes, so this is enough for two million rows."""
 
 _TRIES = 3
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENXIO, errno.ELOOP, errno.EISDIR, errno.ENODEV)
@@ -143,12 +151,17 @@ def read_rows(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]
     """The rows of a JSON-lines file; a last line that is still being written is skipped.
 
     Args:
-        last_bytes: read no more than so much of its end; None: all of it.
+        last_bytes: read at most this much of its end; None: all of the file, or the last
+            `MAX_ROWS_BYTES` with a warning.
     """
     rows: list[dict[str, Any]] = []
     with suppress(FileNotFoundError, UnsupportedOperation), open_shown(path) as stream:
-        if last_bytes is not None and os.fstat(stream.fileno()).st_size > last_bytes:
-            stream.seek(-last_bytes, os.SEEK_END)
+        most_bytes = MAX_ROWS_BYTES if last_bytes is None else last_bytes
+        if os.fstat(stream.fileno()).st_size > most_bytes:
+            if last_bytes is None:
+                shown = format_bytes(most_bytes)
+                log.warning("%s is too long: only its last %s are read", path, shown)
+            stream.seek(-most_bytes, os.SEEK_END)
             stream.readline(MAX_LINE_BYTES)
         while line := stream.readline(MAX_LINE_BYTES):
             try:

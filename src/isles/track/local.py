@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isles.config.foreign import open_regular
 from isles.run.records import read_metrics, write_text_atomic
 from isles.track.base import Row, numbers
 
@@ -25,10 +28,10 @@ class JsonlTracker:
     def __init__(self, path: Path, *, resumed_step: int) -> None:
         rows = read_metrics(path)
         kept = [row for row in rows if row["step"] <= resumed_step]
-        torn = path.exists() and not path.read_bytes().endswith(b"\n")
-        if len(kept) != len(rows) or torn or not path.exists():
+        if len(kept) != len(rows) or not _ends_whole(path):
             write_text_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._stream = path.open("a", encoding="utf-8")
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._stream = os.fdopen(handle, "a", encoding="utf-8")
 
     def log(self, row: Row) -> None:
         self._stream.write(json.dumps(row) + "\n")
@@ -36,6 +39,16 @@ class JsonlTracker:
 
     def close(self) -> None:
         self._stream.close()
+
+
+def _ends_whole(path: Path) -> bool:
+    # Whether rows can be appended. A last line may be torn; a link or a pipe in the place of the
+    # file, which somebody else has put there, is replaced.
+    with suppress(OSError), open_regular(path, os.O_NOFOLLOW) as stream:
+        size_bytes = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size_bytes - 1))
+        return stream.read(1) == b"\n"
+    return False
 
 
 class TensorBoardTracker:

@@ -21,7 +21,7 @@ from isles.dist.world import World, join_world, raise_first
 from isles.errors import UserError, more_lines
 from isles.facts.terminal import show_streams
 from isles.run.begin import begin_attempt, write_launch
-from isles.run.env import RankEnv, num_restarts, read_rank_env
+from isles.run.env import RankEnv, num_restarts, read_rank_env, refuse_kernels
 from isles.run.find import own_runs
 from isles.run.outcome import agent_error, end_failed
 from isles.run.paths import RunDir
@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--resume", default="auto", help="auto, no, or a path")
     options = parser.parse_args()
     path, overrides = options.run_file, options.overrides
+    refuse_kernels()
     return train_by_hand(lambda: load_run_file(path, overrides), options.resume, read_rank_env())
 
 

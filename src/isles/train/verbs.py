@@ -31,7 +31,7 @@ from isles.errors import DataError, UserError
 from isles.facts.terminal import show_streams
 from isles.models.build import converts_weights, take_generation_config
 from isles.run.checkpoints import find_checkpoint
-from isles.run.env import RankEnv
+from isles.run.env import RankEnv, refuse_kernels
 from isles.run.paths import RunDir
 from isles.run.resolved import needs_own, read_resolved
 from isles.train.data import data_cache, run_tokenizer
@@ -47,6 +47,7 @@ def main() -> int:
     """Run one verb; returns the exit code."""
     options = _parse()
     log_of_verb()
+    refuse_kernels()
     run_dir = RunDir(options.run_dir)
     verbs = {"export": _export, "generate": _generate, "eval": _eval}
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -38,10 +39,12 @@ from isles.outer.messages import (
     Revoke,
     RoundAnswer,
     SendState,
+    StateAnswer,
     digest_of,
     hash_chunks,
 )
 from isles.outer.samples import joined, without
+from isles.outer.state_file import momentum_of, state_digest
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +52,7 @@ _FOREVER_S = 1e9
 _JOIN_S, _HEARTBEAT_S, _MOMENT_S = 5.0, 5.0, 0.25
 _ASK_S, _LEAVE_S, _CANCEL_S, _AGAIN_S = 60.0, 5.0, 20.0, 1.0
 _SHOW_EVERY_S = 5.0
+_LOOK_AGAIN_S = 5.0
 _WAIT_S = 60.0
 """Until whoever holds up an average, or a state, is named to the user."""
 _AHEAD = 4
@@ -444,14 +448,40 @@ class Session:
         while True:
             try:
                 answer = await self._api.pull_state(folder, _WAIT_S)
-                break
             except DeadlineError as error:
                 account.report(error.what, warns=True)
+                continue
+            if await asyncio.to_thread(self._is_usable, answer):
+                break
+            # An honest hub has looked at it before, but its disk may have damaged it since.
+            account.report(
+                f"the state of {answer.source} after {answer.version} outer steps cannot be used: "
+                "this cluster waits for another",
+                warns=True,
+            )
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.sleep(_LOOK_AGAIN_S)
         account.emit(
             Adopt(
                 version=answer.version,
                 paths=tuple(folder / file.name for file in answer.files),
                 outer_params=tuple(answer.outer_params),
                 source=answer.source,
+            )
+        )
+
+    def _is_usable(self, answer: StateAnswer) -> bool:
+        # Whether the pulled files are what was announced: the ranks would end with an error.
+        join = self._account.first_join
+        layout, momentum = join.identity.get("layout", ""), momentum_of(join.identity)
+        if not len(answer.files) == len(answer.outer_params) == len(join.pieces):
+            return False
+        return all(
+            state_digest(
+                self._spool.pulled / file.name, layout, index, answer.version, pieces, momentum
+            )
+            == digest
+            for index, (file, digest, pieces) in enumerate(
+                zip(answer.files, answer.outer_params, join.pieces, strict=True)
             )
         )
