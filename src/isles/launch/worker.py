@@ -21,6 +21,9 @@ from isles.run.state import script_of
 NEEDED_TO_TRAIN = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
+_ENDING_S = 5.0
+
+
 def require_train() -> None:
     """Make sure that this installation can train.
 
@@ -100,6 +103,10 @@ def run_module(module: str, *arguments: str, offline: bool = False) -> int:
         try:
             code = child.wait()
         except KeyboardInterrupt:
-            child.wait()  # Ctrl+C on the terminal has reached it as well
+            # Ctrl+C on the terminal has reached it as well; in a library it may not listen.
+            try:
+                child.wait(_ENDING_S)
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                child.kill()
             return ExitCode.INTERRUPTED
     return code if code >= 0 else 128 - code

@@ -74,7 +74,7 @@ def _described(config: RunConfig) -> RunConfig:
 
 
 def _without_texts(section: Any, prefix: str) -> Any:
-    update = {}
+    update: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         key, value = f"{prefix}{name}", getattr(section, name)
         if key in _SWITCHES:

@@ -25,6 +25,7 @@ from isles.data.sources.rows import Tally
 from isles.data.tokens.encode import Encoder, encode_rows
 from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
+from isles.data.tokens.tokenizer import clear_panics
 from isles.errors import ExitCode, UserError, more_lines
 from isles.facts.console import Console
 from isles.facts.terminal import show_streams
@@ -62,9 +63,10 @@ def _show(config: RunConfig, run_dir: RunDir, num_samples: int, console: Console
     figures: dict[str, Figures] = {}
 
     def decode(ids: list[int]) -> str:
-        return str(
-            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        with clear_panics(str(run_dir.tokenizer)):
+            return str(
+                tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            )
 
     for number, source in enumerate(config.data.sources, start=1):
         encoder = Encoder(source, tokenizer)

@@ -24,7 +24,7 @@ from isles.config.sections.strategy import DDPStrategyConfig
 from isles.data.chat.template import chat_prompt
 from isles.data.loader import evaluation_batches
 from isles.data.mix import build_validation
-from isles.data.tokens.tokenizer import check_vocabulary
+from isles.data.tokens.tokenizer import check_vocabulary, clear_panics
 from isles.dist.batch import MIXED_DTYPE
 from isles.dist.world import join_world, leave_world
 from isles.errors import DataError, UserError
@@ -157,7 +157,8 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
     prompt = options.prompt or tokenizer.eos_token or ""
     if options.chat:
         prompt = chat_prompt(tokenizer, options.prompt)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
+    with clear_panics(str(run_dir.tokenizer)):
+        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
     if inputs["input_ids"].shape[1] == 0:
         raise UserError(
             "the prompt is empty and the tokenizer has no end-of-text token to begin with",
@@ -190,7 +191,8 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
         )
     # An answer stands alone; a text is shown with what it continues.
     first = inputs["input_ids"].shape[1] if options.chat else 0
-    text = tokenizer.decode(output[0][first:], skip_special_tokens=True)
+    with clear_panics(str(run_dir.tokenizer)):
+        text = tokenizer.decode(output[0][first:], skip_special_tokens=True)
     sys.stdout.write(text.strip("\n") + "\n")
 
 
