@@ -82,7 +82,7 @@ def load_tokenizer(
             "there is no such folder", where=name_or_path, fix=_FIX, id="data.tokenizer"
         )
     _check_files(path, name_or_path)
-    slow = threading.Timer(_SLOW_S, log.warning, _SLOW, (name_or_path,))
+    slow = threading.Timer(_SLOW_S, log.warning, [_SLOW, name_or_path])
     slow.daemon = True
     slow.start()
     try:
