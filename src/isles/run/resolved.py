@@ -23,7 +23,7 @@ _TEXTS = frozenset(
 """Texts of another user's run that are kept: they are shown, or name a part of the model."""
 
 _SWITCHES = frozenset(("model.trust_remote_code",))
-"""Keys without text that act all the same."""
+"""Switches that act."""
 
 
 def read_resolved(run_dir: RunDir) -> Resolved:
@@ -52,7 +52,7 @@ def read_resolved(run_dir: RunDir) -> Resolved:
 
 
 def needs_own(resolved: Resolved, run_dir: RunDir, what: str) -> None:
-    """Refuse an act for which a name is needed that another user's run gives.
+    """Refuse an act that would use a name from another user's run.
 
     Args:
         what: the act, as a verb after "isles does not".

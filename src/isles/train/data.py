@@ -92,7 +92,7 @@ def make_data(
 
 
 def data_cache(data: DataConfig) -> Path:
-    """The folder for prepared tokens: the run file's, or one that is closed to other users.
+    """The folder for prepared tokens; the default folder is closed to other users.
 
     The source of the tokens may be a file that only this user can read. The run file may name a
     folder that several users share, and its mode stays as it is.
