@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from isles.checkpoint.load import latest_good
+from isles.run.bring import bring_records
 from isles.run.bucket import RunStore
 from isles.run.checkpoints import list_checkpoints
 from isles.run.objects import open_store
@@ -96,7 +97,7 @@ def test_objects_of_s3_with_odd_names_are_not_fetched(tmp_path: Path, monkeypatc
             "run.yaml",
         ):
             server.put(f"runs/bk-1/{name}", b"{}")
-        copy.bring_records(run_dir)
+        bring_records(copy, run_dir)
     found = {path.relative_to(tmp_path / "site").as_posix() for path in tmp_path.rglob("site/**/*")}
     assert found == {"runs", "runs/bk-1", "runs/bk-1/checkpoints", "runs/bk-1/run.yaml"}
     assert list(home.iterdir()) == []

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isles.config.foreign import is_plain
-from isles.errors import ConfigError, UserError
+from isles.config.load import load_run_file
+from isles.data.tokens.tokenizer import train_tokenizer
+from isles.errors import ConfigError, DataError, UserError
 from isles.outer.bucket import chain
 from isles.run import objects
 from isles.run.begin import new_attempt
@@ -25,7 +27,9 @@ from isles.run.paths import RunDir
 from isles.run.records import read_metrics, read_rows, write_record
 from isles.run.upload import Uploader
 from isles.track.local import JsonlTracker
+from isles.train.data import run_tokenizer
 from tests.each import each
+from tests.run_records import GONE
 from tests.unit.test_remote_checkpoints import begin, saved, sent
 
 FACTS = {"size": 7, "sha256": "239f59ed55e737c77147cf55ad0c1b030b6d7ee748a7426952f9b852d5a935e5"}
@@ -168,6 +172,117 @@ def test_no_code_of_a_buckets_tokenizer_is_used(
         (folder / name).write_text(text)
     begun = begin(run_file, place / "fresh", remote)
     assert not begun.run_dir.tokenizer.exists()
+
+
+EVIL_TOKENIZER = {
+    "evil.py": "",
+    "tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}',
+    "tokenizer.json": "{}",
+}
+
+
+def test_a_start_that_fails_or_is_killed_leaves_nothing_of_a_bucket_in_place(
+    remote: Path, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also in a run directory that was here, and while records are fetched."""
+    run = remote / "tiny-1"
+    for name, text in {"track/wandb.json": '{"id": "x"}', "metrics.jsonl": "{}\n"}.items():
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(text)
+    (run / "tokenizer").mkdir(exist_ok=True)
+    for name, text in EVIL_TOKENIZER.items():
+        (run / "tokenizer" / name).write_text(text)
+    plain = (run / "resolved.yaml").read_text()
+    behind = RunDir(tmp_path / "behind" / "tiny-1")
+    begin(run_file, behind.path.parent, tmp_path / "own")
+    new_attempt(behind)
+    write_record(behind.attempt(1).launch, GONE)
+    fetch, seen = Folder.fetch, list[str]()
+
+    def in_place(folder: Path) -> dict[str, str]:
+        """All that is read, by name; what is fetched lies apart."""
+        found = {n for n in names_in(folder) if not n.startswith(".partial-records")}
+        return {n: (folder / n).read_text() for n in found if (folder / n).is_file()}
+
+    def fails(self: Folder, name: str, path: Path, moved: Any) -> None:
+        seen.append(name)
+        # It was compared with the run file a moment ago.
+        (run / "resolved.yaml").write_text(plain.replace("code: false", "code: true"))
+        fetch(self, name, path, moved)
+        assert in_place(place) == before, name
+        if name == sorted(seen)[-1] and len(seen) > 4:
+            raise StoreError("away", "503 Slow Down")
+
+    for place in (tmp_path / "fresh" / "tiny-1", behind.path):
+        before = in_place(place)
+        seen.clear()
+        monkeypatch.setattr(Folder, "fetch", fails)
+        with pytest.raises(UserError, match="503 Slow Down"):
+            begin(run_file, place.parent, remote)
+        assert (
+            seen
+            and in_place(place) == before
+            and not names_in(place) - set(before) - {*("attempts", "attempts/001")}
+        )
+        (run / "resolved.yaml").write_text(plain)
+        # Another start was killed while it fetched.
+        (place / ".partial-records" / "tokenizer").mkdir(parents=True)
+        (place / ".partial-records" / "tokenizer" / "evil.py").write_text("")
+        monkeypatch.setattr(Folder, "fetch", fetch)
+        run_dir = begin(run_file, place.parent, remote).run_dir
+        assert not [name for name in names_in(place) if "evil" in name or "partial" in name]
+        assert "trust_remote_code: true" not in run_dir.resolved.read_text()
+        assert run_dir.run_file.read_text() == run_file.read_text()
+        assert run_dir.tracker_record("wandb").read_text() == '{"id": "x"}'
+
+
+@each(
+    {"balance.json": "[1]"},
+    {"balance.json": "[" * 100_000},
+    {"track/wandb.json": '{"id": "../x"}'},
+    {"track/mlflow.json": '{"run_id": {}}'},
+    {"reference-training.npz": "x"},
+    {"tokenizer/tokenizer_config.json": "[" * 100_000, "tokenizer/tokenizer.json": "{}"},
+)
+def test_a_record_of_a_bucket_that_is_none_is_not_taken(
+    files: dict[str, str], *, remote: Path, run_file: Path, tmp_path: Path
+):
+    for name, text in files.items():
+        (remote / "tiny-1" / name).parent.mkdir(exist_ok=True)
+        (remote / "tiny-1" / name).write_text(text)
+    machine = tmp_path / f"fresh-{hash(str(files))}"
+    run_dir = begin(run_file, machine, remote).run_dir
+    taken = [name for name in files if (run_dir.path / name).exists()]
+    for name in files:
+        (remote / "tiny-1" / name).unlink()
+    assert taken == []
+
+
+def test_a_bucket_with_more_records_than_a_run_has_is_refused(
+    remote: Path, run_file: Path, tmp_path: Path
+):
+    (remote / "tiny-1" / "tokenizer").mkdir()
+    for number in range(300):
+        (remote / "tiny-1" / "tokenizer" / f"{number}.json").write_text("{}")
+    with pytest.raises(UserError, match="300 records"):
+        begin(run_file, tmp_path / "fresh", remote)
+    assert not (tmp_path / "fresh" / "tiny-1").exists()
+
+
+def test_trust_in_a_models_code_does_not_reach_the_tokenizer_of_a_bucket(
+    remote: Path, run_file: Path, tmp_path: Path
+):
+    folder, mark = remote / "tiny-1" / "tokenizer", tmp_path / "mark"
+    train_tokenizer(["a text"], 260).save_pretrained(folder)
+    trusting = load_run_file(run_file, ["model.trust_remote_code=true"]).config
+    run_dir = begin(run_file, tmp_path / "fresh", remote).run_dir
+    assert len(run_tokenizer(trusting, run_dir)) == 260
+    for name, text in EVIL_TOKENIZER.items():
+        (run_dir.tokenizer / name).write_text(text)
+    (run_dir.tokenizer / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    with pytest.raises(DataError, match=r"trust_remote_code|custom code"):
+        run_tokenizer(trusting, run_dir)
+    assert not mark.exists()
 
 
 def test_rows_of_a_bucket_that_are_no_metrics_are_skipped(tmp_path: Path):

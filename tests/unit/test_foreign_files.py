@@ -224,6 +224,10 @@ def test_a_config_of_no_model_is_named_with_its_key(tmp_path: Path):
         "rms_norm_eps": "small",
         "text_config": {"hidden_size": 0},
         "rope_parameters": {"rope_theta": -1.0},
+        "rope_scaling": {"rope_type": "yarn", "factor": "x"},
+        "hidden_act": {"a": 1},
+        "model_type": "../../evil",
+        "layer_types": ["x"] * 100_000,
     }
     taken = []
     for key, value in wrong.items():

@@ -50,9 +50,9 @@ BAD: dict[str, Callable[[Path], object]] = {
     "pipe": _pipe,
 }
 NOT_FOR_PLANS: dict[str, Callable[[Path], object]] = {
-    "rope": _other(rope_scaling={"rope_type": "evil", "factor": "x"}),
-    "activation": _other(hidden_act="evil/act"),
-    "kind": _other(model_type="../../evil"),
+    "rope": _other(rope_scaling={"rope_type": "evil", "factor": 2.0}),
+    "activation": _other(hidden_act="evil"),
+    "kind": _other(model_type="evil"),
 }
 
 

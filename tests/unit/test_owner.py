@@ -13,7 +13,8 @@ import pytest
 from isles.cli import main
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
-from isles.errors import UserError
+from isles.config.yaml import dump_yaml
+from isles.errors import ExitCode, UserError
 from isles.launch.queue.status import queue_job
 from isles.launch.remote.login import remote_script
 from isles.launch.ssh.shell import Shell
@@ -36,14 +37,21 @@ from tests.runs import bare_run
 
 OTHER = 5  # games, on every Debian
 RUN_FILE = """
-model: {name_or_path: x, trust_remote_code: true}
-data: {sources: [{path: x.txt}], cache_dir: /c}
+name: theirs
+output_dir: /zz
+model: {name_or_path: zz/model, trust_remote_code: true}
+tokenizer: {name_or_path: zz/tokenizer, chat_template: zz.jinja}
+data:
+  sources: [{path: zz.txt, type: chat, subset: zz, columns: {messages: zz}}]
+  cache_dir: /zz
+  seq_length: 77
 training: {max_steps: 9, global_batch_size: 2}
-checkpoint: {remote: 's3://evil/b'}
+checkpoint: {remote: 's3://zz/b', push_to_hub: zz/model}
+track: [jsonl, {kind: wandb, project: zz}, {kind: mlflow, experiment: zz, tracking_uri: 'http://zz'}]
 clusters:
-- launcher: {kind: ssh, hosts: [h0]}
-  workdir: /w
-  environment: {setup: [touch x], python: ./p, variables: {LD_PRELOAD: x}, container: evil}
+- launcher: {kind: ssh, hosts: [zz]}
+  workdir: /zz
+  environment: {setup: [touch zz], python: ./zz, variables: {LD_PRELOAD: zz}, container: zz}
 """
 
 
@@ -109,18 +117,26 @@ def test_a_start_is_anothers_by_its_folder_its_record_or_a_link(tmp_path: Path, 
     assert not wrong
 
 
-def test_anothers_resolved_file_has_nothing_that_acts(tmp_path: Path, give) -> None:
+def test_anothers_resolved_file_has_nothing_that_acts(
+    tmp_path: Path, give, capfd: pytest.CaptureFixture[str]
+) -> None:
     run_dir = bare_run(tmp_path / "x-1")
     (tmp_path / "run.yaml").write_text(RUN_FILE)
     resolved = resolve(load_run_file(tmp_path / "run.yaml"), num_gpus=0)
     run_dir.resolved.write_text(dump_resolved(resolved))
     assert read_resolved(run_dir).config == resolved.config
     give(run_dir.resolved)
-    config = read_resolved(run_dir).config
-    cluster, plain = config.clusters[0], type(config.clusters[0].environment)()
-    assert not config.model.trust_remote_code and config.model.name_or_path == "x"
-    assert cluster.environment == plain and cluster.workdir is None
-    assert config.checkpoint.remote is None and config.data.cache_dir is None
+    theirs = read_resolved(run_dir)
+    text = dump_yaml(theirs.config.values())
+    assert "zz" not in text and not theirs.config.model.trust_remote_code, text
+    assert (theirs.config.name, theirs.config.data.seq_length) == ("theirs", 77)
+    assert (theirs.config.data.sources[0].type, theirs.config.track[1].kind) == ("chat", "wandb")
+    for verb in ("generate", "eval"):
+        assert run_verb(verb, run_dir, {}) == ExitCode.PREFLIGHT
+    assert "does not load a model that the run names" in capfd.readouterr().err
+    shape = dump_resolved(resolved).replace("name_or_path: zz/model", "name_or_path: llama-2m")
+    run_dir.resolved.write_text(shape)
+    assert read_resolved(run_dir).config.model.name_or_path == "llama-2m", "it comes with isles"
     with pytest.raises(UserError, match="give --output"):
         run_verb("export", run_dir, {})
 

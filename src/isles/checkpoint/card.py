@@ -159,7 +159,7 @@ def _number(value: float | None, digits: int) -> str | None:
 
 def _source(source: SourceConfig) -> str:
     if source.path is None:
-        return f"{source.type} token ids"
+        return "fake token ids" if source.type == "fake" else f"type {source.type}"
     on_hub = _is_on_hub(source.path)
     name = f"[{source.path}](https://huggingface.co/datasets/{source.path})"
     parts = [name if on_hub else f"`{Path(source.path).name}`", f"type {source.type}"]

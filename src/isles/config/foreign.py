@@ -50,6 +50,8 @@ _MOST_COUNTED = 2**16
 """Libraries create an object for each of them, some while they read the file."""
 _SHARE = re.compile(r"(.*_)?(dropout|pdrop)")
 _ABOVE_ZERO = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", "rope_theta")
+_NAMES = ("model_type", "hidden_act", "hidden_activation", "activation_function", "rope_type")
+_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor")
 _SECTIONS = ("rope_parameters", "rope_scaling", "text_config")
 
 
@@ -262,9 +264,7 @@ def _odd(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 < value < float("inf")):
             yield prefix + name, f"{_short(value)} is not a number above 0"
-    model_type = config.get("model_type")
-    if model_type is not None and not isinstance(model_type, str):
-        yield f"{prefix}model_type", f"{_short(model_type)} is not a name"
+    yield from _odd_choices(config, prefix)
     heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
         yield f"{prefix}num_key_value_heads", f"{heads} heads cannot share {shared} of them evenly"
@@ -273,6 +273,22 @@ def _odd(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
             yield from _odd(value, f"{prefix}{name}.")
         elif value is not None and (what := _odd_value(name, value)):
             yield prefix + name, what
+
+
+def _odd_choices(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for name in _NAMES:
+        value = config.get(name)
+        if value is not None and not is_plain(value):
+            yield prefix + name, f"{_short(value)} is not a name"
+    for name in _ROPE_NUMBERS:
+        value = config.get(name)
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            yield prefix + name, f"{_short(value)} is not a number above 0"
+    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    if kinds is not None and not (isinstance(kinds, list) and all(map(is_plain, kinds))):
+        yield f"{prefix}layer_types", f"{_short(kinds)} is not a list of names"
+    elif kinds is not None and isinstance(layers, int) and len(kinds) != layers:
+        yield f"{prefix}layer_types", f"it has {len(kinds)} kinds for {layers} layers"
 
 
 def _odd_tokens(name: str, value: object) -> str:

@@ -32,6 +32,8 @@ class Resolved:
             `default`; and `derived.NAME` -> `derived: how`.
         derived: everything that follows, by name: strategy, device, world_size, rows_per_rank,
             and grad_accum_steps where micro_batch_size is a number.
+        owner: the other user who has written the file that this was read from, which keeps only
+            values that describe the run (see `isles.run.resolved`); empty: none.
     """
 
     config: RunConfig
@@ -40,6 +42,7 @@ class Resolved:
     rows_per_rank: int
     origins: dict[str, str]
     derived: Derived
+    owner: str = ""
 
 
 def resolve(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ from isles.run.paths import RunDir
 from isles.run.state import script_of
 
 NEEDED_TO_TRAIN = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+_ENDING_S = 5.0
 
 
 def require_train() -> None:
@@ -62,16 +66,21 @@ def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
     module, words = "isles.train.verbs", [verb, str(run_dir.path), *option_words(options)]
     if (owner := run_dir.owner) and verb == "export" and not options.get("output"):
         raise not_own("write into another user's run: give --output", owner, run_dir.path)
+    offline = False
     if owner:
-        text = f"{run_dir.name} belongs to {owner}: its model's code and its container are not used"
-        sys.stderr.write(f"{text}\n")
+        sys.stderr.write(
+            f"{run_dir.name} belongs to {owner}: no code, container, file or repository that it "
+            "names is used\n"
+        )
+        # Its files must not make the Hugging Face libraries connect, with this user's token.
+        offline = not options.get("push-to-hub")
     attempt = run_dir.last_attempt()
     fleet = read_own_fleet(attempt) if attempt else None
     container = fleet.container if fleet else None
     if container is not None and not is_in_container():
         return run_module("isles.launch.container", json.dumps(container), module, *words)
     require_train()
-    return run_module(module, *words)
+    return run_module(module, *words, offline=offline)
 
 
 def option_words(options: Mapping[str, object]) -> list[str]:
@@ -83,12 +92,21 @@ def option_words(options: Mapping[str, object]) -> list[str]:
     ]
 
 
-def run_module(module: str, *arguments: str) -> int:
-    """Run a module on this terminal; returns its exit code."""
-    with subprocess.Popen([sys.executable, "-m", module, *arguments]) as child:
+def run_module(module: str, *arguments: str, offline: bool = False) -> int:
+    """Run a module on this terminal; returns its exit code.
+
+    Args:
+        offline: the Hugging Face libraries use only files of this machine.
+    """
+    environ = {**os.environ, **({"HF_HUB_OFFLINE": "1"} if offline else {})}
+    with subprocess.Popen([sys.executable, "-m", module, *arguments], env=environ) as child:
         try:
             code = child.wait()
         except KeyboardInterrupt:
-            child.wait()  # Ctrl+C on the terminal has reached it as well
+            # Ctrl+C on the terminal has reached it as well; in a library it may not listen.
+            try:
+                child.wait(_ENDING_S)
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                child.kill()
             return ExitCode.INTERRUPTED
     return code if code >= 0 else 128 - code

@@ -15,6 +15,7 @@ from typing import Any
 
 from isles.config.foreign import open_regular
 from isles.config.resolve import Resolved, dump_resolved
+from isles.run.bring import bring_records, drop_staged
 from isles.run.bucket import in_words
 from isles.run.choose import Begun, choose_run, refuse_running
 from isles.run.claim import claimed
@@ -84,11 +85,12 @@ def begin_run(resolved: Resolved, run_file_text: str, resume: str, *, join: str 
         is_new = not begun.resumed or not is_run_dir(begun.run_dir.path)
         run_dir = begun.run_dir if begun.resumed else _make_run_dir(begun.run_dir)
         try:
+            drop_staged(run_dir)
             if begun.found is not None:
                 run_dir.path.mkdir(parents=True, exist_ok=True)
                 with in_words(begun.found.copy.url):
-                    begun.found.copy.bring_records(run_dir)
-            elif not begun.resumed:
+                    bring_records(begun.found.copy, run_dir)
+            if is_new:
                 write_text_atomic(run_dir.run_file, run_file_text)
             write_text_atomic(run_dir.resolved, dump_resolved(resolved))
             if join:

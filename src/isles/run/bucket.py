@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatchcase
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from isles.config.foreign import folder_below, is_plain, names_code, open_regular
+from isles.config.foreign import folder_below, open_regular
 from isles.errors import TrainingError, UserError
 from isles.facts.secrets import without_secrets
 from isles.facts.units import format_bytes, format_duration
@@ -148,33 +147,6 @@ class RunStore:
                     data = without_secrets(data.decode("utf-8", "replace")).encode()
                 self.store.write(str(path.relative_to(run_dir.path)), data)
 
-    def bring_records(self, run_dir: RunDir) -> None:
-        """Take over the records, in a run directory that is there."""
-        for name, size in self.store.sizes("").items():
-            if not _is_record(name):
-                continue
-            if size > _LONGEST_RECORD_BYTES:
-                log.warning("%s/%s has %s: not fetched", self.url, name, format_bytes(size))
-                continue
-            path = run_dir.path / name
-            if path.parent != run_dir.path and not path.parent.is_symlink():
-                path.parent.mkdir(exist_ok=True)
-            partial = path.with_name(f".{path.name}.partial")
-            try:
-                self.store.fetch(name, partial, lambda _: None)
-                partial.replace(path)
-            except FileNotFoundError:
-                continue  # deleted since
-            finally:
-                partial.unlink(missing_ok=True)
-        if names_code(run_dir.tokenizer):
-            # `trust_remote_code` trusts the author of the model, not the writers of the bucket.
-            log.warning(
-                "the tokenizer in %s names Python code, so isles uses the run file's tokenizer",
-                self.url,
-            )
-            rmtree(run_dir.tokenizer)
-
     def bring(self, step: int, run_dir: RunDir, report: Callable[[str], object]) -> list[str]:
         """Fetch a checkpoint: its faults, one line each; none where it is on this disk now.
 
@@ -249,15 +221,6 @@ def _read_below(folder: Path, path: Path) -> bytes | None:
         log.warning("%s is not sent to the bucket: it has more than %s", path, most)
         return None
     return data
-
-
-def _is_record(name: str) -> bool:
-    # Plain names only, because `tokenizer/..` matches `tokenizer/*` in PurePath.match.
-    parts = name.split("/")
-    patterns = (pattern.split("/") for pattern in _RECORDS)
-    return all(map(is_plain, parts)) and any(
-        len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern)) for pattern in patterns
-    )
 
 
 @contextmanager

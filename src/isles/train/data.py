@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from isles.data.chat.template import stop_at_turns, use_template
 from isles.data.mix import Dataset, build_datasets, documents_for_tokenizer
 from isles.data.tokens.encode import TEMPLATED
 from isles.data.tokens.prepare import rank_with_data
+from isles.data.tokens.store import disk_errors
 from isles.data.tokens.tokenizer import (
     OTHER_TOKENIZER,
     check_vocabulary,
@@ -27,6 +30,7 @@ from isles.dist.world import World, on_every_rank, place_of
 from isles.errors import ConfigError, ConfigErrors, DataError, UserError
 from isles.facts.models import shape_names
 from isles.models.build import load_model_config
+from isles.run.bring import is_from_bucket
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.env import cache_home
 from isles.run.paths import RunDir
@@ -88,8 +92,23 @@ def make_data(
 
 
 def data_cache(data: DataConfig) -> Path:
-    """The folder for prepared tokens."""
-    return Path(data.cache_dir).expanduser() if data.cache_dir else cache_home() / "data"
+    """The folder for prepared tokens; the default folder is closed to other users.
+
+    The source of the tokens may be a file that only this user can read. The run file may name a
+    folder that several users share, and its mode stays as it is.
+
+    DataError: the folder cannot be made.
+    """
+    if data.cache_dir:
+        return Path(data.cache_dir).expanduser()
+    home = cache_home()
+    with disk_errors(home):
+        home.mkdir(parents=True, exist_ok=True)
+        facts = home.stat()
+        if facts.st_uid == os.geteuid() and facts.st_mode & 0o077:  # 0.1.0 has left it open
+            with suppress(PermissionError):  # some network disks have no modes
+                home.chmod(0o700)
+    return home / "data"
 
 
 def _check_content(training: Dataset, world: World, resume_from: CheckpointInfo | None) -> None:
@@ -164,7 +183,16 @@ def _make_tokenizer(config: RunConfig, run_dir: RunDir, world: World, disks: Dis
     keeper = disks.keeper(world.rank)
     needs = world.rank == keeper != disks.keeper(rank)
     broadcast_folder(run_dir.tokenizer, world, src=rank, needs=needs)
-    return load_tokenizer(str(run_dir.tokenizer), trust_remote_code=config.model.trust_remote_code)
+    return run_tokenizer(config, run_dir)
+
+
+def run_tokenizer(config: RunConfig, run_dir: RunDir) -> Any:
+    """The tokenizer that a run keeps in its directory.
+
+    DataError: it does not work.
+    """
+    trusted = config.model.trust_remote_code and not is_from_bucket(run_dir.tokenizer)
+    return load_tokenizer(str(run_dir.tokenizer), trust_remote_code=trusted)
 
 
 def write_tokenizer(config: RunConfig, folder: Path) -> None:

@@ -25,12 +25,12 @@ from isles.data.sources.rows import Tally
 from isles.data.tokens.encode import Encoder, encode_rows
 from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
-from isles.data.tokens.tokenizer import load_tokenizer
+from isles.data.tokens.tokenizer import clear_panics
 from isles.errors import ExitCode, UserError, more_lines
 from isles.facts.console import Console
 from isles.facts.terminal import show_streams
 from isles.run.paths import RunDir
-from isles.train.data import data_cache, write_tokenizer
+from isles.train.data import data_cache, run_tokenizer, write_tokenizer
 from isles.train.logs import log_of_verb
 
 _OPEN, _CLOSE = "⟦", "⟧"
@@ -59,15 +59,14 @@ def main() -> int:
 
 def _show(config: RunConfig, run_dir: RunDir, num_samples: int, console: Console) -> None:
     write_tokenizer(config, run_dir.tokenizer)
-    tokenizer = load_tokenizer(
-        str(run_dir.tokenizer), trust_remote_code=config.model.trust_remote_code
-    )
+    tokenizer = run_tokenizer(config, run_dir)
     figures: dict[str, Figures] = {}
 
     def decode(ids: list[int]) -> str:
-        return str(
-            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        with clear_panics(str(run_dir.tokenizer)):
+            return str(
+                tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            )
 
     for number, source in enumerate(config.data.sources, start=1):
         encoder = Encoder(source, tokenizer)

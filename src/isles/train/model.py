@@ -151,7 +151,9 @@ def with_base(config: RunConfig, checkpoint: CheckpointInfo) -> RunConfig:
     """
     name = config.model.name_or_path
     recorded = str((checkpoint.manifest.get("base") or {}).get("name", name))
-    if not Path(name).expanduser().exists() and Path(recorded).exists():
+    # The checkpoint may come from a bucket, and trust in a model's code is trust in one folder.
+    may_move = not config.model.trust_remote_code
+    if may_move and not Path(name).expanduser().exists() and Path(recorded).exists():
         config = config.model_copy(
             update={"model": config.model.model_copy(update={"name_or_path": recorded})}
         )

@@ -10,6 +10,7 @@ import io
 import logging
 import time
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def _known(dataset: Dataset, path: Path) -> Any:
                 if (scores.shape, scores.dtype) == (unknown.shape, unknown.dtype)
                 else unknown
             )
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
         log.warning("reference scores=%s cannot be read, scoring anew: %s", path, error)
         return unknown
 

@@ -24,7 +24,7 @@ from isles.config.sections.strategy import DDPStrategyConfig
 from isles.data.chat.template import chat_prompt
 from isles.data.loader import evaluation_batches
 from isles.data.mix import build_validation
-from isles.data.tokens.tokenizer import check_vocabulary, load_tokenizer
+from isles.data.tokens.tokenizer import check_vocabulary, clear_panics
 from isles.dist.batch import MIXED_DTYPE
 from isles.dist.world import join_world, leave_world
 from isles.errors import DataError, UserError
@@ -33,8 +33,8 @@ from isles.models.build import converts_weights, take_generation_config
 from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv, refuse_kernels
 from isles.run.paths import RunDir
-from isles.run.resolved import read_resolved
-from isles.train.data import data_cache
+from isles.run.resolved import needs_own, read_resolved
+from isles.train.data import data_cache, run_tokenizer
 from isles.train.finish import export_step
 from isles.train.logs import log_of_verb
 from isles.train.metrics import evaluate
@@ -52,6 +52,8 @@ def main() -> int:
     verbs = {"export": _export, "generate": _generate, "eval": _eval}
     try:
         resolved = read_resolved(run_dir)
+        if not resolved.config.model.name_or_path or resolved.config.adapter.type != "none":
+            needs_own(resolved, run_dir, "load a model that the run names")
         verbs[options.verb](options, run_dir, resolved)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -155,7 +157,8 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
     prompt = options.prompt or tokenizer.eos_token or ""
     if options.chat:
         prompt = chat_prompt(tokenizer, options.prompt)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
+    with clear_panics(str(run_dir.tokenizer)):
+        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
     if inputs["input_ids"].shape[1] == 0:
         raise UserError(
             "the prompt is empty and the tokenizer has no end-of-text token to begin with",
@@ -188,12 +191,15 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
         )
     # An answer stands alone; a text is shown with what it continues.
     first = inputs["input_ids"].shape[1] if options.chat else 0
-    text = tokenizer.decode(output[0][first:], skip_special_tokens=True)
+    with clear_panics(str(run_dir.tokenizer)):
+        text = tokenizer.decode(output[0][first:], skip_special_tokens=True)
     sys.stdout.write(text.strip("\n") + "\n")
 
 
 def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> None:
     config = resolved.config
+    if any(source.type != "fake" for source in config.data.sources):
+        needs_own(resolved, run_dir, "read the data that the run names")
     tokenizer = _tokenizer(run_dir, resolved)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     env = RankEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, attempt=0, store=None)
@@ -269,8 +275,7 @@ def _load(
 def _tokenizer(run_dir: RunDir, resolved: Resolved) -> Any:
     if not run_dir.tokenizer.is_dir():
         return None
-    trusted = resolved.config.model.trust_remote_code
-    return load_tokenizer(str(run_dir.tokenizer), trust_remote_code=trusted)
+    return run_tokenizer(resolved.config, run_dir)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isles.config.foreign import check_folder
+from isles.data.tokens.steps import check_steps
 from isles.errors import DataError
 
 if TYPE_CHECKING:
@@ -43,6 +46,9 @@ _LOCAL_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+_CONFIG = "tokenizer_config"
+_SLOW_S = 20.0
+_SLOW = "tokenizer=%s takes long for a short text: its tokenizer.json may have a rule without end"
 _FIX = (
     "name a folder or hub id that holds a tokenizer in tokenizer.name_or_path, or train one on the "
     "data with tokenizer.train_vocab_size"
@@ -75,8 +81,22 @@ def load_tokenizer(
         raise DataError(
             "there is no such folder", where=name_or_path, fix=_FIX, id="data.tokenizer"
         )
+    _check_files(path, name_or_path)
+    slow = threading.Timer(_SLOW_S, log.warning, [_SLOW, name_or_path])
+    slow.daemon = True
+    slow.start()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+        with clear_panics(name_or_path):
+            tokenizer = AutoTokenizer.from_pretrained(
+                name_or_path, trust_remote_code=trust_remote_code
+            )
+        # A model type without tokenizer files yields an empty vocabulary instead of an error.
+        if not encode(tokenizer, ["The quick brown fox."])[0]:
+            raise DataError(
+                "the tokenizer knows no tokens", where=name_or_path, fix=_FIX, id="data.tokenizer"
+            )
+    except DataError:
+        raise
     # Its classes let whatever their files provoke pass through, and those come from elsewhere.
     except Exception as error:
         raise DataError(
@@ -85,12 +105,54 @@ def load_tokenizer(
             fix=_FIX,
             id="data.tokenizer",
         ) from error
-    # A model type without tokenizer files yields an empty vocabulary instead of an error.
-    if not encode(tokenizer, ["The quick brown fox."])[0]:
-        raise DataError(
-            "the tokenizer knows no tokens", where=name_or_path, fix=_FIX, id="data.tokenizer"
-        )
+    finally:
+        slow.cancel()
     return tokenizer
+
+
+def _check_files(folder: Path, name: str) -> None:
+    # tokenizer_config.json may name another version, such as tokenizer.4.0.0.json.
+    if folder.is_dir():
+        files = [path for path in folder.glob("tokenizer*.json") if path.stem != _CONFIG]
+    else:
+        from transformers.utils.hub import cached_file
+
+        try:
+            files = [Path(str(cached_file(name, "tokenizer.json")))]
+        except (OSError, ValueError):
+            return  # it has none, or the hub does not answer: loading it says so
+    for path in files:
+        try:
+            check_steps(path)
+        except OSError:
+            continue  # loading it says why
+        except ValueError as error:
+            raise DataError(
+                f"the tokenizer cannot be used: {error}",
+                where=str(path),
+                fix=_FIX,
+                id="data.tokenizer",
+            ) from None
+
+
+@contextmanager
+def clear_panics(where: str) -> Iterator[None]:
+    """Raise a DataError in place of a panic of the package tokenizers, which is no Exception.
+
+    Args:
+        where: the name of the tokenizer.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"the tokenizer gives up on a text: {' '.join(str(error).split())[:300]}",
+            where=where,
+            fix=f"its tokenizer.json has a rule that cannot be followed; {_FIX}",
+            id="data.tokenizer",
+        ) from None
 
 
 def train_tokenizer(
@@ -203,13 +265,14 @@ def check_vocabulary(
 def encode(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> list[list[int]]:
     """The ids of each document; special tokens that are written out are read, none are added."""
     pieces = [_pieces(document) for document in documents]
-    encoded: list[list[int]] = tokenizer(
-        [piece for parts in pieces for piece in parts],
-        add_special_tokens=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,  # a document may be longer than the model's context
-    )["input_ids"]
+    with clear_panics(str(tokenizer.name_or_path or type(tokenizer).__name__)):
+        encoded: list[list[int]] = tokenizer(
+            [piece for parts in pieces for piece in parts],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # a document may be longer than the model's context
+        )["input_ids"]
     if len(encoded) == len(documents):
         return encoded
     rest = iter(encoded)
