@@ -26,8 +26,8 @@ class Resolved:
     """A run, resolved for this machine.
 
     Args:
-        rows_per_rank: sequences that a data-parallel rank takes in one inner step, at most, where
-            all take equally many.
+        rows_per_rank: sequences that a data-parallel rank takes in one inner step, at most, if
+            all take the same number.
         origins: dotted path of every leaf of the config -> `run.yaml:9`, `command line` or
             `default`; and `derived.NAME` -> `derived: how`.
         derived: everything that follows, by name: strategy, device, world_size, rows_per_rank,

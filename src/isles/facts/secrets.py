@@ -198,7 +198,7 @@ _PRINTED = (
 """A command that prints a value from its own line."""
 
 _INSIDE = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
-"""The rest of a command in brackets, which may have two levels of its own."""
+"""The rest of a command in brackets, with at most two more levels of brackets."""
 
 _REFERENCE = re.compile(
     r"""\$\{\w+(?::?\?[^}]{0,100}|:?[-=+](?:<+|["']{0,2}))?\}|\$\w+"""
@@ -252,8 +252,8 @@ _ISSUED = (
     r"PMAK-[0-9a-f]{16,}|sntry[a-z]_[\w+/=-]{16,}|glsa_\w{16,}|glc_[\w=]{20,}|NRAK-[A-Z0-9]{16,}",
     r"eyJ[\w-]{8,2000}\.[\w-]{8,8000}\.[\w-]*",
 )
-"""Keys that their issuers mark by a prefix. Each repetition that something must follow has a bound:
-the time would otherwise grow with the square of a text in which such a key begins many times."""
+"""Keys that their issuers mark by a prefix. Each repetition in the middle of a pattern has a
+bound. Without it, a text with many beginnings of a key would take quadratic time."""
 
 _LINE = r"[^\n|;&]{0,300}?"
 """The words between a program and its option."""
@@ -314,7 +314,7 @@ _PROGRAMS = (
     " with-token sudo kinit chpasswd sqlplus sqlldr expdp impdp rman machine from-literal vault mc"
     " rclone useradd usermod setenv printf <<<"
 )
-"""Words of which each text that `_COMMANDS` match has one: looking for them takes no time."""
+"""Each text that matches `_COMMANDS` has one of these words, and the search for words is fast."""
 
 _WORDS = re.compile(r"""(?:["'][^\s"',]+["'],\s*)+["'][^\s"',]+["']""")
 """A command as a list of words, as JSON and Python write it."""
@@ -356,7 +356,7 @@ _GIVEN_TO = re.compile(_joined(_COMMANDS), re.M)
 _IN_PLACES = re.compile(_joined((*_HOOKS, _PGPASS)), re.M)
 _PART = re.compile(r"""=["']?<+["']?(?P<value>(?=\w*\d)(?=\w*[A-Za-z])[\w+/]{8,})""")
 _BEFORE = re.compile(rf"{_START}{_NAME}\Z")
-"""A value of which a part is a reference."""
+"""A value that contains a reference, and the text before it."""
 _HARMLESS = re.compile(
     r"(?i)(?:.*[_-])?(?:(?:pad|eos|bos|unk|mask|sep|cls|stop|end|start|image|audio|special|next|split"
     r"|prompt|fim|document|doc|unknown|begin|first|last|new|padding|separator|class|query)[_-]?token"

@@ -1,9 +1,9 @@
 """Take over the records of a run from its copy in object storage: all of them, checked, or none.
 
-Others may write to the bucket, so its records are foreign. They are fetched into a folder of their
-own, checked there, and moved to their places only then: whoever ends this process at any moment
-leaves no unchecked file in a place that is read. `run.yaml` and `resolved.yaml` stay where they
-are, as they say what a run does: this machine writes its own.
+Other users may write to the bucket, so its records are foreign. isles fetches them into a separate
+folder, checks them there, and then moves them to their places. So a kill at any moment leaves no
+unchecked file in a place that isles reads. isles does not fetch `run.yaml` and `resolved.yaml`,
+because they control the run: this machine writes its own.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _fetched(copy: RunStore, folder: Path) -> list[str]:
     # Fetches all records, and gives the names of those outside the tokenizer.
     wanted = {name: size for name, size in copy.store.sizes("").items() if _is_taken(name)}
     if len(wanted) > _MOST_RECORDS:
-        raise StoreError("odd", f"{len(wanted)} records, where a run has some ten")
+        raise StoreError("odd", f"{len(wanted)} records; a run has about ten")
     fetched = []
     for name, size in sorted(wanted.items()):
         if size > _LONGEST_BYTES:

@@ -46,7 +46,7 @@ def ask_url(request: Request, timeout_s: float, most_bytes: int = MOST_BYTES) ->
         timeout_s: longest wait for the connection, and for any part of the answer.
 
     Raises:
-        OSError, HTTPException, ValueError: there was no whole answer, or one too long.
+        OSError, HTTPException, ValueError: the answer was incomplete or too long.
     """
     opener = OpenerDirector()
     for kind in (ProxyHandler, UnknownHandler, HTTPHandler, HTTPSHandler):  # no file://, no ftp://

@@ -45,7 +45,7 @@ def table_rows(table: Any, where: str) -> list[dict[str, Any]]:
 
 
 def damaged(error: BaseException, where: str, what: str = "the data is damaged") -> DataError:
-    """The error for data in which the library found something that cannot be."""
+    """Make the error for data that the library could not read."""
     return DataError(
         f"{what}: {_first_line(error)}",
         where=where,
@@ -102,7 +102,7 @@ def _plain(feature: Any, name: str) -> Any:
 
 
 def check_saved(folder: Path) -> None:
-    """Refuse a folder of `save_to_disk` that names files outside, or says what it never says.
+    """Refuse a folder of `save_to_disk` if it names files outside of it, or has odd values.
 
     DataError: a JSON file in it is odd, or a file that it names is not a regular file below it.
     """

@@ -3,8 +3,8 @@
 A place is the number of rows or lines before a row, and of a file of lines or text the bytes before
 it (unpacked, where the file is packed). A file of lines is opened there, a packed one is unpacked
 up to there; of a Parquet file the row groups before it are not read. CSV and JSON arrays are read
-from the beginning, and the rows before it left out. No row is larger than ROW_BYTES, so that
-memory is bounded whatever a file unpacks to.
+from the beginning, and the rows before the place are skipped. No row is larger than ROW_BYTES, so
+memory is bounded, however much a file unpacks to.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks what a tokenizer.json does with a text before any library runs it.
 
-Its steps are a program: one that replaces each letter by ten thousand, four times over, makes 10^16
-letters of one. So the growth of a text by all steps together has a limit.
+The steps are a program: four steps that each replace a letter by ten thousand letters turn one
+letter into 10^16. So the growth of a text by all steps together has a limit.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from isles.run.unauthenticated import WITHIN_S, Unauthenticated
 _MOST, _EACH = 1024, 16
 """Connections of members: at least, and for each cluster that may take part; it needs about ten."""
 _WRITE_BYTES = 2**16
-"""Of an answer that is not read, so much is copied for a connection."""
+"""The buffer of each connection for an answer that is not read."""
 _LOOK_S, _PAUSE_S = 1.0, 0.2
 
 
@@ -29,7 +29,7 @@ class Acceptor:
         listening: a socket that listens.
         context: of TLS.
         protocol: makes what serves a connection.
-        clusters: so many may take part.
+        clusters: the number of clusters that may take part.
     """
 
     def __init__(

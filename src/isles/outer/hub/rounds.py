@@ -21,9 +21,9 @@ _REFUSALS = 3
 _NORMS, _ROUNDS = 32, 20
 """Contributions that norms and tokens are compared with; decided rounds that the hub remembers."""
 _NORMS_EACH = 8
-"""So many of these contributions are of one member."""
+"""The most of these contributions that one member can have."""
 _TIMES = 4
-"""Rounds by which the hub knows how long a cluster usually needs."""
+"""The last rounds of a cluster, which show how long it usually needs."""
 
 
 class Rounds:

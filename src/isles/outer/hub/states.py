@@ -14,9 +14,10 @@ from isles.outer.messages import State, StateAnswer, StateFile, StateOffer
 
 _WANTED_S = 300.0
 _LEAST_BYTES_PER_S = 2**17
-"""A source that gives its state more slowly than 1 Mbit/s has failed. The next time it may be half
-as fast, and so on, so many times."""
+"""A source that sends its state more slowly than 1 Mbit/s has failed. After each failure the source
+may be half as fast."""
 _MOST_DOUBLED = 4
+"""The number of failures after which the time still doubles."""
 _SLACK_BYTES = 4 * 2**20
 """What a file has besides its numbers: its head, with a name for each tensor."""
 
@@ -49,7 +50,7 @@ class States:
             self._ask(member)
 
     def note_progress(self, member: int, num_bytes: float = math.inf) -> None:
-        """A member is heard to send so many bytes: of its state, if it was asked for that."""
+        """Count bytes that a member has sent; they are of its state if it is the source."""
         if self._source == member:
             self._progress_at = self._clock()
             self._sent_bytes += num_bytes

@@ -1,7 +1,7 @@
 """The memory that requests and answers take: a budget for each sender and for all together.
 
-A sender is a member, by the id that only it and the hub know, or else an address. So whoever fills
-its own share keeps no other member waiting.
+A sender is a member, by the id that only it and the hub know. If a request has no id, the sender is
+its address. So a member that fills its own share does not make other members wait.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from isles.outer.hub.rules import Refusal
 SMALL_BYTES = 2**16
 """Bodies up to here are not counted: connections are few enough."""
 _EACH_BYTES, _ALL_BYTES, _OWN_BYTES = 16 * 2**20, 128 * 2**20, 4 * 2**20
-"""In memory for one sender, for all; and what each member may have, however much others have."""
+"""Memory for one sender, for all senders, and for each member, however much the others use."""
 _MOST_WAITING, _WAITS_S, _LOOK_S = 64, 60.0, 1.0
 """Requests of one sender that wait for memory, and for how long."""
 _SLOW_S = 20.0
-"""A transfer lasts longer only if nobody waits for its memory."""
+"""A transfer can last longer if no request waits for its memory."""
 _ANSWER_S, _LEAST_BYTES_PER_S = 30.0, 2**18
 _MOST_POLLS = 16
 _PIECE_BYTES = 2**17
@@ -55,11 +55,11 @@ class _Hold:
 
 
 class Traffic:
-    """Who holds how much memory, and who waits for it; for one event loop.
+    """The memory that each sender holds or waits for, in one event loop.
 
     Args:
-        is_member: whether an id is a member's.
-        clusters: so many may take part.
+        is_member: tells whether an id belongs to a member.
+        clusters: the number of clusters that may take part.
     """
 
     def __init__(self, is_member: Callable[[str], Awaitable[bool]], clusters: int) -> None:
@@ -85,11 +85,11 @@ class Traffic:
 
     @asynccontextmanager
     async def holding(self, sender: str, num_bytes: int, within_s: float) -> AsyncIterator[None]:
-        """Have so many bytes in memory, once there is room for them, for so long at most.
+        """Wait until there is room for `num_bytes`, and hold them for at most `within_s`.
 
         Raises:
-            Refusal: there is no room for too long.
-            TimeoutError: it took too long; or somebody waits for this memory.
+            Refusal: there was no room for a minute.
+            TimeoutError: `within_s` is over, or another request waits for this memory.
         """
         await self._wait(sender, num_bytes)
         loop = asyncio.get_running_loop()
@@ -154,7 +154,7 @@ class Traffic:
         """Write an answer, as far as it is not written, within a time that follows from its size.
 
         Raises:
-            ConnectionError: nobody reads it.
+            ConnectionError: the other end does not read the answer.
         """
         if response.prepared:  # and written: see `answering`
             return
@@ -171,10 +171,10 @@ class Traffic:
     async def answering(
         self, request: web.Request, sender: str, num_bytes: int, within_s: float
     ) -> AsyncIterator[None]:
-        """Make and write an answer of so many bytes; see `holding`.
+        """Make and write an answer of `num_bytes`; see `holding`.
 
         Raises:
-            ConnectionError: nobody reads it.
+            ConnectionError: the other end does not read the answer.
         """
         async with self._in_time(request), self.holding(sender, num_bytes, within_s):
             yield
@@ -192,7 +192,7 @@ class Traffic:
 
     @asynccontextmanager
     async def polling(self, sender: str) -> AsyncIterator[Poll]:
-        """Hold an answer back. Of too many of one sender the oldest answers now."""
+        """Hold an answer back. If a sender has too many, its oldest answer goes out now."""
         poll, polls = Poll(), self._polls.setdefault(sender, [])
         polls.append(poll)
         if len(polls) > _MOST_POLLS:
@@ -220,7 +220,7 @@ class Poll:
             self._task.cancel()
 
     async def wait(self, changed: asyncio.Event, within_s: float) -> None:
-        """Wait for a change, the end, or so many seconds."""
+        """Wait for a change or the end, for at most `within_s`."""
         self._task = asyncio.ensure_future(changed.wait())
         try:
             await asyncio.wait({self._task}, timeout=within_s)
@@ -230,9 +230,9 @@ class Poll:
 
 
 class Pieces(web.StreamResponse):
-    """A long answer: the next piece follows once the piece before is read.
+    """A long answer: each piece is written after the other end has read the piece before.
 
-    TLS takes whatever it is given at once, and copies it.
+    TLS copies every write whole, so one large write would hold the answer twice.
 
     Args:
         is_shared: others read it too, so no sender holds it.
@@ -261,7 +261,7 @@ class Pieces(web.StreamResponse):
 class Shared:
     """A large answer that all who ask within a moment share.
 
-    As long as slow readers keep older ones in memory, there is no newer one.
+    While slow readers keep two older versions in memory, no newer version is made.
     """
 
     def __init__(self, make: Callable[[], Awaitable[bytes]]) -> None:
@@ -293,7 +293,7 @@ class _Made:
 
 
 async def write(request: web.Request, response: web.StreamResponse) -> None:
-    """Write an answer, in no time at all or within that of `Traffic.answering`."""
+    """Write an answer. The caller sets the time limit, as `Traffic.answering` does."""
     await response.prepare(request)
     await response.write_eof()
 
