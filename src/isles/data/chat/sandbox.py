@@ -58,23 +58,34 @@ _SHALLOW = frozenset(
 
 _SUMS = frozenset(
     (
-        *("!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in"),
         *(
-            "le",
-            "lessthan",
-            "lt",
-            "ne",
+            "!=",
             "%",
+            "<",
+            "<=",
+            "==",
+            ">",
+            ">=",
             "divisibleby",
             "endswith",
+            "eq",
+            "equalto",
             "find",
+        ),
+        *(
             "format",
             "format_map",
+            "ge",
             "get",
+            "greaterthan",
+            "gt",
+            "in",
+            "index",
+            "le",
+            "lessthan",
         ),
-        *("index", "partition"),
-        *("removeprefix", "removesuffix", "rfind", "rpartition", "rsplit", "split", "startswith"),
-        "truncate",
+        *("lt", "ne", "partition", "removeprefix", "removesuffix", "rfind", "rpartition", "rsplit"),
+        *("split", "startswith", "truncate"),
     )
 )
 """Operations whose cost is at most the sum of the sizes of their arguments, not the product."""
