@@ -120,7 +120,7 @@ def test_what_is_no_tokenizer_or_has_no_end_of_text_is_an_error(trained, tmp_pat
     for name, what in [
         ("none", "no such folder"),
         ("model", "holds no tokenizer"),
-        ("damaged", "cannot be loaded"),
+        ("damaged", "cannot be used: Expecting property name"),
         ("newer", "cannot be loaded: Exception: "),
     ]:
         with pytest.raises(DataError, match=what) as caught:
