@@ -233,14 +233,42 @@ def test_a_claim_is_nothing_but_a_folder_of_records(tmp_path: Path) -> None:
     (tmp_path / "link" / ".tiny.claim").symlink_to(behind.parent)
     (tmp_path / "file" / ".tiny.claim").write_text("")
     for name in ("link", "file"):
-        with pytest.raises(UserError, match="a file stands where a folder is needed"):
+        with pytest.raises(UserError, match="a file stands where a folder is needed") as caught:
             claimed(tmp_path / name, "tiny").__enter__()
+        assert caught.value.where == str(tmp_path / name / ".tiny.claim")
         assert [path.name for path in (tmp_path / name).iterdir()] == [".tiny.claim"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("isles.run.claim._PATIENCE_S", 0.0)
         with pytest.raises(UserError, match=r"thesis\.txt"):
             claimed(tmp_path / "odd", "tiny").__enter__()
     assert behind.exists() and kept.exists()
+
+
+@each(32 * "a", "thesis.txt")
+def test_a_link_in_a_claim_leads_nowhere(name, *, tmp_path, monkeypatch):
+    """It ends no start's patience, and what it leads to stays."""
+    monkeypatch.setattr("isles.run.claim._PATIENCE_S", 0.0)
+    (tmp_path / ".tiny.claim").mkdir()
+    link = tmp_path / ".tiny.claim" / name
+    link.symlink_to(tmp_path / "nothing")
+    with pytest.raises(UserError, match=f"by {name}, which names no process"):
+        claimed(tmp_path, "tiny").__enter__()
+    assert list(tmp_path.iterdir()) == [link.parent] and link.is_symlink()
+
+
+def test_what_killed_starts_have_left_is_removed_over_no_link(tmp_path: Path) -> None:
+    output_dir, own = tmp_path / "runs", tmp_path / "own"
+    for folder in (output_dir / f".x.claim-{'b' * 32}", own):
+        folder.mkdir(parents=True)
+        for number, text in enumerate(("a file of this user", "", json.dumps(HERE))):
+            path = folder / (str(number) * 32)
+            path.write_text(text)
+            os.utime(path, (1.0, 1.0))
+    (output_dir / ".y.claim-z").symlink_to(own)
+    with claimed(output_dir, "tiny"):
+        pass
+    assert [path.name for path in (output_dir / f".x.claim-{'b' * 32}").iterdir()] == ["0" * 32]
+    assert len(list(own.iterdir())) == 3
 
 
 def test_nothing_is_claimed_where_no_run_can_be_made() -> None:

@@ -13,14 +13,17 @@ import json
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from isles.config.foreign import folder_below, open_regular
 from isles.errors import UserError
+from isles.facts.units import printable
 from isles.run.process import ProcessId
-from isles.run.records import clear_errors, read_record
+from isles.run.records import clear_errors
 
 _PATIENCE_S, _LOOK_S = 10.0, 0.05
 """Longest wait for the claim of another start, and the pause between two looks at it."""
@@ -28,6 +31,7 @@ _PATIENCE_S, _LOOK_S = 10.0, 0.05
 _STALE_S = 120.0
 """Age of a stale claim of another host, whose processes this host cannot see."""
 
+_LONGEST_RECORD_BYTES = 4096
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 
@@ -68,7 +72,9 @@ def _take(claim: Path, token: str, name: str) -> bool:
                 raise
             if error.errno in _READ_ONLY:
                 return False
-            raise OSError(error.errno, error.strerror, str(claim.parent)) from error
+            # Both are paths that the user knows; the staged folder is gone.
+            where = claim if error.filename2 == str(claim) else claim.parent
+            raise OSError(error.errno, error.strerror, str(where)) from error
         for left in claim.parent.glob(".*.claim-*"):  # by starts that were killed before the move
             with suppress(OSError):
                 _clear(left, now)
@@ -85,45 +91,61 @@ def _move(staged: Path, claim: Path, now: float, name: str) -> None:
                 raise
         else:
             return
-        if (holder := _clear(claim, now)) and time.monotonic() > deadline:
+        holder, late_s = _clear(claim, now), time.monotonic() - deadline
+        if (holder and late_s > 0) or late_s > _PATIENCE_S + 1:
             raise UserError(
-                f"another start of {name} is at work just now{holder}",
+                f"another start of {name} is at work just now{holder or ''}",
                 where=str(claim),
                 fix="run `isles status` to see the run. If that process has ended, delete this "
                 "folder",
                 id="run.running",
             )
-        time.sleep(_LOOK_S if holder else 0.0)
+        time.sleep(_LOOK_S if holder else 0.001)
 
 
-def _clear(folder: Path, now: float) -> str:
-    # Remove what a dead process has left of a claim. Returns who holds it, in words; empty: nobody.
-    # A record is removed by its own name, so that of two that find it dead none removes that of a
-    # third, which has the claim by then.
-    holder = ""
+def _clear(folder: Path, now: float) -> str | None:
+    # Remove what a dead process has left of a claim. Returns who holds it, in words; None: nobody.
+    # All is done relative to the folder's descriptor, and no link is followed: whoever may write
+    # here could else lead a start to other folders of this user.
     try:
-        entries = list(folder.iterdir())
-        if not entries and abs(now - folder.stat().st_mtime) > _STALE_S:
-            folder.rmdir()
-        for path in entries:
-            process = ProcessId.from_record(read_record(path) or {})
-            is_here = process is not None and process.is_here()
-            is_old = abs(now - path.stat().st_mtime) > _STALE_S
-            is_dead = not process.is_alive() if process is not None and is_here else is_old
-            if is_dead and _TOKEN.fullmatch(path.name):
-                path.unlink(missing_ok=True)
-            elif process is not None:
-                holder = f" on {process.host} (pid {process.pid})"
-            else:
-                holder = f" (by {path.name}, which names no process)"
-        if entries and not holder:
+        with folder_below(folder.parent, [folder.name]) as handle:
+            names = os.listdir(handle)  # noqa: PTH208  # of a descriptor
+            is_old = abs(now - os.fstat(handle).st_mtime) > _STALE_S
+            holders = [_holder(handle, name, now) for name in names]
+        if not any(holders) and (names or is_old):
             folder.rmdir()
     except OSError as error:
         # Given back meanwhile, or taken by another start; ESTALE: that one is on another host.
         gone = errno.ENOENT, errno.ESTALE, errno.EEXIST, errno.ENOTEMPTY
         if error.errno not in gone:
             raise
-    return holder
+        return None
+    return next(filter(None, holders), None)
+
+
+def _holder(folder: int, name: str, now: float) -> str:
+    # Who holds a claim by this entry, in words; empty: a dead process, and the entry is removed. It
+    # is removed by its own name, so that of two that find it dead none removes that of a third,
+    # which has the claim by then.
+    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    text = b"-"
+    if stat.S_ISREG(found.st_mode) and _TOKEN.fullmatch(name):
+        with open_regular(name, os.O_NOFOLLOW, folder) as stream:
+            text = stream.read(_LONGEST_RECORD_BYTES)
+    process = None
+    with suppress(ValueError, RecursionError):
+        record = json.loads(text)
+        process = ProcessId.from_record(record if isinstance(record, dict) else {})
+    is_old = abs(now - found.st_mtime) > _STALE_S
+    is_dead = not process.is_alive() if process is not None and process.is_here() else is_old
+    # A start that was killed, or a power failure, may leave an empty record.
+    if is_dead and (process is not None or text in (b"", b"{}")):
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
+        return ""
+    if process is not None:
+        return f" on {process.host} (pid {process.pid})"
+    return f" (by {printable(name)}, which names no process)"
 
 
 def _remove(folder: Path, token: str) -> None:
