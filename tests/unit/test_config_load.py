@@ -131,6 +131,35 @@ def test_overrides_win_over_the_file(tmp_path):
         assert (node, loaded.origins[key]) == (value, "command line"), key
 
 
+def test_variables_are_text_as_it_is_typed(tmp_path: Path) -> None:
+    typed = ("8", "true", "TRUE", "1.5", "0x7fff", "010", "1e5", ".inf", "-0", "1e999", "7" * 50)
+    names = [f"V{number}" for number in range(len(typed))]
+    section = ", ".join(f"{name}: {text}" for name, text in zip(names, typed, strict=True))
+    expected = dict(zip(names, typed, strict=True))
+    variables = "clusters.0.environment.variables"
+    file = f"{GOOD}clusters: [{{environment: {{variables: {{{section}, Q: '010'}}}}}}]\n"
+    base = f"{GOOD}clusters: [{{environment: {{variables: {{Q: '010'}}}}}}]\n"
+    for text, overrides in (
+        (file, []),
+        (base, [f"{variables}.{name}={text}" for name, text in expected.items()]),
+        (base, [f"{variables}={{{section}, Q: '010'}}"]),
+        (base, [f"clusters.0.environment={{variables: {{{section}, Q: '010'}}}}"]),
+    ):
+        (cluster,) = load(tmp_path, text, *overrides).config.clusters
+        assert cluster.environment.variables == {**expected, "Q": "010"}, overrides
+    for value, words in {
+        "{E: null}": f'{variables}.E | E is empty (null) | write text, or E: ""',
+        "{E: }": f"{variables}.E | E is empty (null)",
+        "{E: [8]}": f"{variables}.E | E is [8], not text",
+        "{E: {a: 8}}": f"{variables}.E | E is a section, not text",
+        "{a-b: x}": f'{variables}.a-b | "a-b" is no name that can stand in {variables}',
+        "8": f"{variables} | variables is 8, not a section",
+    }.items():
+        bad = f"{GOOD}clusters: [{{environment: {{variables: {value}}}}}]\n"
+        (found,) = issues(tmp_path, bad)
+        assert words in found and found.startswith(f"run.yaml:{END} "), found
+
+
 def test_a_section_on_the_command_line_replaces_the_whole_one(tmp_path):
     loaded = load(tmp_path, GOOD, "training={max_steps: 5}")
     assert loaded.config.training.max_time is None

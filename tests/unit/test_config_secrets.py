@@ -189,6 +189,23 @@ BAD_LINES = (
         f"vault kv put secret/x a={PW}",
         f"useradd -p {PW} u",
     ),
+    *(f"mount -t cifs //h/d /m -o user=me%{PW},ro", f"mount -ousername=d\\\\me%{PW} //h/d /m"),
+    *(
+        f"printf 'machine h login u password %s\\n' {PW}",
+        f"sed -i 's/PASSWORD=.*/PASSWORD={PW}/' f",
+    ),
+    *(f"rclone config create r webdav pass {PW}", f"kaggle config set -n key -v {HEX}"),
+    *(f"b2 authorize-account 0012ab {PW}", f"sed -i 's/^token = .*$/token = {PW}/' f"),
+    # A here-string, also beside a reference.
+    *(f"docker login $REG --password-stdin <<< {PW}", f"docker login --password-stdin $R <<< {PW}"),
+    # These look like placeholders, or have names of data.
+    *(
+        f"HF_TOKEN=dummy{PW}",
+        f"HF_TOKEN=xxxx{PW}",
+        f"HF_TOKEN=YOUR_TOKEN_{PW}",
+        f"HF_TOKEN=...{PW}",
+    ),
+    *(f"DATA_KEY={HEX}", f"PASSWORD=none.{PW}", f"PASSWORD='none of {PW}'", f"x_token={PW}"),
     # Values of which a part is a reference, or that the line itself prints.
     *('export HF_TOKEN="$PREFIX"abcdefgh123', "export HF_TOKEN=${PREFIX}abcdefgh123"),
     *(f"export HF_TOKEN=$(cat <<< {PW})", "export HF_TOKEN=$(base64 -d <<< aGZfYWJj)"),
@@ -202,6 +219,10 @@ BAD_LINES = (
     *(f"os.environ['HF_TOKEN']='{PW}'", f'os.environ["HF_TOKEN"] = "{PW}"', f"x --sftp-pass {PW}"),
     '{"private_key": "-----BEGIN PRIVATE KEY-----\\nMIIE"}',
     # Addresses that are keys.
+    f"conda config --set channel_alias https://conda.example/t/tk-{'1a2b' * 4}/x",
+    f"pip config set global.index-url https://h.example/t/{HEX}",
+    f"conda install -c https://conda.anaconda.org/t/ab-{HEX[:8]}-1234-1234-1234-{HEX[:12]}/me x",
+    f"pip install -i https://dl.cloudsmith.io/{'aB1d' * 4}/org/repo/python/simple x",
     "https://hooks.slack.com/services/T00000000/B00000000/" + "X" * 24,
     f"https://discord.com/api/webhooks/123456789012345678/{'aB1-_' * 12}",
     f"https://chat.example/hooks/{'a1b2' * 6}",
@@ -319,6 +340,43 @@ GOOD_LINES = (
     *("setenv HF_TOKEN $X", "rclone copy a1 b1", "export HF_TOKEN=$(cat <<< $X)", "mc cp a1 b1"),
     *("curl -H 'Authorization: Bearer $TOKEN' x", 'curl -H "X-Api-Key: $KEY" https://x'),
     *("https://user@bitbucket.org/a/b", "https://dev-user-2024-long@dev.azure.com/o/p"),
+    # Placeholders, for servers that ask for no key, or to be replaced.
+    *("export OPENAI_API_KEY=EMPTY", "export OPENAI_API_KEY='dummy'", "OPENAI_API_KEY=none x"),
+    *("OPENAI_API_KEY=sk-no-key-required", "export VLLM_API_KEY=token-abc123", "--api-key EMPTY"),
+    *("export HF_TOKEN=YOUR_TOKEN_HERE", "HF_TOKEN=hf_" + "x" * 34, "WANDB_API_KEY=XXXXXXXX"),
+    *(
+        "PASSWORD=changeme",
+        "WANDB_API_KEY=... is missing",
+        "api_key: your-api-key",
+        "x --token xxxx",
+    ),
+    *(
+        "API_KEY=not-needed",
+        "export API_KEY=dummy-key",
+        "https://u:changeme@h/x",
+        "PASSWORD=CHANGE_ME",
+    ),
+    # Patterns and formats, and files that are read.
+    *(
+        'sed -i "s/PASSWORD=.*/PASSWORD=$PW/" .env',
+        'sed -i "s/^token = .*/token = $TOKEN/" ~/x.toml',
+    ),
+    r"sed -E 's/(API_KEY=)[^ ]+/\1/' x; grep -E 'PASSWORD=\S+' x",
+    r'printf "machine x login u password %s\n" "$WANDB_API_KEY" > ~/.netrc',
+    r'printf "machine x\n  login user\n  password %s\n" "$WANDB_API_KEY" > ~/.netrc',
+    "apptainer registry login --username me --password-stdin docker://ghcr.io < $HOME/.ghcr",
+    *("docker login --password-stdin ghcr.io < $PW", "docker login --password-stdin < $X/ghcr"),
+    # Names of data, of jobs and of a shell's own.
+    *("DATA_KEY=train_v2", "GROUP_KEY=repo2", "MODEL_KEY=llama3-8b", "export DATASET_KEY=c4_en2"),
+    *(
+        "export SLURM_KEY=x1",
+        "I_MPI_HYDRA_KEY=a1",
+        "MPI_JOB_KEY=42",
+        "lmod_token=gcc12 module load x",
+    ),
+    # Topics of a forum, a percent sign.
+    "https://discuss.example/t/how-to-train-llama-3-on-2-gpus-in-2026/12345",
+    "curl 'https://h/x?user=a%20b&c=1'",
     *("time_limit: 02:00:00", "nodes: n[01-16]", "--gres=gpu:h100:8", "--constraint=a100&ib"),
 )
 
@@ -379,6 +437,8 @@ def test_what_is_no_secret(tmp_path: Path) -> None:
     variables |= {"FIRST_PASS": "1", "SPLIT_TOKEN": "doc", "NAME": "sk-learn-models-2024-abcdef"}
     lines = [line for line in GOOD_LINES if "export" in line or "curl" in line]
     given = {"environment": {"variables": variables, "setup": lines}, "gpus_per_node": 1}
+    variables |= {"DATA_KEY": "train_v2", "VLLM_API_KEY": "EMPTY", "HF_TOKEN": "hf_xxxxxxxx"}
+    variables |= {"MODEL_KEY": "llama3-8b", "OPENAI_API_KEY": "sk-no-key-required"}
     good.write_text(with_value("clusters", [{"launcher": {"kind": "slurm"}, **given}]))
     load_run_file(good, [])
     texts = [*ROOT.glob("examples/*/*.yaml"), *ROOT.glob("src/isles/config/templates/*.yaml")]
@@ -404,6 +464,16 @@ def test_each_kind_of_secret_is_refused_as_a_line_and_taken_out_of_a_report(tmp_
         ):
             wrong.append((line, fault, redacted))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_the_fix_of_a_refused_value_says_what_may_stand_there(tmp_path: Path) -> None:
+    environment = "clusters.0.environment"
+    for text in ("$HF_TOKEN", "${HF_TOKEN}"):
+        (fault,) = faults(tmp_path, with_value(f"{environment}.variables", {"HF_TOKEN": text}))
+        assert "nothing expands $NAME" in str(fault.fix) and fault.where.endswith(".HF_TOKEN")
+    for key, value in (("variables", {"HF_TOKEN": PW}), ("setup", [f"export HF_TOKEN={PW}"])):
+        (fault,) = faults(tmp_path, with_value(f"{environment}.{key}", value))
+        assert "write EMPTY" in str(fault.fix)
 
 
 def test_an_unknown_option_is_named_without_its_secret(capsys: pytest.CaptureFixture[str]) -> None:

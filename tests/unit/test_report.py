@@ -126,7 +126,10 @@ def test_a_report_of_a_run(here, capsys, monkeypatch) -> None:
     assert main(["report", "run", "-o", "out.zip"]) == ExitCode.USER
     assert "--yes" in capsys.readouterr().err and not Path("out.zip").exists()
     assert main(["report", "run", "-o", str(run_dir.path / "in.zip")]) == ExitCode.OK
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # Ctrl+D
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert main(["report", "run", "-o", "no.zip"]) == ExitCode.USER
+    assert "nothing was written" in capsys.readouterr().out and not Path("no.zip").exists()
     for answer, exists in (("", False), ("y", True)):
         asked: list[str] = []
         monkeypatch.setattr("builtins.input", lambda text, a=asked, o=answer: a.append(text) or o)

@@ -30,7 +30,9 @@ def explain(
         path = _path_in_file(error["loc"], error["type"], data, file)
         if error["type"] == "too_short" and _value_at(data, path):
             continue  # pydantic counts the items that are right; the others have their own issue
-        types_by_path.setdefault(path, set()).add(error["type"])
+        # pydantic says so of the name itself.
+        kind = "name" if error["loc"][-1:] == ("[key]",) else error["type"]
+        types_by_path.setdefault(path, set()).add(kind)
     issues: list[Issue] = []
     missing: list[Issue] = []
     for path, types in types_by_path.items():
@@ -38,6 +40,10 @@ def explain(
             continue  # no such word, and it was none: the issue is below it
         if "extra_forbidden" in types:
             issues += unknown_key(path, _value_at(data, path), file)
+        elif "name" in types:
+            what = f"{quote(path[-1])} is no name that can stand in {dotted(path[:-1])}"
+            fix = "use letters, digits and '_', and no digit first"
+            issues.append(Issue((dotted(path),), what, fix))
         elif "missing" in types:
             missing.append(_missing(path, file))
         else:
@@ -80,6 +86,8 @@ class _WrongValue:
             return self._section()
         if value in (None, "", [], {}):
             default = ", or delete the line to have the default" if "default" in node else ""
+            if keys.is_text_as_typed(self.path):
+                default = f', or {self.label}"" for empty text, or delete the line'
             what = "an empty list" if value == [] else f"empty ({scalar_text(value or None)})"
             return self._issue(f" is {what}", f"write {allowed}{default}")
         if self.errors & _SIZES and not isinstance(value, list):

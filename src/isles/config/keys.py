@@ -56,8 +56,25 @@ def items(node: Schema) -> Schema | None:
 
 def named(node: Schema) -> Schema | None:
     """What stands under each name of a key that takes names of the user's own; else None."""
-    inner = (option.get("additionalProperties") for option in _options(node))
+    inner = (
+        value
+        for option in _options(node)
+        # pydantic writes names of a certain form as `patternProperties`.
+        for value in (
+            option.get("additionalProperties"),
+            *option.get("patternProperties", {}).values(),
+        )
+    )
     return next((value for value in inner if isinstance(value, Mapping)), None)
+
+
+def is_text_as_typed(path: tuple[str | int, ...]) -> bool:
+    """Whether a key has a name of the user's own, and its value is text: `0010` is no number there.
+
+    `config/yaml.py` asks, for the values that YAML would take for numbers and booleans.
+    """
+    inner = named(schema_at(path[:-1]) or {}) if path else None
+    return inner is not None and value_types(inner) == {"string"}
 
 
 def by_kind(node: Schema) -> dict[str, Schema]:
@@ -194,6 +211,7 @@ _NOUNS = {
 _OWN_TYPES = {
     "duration": "a time such as 90s, 20m, 23h30m, 2d or 12:30:00",
     "range": "a range such as 1:3",
+    "text": "text",
     "one-line": "text on one line",
     "interface": "a network interface such as eth0",
     "login": "a host as ssh takes it, such as me@big-box",
@@ -218,8 +236,9 @@ _LIMITS = (
 def _wording(option: Schema, with_caps: bool) -> str:
     if (own := option.get("x-isles-type")) in _OWN_TYPES:
         return _OWN_TYPES[own]
-    if isinstance(option.get("additionalProperties"), Mapping):
-        return f"names with {allowed(option['additionalProperties'])}, such as {{big-box: 3}}"
+    if (inner := named(option)) is not None:
+        example = "NAME: text" if value_types(inner) == {"string"} else "big-box: 3"
+        return f"names with {allowed(inner)}, such as {{{example}}}"
     if "pattern" in option:
         return "letters, digits, '.', '_' and '-', at most 63, a letter or digit first"
     if option.get("type") == "array":

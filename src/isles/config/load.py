@@ -81,7 +81,7 @@ def load_run_file(
         ConfigErrors: every issue of it, each with file, line and key, or with the override.
     """
     text = read_text(path) if text is None else text
-    document, errors = scan_yaml(text, str(path))
+    document, errors = scan_yaml(text, str(path), keys.is_text_as_typed)
     refused = {error.where.rpartition(" ")[2] for error in errors}
     data = document.value if base is None else _over(base.values, document.value)
     given = {at: f"{path}:{line}" for at, line in document.lines.items()}
@@ -207,7 +207,7 @@ def _apply_override(data: dict[str, object], override: str) -> list[KeyPath]:
         what = f'"{shown}" is not of the form key=value'
         raise ConfigError(what, where=COMMAND_LINE, fix="write it as training.max_steps=100")
     try:
-        value = parse_value(text, where)
+        value = parse_value(text, where, path, keys.is_text_as_typed)
     except ConfigErrors as errors:
         raise errors.issues[0] from None
     parent: Any = data

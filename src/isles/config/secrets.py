@@ -13,13 +13,22 @@ from isles.facts.secrets import is_secret, may_be_secret, secrets_in
 _COPIED = "and isles copies this file into records, scripts, buckets and model descriptions"
 _FIX = (
     "export it in the shell that runs `isles train` on this machine; on other hosts, let a line "
-    "of environment.setup read it from a file; for Hugging Face, run hf auth login"
+    "of environment.setup read it from a file; for Hugging Face, run hf auth login; in place of a "
+    "secret that no server checks, write EMPTY"
+)
+_REFERENCE_FIX = (
+    "nothing expands $NAME in environment.variables: delete the line if the shell that runs "
+    "`isles train` on this machine exports it; on other hosts, let a line of environment.setup "
+    "set it, such as export NAME=$(cat ~/.secrets/NAME)"
 )
 _ADDRESS_FIX = (
     "remove user and password from the address: git, pip and curl read them from ~/.netrc, and "
     "environment.setup can export an address that it reads from a file on the hosts"
 )
-_LINE_FIX = "let the line read it from a file on the hosts, such as $(cat ~/.secrets/NAME)"
+_LINE_FIX = (
+    "let the line read it from a file on the hosts, such as $(cat ~/.secrets/NAME); "
+    "in place of a secret that no server checks, write EMPTY"
+)
 _WITH_RULE = ("remote", "tracking_uri", "url")
 _HAS_USER = re.compile(r"[\w+-]+://[^\s/]*@")
 _COMMENT = re.compile(r"(?:^|\s)#(.*)")
@@ -75,7 +84,9 @@ def _in_values(path: KeyPath, value: object) -> Iterator[tuple[KeyPath, str, str
                 if any(secrets_in(str(key))):
                     yield path, "a name in it holds a secret", "give it another name"
                 elif key not in known and _is_secret(here, inner):
-                    yield here, f"{key} looks like a secret", _FIX
+                    is_reference = path[-1:] == ("variables",) and str(inner).startswith("$")
+                    fix = _REFERENCE_FIX if is_reference else _FIX
+                    yield here, f"{key} looks like a secret", fix
                 else:
                     yield from _in_values(here, inner)
         case list():

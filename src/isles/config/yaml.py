@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,14 +99,23 @@ def parse_yaml(text: str, name: str) -> Document:
     return document
 
 
-def scan_yaml(text: str, name: str) -> tuple[Document, list[ConfigError]]:
+def _never(path: KeyPath) -> bool:
+    return False
+
+
+def scan_yaml(
+    text: str, name: str, is_text: Callable[[KeyPath], bool] = _never
+) -> tuple[Document, list[ConfigError]]:
     """As `parse_yaml`, but doubled keys and the like are returned beside what could be read.
+
+    Args:
+        is_text: whether a path holds text: a number or boolean is kept there as it is typed.
 
     ConfigError: the text is not YAML at all, or its top is not a mapping.
     """
     root = _compose(text, name)
     if isinstance(root, yaml.MappingNode):
-        builder = _Builder(name)
+        builder = _Builder(name, is_text)
         value = builder.build(root, ())
         return Document(value if isinstance(value, dict) else {}, builder.lines), builder.issues
     if root is None or (root.tag == _PLAIN_TAG and not root.value):
@@ -119,15 +128,21 @@ def scan_yaml(text: str, name: str) -> tuple[Document, list[ConfigError]]:
     raise ConfigError(what, where=f"{name}:{line}", fix=fix, id="config.syntax")
 
 
-def parse_value(text: str, where: str) -> object:
+def parse_value(
+    text: str, where: str, path: KeyPath = (), is_text: Callable[[KeyPath], bool] = _never
+) -> object:
     """One value as it stands after `key=` on the command line: `4e-4`, `[a, b]`, `{kind: ddp}`.
+
+    Args:
+        path: of the key.
+        is_text: as for `scan_yaml`.
 
     ConfigErrors: it is not YAML; `where` is in each.
     """
-    builder = _Builder("")
+    builder = _Builder("", is_text)
     try:
         root = _compose(text, "")
-        value = None if root is None else builder.build(root, ())
+        value = None if root is None else builder.build(root, path)
     except ConfigError as error:
         builder.issues = [error]
     if builder.issues:
@@ -245,13 +260,15 @@ def _compose(text: str, name: str) -> yaml.Node | None:
 class _Builder:
     """Plain data from nodes, with the line of every path and the issues met on the way."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, is_text: Callable[[KeyPath], bool]) -> None:
+        self.name, self.is_text = name, is_text
         self.lines: dict[KeyPath, int] = {}
         self.issues: list[ConfigError] = []
         self._num_nodes = 0
 
-    def build(self, node: yaml.Node, path: KeyPath, depth: int = 0) -> object:
+    def build(
+        self, node: yaml.Node, path: KeyPath, depth: int = 0, *, is_key: bool = False
+    ) -> object:
         self._num_nodes += 1  # aliases count each time: ten nested ones could stand for millions
         if self._num_nodes > MAX_NODES or depth > MAX_DEPTH:
             raise _too_large(self.name, _line(node))
@@ -267,15 +284,25 @@ class _Builder:
                 self.lines[*path, index] = _line(child)
                 items.append(self.build(child, (*path, index), depth + 1))
             return items
+        return self._scalar(node, path, is_key)
+
+    def _scalar(self, node: yaml.Node, path: KeyPath, is_key: bool) -> object:
         if odd := _UNPRINTABLE.search(node.value):
             what = f"the text holds the control character U+{ord(odd[0]):04X}"
             self._refuse(node, path, what, "delete it")
             return None
+        if node.tag != _PLAIN_TAG:
+            return node.value
         try:
-            return resolve_plain(node.value) if node.tag == _PLAIN_TAG else node.value
-        except ValueError as error:
-            self._refuse(node, path, str(error), "write a number that fits")
+            value, error = resolve_plain(node.value), ""
+        except ValueError as refused:
+            value, error = 0, str(refused)
+        if isinstance(value, bool | int | float) and not is_key and self.is_text(path):
+            return node.value
+        if error:
+            self._refuse(node, path, error, "write a number that fits")
             return None
+        return value
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath, depth: int) -> dict[str, object]:
         data: dict[str, object] = {}
@@ -290,7 +317,7 @@ class _Builder:
                 )
                 continue
             num_issues = len(self.issues)
-            key = self.build(key_node, path, depth)
+            key = self.build(key_node, path, depth, is_key=True)
             if not isinstance(key, str):
                 if len(self.issues) == num_issues:
                     what = f"the key {shorten(key_node.value) or 'null'} is not a name"

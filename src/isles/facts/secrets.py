@@ -145,9 +145,10 @@ class Redactor:
         for words, pattern, instead in _PATTERNS:
             if any(word in text for word in words):
                 text = pattern.sub(instead, text)
+        text = without_secrets(_HEX_KEY.sub(_without_key, text))
         if _HINT.search(text.lower()):
             text = "".join(_without_values(text.splitlines(keepends=True)))
-        return without_secrets(_HEX_KEY.sub(_without_key, text))
+        return text
 
 
 def _without_values(lines: list[str]) -> Iterator[str]:
@@ -201,11 +202,23 @@ _INSIDE = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
 """The rest of a command in brackets, with at most two more levels of brackets."""
 
 _REFERENCE = re.compile(
-    r"""\$\{\w+(?::?\?[^}]{0,100}|:?[-=+](?:<+|["']{0,2}))?\}|\$\w+"""
+    r"""\$\{\w+(?::?\?[^}]{0,100}|:?[-=+](?:<[<>]*|["']{0,2}))?\}|\$\w+"""
     rf"|\$\((?!{_PRINTED}){_INSIDE}\)|`(?!{_PRINTED})[^`]*`"
     r"|<[^<>]*>|\*{3,}|\{\{.{0,100}?\}\}|\[removed\]"
+    r"""|(?<=[=:\s"'])(?:\.|\\[Sw]|\[\^[^\]\n]{1,20}\])[*+](?=[\s/|#,$"')\\]|$)"""
 )
-"""A reference to a value that is not in this text."""
+"""A reference to a value that is not in this text, or a pattern of sed that means any value."""
+
+_NO_KEY = r"(?:api[-_]?)?(?:key|token|secret|password|passwd|pass|value|credentials?)"
+_PLACEHOLDER = re.compile(
+    r"(?i)\.{3,}|…|%[sbq](?:\\n)?|(?:[a-z]{1,8}[-_])*x{3,}|token-abc123"
+    r"|(?:sk-)?(?:empty|none|null|unused|change[-_]?me|replace[-_]?me|placeholder|redacted|todo"
+    rf"|(?:dummy|fake|placeholder)(?:[-_]{_NO_KEY})?"
+    rf"|(?:no|not)[-_](?:{_NO_KEY}[-_])?(?:required|needed|used|set)|no[-_]{_NO_KEY}"
+    rf"|(?:(?:put|insert|enter|add|paste)[-_])?your[-_](?:[a-z]{{1,20}}[-_]){{0,3}}?{_NO_KEY}"
+    r"(?:[-_](?:goes[-_])?here)?)"
+)
+"""What people write in place of a secret: for a server that asks for none, or to be replaced."""
 
 _USER = re.compile(
     r"""://[^\s/@:'"<>?#[]*:(?!\d{1,5}/)(?P<secret>[^\s@'"<>]{1,300})@(?!sha\d+:)"""
@@ -268,6 +281,8 @@ _COMMANDS = (
     r"\b(?:curl|wget|https?(?=\s)|xh)\bLINE\s(?:-\w*[uU]|--(?:proxy-)?user|-a|--auth)(?:\s*|=)[\"']?[\w.@%+-]+:"
     r"(?P<VALUE>(?!//)[^\s\"'<]+)",
     r"\blftp\bLINE\s(?:-u|--user)\s*[\"']?[\w.@-]+,(?P<VALUE>[^\s\"'<]+)",
+    # mount -t cifs -o
+    r"(?:[\s,\"']|-o)user(?:name)?=[\w.@\\-]{1,80}%(?P<VALUE>[^\s,\"'<]{4,})",
     r"\b(?:smbclient|rpcclient|smbget|net)\bLINE\s(?:-U|--user)[\s=]*[\"']?[\w.@\\-]+%(?P<VALUE>[^\s\"'<]+)",
     r"\bcurl\bLINE\s(?:-\w*b|--cookie)(?:\s*|=)[\"']?[\w.-]+=(?P<VALUE>[^\s\"'<]+)",
     r"\b(?:curl|wget|https?(?=\s)|xh)\bLINE\s(?:-\w*H|--header)(?:\s*|=)[\"']?"
@@ -298,10 +313,17 @@ _COMMANDS = (
     r"(?:--from-literal[=\s]\S+?|\bvault\s+(?:kv\s+put|write)\s+\S+\s+\w+)=(?P<VALUE>GIVEN)",
     r"\bmc\s+(?:alias\s+set|config\s+host\s+add)(?:\s+\S+){3}\s+(?P<VALUE>GIVEN)",
     r"\b(?:rclone\s+obscure|(?:useradd|usermod)\bLINE\s-p)\s+(?P<VALUE>GIVEN)",
+    r"\brclone\s+config\s+\w+\s\S+(?:\s\S+)?\s+pass\s+(?P<VALUE>GIVEN)",
+    r"\bkaggle\s+config\s+set\s+-n\s+key\s+-v\s+(?P<VALUE>GIVEN)",
+    r"\bb2\s+(?:account\s+)?authorize(?:[-_]account)?\s+\w+\s+(?P<VALUE>GIVEN)",
     # The builtins of shells that set a variable without `=`.
     rf"\b(?:setenv\s+{_NAME}\s|printf\s+-v\s+{_NAME}\s+[\"']?%s[\"']?\s"
     rf"|read\s+(?:-\w+\s+)*{_NAME}\s+<<<)"
     r"\s*(?P<VALUE>GIVEN)",
+    # printf puts it behind the name.
+    r"\bprintf\s+[\"'][^\"'\n]{0,200}?(?i:password|passwd|token|secret|key)[\s=:]{1,3}%s"
+    r"[^\"'\n]{0,100}[\"']\s+"
+    r"(?=\S{6})(?=\S{0,200}\d)(?P<VALUE>GIVEN)",
     # A program that reads it from its input.
     rf"{_PRINTS}[^\n;]{{0,300}}?{_READS}",
     rf"{_READS}LINE<<<\s*(?P<VALUE>GIVEN)",
@@ -312,7 +334,7 @@ _PROGRAMS = (
     "curl wget http xh lftp smb rpcclient net mysql mariadb mycli 7z rar sshpass login mongo cqlsh"
     " ncftp influx impala -cli ldap sqlcmd bcp ipmitool zip tsql openssl pass htpasswd stdin"
     " with-token sudo kinit chpasswd sqlplus sqlldr expdp impdp rman machine from-literal vault mc"
-    " rclone useradd usermod setenv printf <<<"
+    " user= username= kaggle authorize rclone useradd usermod setenv printf <<<"
 )
 """Each text that matches `_COMMANDS` has one of these words, and the search for words is fast."""
 
@@ -326,6 +348,10 @@ _HOOKS = (
     r"(?P<VALUE>[\w@/%.-]{8,})",
     r"https?://[^\s\"'<>]{1,200}?/(?:web)?hooks?/(?:catch/|incoming/|\d+/)*"
     r"(?P<VALUE>(?=[\w-]{0,200}\d)[\w-]{16,})",
+    # An index of packages: conda's and Cloudsmith's. A forum's topic is at /t/ too, in words.
+    r"https?://[^\s\"'<>]{1,200}?/t/(?P<VALUE>tk-[\w-]{12,}|(?:\w\w-)?[0-9a-f]{8}-[0-9a-f-]{20,}"
+    r"|(?=[A-Za-z]{0,200}\d)[A-Za-z0-9]{20,})",
+    r"https?://dl\.cloudsmith\.io/(?P<VALUE>(?=[A-Za-z]{0,20}\d)[A-Za-z0-9]{12,})/",
     r"https?://[^\s\"'<>?]{1,300}\?(?:[^\s\"'<>]{0,300}?&)?(?:key|code|auth|sig)="
     r"(?P<VALUE>(?=[\w%.-]{0,200}\d)[\w%.~+/=-]{12,})",
 )
@@ -354,7 +380,7 @@ _KEY = re.compile(
 )
 _GIVEN_TO = re.compile(_joined(_COMMANDS), re.M)
 _IN_PLACES = re.compile(_joined((*_HOOKS, _PGPASS)), re.M)
-_PART = re.compile(r"""=["']?<+["']?(?P<value>(?=\w*\d)(?=\w*[A-Za-z])[\w+/]{8,})""")
+_PART = re.compile(r"""=["']?<[<>]*["']?(?P<value>(?=\w*\d)(?=\w*[A-Za-z])[\w+/]{8,})""")
 _BEFORE = re.compile(rf"{_START}{_NAME}\Z")
 """A value that contains a reference, and the text before it."""
 _HARMLESS = re.compile(
@@ -365,6 +391,12 @@ _HARMLESS = re.compile(
     r"|(?:first|second|third|last|one|two|num|single|multi|forward|backward|gradient)[_-]pass)\W*"
 )
 """Names that mean a token of a vocabulary, a key of a table or a pass over data."""
+_OF_DATA = re.compile(
+    r"(?i)(?:.*[_-])?(?:data|dataset|model|job|task|run|batch|hydra|mpi|slurm|node|feature|split)"
+    r"[_-]key\W*"
+)
+_RANDOM = re.compile(r"(?=[A-Za-z+/]{0,200}\d)[A-Za-z0-9+/=]{20,}")
+"""Names that mean a key of data, unless their value looks like this."""
 _PATH = re.compile(r"(?:~|\.{0,2})/|file:|[A-Za-z]:\\")
 
 
@@ -376,7 +408,8 @@ def secrets_in(text: str) -> Iterator[tuple[int, int]]:
     """
     masked = text
     for _ in range(2):  # one reference may stand in another
-        masked = _REFERENCE.sub(lambda match: "<" * len(match[0]), masked)
+        # Not `<<<`, after which a shell has a value.
+        masked = _REFERENCE.sub(lambda match: "<".ljust(len(match[0]), ">"), masked)
     found = [match.span() for match in _KEY.finditer(masked)]
     found += [match.span(match.lastgroup or 0) for match in _IN_PLACES.finditer(masked)]
     if any(word in masked for word in _PROGRAMS.split()):
@@ -401,7 +434,7 @@ def secrets_in(text: str) -> Iterator[tuple[int, int]]:
         ]
     end = 0
     for start, stop in sorted(found):
-        if start >= end:
+        if start >= end and not _PLACEHOLDER.fullmatch(text[start:stop].strip("\\\"'")):
             yield start, stop
             end = stop
 
@@ -409,9 +442,13 @@ def secrets_in(text: str) -> Iterator[tuple[int, int]]:
 def is_secret(name: str, value: str) -> bool:
     """Whether the value of a name that means a secret is one; the name ends with its `=` or `:`."""
     inner = value.strip("\\\"'")
-    if inner.lower() in _NOTHING or inner[:1] in ("<", "[", "{", "…") or _PATH.match(inner):
+    if inner.lower() in _NOTHING or inner[:1] in ("<", "[", "{", ")", "…") or _PATH.match(inner):
         return False
-    if _HARMLESS.fullmatch(name) or (_TOKEN.search(name) and _VOCABULARY.fullmatch(inner)):
+    if _PLACEHOLDER.fullmatch(inner) or (_OF_DATA.fullmatch(name) and not _RANDOM.match(inner)):
+        return False
+    is_short = name.islower() and len(inner) < _LEAST
+    is_word = _TOKEN.search(name) and (is_short or _VOCABULARY.fullmatch(inner))
+    if _HARMLESS.fullmatch(name) or is_word:
         return False
     if inner.isdecimal() and len(inner) < (2 if "pass" in name.lower() else _LEAST):
         return False

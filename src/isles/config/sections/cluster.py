@@ -246,7 +246,10 @@ LauncherConfig = Annotated[
 ]
 
 
-Lines = Annotated[str, Field(pattern=rf"^(?:\n|[^{NO_CONTROL}])*$")]
+Lines = Annotated[
+    str,
+    Field(pattern=rf"^(?:\n|[^{NO_CONTROL}])*$", json_schema_extra={"x-isles-type": "text"}),
+]
 """The value of a variable, which may have several lines and be empty."""
 
 Runtime = Literal["apptainer", "podman", "pyxis"]
@@ -298,7 +301,8 @@ class EnvironmentConfig(Section):
     variables: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Lines] = Field(
         default={}
     )
-    """Environment variables of the ranks. They are written into scripts and records: no secrets."""
+    """Environment variables of the ranks, as they are typed: 010 stays 010. They are written into
+    scripts and records: no secrets."""
 
     packages: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """What `isles setup` installs beside isles itself, as pip takes it."""

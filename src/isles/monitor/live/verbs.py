@@ -171,7 +171,11 @@ def rank_stack(run: Path, rank: int, /) -> int:
 
 def _ask(question: str) -> str:
     # A prompt goes to the terminal past sys.stdout.
-    return input(printable(question))
+    try:
+        return input(printable(question))
+    except EOFError:
+        print_line("")  # the prompt is still on the line
+        return ""
 
 
 def _watched(run: str | None, output_dir: Path) -> Found:
