@@ -57,36 +57,9 @@ _SHALLOW = frozenset(
 """Filters and methods that look at the items of a list, and not into them."""
 
 _SUMS = frozenset(
-    (
-        *(
-            "!=",
-            "%",
-            "<",
-            "<=",
-            "==",
-            ">",
-            ">=",
-            "divisibleby",
-            "endswith",
-            "eq",
-            "equalto",
-            "find",
-        ),
-        *(
-            "format",
-            "format_map",
-            "ge",
-            "get",
-            "greaterthan",
-            "gt",
-            "in",
-            "index",
-            "le",
-            "lessthan",
-        ),
-        *("lt", "ne", "partition", "removeprefix", "removesuffix", "rfind", "rpartition", "rsplit"),
-        *("split", "startswith", "truncate"),
-    )
+    "!= % < <= == > >= divisibleby endswith eq equalto find format format_map ge get greaterthan gt in"
+    " index le lessthan lt ne partition removeprefix removesuffix rfind rpartition rsplit split"
+    " startswith truncate".split()
 )
 """Operations whose cost is at most the sum of the sizes of their arguments, not the product."""
 
