@@ -18,7 +18,7 @@ from isles.outer.messages import CHUNK_BYTES, chunk_size, digest_of, hash_chunks
 
 COMING = ".coming"
 _SLACK_BYTES = 4 * 2**20
-"""What a file of a state has besides its numbers: its head, with a name for each tensor."""
+"""The rest of a state's file: its head, with a name for each tensor."""
 
 
 def coming(path: Path) -> Path:
@@ -145,7 +145,7 @@ def part_bytes(codec: str, pieces: Sequence[int]) -> int:
 
 
 def average_bytes(codec: str, pieces: Sequence[int], num_parts: int) -> int:
-    """The size of an average over so many contributions; see `part_bytes`."""
+    """The size of an average over `num_parts` contributions; see `part_bytes`."""
     from isles.outer import average as codecs
 
     counted = Counter(pieces).items()

@@ -87,7 +87,7 @@ def outliers(
 
     A norm may be larger in proportion where its cluster trained on more tokens, by its own word,
     and up to `factor` times; fewer tokens never count against it; see `tempered`.
-    If all norms are above the limit, or those of most living members, the cause is common, and
+    If all norms, or the norms of most living members, are above the limit, the cause is common, and
     these norms are compared with each other.
 
     Args:
