@@ -255,15 +255,17 @@ def test_outliers():
         ({1: (1.0, 100), 2: (11.0, 200)}, 4, []),  # twice the tokens: twice the norm may be
         ({1: (1.0, 100), 2: (5.0, 1)}, 4, []),  # few tokens never count against a cluster
         ({1: (50.0, 100), 2: (60.0, 100)}, 4, []),  # what all do is nobody's fault
+        ({1: (50.0, 100), 2: (1e30, 100), 3: (60.0, 100)}, 4, [2]),
         # At first a contribution is compared with those of others; who of two is wrong?
         ({1: (1.0, 9), 2: (1e30, 9), 3: (2.0, 9)}, 0, [2]),
         ({1: (0.0, 9), 2: (1.0, 9), 3: (0.0, 9)}, 0, []),
+        ({}, 0, []),
     ):
-        history = [(1.0, 100)] * known
-        told = outliers(10.0, history, contributions, may_be_common=True)
+        history = [(1, 1.0, 100), (2, 1.0, 100)] * 4
+        told = outliers(10.0, history[:known], contributions, 2, may_be_common=True)
         assert list(told) == found, contributions
-    told = outliers(10.0, [(1.0, 100)] * 4, {1: (50.0, 100)}, may_be_common=False)
-    assert list(told) == [1], "alone it does not say what is common"
+    alone = outliers(10.0, history, {1: (50.0, 100)}, 2, may_be_common=False)
+    assert list(alone) == [1], "alone it does not say what is common"
 
 
 # Files, lines, secrets.

@@ -6,7 +6,7 @@ import pytest
 
 from isles.outer.hub.core import events, status
 from isles.outer.hub.rules import counted_tokens, heavy
-from tests.outer_world import World, after, refused
+from tests.outer_world import ZERO, World, after, refused
 
 HUGE = 2**61
 
@@ -95,6 +95,46 @@ def test_who_is_alone_in_a_round_does_not_say_what_is_usual(tmp_path):
     world.complete("ab", 4, norm=50.0)
     world.now += 2.0
     assert world.close() == ["a", "b"]
+
+
+def test_tiny_norms_of_half_of_the_clusters_make_no_other_an_outlier(tmp_path):
+    """Honest norms are 1: a, b; those of e, f are tiny, and they have begun earlier."""
+    for early, honest, evil in (("e", "a", "e"), ("ef", "ab", "ef"), ("e", "ab", "ef")):
+        (folder := tmp_path / f"{early}-{honest}").mkdir()
+        world = World(folder, early)
+        world.complete(early, 0, norm=1e-6), world.close()
+        for name in {*honest, *evil} - {*early}:
+            world.join(name, version=1, outer_params=ZERO)
+        for outer_step in range(1, 30):
+            world.complete(honest, outer_step, tokens=1000)
+            world.complete(evil, outer_step, norm=1e-6)
+            assert world.close() == sorted(honest + evil), (early, honest, outer_step)
+        world.core.journal.close()
+
+
+def test_most_of_the_clusters_say_what_is_usual_whoever_came_first(tmp_path):
+    world = World(tmp_path, "e")
+    for outer_step in range(8):
+        world.complete("e", outer_step, norm=1e-6), world.close()
+    for name in "abf":
+        world.join(name, version=8, outer_params=ZERO)
+    world.join("c", version=8, outer_params=ZERO)
+    world.complete("abc", 8), world.complete("e", 8, norm=1e-6), world.complete("f", 8, norm=1e30)
+    assert world.close() == list("abce"), "who is far above even these is refused"
+    world.complete("abc", 9), world.complete("e", 9, norm=1e-6), world.complete("f", 9, norm=1e3)
+    assert world.close() == list("abce")
+
+
+def test_one_that_comes_under_new_names_is_not_many(tmp_path):
+    world = World(tmp_path, "abc")
+    for outer_step in range(20):
+        world.join(own := f"e{outer_step}", version=outer_step, outer_params=ZERO)
+        world.complete("abc", outer_step), world.complete([own], outer_step, norm=9.0)
+        assert len(world.close()) == 4
+        world.leave(own)
+    world.join("f", version=20, outer_params=ZERO)
+    world.complete("abc", 20), world.complete("f", 20, norm=80.0)
+    assert world.close() == list("abc")
 
 
 def test_a_cluster_that_has_always_been_alone_may_change_its_rate(tmp_path):

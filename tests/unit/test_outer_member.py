@@ -335,6 +335,24 @@ def test_half_of_the_contributions_can_raise_the_usual_norm(tmp_path):
     assert world.close() == ["a", "e"]
 
 
+def test_who_was_first_for_some_rounds_keeps_out_as_many_as_it_is(tmp_path):
+    world = World(tmp_path, "e")
+    for outer_step in range(4):
+        world.complete("e", outer_step, norm=1e-6), world.close()
+    world.join("a", version=4, outer_params=ZERO)
+    for outer_step in range(4, 12):
+        world.complete("a", outer_step), world.complete("e", outer_step, norm=1e-6)
+        assert world.close() == ["e"]
+
+
+def test_half_of_the_clusters_pass_with_large_norms_in_the_first_rounds(tmp_path):
+    for names, accepted in (("abef", "abef"), ("abcef", "abc")):
+        (folder := tmp_path / names).mkdir()
+        world = World(folder, names)
+        world.complete(set(names) - {*"ef"}, 0), world.complete("ef", 0, norm=1e6)
+        assert world.close() == list(accepted)
+
+
 def test_a_wrong_momentum_is_not_seen_in_a_state(tmp_path):
     path, weights = tmp_path / "fragment-0.safetensors", bytes(range(20))
     digests = set()

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from isles.errors import ConfigError
 from isles.outer.bucket import BucketSettings
 from isles.outer.bucket.link import (
+    FIXES,
     BucketRefusal,
     Link,
     Missing,
@@ -34,6 +35,7 @@ from isles.outer.bucket.replica import (
     state_place,
 )
 from isles.outer.client.http import DeadlineError, RateLimit
+from isles.outer.client.sizes import average_fault, state_fault
 from isles.outer.client.spool import Spool
 from isles.outer.hub.files import norm_of
 from isles.outer.hub.rules import Refusal
@@ -95,6 +97,7 @@ class BucketApi:
         self._looking: asyncio.Task[None] | None = None
         self._leases = 0
         self._asks = ""
+        self._joined: Join | None = None
 
     async def __aenter__(self) -> BucketApi:
         return self
@@ -140,6 +143,8 @@ class BucketApi:
             return await self._replica.ask(call)
         except Refusal as error:
             raise refused(error, self._settings.url) from error
+        except ConfigError as error:
+            raise as_refusal(error) from error
 
     # Membership.
 
@@ -149,7 +154,7 @@ class BucketApi:
         replica, core = self._replica, self._replica.core
         answer = await self._change("joining", lambda: core.join(join), deadline_s)
         self._leases = 0
-        self._asks = ""
+        self._asks, self._joined = "", join
         replica.number = (await self._read(lambda: core.membership.find(self.id)))["number"]
         self._looking = asyncio.create_task(replica.look())
         return answer
@@ -291,6 +296,9 @@ class BucketApi:
         return f"other clusters: it has {len(answer.contributed)} of {least} (outer.min_clusters)"
 
     async def fetch_average(self, answer: RoundAnswer, target: Path, deadline_s: float) -> None:
+        assert self._joined is not None, "not joined"
+        if fault := average_fault(self._joined, answer):
+            raise BucketRefusal("malformed", fault, where=self._settings.url, fix=FIXES["odd"])
         step, digest = answer.outer_step, answer.digest
         core, place = self._replica.core, average_place(step, digest)
         made_here = core.rounds.average_path(step)
@@ -360,7 +368,18 @@ class BucketApi:
                 )
             await asyncio.sleep(_AGAIN_S)
 
+    async def _refuse_state(self, answer: StateAnswer, why: str) -> None:
+        core, state = self._replica.core, answer.state
+        assert state is not None
+        self._report(why)
+        with suppress(BucketRefusal):  # another cluster has refused it already
+            await self._change("a wrong state", lambda: core.states.refuse(state), _HEARTBEAT_S)
+
     async def _fetch_state(self, answer: StateAnswer, folder: Path) -> bool:
+        assert self._joined is not None, "not joined"
+        if fault := state_fault(self._joined, answer):
+            await self._refuse_state(answer, fault)
+            return False
         folder.mkdir(exist_ok=True)
         for index, file in enumerate(answer.files):
             assert answer.state is not None
@@ -372,9 +391,8 @@ class BucketApi:
             except Missing as error:  # deleted meanwhile: there will be a newer one
                 self._report(f"the state of {answer.source} cannot be fetched: {error}")
                 return False
-        core, state = self._replica.core, answer.state
-        first = await self._read(lambda: core.rounds.first)
-        assert first is not None and state is not None
+        first = await self._read(lambda: self._replica.core.rounds.first)
+        assert first is not None
         layout, pieces = first.identity.get("layout", ""), first.pieces
         found = [
             await asyncio.to_thread(
@@ -386,11 +404,10 @@ class BucketApi:
                 pieces[index],
                 momentum_of(first.identity),
             )
-            for index, file in enumerate(answer.files[: len(pieces)])
+            for index, file in enumerate(answer.files)
         ]
         if found != answer.outer_params:
-            self._report(f"the state of {answer.source} differs from its announcement")
-            with suppress(BucketRefusal):  # another cluster has refused it already
-                await self._change("a wrong state", lambda: core.states.refuse(state), _HEARTBEAT_S)
+            why = f"the state of {answer.source} differs from its announcement"
+            await self._refuse_state(answer, why)
             return False
         return True

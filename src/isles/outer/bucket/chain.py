@@ -18,9 +18,11 @@ import secrets
 import sqlite3
 import time
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from isles.config.foreign import is_plain, parse_json
 from isles.errors import ConfigError
@@ -205,12 +207,31 @@ class Chain:
                     journal.run(f"INSERT INTO {name} VALUES ({marks})", *row)
             self.core.samples.clean()
 
-        try:
+        with self._sound():
             self.core.journal.do(load)
             self.core.rounds.note_parts()
-        except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
+
+    def read(self, call: Callable[[], T]) -> T:
+        """Call a method of the core that changes nothing.
+
+        Raises:
+            ConfigError: the journal holds a value that isles does not write.
+        """
+        with self._sound():
+            return call()
+
+    @contextmanager
+    def _sound(self) -> Iterator[None]:
+        # Who can write to the bucket can write values that the core never had.
+        try:
+            yield
+        except (sqlite3.Error, ValueError, TypeError, LookupError, AssertionError) as error:
+            why = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors(include_input=False)[0]
+                why = f"{error.title} {'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise ConfigError(
-                f"the journal holds a value that isles does not write: {error}",
+                f"the journal holds a value that isles does not write: {ascii(why)[1:-1][:300]}",
                 where=self._store.url,
                 fix=_FIX,
                 id="bucket.refused",
@@ -227,11 +248,13 @@ class Chain:
 
         Raises:
             Refusal: the core says no; what it has noted is written.
+            ConfigError: the journal holds a value that isles does not write.
         """
         while True:
             refusal: Refusal | None = None
             try:
-                result = self.core.journal.do(call)
+                with self._sound():
+                    result = self.core.journal.do(call)
             except Refusal as error:
                 refusal = error
             except BaseException:
@@ -287,7 +310,8 @@ class Chain:
         return [n for name, n in numbers if n is not None and _name(n) == f"journal/{name}"]
 
     def _dump(self) -> str:
-        self.core.journal.do(self._prune)
+        with self._sound():
+            self.core.journal.do(self._prune)
         tables: dict[str, list[list[Any]]] = {}
         for name, columns in _TABLES.items():
             rows = self.core.journal.rows(f"SELECT {', '.join(columns)} FROM {name} ORDER BY 1, 2")

@@ -29,7 +29,7 @@ _THREADS, _TRANSFERS, _AT_ONCE = 4, 4, 2
 """Two pools: what many bytes wait for must not hold up a heartbeat. With the chain's thread they
 are fewer than the ten connections of the bucket's driver."""
 _FOREVER_S = 1e9
-_FIXES = {
+FIXES = {
     "away": "look whether this machine reaches the bucket, and at the provider's state page; "
     "outer.deadline waits longer",
     "full": "free some space there; clusters try again by themselves",
@@ -112,7 +112,7 @@ class Link:
                 raise DeadlineError(
                     f"{what} has not worked for {deadline_s:.0f} s; at last: {last}",
                     where=self.store.url,
-                    fix=_FIXES[kind],
+                    fix=FIXES[kind],
                     id="bucket.away",
                 )
             if last != self._reported:
@@ -188,7 +188,7 @@ def refusal(error: StoreError, url: str) -> BucketRefusal:
     """What a user is told of an error that does not pass by itself."""
     words = {"forbidden": "it is forbidden: ", "missing": "there is no such bucket: "}
     what = f"{words.get(error.kind, '')}{error.what}"
-    return BucketRefusal(error.kind, what, where=url, fix=_FIXES[error.kind])
+    return BucketRefusal(error.kind, what, where=url, fix=FIXES[error.kind])
 
 
 def is_whole(path: Path, digest: str) -> bool:

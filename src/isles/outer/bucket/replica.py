@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from isles.config.foreign import parse_json
-from isles.errors import CommunicationError
+from isles.errors import CommunicationError, ConfigError
 from isles.outer.bucket.chain import Chain
 from isles.outer.bucket.link import BucketRefusal, Link, Missing, copy, is_whole
 from isles.outer.hub.core import Core, status
-from isles.outer.hub.files import Job, average
+from isles.outer.hub.files import Job, average, part_bytes
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.work import AwakeClock
@@ -87,9 +87,13 @@ class Replica:
     # The memory.
 
     async def ask(self, call: Callable[[], T]) -> T:
-        """Read from the memory as it is known here."""
+        """Read from the memory as it is known here.
+
+        Raises:
+            ConfigError: the journal holds a value that isles does not write.
+        """
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, call)
+        return await loop.run_in_executor(self._thread, partial(self.chain.read, call))
 
     async def open(self, deadline_s: float) -> None:
         await self._link.within(self._thread, "reading the journal", deadline_s, self.chain.open)
@@ -220,7 +224,7 @@ class Replica:
             await self._make_average(job)
         except Refusal as error:
             log.info("outer round %d: %s", job.outer_step, error.what)
-        except (OSError, CommunicationError) as error:
+        except (OSError, CommunicationError, ConfigError) as error:
             log.warning("outer round %d is not averaged yet: %s", job.outer_step, error)
             await asyncio.sleep(_STRUCK_S)
         except (ValueError, RuntimeError, MemoryError):
@@ -236,6 +240,8 @@ class Replica:
         rows = await self.ask(lambda: core.journal.rows(sql, step))
         first = await self.ask(lambda: core.rounds.first)
         assert first is not None
+        pieces = first.pieces[step % len(first.pieces)]
+        due = await asyncio.to_thread(part_bytes, first.codec, pieces)
         wanted = [path for path, _ in job.parts]
         for row in rows:
             number, digest = row["member"], row["digest"]
@@ -243,6 +249,8 @@ class Replica:
             if path not in wanted:
                 continue
             try:
+                if row["size"] != due:
+                    raise Missing(f"it is announced with {row['size']} bytes, not {due}")
                 if number == self.number and await asyncio.to_thread(
                     is_whole, self._own(step), digest
                 ):
@@ -253,7 +261,6 @@ class Replica:
                 why = f"its contribution is not in the bucket: {error}"
                 await self._leave_out(step, number, why)
                 return
-        pieces = first.pieces[step % len(first.pieces)]
         digest, size_bytes = await asyncio.to_thread(average, first.codec, pieces, job)
         if size_bytes:
             await link.put(average_place(step, digest), job.target)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from isles.outer.client.http import Channel, DeadlineError, HubRefusal, RateLimit
+from isles.outer.client.sizes import average_fault, state_fault
 from isles.outer.messages import (
     Answer,
     Applied,
@@ -63,6 +64,7 @@ class HubApi:
         self.id = member_id
         self.channel = Channel(line, member_id, up or RateLimit(0.0), down or RateLimit(0.0))
         self._leases = 0
+        self._joined: Join | None = None
 
     async def __aenter__(self) -> HubApi:
         await self.channel.open()
@@ -76,7 +78,7 @@ class HubApi:
     async def join(self, join: Join, deadline_s: float) -> JoinAnswer:
         """Take part; also after a restart of this cluster, or where the hub forgot it."""
         answer = await self.channel.ask("/v1/join", JoinAnswer, deadline_s, join)
-        self._leases = 0
+        self._leases, self._joined = 0, join
         return answer
 
     async def heartbeat(self, heartbeat: Heartbeat, deadline_s: float) -> HeartbeatAnswer:
@@ -174,7 +176,13 @@ class HubApi:
                 )
 
     async def fetch_average(self, answer: RoundAnswer, target: Path, deadline_s: float) -> None:
-        """Fetch the average of a committed outer step. See `Channel.download`."""
+        """Fetch the average of a committed outer step. See `Channel.download`.
+
+        Raises:
+            HubRefusal: kind `protocol`: it has not the size of an average of this run.
+        """
+        assert self._joined is not None, "not joined"
+        self._refuse(average_fault(self._joined, answer))
         place = f"/v1/rounds/{answer.outer_step}/average"
         await self.channel.download(place, answer.size_bytes, answer.digest, target, deadline_s)
 
@@ -226,12 +234,15 @@ class HubApi:
 
         Raises:
             DeadlineError: nobody has given it by the deadline; says who was asked.
+            HubRefusal: kind `protocol`: it has not the files of a state of this run.
         """
         end = _now() + deadline_s
         while True:
             left_s, body = max(1.0, end - _now()), OnlyId(id=self.id)
             answer = await self.channel.ask("/v1/state", StateAnswer, left_s, body)
             if answer.state is not None:
+                assert self._joined is not None, "not joined"
+                self._refuse(state_fault(self._joined, answer))
                 folder.mkdir(exist_ok=True)
                 try:
                     for index, file in enumerate(answer.files):
@@ -254,6 +265,11 @@ class HubApi:
                     fix="look at the log of the cluster named",
                 )
             await asyncio.sleep(_AGAIN_S)
+
+    def _refuse(self, fault: str) -> None:
+        if fault:
+            fix = "install the same version of isles there and here; if it is, do not trust the hub"
+            raise HubRefusal("protocol", fault, where=str(self.channel.line), fix=fix)
 
 
 def _now() -> float:

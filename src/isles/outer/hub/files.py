@@ -17,6 +17,8 @@ from isles.outer.hub.rules import Refusal
 from isles.outer.messages import CHUNK_BYTES, chunk_size, digest_of, hash_chunks, num_chunks
 
 COMING = ".coming"
+_SLACK_BYTES = 4 * 2**20
+"""The rest of a state's file: its head, with a name for each tensor."""
 
 
 def coming(path: Path) -> Path:
@@ -140,6 +142,19 @@ def part_bytes(codec: str, pieces: Sequence[int]) -> int:
     from isles.outer import average as codecs
 
     return sum(codecs.size(codec, n) * times for n, times in Counter(pieces).items())
+
+
+def average_bytes(codec: str, pieces: Sequence[int], num_parts: int) -> int:
+    """The size of an average over `num_parts` contributions; see `part_bytes`."""
+    from isles.outer import average as codecs
+
+    counted = Counter(pieces).items()
+    return sum(codecs.average_size(codec, n, num_parts) * times for n, times in counted)
+
+
+def state_bytes(pieces: Sequence[Sequence[int]]) -> int:
+    """The most that the files of a state can have: outer parameters and momentum of all pieces."""
+    return sum(8 * sum(counts) + _SLACK_BYTES for counts in pieces)
 
 
 def norm_of(codec: str, pieces: Sequence[int], path: Path) -> float:

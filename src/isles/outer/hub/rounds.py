@@ -12,7 +12,7 @@ from pathlib import Path
 
 from isles.outer.hub.files import Job
 from isles.outer.hub.members import Membership
-from isles.outer.hub.rules import Refusal, counted_tokens, heavy, outliers, tempered
+from isles.outer.hub.rules import Refusal, counted_tokens, heavy, of_members, outliers, tempered
 from isles.outer.hub.samples import valid
 from isles.outer.messages import Contribution, Join, RoundAnswer
 from isles.outer.samples import RESERVE, reserve_of
@@ -354,7 +354,7 @@ class Rounds:
 
     def _refuse_outliers(self, outer_step: int) -> None:
         history = self._history(outer_step)
-        usual = [(norm, tokens) for _, norm, tokens in history]
+        judges = of_members(history, {row["number"] for row in self._membership.not_gone()})
         parts = self._complete_parts(outer_step)
         norms = {part["member"]: (part["norm"], part["tokens"]) for part in parts}
         factor, num_living = self._settings.outlier, len(self._membership.living())
@@ -363,9 +363,9 @@ class Rounds:
         may_be_common = (len(norms) > 1 and 2 * len(norms) >= num_living) or (
             {member for member, _, _ in history} <= set(norms)
         )
-        found = outliers(factor, usual, norms, may_be_common=may_be_common)
+        found = outliers(factor, judges, norms, num_living, may_be_common=may_be_common)
         accepted = {number: both for number, both in norms.items() if number not in found}
-        counted = tempered(factor, history, accepted)
+        counted = tempered(factor, judges, accepted)
         if not may_be_common or len(counted) < len(norms):
             self._count(outer_step, counted, "its norm is large")
         for number, reason in found.items():

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+MOST_CLUSTERS = 4096
 _ENOUGH_NORMS = 4
 _MOST_TIMES = 1000
 """Limit of the tokens that count for a member, as a multiple of the usual tokens of the others."""
@@ -56,7 +57,7 @@ class Settings(BaseModel):
     """So many clusters begin together: before that, no round is closed for `gather_s` after the
     first has come, nor again after a restart."""
     gather_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
-    max_clusters: Annotated[int, Field(ge=1, le=4096)] = 64
+    max_clusters: Annotated[int, Field(ge=1, le=MOST_CLUSTERS)] = 64
     time_box_s: Seconds = 120.0
     quorum: Annotated[int, Field(ge=1)] = 2
     grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
@@ -76,8 +77,9 @@ class Settings(BaseModel):
 
 def outliers(
     factor: float,
-    history: Sequence[tuple[float, int]],
+    history: Sequence[tuple[int, float, int]],
     contributions: Mapping[int, tuple[float, int]],
+    num_living: int,
     *,
     may_be_common: bool,
 ) -> dict[int, str]:
@@ -85,27 +87,38 @@ def outliers(
 
     A norm may be larger in proportion where its cluster trained on more tokens, by its own word,
     and up to `factor` times; fewer tokens never count against it; see `tempered`.
-    Before there is a history, each is compared with the others of the round, if there are several.
+    If all norms, or the norms of most living members, are above the limit, the cause is common, and
+    these norms are compared with each other.
 
     Args:
         factor: the limit, as a multiple of the usual norm.
-        history: norm and tokens of accepted contributions to the same fragment.
+        history: see `tempered`.
         contributions: norm and tokens of each member's contribution.
-        may_be_common: if all norms are far above, the cause is common, and no member is at fault.
+        num_living: members that live.
+        may_be_common: whether the members of this round can show a common cause.
     """
-    found = {}
+    found = _above(factor, _usual(history, contributions), contributions)
+    is_most = len(found) > 1 and 2 * len(found) > max(num_living, len(contributions))
+    if found and (is_most or (may_be_common and len(found) == len(contributions))):
+        most = {member: contributions[member] for member in found}
+        norms, tokens = zip(*most.values(), strict=True)
+        return _above(factor, (statistics.median_low(norms), statistics.median_low(tokens)), most)
+    return found
+
+
+def _above(
+    factor: float, usual: tuple[float, float], contributions: Mapping[int, tuple[float, int]]
+) -> dict[int, str]:
+    found, (usual_norm, usual_tokens) = {}, usual
     for member, (norm, tokens) in contributions.items():
-        if (known := _known(history, contributions, member)) is None:
-            continue
-        usual, usual_tokens = known
         more = min(max(1.0, tokens / usual_tokens), factor)
-        limit = factor * usual * more or math.inf
+        limit = factor * usual_norm * more or math.inf
         if norm > limit:
             found[member] = (
                 f"its norm {norm:.4g} is above {limit:.4g}, {factor:g} times what was usual "
-                f"({usual:.4g} for {usual_tokens:.0f} tokens)"
+                f"({usual_norm:.4g} for {usual_tokens:.0f} tokens)"
             )
-    return {} if may_be_common and len(found) == len(contributions) else found
+    return found
 
 
 def tempered(
@@ -125,33 +138,46 @@ def tempered(
         history: member, norm and counted tokens of earlier contributions, newest first.
         factor, contributions: see `outliers`; of contributions that are accepted.
     """
-    found = {}
-    norms = [(norm, tokens) for _, norm, tokens in history]
+    found, (usual, _) = dict[int, int](), _usual(history, contributions)
     bases = _bases({n: tokens for n, (_, tokens) in contributions.items()}, history)
     for member, (norm, tokens) in contributions.items():
-        known = _known(norms, contributions, member)
-        if known is None or not norm > known[0] > 0 or member not in bases:
+        if not norm > usual > 0 or member not in bases:
             continue
         of_others, own = bases[member]
-        excess = norm / known[0]
+        excess = norm / usual
         base = of_others if excess > factor else max(of_others, own)
         if tokens > (most := factor * base / excess):
             found[member] = max(1, int(most))
     return found
 
 
-def _known(
-    history: Sequence[tuple[float, int]],
-    contributions: Mapping[int, tuple[float, int]],
-    member: int,
-) -> tuple[float, float] | None:
-    # The usual norm and tokens that a contribution is compared with; None: there are too few.
-    known = history
+def _usual(
+    history: Sequence[tuple[int, float, int]], contributions: Mapping[int, tuple[float, int]]
+) -> tuple[float, float]:
+    # The usual norm and tokens. Each member counts once, however long it was alone. Of two in the
+    # middle the larger: half of the members cannot make the norms of the others outliers. Before
+    # there is a history, the contributions of the round are compared with each other.
+    earlier: dict[int, list[tuple[float, int]]] = {}
+    for member, norm, tokens in history:
+        earlier.setdefault(member, []).append((norm, tokens))
     if len(history) < _ENOUGH_NORMS:
-        known = [both for other, both in contributions.items() if other != member]
-        if len(known) < 2:
-            return None
-    return statistics.median(n for n, _ in known), statistics.median(t for _, t in known)
+        earlier = {member: [both] for member, both in contributions.items()}
+    if not earlier:
+        return 0.0, 1.0
+    norms = [statistics.median(norm for norm, _ in its) for its in earlier.values()]
+    tokens_each = [statistics.median(tokens for _, tokens in its) for its in earlier.values()]
+    return statistics.median_high(norms), statistics.median_high(tokens_each)
+
+
+def of_members(
+    history: Sequence[tuple[int, float, int]], members: Set[int]
+) -> Sequence[tuple[int, float, int]]:
+    """The history of these members, or all of it if theirs is too short to judge by.
+
+    A cluster that joins again and again under new names would be many members otherwise.
+    """
+    own = [each for each in history if each[0] in members]
+    return own if len(own) >= _ENOUGH_NORMS else history
 
 
 def counted_tokens(

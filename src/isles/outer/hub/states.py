@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 from pathlib import Path
 
+from isles.outer.hub.files import state_bytes
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rounds import Rounds
 from isles.outer.hub.rules import Refusal
@@ -18,8 +19,6 @@ _LEAST_BYTES_PER_S = 2**17
 may be half as fast."""
 _MOST_DOUBLED = 4
 """The number of failures after which the time still doubles."""
-_SLACK_BYTES = 4 * 2**20
-"""What a file has besides its numbers: its head, with a name for each tensor."""
 
 
 class States:
@@ -129,7 +128,7 @@ class States:
 
     @property
     def _limit_bytes(self) -> int:
-        return sum(8 * sum(counts) + _SLACK_BYTES for counts in self._pieces)
+        return state_bytes(self._pieces)
 
     # From a source.
 
