@@ -21,9 +21,9 @@ from isles.errors import PreflightError
 _LONGEST_BYTES = 64 << 20
 
 _FOLDERS = ("attempts", "checkpoints", "logs", "model", "outer", "telemetry", "tokenizer", "track")
-"""The folders of a run directory. Its owner may replace each with a link, to a private folder of the
-user who looks, so isles checks who made each link below the run directory. Links above it are not
-checked: administrators make them, and users type them."""
+"""The folders of a run directory. Its owner may replace each with a link to a private folder of the
+user who looks. So isles checks who made each link below the run directory. It does not check links
+above: administrators make them, and users type them."""
 
 _SEARCH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 
