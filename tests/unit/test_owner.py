@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -219,6 +220,40 @@ def test_a_log_of_another_shows_no_file_of_this_user(tmp_path: Path, give) -> No
     lines = list(log_lines(run_dir, attempt, LogChoice()))
     assert "[rank 2] line" in lines and "my key" not in " ".join(lines)
     assert sum("is not read: " in line for line in lines) == 2, lines
+
+
+def test_a_link_of_another_to_a_folder_shows_no_file_of_this_user(
+    tmp_path: Path, give, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private = tmp_path / "private"
+    (private / "001").mkdir(parents=True)
+    for folder in (private, private / "001", private / "distributed_training"):
+        folder.mkdir(exist_ok=True)
+        for name in ("rank-0.log", "agent.log", "node-0.log", "latest_node0.log", "x.out"):
+            (folder / name).write_text("my key\n")
+        write_record(folder / "outcome.json", {"state": "failed", "reason": "my key"})
+        write_record(folder / "launch.json", {"launcher": "local", "device": "my key", **GONE})
+    wrong = []
+    for number, name in enumerate(("attempts/001", "attempts", "logs", "telemetry")):
+        run_dir, _ = recorded_run(tmp_path / f"x-{number}", {"launcher": "local", **GONE})
+        link = run_dir.path / name
+        link.rename(tmp_path / f"away-{number}") if link.exists() else None
+        link.symlink_to(private)
+        verbs = (["status"], ["logs"], ["logs", "--by-node"], ["top", "--json"])
+        for owner in (OTHER, os.geteuid()):
+            os.chown(link, owner, owner, follow_symlinks=False)
+            report = tmp_path / f"{number}-{owner}.zip"
+            for words in (*verbs, ["report", "--yes", "-o", str(report)]):
+                main([words[0], str(run_dir.path), *words[1:]])
+            said = capsys.readouterr()
+            if report.exists():
+                with zipfile.ZipFile(report) as archive:
+                    texts = [archive.read(each).decode() for each in archive.namelist()]
+            is_shown = "my key" in said.out + said.err + "".join(texts)
+            # A user may well move a folder of a run to another disk.
+            if is_shown != (owner != OTHER and name != "telemetry"):
+                wrong.append((name, owner, said.out))
+    assert not wrong, wrong
 
 
 def test_records_that_are_pipes_are_waited_for_by_nobody(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import shutil
+import stat
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +21,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from isles.checkpoint.load import load_tensors
+from isles.checkpoint.load import load_tensors, save_readable
 from isles.errors import TrainingError, UserError
 from isles.run.env import hidden
 from isles.run.records import NO_SPACE, refusal, used_up
@@ -107,6 +107,9 @@ def export_model(
                 model.save_pretrained(partial, max_shard_size=max_shard_bytes)
         finally:
             model.generation_config = settings
+        mode = stat.S_IMODE((partial / "config.json").stat().st_mode)
+        for file in partial.glob("*.safetensors"):
+            file.chmod(mode)  # see `save_readable`
         _save_generation_config(model, partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
@@ -246,7 +249,7 @@ def _plan_shards(model: Any, max_shard_bytes: int) -> list[dict[str, Tensor]]:
 
 def _write_verified(read: Callable[[], dict[str, Tensor]], file: Path) -> None:
     # The tensors are read twice, and are never in memory twice.
-    save_file(read(), file, metadata={"format": "pt"})
+    save_readable(read(), file)
     with safe_open(file, "pt") as written:
         for name, value in read().items():
             if not torch.equal(written.get_tensor(name), value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import stat
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -185,6 +186,17 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
 def rng_file(folder: Path, rank: int) -> Path:
     """Where a rank's random state lies in a checkpoint."""
     return folder / f"rng-{rank:05d}.safetensors"
+
+
+def save_readable(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Write a safetensors file with the permissions of any new file.
+
+    `save_file` replaces the file by one that only this user can read, whatever the umask is.
+    """
+    file.touch()
+    mode = stat.S_IMODE(file.stat().st_mode)
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)
 
 
 def restore_rng(folder: Path, rank: int, *, saved_world_size: int, world_size: int) -> bool:

@@ -23,13 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from isles.checkpoint.load import rng_file
+from isles.checkpoint.load import rng_file, save_readable
 from isles.checkpoint.tensors import TensorWriter, disk_failure, first_failure
 from isles.config.sections.output import CheckpointConfig
 from isles.dist.files import Disks, gather_folder
@@ -146,7 +145,7 @@ class CheckpointManager:
                 random = {"cpu": torch.get_rng_state()}
                 if torch.cuda.is_available():  # of this rank's GPU
                     random["cuda"] = torch.cuda.get_rng_state()
-                save_file(random, rng_file(self._staging(partial), self._world.rank))
+                save_readable(random, rng_file(self._staging(partial), self._world.rank))
             except (OSError, SafetensorError) as error:
                 raise self._cannot_save(step, error) from error
             staged = stage(state, replicas) | stage(dict(own), (0, 1))

@@ -15,6 +15,7 @@ from isles.errors import ExitCode, UserError
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.launch.hub import end_hub, hub_process, local_line
 from isles.monitor.children import Line, run_all
+from isles.monitor.outer import known_answer
 from isles.monitor.remote import reports_of
 from isles.monitor.status import ReportState, RunReport
 from isles.monitor.table import cell, columns, steps_text
@@ -109,7 +110,7 @@ class MultiClusterReport:
 
     @property
     def members(self) -> dict[str, dict[str, Any]]:
-        return {member["name"]: member for member in (self.hub or {}).get("members", [])}
+        return {member["name"]: member for member in (self.hub or {}).get("members") or []}
 
 
 def multi_cluster_report(run: MultiClusterRun) -> MultiClusterReport:
@@ -120,7 +121,7 @@ def multi_cluster_report(run: MultiClusterRun) -> MultiClusterReport:
         error = "it does not run"
     elif run.meets:
         try:
-            answer = ask_hub(hub_line(run), "/v1/status", _ANSWER_S)
+            answer = known_answer(ask_hub(hub_line(run), "/v1/status", _ANSWER_S))
         except UserError as caught:
             error = f"{caught.what} ({caught.where})"
     elif run.engine == "bucket":
@@ -130,7 +131,7 @@ def multi_cluster_report(run: MultiClusterRun) -> MultiClusterReport:
             for report in reports.values()
             if report.state in ALIVE and (meeting := (report.outer or {}).get("meeting"))
         ]
-        answer = max(found, key=lambda meeting: meeting["round"], default=None)
+        answer = max(found, key=lambda meeting: meeting.get("round") or 0, default=None)
     return MultiClusterReport(run, _state_of(reports, run), reports, answer, error)
 
 
@@ -217,7 +218,7 @@ def _rows(report: MultiClusterReport) -> list[tuple[str, ...]]:
     # Weights of the last average that any cluster has taken in.
     outers = [r.outer or {} for r in report.clusters.values()]
     averages = [average for outer in outers if (average := outer.get("last_outer_step"))]
-    newest = max(averages, key=lambda average: average.get("outer_step", -1), default=None)
+    newest = max(averages, key=lambda average: average.get("outer_step") or 0, default=None)
     tokens = (newest or {}).get("weights") or {}
     whole = sum(tokens.values()) or 1
     for cluster in report.run.clusters:

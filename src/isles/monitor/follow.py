@@ -307,7 +307,9 @@ def row_text(row: dict[str, Any], status: dict[str, Any]) -> str:
 
 
 def _outer_text(row: dict[str, Any]) -> str:
-    tokens = row.get("weights") or {}
+    given = row.get("weights")
+    names = given if isinstance(given, dict) else {}
+    tokens = {n: count for n in names if (count := number_of(names, n)) is not None}
     whole = sum(tokens.values())
     shares = [f"{name} {count / whole:.0%}" for name, count in tokens.items() if whole]
     parts = [f"averaged outer step {row.get('outer_step')} of {', '.join(shares) or 'nobody'}"]

@@ -18,7 +18,7 @@ from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
 from isles.run.restarts import current_restart
-from isles.run.state import attempt_state, number_of, script_of
+from isles.run.state import attempt_state, number_of, script_of, text_of
 
 _TRACEBACK_LINES = 15
 _LOG_LINES = 15
@@ -37,7 +37,7 @@ def report_outcome(run_dir: RunDir, attempt: Attempt, console: Console, errors: 
             outcome = state.outcome or {}
             step = number_of(outcome, "step")
             place = f" at step {step:.0f}" if step is not None else ""
-            reason = f" ({outcome['reason']})" if outcome.get("reason") else ""
+            reason = f" ({why})" if (why := text_of(outcome, "reason")) else ""
             lines = [f"{run_dir.name} stopped{place}{reason}", f"  {next_start(run_dir)}"]
             console.print_lines(lines)
         case "failed" | "killed" | "new":
@@ -146,20 +146,20 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
             what += ": killed, perhaps"
         tail = LineTail(attempt.agent_log, last=_LOG_LINES).read(final=True)
         end = [f"  the end of {attempt.agent_log}:", *(f"    {line}" for line in tail)]
-        return [f"error: {outcome.get('reason') or what}", *(end if tail else []), *then]
+        return [f"error: {text_of(outcome, 'reason') or what}", *(end if tail else []), *then]
     rank = number_of(cause, "rank")
-    what = str(cause.get("what") or cause.get("kind") or "unknown error").rstrip()
-    fix = str(cause.get("fix") or "")
+    what = (text_of(cause, "what") or text_of(cause, "kind") or "unknown error").rstrip()
+    fix = text_of(cause, "fix")
     if full_disk and "disk" not in what:
         # A rank's error is only the consequence.
         what, fix = f"{full_disk}; {what}", f"free some of it first; {fix}".removesuffix("; ")
     lines = [f"error: {what}"]
-    who = f"rank {rank:.0f} on {cause.get('host', 'this host')}" if rank is not None else ""
-    where = str(cause.get("where") or "")
+    who = f"rank {rank:.0f} on {text_of(cause, 'host') or 'this host'}" if rank is not None else ""
+    where = text_of(cause, "where")
     places = [who, where] if who not in where else [where]
     if any(places):
         lines.append(f"  where: {', '.join(place for place in places if place)}")
-    trace = str(cause.get("traceback") or "").rstrip().splitlines()
+    trace = text_of(cause, "traceback").rstrip().splitlines()
     if fix:
         lines.append(f"  fix: {fix}")
     elif trace:
@@ -168,13 +168,12 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
         head = "traceback (its end):" if is_trace else "the end of its log:"
         lines += [f"  {head}", *(f"    {line}" for line in trace[-_TRACEBACK_LINES:])]
     decision = outcome.get("error")
-    if isinstance(decision, dict) and decision.get("note"):
-        # Why the ranks were not started once more.
-        lines.insert(1, f"  {decision['note']}")
+    if isinstance(decision, dict) and (note := text_of(decision, "note")):
+        lines.insert(1, f"  {note}")  # why the ranks were not started once more
     log = attempt.rank_log(int(rank)) if rank is not None else attempt.agent_log
     if log.is_file():
         lines.append(f"  log: {log}")
     others = int(number_of(read_record(attempt.launch), "world_size") or 1) - 1
     if others > 0:
         lines.append(f"  {others} other rank{'s' if others > 1 else ''} stopped because of it")
-    return [*lines, *then, *more_lines([cause.get("id")])]
+    return [*lines, *then, *more_lines([text_of(cause, "id") or None])]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from isles.errors import ExitCode, PreflightError, UserError, cut_more
 from isles.facts.console import Console
 from isles.facts.terminal import copy_drawn
 from isles.facts.units import format_duration
+from isles.launch.queue.job import JobReport
 from isles.launch.queue.status import refresh_all
 from isles.launch.remote.login import ask_isles, pass_on, remote_isles
 from isles.launch.ssh.shell import SSH_FAILED, Shell, on_all, python_failure
@@ -32,6 +34,8 @@ from isles.run.owner import shown_only
 from isles.run.paths import RunDir
 from isles.run.remote import RemoteRun, forget_remote, keep_report, last_report
 from isles.run.state import QUEUES
+
+log = logging.getLogger(__name__)
 
 ANSWER = "ISLES-REPORT "
 """Begins the line with the answer; what a login prints before it is skipped."""
@@ -76,7 +80,7 @@ def reports_of(runs: Sequence[RunDir | RemoteRun], output_dir: Path) -> list[Run
             groups[run.ssh, run.lines, run.python].append(run)
     answers, _ = on_all(list(groups.values()), lambda group: _ask(group, output_dir))
     jobs = refresh_all(here)
-    found = {id(run): collect(run, jobs=jobs) for run in here}
+    found = {id(run): _collected(run, jobs) for run in here}
     for run in runs:
         if isinstance(run, RemoteRun) and run.owner:
             found[id(run)] = _shown_only(run)
@@ -90,10 +94,24 @@ def records_of(paths: Sequence[Path]) -> str:
     runs = {path: RunDir(path) for path in paths if is_run_dir(path)}
     jobs = refresh_all(list(runs.values()))
     records = [
-        collect(runs[path], jobs=jobs).model_dump() if path in runs else {"gone": True}
+        _collected(runs[path], jobs).model_dump() if path in runs else {"gone": True}
         for path in paths
     ]
     return ANSWER + json.dumps({"version": __version__, "reports": records})
+
+
+def _collected(run: RunDir, jobs: Mapping[Path, JobReport]) -> RunReport:
+    # One run with records that isles cannot show must not hide all others.
+    try:
+        return collect(run, jobs=jobs)
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        log.debug("%s", run.path, exc_info=True)
+        return RunReport(
+            name=run.name,
+            path=str(run.path.absolute()),
+            reason="its records cannot be shown",
+            hint=f"isles does not understand one of its records ({type(error).__name__})",
+        )
 
 
 def _ask(runs: Sequence[RemoteRun], output_dir: Path) -> list[RunReport]:
@@ -147,7 +165,10 @@ def _last_known(run: RemoteRun, output_dir: Path, error: UserError) -> RunReport
         hint = f"{format_duration(time.time() - at)} ago it was {state}"
         hint += f"; {error.fix}" if error.fix else ""
         changes |= {"state": "unreachable", "reason": what, "hint": hint, "phase": None}
-    return RunReport(**{**record, **changes})
+    try:
+        return RunReport(**{**record, **changes})
+    except ValidationError:
+        return _bare(run, "unreachable", what, error.fix)
 
 
 def _bare(run: RemoteRun, state: ReportState, reason: str, hint: str) -> RunReport:

@@ -80,7 +80,13 @@ def verify(
         print_line("\n".join(checkpoint_lines(found)))
     code = ExitCode.OK
     for folder in folders:
-        damage = verify_checkpoint(folder)
+        try:
+            damage = verify_checkpoint(folder)
+        except UserError as error:  # the others are still to be verified
+            print_line(f"{folder.name}: cannot be verified: {error.what}")
+            print_line(f"  {error.fix}")
+            code = ExitCode.TRAINING
+            continue
         print_line(f"{folder.name}: {'NOT whole' if damage else 'whole'}")
         for line in damage:
             print_line(f"  {line}")

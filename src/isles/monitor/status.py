@@ -10,12 +10,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 
 from isles.errors import UserError
 from isles.facts.units import format_duration
 from isles.launch.queue.job import JobReport
 from isles.launch.queue.status import refresh
+from isles.monitor.outer import known_outer
 from isles.run.checkpoints import list_checkpoints
 from isles.run.find import typed_command, typed_name
 from isles.run.nodes import read_fleet
@@ -32,6 +33,7 @@ from isles.run.state import (
     current_status,
     number_of,
     script_of,
+    text_of,
 )
 
 SILENT_S = 180.0
@@ -121,6 +123,11 @@ class RunReport(BaseModel, frozen=True):
     owner: str = ""
     """The other user who owns the run, so that only its files were read; empty: this user."""
 
+    @field_validator("outer", mode="before")
+    @classmethod
+    def _known(cls, value: object) -> dict[str, Any] | None:
+        return known_outer(value)
+
 
 def collect(
     run_dir: RunDir, now: Clock = time.time, *, jobs: Mapping[Path, JobReport] | None = None
@@ -157,9 +164,9 @@ def collect(
         host=state.process.host if state.process else None,
         pid=state.process.pid if state.process else None,
         world_size=_whole(status if _whole(status, "world_size") else launch, "world_size"),
-        device=launch.get("device"),
-        phase=str(status.get("phase") or "starting") if state.state == "running" else None,
-        detail=str(status.get("detail") or ""),
+        device=text_of(launch, "device") or None,
+        phase=(text_of(status, "phase") or "starting") if state.state == "running" else None,
+        detail=text_of(status, "detail"),
         step=_whole(status if _whole(outcome, "step") is None else outcome, "step"),
         total_steps=_whole(status, "total_steps"),
         loss=number_of(status, "loss"),
@@ -172,7 +179,7 @@ def collect(
         checkpoint_step=newest.step if newest else None,
         checkpoint_at=newest.created_at if newest else None,
         exit_code=_whole(outcome, "exit_code"),
-        reason=str(outcome.get("reason") or ""),
+        reason=text_of(outcome, "reason"),
         error=error if isinstance(error := outcome.get("error"), dict) else None,
         restarts=len(restarts),
         last_restart=restarts[-1].text if restarts else "",
@@ -186,7 +193,7 @@ def collect(
         nodes=nodes,
         hangs=hang_texts(attempt) if attempt else (),
         checked=_checked_text(attempt) if attempt else "",
-        outer=outer if isinstance(outer := status.get("outer"), dict) else None,
+        outer=status.get("outer"),
         owner=run_dir.owner,
     )
 
@@ -227,7 +234,7 @@ def _hint(run_dir: RunDir, state: AttemptState, silent_s: float | None, now_s: f
         case "stopped" | "failed" | "killed":
             hint = next_start(run_dir)
         case "unknown" if (mark := read_record(run_dir.node_of)) is not None:
-            first = f"{mark.get('first_node')}, its first host"
+            first = f"{text_of(mark, 'first_node')}, its first host"
             hint = f"it has ended here; {first}, knows how: `isles status` there"
         case "unknown" if state.is_queue:
             hint = "its queue cannot be asked from here: look where it was submitted"
@@ -274,14 +281,14 @@ def node_reports(attempt: Attempt, now_s: float) -> tuple[NodeReport, ...]:
 
 
 def _recorded_node(record: dict[str, Any], now_s: float) -> NodeReport:
-    state, first = str(record.get("state")), record.get("first_rank")
+    state, first = text_of(record, "state"), record.get("first_rank")
     process = ProcessId.from_record(record)
     last_seen_at = number_of(record, "last_seen_at")
-    parts = [_NODE_STATES.get(state, ""), str(record.get("why") or "")]
+    parts = [_NODE_STATES.get(state, ""), text_of(record, "why")]
     return NodeReport(
         node=int(record["node"]),
-        host=str(record.get("name")),
-        address=str(record.get("address") or ""),
+        host=text_of(record, "name"),
+        address=text_of(record, "address"),
         ranks=(first, first + int(record["ranks"]) - 1) if first is not None else None,
         pid=process.pid if process else None,
         is_running=state == "there"
@@ -302,7 +309,7 @@ def hang_texts(attempt: Attempt) -> tuple[str, ...]:
         end = f"stacks of the ranks: {attempt.hangs}"
         if took_s is not None:
             end = f"it went on after {format_duration(took_s)}"
-        texts.append(f"{record.get('text')}; {end}")
+        texts.append(f"{text_of(record, 'text')}; {end}")
     return tuple(texts)
 
 
@@ -310,10 +317,10 @@ def _checked_text(attempt: Attempt) -> str:
     found = (read_record(attempt.findings) or {}).get("findings")
     texts: dict[str, list[str]] = {"error": [], "warning": []}
     for entry in found if isinstance(found, list) else []:
-        if isinstance(entry, dict) and entry.get("level") in texts:
-            where = f" ({entry['where']})" if entry.get("where") else ""
-            text = f"{entry['level']}: {entry.get('text') or entry.get('id')}{where}"
-            texts[entry["level"]].append(text)
+        if isinstance(entry, dict) and (level := text_of(entry, "level")) in texts:
+            where = f" ({place})" if (place := text_of(entry, "where")) else ""
+            what = text_of(entry, "text") or text_of(entry, "id")
+            texts[level].append(f"{level}: {what}{where}")
     both = [*texts["error"], *texts["warning"]]
     more = f" and {len(both) - _LISTED} more" if len(both) > _LISTED else ""
     return "; ".join(both[:_LISTED]) + more

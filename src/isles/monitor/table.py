@@ -133,7 +133,7 @@ def _label(report: RunReport) -> str:
 
 
 def _short_place(report: RunReport) -> str:
-    if report.state == "unreachable":
+    if report.state in ("unreachable", "unknown") and report.reason:
         return report.reason
     if report.job:
         place = f"{report.launcher} job {report.job}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -154,6 +155,8 @@ def verify_checkpoint(path: Path) -> list[str]:
     """Find the faults of a checkpoint, one line each; an empty list if it is whole.
 
     Each file is hashed, and the index of the tensors is read as a load would read it.
+
+    UserError: this user has no permission to read one of its files, so it may well be whole.
     """
     try:
         info = read_checkpoint(path)
@@ -173,6 +176,13 @@ def verify_checkpoint(path: Path) -> list[str]:
                 damage.append(f"{name}: its SHA-256 is not the manifest's: the bytes changed")
         except FileNotFoundError:
             damage.append(f"{name}: missing")
+        except PermissionError as error:
+            raise UserError(
+                f"this user has no permission to read {name} of the checkpoint",
+                where=str(file),
+                fix=f"ask its owner: `chmod -R a+rX {shlex.quote(str(path))}`",
+                id="checkpoint.closed",
+            ) from error
         except OSError as error:
             damage.append(f"{name}: cannot be read: {error.strerror}")
     sizes = {name: facts.size for name, facts in info.manifest.files.items()}

@@ -23,7 +23,9 @@ from isles.run.manifest import is_count
 INDEXES = INDEX, OLD_INDEX = "tensors.json", ".metadata"
 _FORMAT = 1
 _LONGEST_BYTES = 1 << 30
-_MOST_CELLS = 1 << 20
+_MOST_CELLS = 1 << 18
+"""Limit for the cells of all grids beyond one cell for each piece."""
+
 _MOST_DIMENSIONS, _LONGEST_NAME = 64, 2_000
 
 ITEM_BYTES = {
@@ -145,7 +147,9 @@ def index_from(data: bytes, sizes: Mapping[str, int], *, is_old: bool) -> Index:
     file = OLD_INDEX if is_old else INDEX
     try:
         records = _old_records(data) if is_old else _records(data)
-        return Index({n: _entry(n, record, sizes, is_old) for n, record in records.items()}, is_old)
+        layouts = _Layouts()
+        entries = {n: _entry(n, r, sizes, layouts, is_old) for n, r in records.items()}
+        return Index(entries, is_old)
     except RecursionError:
         raise IndexFault("it is nested too deeply", file) from None
     except IndexFault as error:
@@ -177,7 +181,9 @@ def _old_records(data: bytes) -> dict[str, Any]:
     return records
 
 
-def _entry(name: object, record: Any, sizes: Mapping[str, int], is_old: bool) -> Entry:
+def _entry(
+    name: object, record: Any, sizes: Mapping[str, int], layouts: _Layouts, is_old: bool
+) -> Entry:
     if not isinstance(name, str) or len(name) > _LONGEST_NAME:
         raise IndexFault("the name of a tensor is not a text, or too long")
     shown = ascii(name)[1:-1][:80]
@@ -208,29 +214,45 @@ def _entry(name: object, record: Any, sizes: Mapping[str, int], is_old: bool) ->
         pieces.append(piece)
     if total != numel:
         raise IndexFault(f"the pieces of {shown} have {total} of its {numel} numbers")
-    if not _are_apart([piece for piece in pieces if piece.length]):
+    if not layouts.are_apart([piece for piece in pieces if piece.length]):
         raise IndexFault(f"pieces of {shown} overlap, and so leave a hole")
     return Entry(dtype, shape, tuple(pieces))
 
 
-def _are_apart(pieces: Sequence[Piece]) -> bool:
-    # Count cells of the grid of all edges; ranks shard a tensor along such a grid.
-    if len(pieces) < 2:
+class _Layouts:
+    """Checks that the pieces of tensors do not overlap.
+
+    The checkpoint's tensors have few different layouts, so each layout is checked once. All tensors
+    of an index share one limit of work.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = set()
+        self._left = _MOST_CELLS
+
+    def are_apart(self, pieces: Sequence[Piece]) -> bool:
+        layout = tuple((piece.offsets, piece.sizes) for piece in pieces)
+        if len(pieces) < 2 or layout in self._known:
+            return True
+        # Count cells of the grid of all edges; ranks shard a tensor along such a grid, one cell for
+        # each piece.
+        grid = []
+        for dim in range(len(pieces[0].offsets)):
+            spans = [(at[dim], at[dim] + size[dim]) for at, size in layout]
+            edges = sorted({edge for span in spans for edge in span})
+            grid.append({edge: n for n, edge in enumerate(edges)})
+        self._left -= max(0, math.prod(len(edges) - 1 for edges in grid) - len(pieces))
+        if self._left < 0:
+            raise IndexFault("its tensors are cut into pieces that do not form grids")
+        taken: set[tuple[int, ...]] = set()
+        for at, size in layout:
+            places = zip(grid, at, size, strict=True)
+            for cell in itertools.product(*(range(e[o], e[o + n]) for e, o, n in places)):
+                if cell in taken:
+                    return False
+                taken.add(cell)
+        self._known.add(layout)
         return True
-    grid = []
-    for dim in range(len(pieces[0].offsets)):
-        spans = [(piece.offsets[dim], piece.offsets[dim] + piece.sizes[dim]) for piece in pieces]
-        grid.append({edge: n for n, edge in enumerate(sorted({e for span in spans for e in span}))})
-    if math.prod(map(len, grid)) > _MOST_CELLS:
-        return False
-    taken: set[tuple[int, ...]] = set()
-    for piece in pieces:
-        edges = zip(grid, piece.offsets, piece.sizes, strict=True)
-        for cell in itertools.product(*(range(at[o], at[o + size]) for at, o, size in edges)):
-            if cell in taken:
-                return False
-            taken.add(cell)
-    return True
 
 
 def _piece(shown: str, record: dict[str, Any], sizes: Mapping[str, int]) -> Piece:

@@ -20,6 +20,13 @@ from isles.errors import PreflightError
 
 _LONGEST_BYTES = 64 << 20
 
+_FOLDERS = ("attempts", "checkpoints", "logs", "model", "outer", "telemetry", "tokenizer", "track")
+"""The folders of a run directory. Its owner may replace each with a link to a private folder of the
+user who looks. So isles checks who made each link below the run directory. It does not check links
+above: administrators make them, and users type them."""
+
+_SEARCH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+
 
 class Record(dict[str, Any]):
     """A record. `owner` is the name of the user who wrote it, or empty for this user."""
@@ -47,16 +54,10 @@ def read_text(path: Path, most_bytes: int = _LONGEST_BYTES) -> tuple[str, str]:
     counts as another user's file, because that user may have created the link.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read; see `open_shown`.
         ValueError: it is not text, not a regular file, or longer than `most_bytes`.
     """
-    is_link = False
-    try:
-        stream = open_regular(path, os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        is_link, stream = True, open_regular(path)
+    stream, is_link = _open(path)
     with stream:
         facts = os.fstat(stream.fileno())
         if facts.st_size > most_bytes:
@@ -69,19 +70,41 @@ def read_text(path: Path, most_bytes: int = _LONGEST_BYTES) -> tuple[str, str]:
 def open_shown(path: Path) -> BinaryIO:
     """Open a file of a run that isles only shows, such as a log or metrics.
 
-    OSError: it cannot be opened, is not a regular file, or is a link of another user to a file
-    that is not that user's.
+    OSError: it cannot be opened, is not a regular file, or a link of another user leads to a file
+    that is not that user's. The link may be the file, or any folder below the run directory.
     """
+    return _open(path)[0]
+
+
+def _open(path: Path) -> tuple[BinaryIO, bool]:
+    # The file, and whether its path ends in a link.
+    depth = next((n for n, up in enumerate(path.parents[:3]) if up.name in _FOLDERS), -1) + 1
+    makers, handle = set[int](), os.open(path.parents[depth], _SEARCH)
     try:
-        return open_regular(path, os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-    maker, stream = path.lstat().st_uid, open_regular(path)
-    if maker not in (os.geteuid(), os.fstat(stream.fileno()).st_uid):
+        for name in path.parts[len(path.parts) - 1 - depth : -1]:
+            try:
+                below = os.open(name, _SEARCH | os.O_NOFOLLOW, dir_fd=handle)
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                    raise
+                # A user can replace only what is that user's own: the maker is safe to believe.
+                makers.add(os.stat(name, dir_fd=handle, follow_symlinks=False).st_uid)
+                below = os.open(name, _SEARCH, dir_fd=handle)
+            os.close(handle)
+            handle = below
+        try:
+            stream, is_link = open_regular(path.name, os.O_NOFOLLOW, handle), False
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            makers.add(os.stat(path.name, dir_fd=handle, follow_symlinks=False).st_uid)
+            stream, is_link = open_regular(path.name, 0, handle), True
+    finally:
+        os.close(handle)
+    if makers - {os.geteuid(), os.fstat(stream.fileno()).st_uid}:
         stream.close()
-        raise PermissionError(errno.EPERM, "it is a link of another user", str(path))
-    return stream
+        raise PermissionError(errno.EPERM, "a link of another user leads to it", str(path))
+    return stream, is_link
 
 
 def owner_of(path: Path) -> str:

@@ -77,10 +77,16 @@ def number_of(record: dict[str, Any] | None, key: str) -> float | None:
     return value if -_LARGEST < value < _LARGEST else None
 
 
+def text_of(record: dict[str, Any] | None, key: str) -> str:
+    """A text of a record; empty if the record has none, or another value in its place."""
+    value = (record or {}).get(key)
+    return value if isinstance(value, str) else ""
+
+
 def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> AttemptState:
     """State of one attempt now; right on every machine that sees the directory."""
     launch = read_record(attempt.launch)
-    launcher = str((launch or {}).get("launcher") or "local")
+    launcher = text_of(launch, "launcher") or "local"
     begun_at = number_of(launch, "begun_at")
     if launcher in QUEUES:
         return _job_state(run_dir, attempt, launcher, begun_at, now())
@@ -150,7 +156,7 @@ def _job_state(
         state = "queued"  # just submitted, and nobody has asked the queue yet
     else:
         state, is_alive = "unknown", False
-    reason = str(job.get("reason") or "")
+    reason = text_of(job, "reason")
     return AttemptState(state, is_alive, None, begun_at, outcome, launcher, last_seen_at, reason)
 
 
@@ -208,5 +214,4 @@ def script_of(run_dir: RunDir) -> str | None:
 
         with suppress(OSError, UserError, ValueError):
             return read_resolved(run_dir).config.training.script
-    script = (status or {}).get("script")
-    return script if isinstance(script, str) else None
+    return text_of(status, "script") or None

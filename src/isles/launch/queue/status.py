@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import cast, get_args
 
 from isles.errors import UserError
 from isles.facts.units import format_duration
-from isles.launch.queue.job import ASK_S, JobQueue, JobReport, QueueJob, training_job
+from isles.launch.queue.job import ASK_S, JobQueue, JobReport, JobState, QueueJob, training_job
 from isles.launch.queue.pbs import Pbs
 from isles.launch.queue.slurm import Slurm
 from isles.launch.ray.jobs import RayJobs
 from isles.launch.ssh.shell import on_all
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_own, read_record, write_record
+from isles.run.state import number_of, text_of
 
 _MAX_AGE_S = 4.0
 """An answer younger than this is not asked for again."""
@@ -50,10 +52,11 @@ def queue_job(run_dir: RunDir, attempt: Attempt, *, ask_s: float = ASK_S) -> Que
 def read_job(attempt: Attempt) -> JobReport | None:
     """The scheduler's last answer; None: it was never asked."""
     record = read_record(attempt.job)
-    if record is None or "state" not in record:
+    state = text_of(record, "state")
+    if state not in get_args(JobState):
         return None
-    known = {name: record[name] for name in JobReport.__dataclass_fields__ if name in record}
-    return JobReport(**{"reason": "", "job_id": "", "at": 0.0, **known})
+    texts = (text_of(record, name) for name in ("reason", "job_id", "word", "fix"))
+    return JobReport(cast("JobState", state), *texts, number_of(record, "at") or 0.0)
 
 
 def refresh(
