@@ -56,11 +56,12 @@ _SHALLOW = frozenset(
 )
 """Filters and methods that look at the items of a list, and not into them."""
 
-_SUMS = frozenset(
+_OF_SUMS = (
     "!= % < <= == > >= divisibleby endswith eq equalto find format format_map ge get greaterthan gt in"
     " index le lessthan lt ne partition removeprefix removesuffix rfind rpartition rsplit split"
-    " startswith truncate".split()
+    " startswith truncate"
 )
+_SUMS = frozenset(_OF_SUMS.split())
 """Operations whose cost is at most the sum of the sizes of their arguments, not the product."""
 
 _PROGRAMS = frozenset(("%", "divisibleby", "even", "format", "format_map", "odd", "replace", "sum"))
