@@ -57,8 +57,8 @@ _SHALLOW = frozenset(
 """Filters and methods that look at the items of a list, and not into them."""
 
 _OF_SUMS = (
-    "!= % < <= == > >= divisibleby endswith eq equalto find format format_map ge get greaterthan gt in"
-    " index le lessthan lt ne partition removeprefix removesuffix rfind rpartition rsplit split"
+    "!= % < <= == > >= divisibleby endswith eq equalto find format format_map ge get greaterthan gt"
+    " in index le lessthan lt ne partition removeprefix removesuffix rfind rpartition rsplit split"
     " startswith truncate"
 )
 _SUMS = frozenset(_OF_SUMS.split())
