@@ -58,7 +58,7 @@ _CARRIERS = (
     *("gguf_file", "post_processor", "tokenizer_padding", "tokenizer_truncation", "cache_dir"),
     *("subfolder", "proxies", "_json_padding", "_json_truncation", "_spm_precompiled_charsmap"),
 )
-"""Keys by which a class takes a vocabulary or a file from elsewhere. No known model has them."""
+"""With these keys a class would take a vocabulary or a file from elsewhere. No model has them."""
 
 _FILE_KEY = re.compile(r"(file|path|dir|vocab|merges|model|dic)(s|_names?)?$")
 _TOKEN_KEY = re.compile(r".*_tokens?|added_tokens_decoder|chat_template|response_(schema|template)")
@@ -272,7 +272,7 @@ def _odd_setting(key: str, value: object, *, is_map: bool) -> str:
         return _odd_template(value)
     if key == "fast_tokenizer_files":
         is_list = isinstance(value, list) and all(map(is_plain, value))
-        return "" if is_list else f"{_short(value)} is not a list of files beside it"
+        return "" if is_list else f"{_short(value)} is not a list of plain names of files"
     if key in _CARRIERS and value not in (None, [], {}):
         return (
             f"{_short(value)}: a tokenizer takes its vocabulary from the files of its folder only"

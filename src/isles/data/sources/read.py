@@ -47,7 +47,7 @@ ROW_BYTES = 64 * 2**20
 """A line, or a row of CSV or of a JSON array, has this size at most."""
 
 _CHUNK_BYTES = 2**20
-_BATCH_ROWS, _BATCH_BYTES = 64, 128 * 2**20
+_BATCH_ROWS, _BATCH_BYTES = 64, 64 * 2**20
 _LINES_BYTES = 2**18
 _ROW_LINES = 2**20
 _DECODER = json.JSONDecoder()
@@ -376,7 +376,7 @@ def _read_parquet(path: Path, parser: Parser, first: int) -> Rows:
             kept = batch.slice(min(first - skipped, batch.num_rows))
             skipped += batch.num_rows - kept.num_rows
             # A large batch becomes Python's values row by row: they take as much memory again.
-            step = max(kept.num_rows, 1) if kept.nbytes < _BATCH_BYTES // 8 else 1
+            step = max(kept.num_rows, 1) if kept.nbytes < _BATCH_BYTES // 4 else 1
             for begin in range(0, kept.num_rows, step):
                 part = kept.slice(begin, step)
                 if step == 1 and part.nbytes > ROW_BYTES:

@@ -72,7 +72,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """A Hugging Face tokenizer from a local folder or the hub.
 
-    DataError or ConfigError: there is none, it does not work, or it would read a file elsewhere.
+    DataError or ConfigError: it is missing, does not work, or would read a file elsewhere.
     """
     from transformers import AutoTokenizer
 
