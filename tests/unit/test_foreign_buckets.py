@@ -155,8 +155,10 @@ def test_no_link_or_pipe_of_a_run_directory_is_sent(remote: Path, run_file: Path
     {"evil.py": ""},
     {"tokenizer_config.json": '{"a": [{"\\u0061uto_map": {"AutoTokenizer": "you/evil--x.Y"}}]}'},
     {"config.json": '{"auto_map": {"AutoTokenizer": ["x.Y", null]}}'},
+    {"tokenizer_config.json": '{"tokenizer_class": "BertTokenizer", "vocab": "/etc/passwd"}'},
+    {"special_tokens_map.json": '{"tokenizer_file": "/etc/passwd"}'},
 )
-def test_no_code_of_a_buckets_tokenizer_is_used(
+def test_no_code_of_a_buckets_tokenizer_is_used_nor_a_file_that_it_names(
     files: dict[str, str], *, remote: Path, run_file: Path, tmp_path: Path
 ):
     """Not even by a run that trusts the code of its model: that has another author."""

@@ -291,8 +291,9 @@ from isles.data.sources.parse import make_parser
 from isles.errors import DataError
 for path in sys.argv[1:]:
     source = SourceConfig(path=path, type="text")
+    most = 64 if path.endswith("parquet") else 100_000
     try:
-        rows = sum(1 for _ in islice(open_source(source).rows(make_parser(source)), 100_000))
+        rows = sum(1 for _ in islice(open_source(source).rows(make_parser(source)), most))
         print(path, rows, "rows")
     except DataError as error:
         print(error.where, error.what)
@@ -320,13 +321,29 @@ def test_a_bomb_is_refused_in_bounded_memory(tmp_path):
         with (tmp_path / name).open("wb") as stream:
             stream.write(b'[{"text": "' if name.endswith("json") else b"text\n")
             stream.truncate(8 * 1024 * MIB)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    # A text of 32 MiB that the file has once, and a thousand rows name; one of 80 MiB.
+    for name, size in (("repeated", 32), ("large", 80)):
+        column = pa.DictionaryArray.from_arrays(pa.array([0] * 1024), ["a " * (size * MIB // 2)])
+        table = pa.table({"text": column})
+        path = tmp_path / f"{name}.parquet"
+        options = {"store_schema": False, "dictionary_pagesize_limit": 2**30}
+        pq.write_table(table, path, compression="zstd", **options)
     files = sorted(map(str, tmp_path.iterdir()))
     done = run_program([sys.executable, "-c", _BOUNDED, *files])
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout
-    for name in ("line.jsonl.gz:1", "cell.csv.gz:", "sparse.jsonl:2", "sparse.csv:2"):
+    for name in (
+        "line.jsonl.gz:1",
+        "cell.csv.gz:",
+        "sparse.jsonl:2",
+        "sparse.csv:2",
+        "repeated.parquet 64",
+    ):
         assert f"{name}" in said, said
-    assert said.count("of more than 64 MiB") == 5, said
+    assert said.count("of more than 64 MiB") == 6, said
 
 
 def test_files_that_hold_secrets_of_isles_are_no_data(tmp_path, monkeypatch):

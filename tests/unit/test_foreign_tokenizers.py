@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from isles.config.foreign import check_folder
 from isles.data.tokens.steps import check_steps
 from isles.data.tokens.tokenizer import encode, load_tokenizer, train_tokenizer
-from isles.errors import DataError
+from isles.errors import DataError, UserError
+from isles.train.data import write_tokenizer
+from tests.each import each
+from tests.engines import fake_run
 
 
 def replace(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
@@ -114,3 +119,119 @@ def test_a_rule_that_the_package_gives_up_on_is_told_in_words(tmp_path: Path, ca
     except DataError as error:
         assert "gives up on a text" in error.what
     capfd.readouterr()  # the package tells it to the terminal, too
+
+
+def named(path: Path) -> dict[str, dict[str, Any]]:
+    """Values of a tokenizer_config.json that would open this file, or write outside a folder."""
+    file = str(path)
+    keys = ("vocab", "merges", "gguf_file", "tokenizer_object", "init_inputs", "entity_vocab")
+    return {
+        **{key: {key: file} for key in keys},
+        "vocab as data": {"vocab": {"a": 0}},
+        "positional": {"init_inputs": [file]},
+        "merges_file": {"merges_file": file},
+        "vocab_file": {"vocab_file": file},
+        "nested": {"sp_model_kwargs": {"model_file": file}},
+        "listed": {"resources": [[file]]},
+        "from here": {"config_path": os.path.relpath(file)},
+        "versions below": {"fast_tokenizer_files": ["sub/tokenizer.1.0.0.json"]},
+        "versions elsewhere": {"fast_tokenizer_files": [file]},
+        "versions": {"fast_tokenizer_files": "tokenizer.json"},
+        "template": {"chat_template": {"default": "x", file: "y"}},
+        "template above": {"chat_template": {"../../x": "y"}},
+        "templates": {"chat_template": [{"name": "../x", "template": "y"}]},
+        "no name": {"chat_template": [{"template": "y"}]},
+        "no text": {"chat_template": {"default": 7}},
+        "number": {"chat_template": 7},
+    }
+
+
+HONEST: dict[str, dict[str, Any]] = {
+    "llama": {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "added_tokens_decoder": {"0": {"content": "<|endoftext|>", "special": True}},
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": 131072,
+        "chat_template": "{{ messages }}",
+    },
+    "t5": {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "extra_ids": 100,
+        "additional_special_tokens": ["<extra_id_0>"],
+        "name_or_path": "t5-small",
+        "special_tokens_map_file": "/home/author/.cache/x",
+        "sp_model_kwargs": {},
+    },
+    "bert": {
+        "do_lower_case": True,
+        "vocab_file": "/home/author/vocab.txt",
+        "tokenizer_file": "/home/author/tokenizer.json",
+        "strip_accents": None,
+    },
+    "mistral": {"vocab_file": None, "tokenizer_file": None, "legacy": True, "pad_token": "/"},
+    "qwen": {"errors": "replace", "split_special_tokens": False, "eos_token": "<|endoftext|>"},
+    "gemma": {"chat_template": [{"name": "default", "template": "{{ messages }}"}]},
+    "phi": {"auto_map": {}, "chat_template": {"default": "a", "tool_use": "b"}},
+    "own folder": {"name_or_path": "/", "tokenizer_file": "/etc/passwd"},
+    "versions": {"fast_tokenizer_files": ["tokenizer.json"]},
+}
+
+
+def test_a_tokenizer_names_no_file_of_this_machine(tmp_path: Path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("[UNK]\nTOPSECRET\n")
+    folder = tmp_path / "tokenizer"
+    train_tokenizer(["a text"], 260).save_pretrained(folder)
+    plain = json.loads((folder / "tokenizer_config.json").read_text())
+    wrong = []
+    for name, change in {**named(secret), **HONEST}.items():
+        found = "taken"
+        (folder / "tokenizer_config.json").write_text(json.dumps({**plain, **change}))
+        try:
+            load_tokenizer(str(folder))
+        except UserError as error:
+            found = str(error)
+        if (found == "taken") != (name in HONEST) or "cannot be loaded" in found:
+            wrong.append(f"{name}: {found}")
+    assert not wrong, "\n".join(wrong)
+    (folder / "tokenizer_config.json").write_text(json.dumps(plain))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"tokenizer_file": str(secret)}))
+    with pytest.raises(UserError, match=r"special_tokens_map\.json tokenizer_file"):
+        load_tokenizer(str(folder))
+
+
+def test_no_file_of_this_machine_becomes_a_vocabulary(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "tokenizer").mkdir()
+    tokens = {f"{name}_token": "[UNK]" for name in ("unk", "eos", "pad", "cls", "sep", "mask")}
+    for path in (tmp_path / "pipe", "/dev/zero", "/etc/passwd"):
+        config = {"tokenizer_class": "BertTokenizer", "vocab": str(path), **tokens}
+        (tmp_path / "tokenizer/tokenizer_config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=r"tokenizer_config\.json vocab"):
+            load_tokenizer(str(tmp_path / "tokenizer"))
+
+
+def test_a_tokenizer_that_cannot_be_written_is_told_in_words(tmp_path: Path):
+    folder = tmp_path / "tokenizer"
+    train_tokenizer(["a text"], 260).save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "note": "\ud800"}))
+    config = fake_run(folder)
+    with pytest.raises(DataError, match="cannot be written"):
+        write_tokenizer(config, tmp_path / "run-tokenizer")
+    assert [each.name for each in tmp_path.iterdir()] == ["tokenizer"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of two users")
+@each("chat_template.jinja", "vocab.txt", "tokenizer.model", "tokenizer_config.json")
+def test_a_link_of_another_user_leads_to_no_file_of_mine(name, *, tmp_path):
+    (tmp_path / "secret").write_text("{}")
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / name).symlink_to(tmp_path / "secret")
+    check_folder(folder)  # a link of one's own
+    os.lchown(folder / name, 12345, 12345)
+    with pytest.raises(UserError, match="another user"):
+        check_folder(folder)
+    os.chown(tmp_path / "secret", 12345, 12345)
+    check_folder(folder)  # as in a cache of models that users share

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from isles.checkpoint.load import load_tensors, save_readable
-from isles.errors import TrainingError, UserError
+from isles.errors import DataError, TrainingError, UserError
 from isles.run.env import hidden
 from isles.run.records import NO_SPACE, refusal, used_up
 
@@ -62,7 +62,7 @@ def export_checkpoint(
         model.config.save_pretrained(partial)
         _save_generation_config(model, partial)
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+            save_tokenizer(tokenizer, partial)
         shards = _plan_shards(model, max_shard_bytes)
         where: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
@@ -112,7 +112,7 @@ def export_model(
             file.chmod(mode)  # see `save_readable`
         _save_generation_config(model, partial)
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+            save_tokenizer(tokenizer, partial)
         again = type(model).from_pretrained(partial, dtype=model.dtype, use_safetensors=True)
         written = again.state_dict()
         for name, value in model.state_dict().items():
@@ -152,9 +152,30 @@ def export_adapter(
         config.inference_mode = True
         config.save_pretrained(partial)
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+            save_tokenizer(tokenizer, partial)
         read = functools.partial(_named_by_peft, model, checkpoint)
         _write_verified(read, partial / _ADAPTER_WEIGHTS)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer's files into a folder.
+
+    Raises:
+        OSError: the disk does not take them.
+        DataError: a value in the files that it was loaded from cannot be written.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    # Its values come from elsewhere, and may have any type.
+    except Exception as error:
+        raise DataError(
+            f"the tokenizer cannot be written: {type(error).__name__}: {str(error)[:300]}",
+            where=str(tokenizer.name_or_path or type(tokenizer).__name__),
+            fix="repair its tokenizer_config.json, or name another in tokenizer.name_or_path",
+            id="data.tokenizer",
+        ) from error
 
 
 def export_merged(

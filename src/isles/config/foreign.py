@@ -44,6 +44,24 @@ _TEXTS = (".jinja", ".model", ".tiktoken", ".txt")
 """Files of tokenizers that libraries read as a whole."""
 
 GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+"""transformers passes all their values to the class of the tokenizer."""
+
+_FROM_FOLDER = (
+    *("tokenizer_file", "special_tokens_map_file", "added_tokens_file", "tokenizer_config_file"),
+    *("chat_template_file", "name_or_path"),
+)
+"""Keys of a tokenizer_config.json that transformers replaces or does not use: they may be stale."""
+
+_CARRIERS = (
+    *("vocab", "merges", "entity_vocab", "init_inputs", "vocab_files_names", "tokenizer_object"),
+    *("gguf_file", "post_processor", "tokenizer_padding", "tokenizer_truncation", "cache_dir"),
+    *("subfolder", "proxies", "_json_padding", "_json_truncation", "_spm_precompiled_charsmap"),
+)
+"""With these keys a class would take a vocabulary or a file from elsewhere. No model has them."""
+
+_FILE_KEY = re.compile(r"(file|path|dir|vocab|merges|model|dic)(s|_names?)?$")
+_TOKEN_KEY = re.compile(r".*_tokens?|added_tokens_decoder|chat_template|response_(schema|template)")
 _TOKEN_ID = re.compile(r"(bos|eos|pad|decoder_start|forced_bos|forced_eos)_token_id")
 _COUNT = re.compile(r"(n|num)_labels|(.*_)?(blocks|codebooks|experts|groups|heads|layers)")
 _MOST_COUNTED = 2**16
@@ -203,14 +221,18 @@ def model_config(path: Path) -> dict[str, Any]:
 def check_folder(folder: Path) -> None:
     """Refuse a model's folder if one of its files is too dangerous for a library.
 
-    ConfigError: a JSON file is too large, too deep or odd, a text is too large, or a pipe, a socket
-    or a device has the name of a file.
+    ConfigError: a JSON file is too large, too deep or odd, a text is too large, a tokenizer would
+    read a file elsewhere, or a pipe, a socket or a device has the name of a file.
     """
     for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
         try:
             is_file = path.is_file()
             if not is_file and path.exists() and not path.is_dir():
                 raise ValueError("it is not a regular file")
+            # Such as a chat template of a stranger that is a link to a file of whoever loads it.
+            maker = path.lstat().st_uid
+            if maker not in (0, os.geteuid(), path.stat().st_uid):
+                raise ValueError("another user has made this link to a file that is not theirs")
             if path.suffix != ".json":
                 if is_file and path.suffix in _TEXTS and path.stat().st_size > MAX_JSON_BYTES:
                     raise ValueError(f"it is larger than {MAX_JSON_BYTES >> 20} MiB")
@@ -220,12 +242,76 @@ def check_folder(folder: Path) -> None:
                     raise ValueError(f"it is not a file of at most {MAX_JSON_BYTES >> 20} MiB")
             elif path.name == GENERATION_CONFIG:
                 check_generation(path)
+            elif path.name in TOKENIZER_FILES:
+                _check_tokenizer(path)
             else:
                 read_json(path, MAX_CONFIG_BYTES)
         except OSError:
             continue  # the code that needs the file reports it
         except ValueError as error:
             raise _refused(str(path), f"this file cannot be used: {error}") from None
+
+
+def _check_tokenizer(path: Path) -> None:
+    found = read_json(path, MAX_CONFIG_BYTES)
+    if not isinstance(found, dict):
+        raise ValueError("it is not a JSON object")
+    for key, value in found.items():
+        if what := _odd_setting(key, value, is_map=path.name != TOKENIZER_FILES[0]):
+            raise ConfigError(
+                what,
+                where=f"{path} {key}",
+                fix="delete this key there, or use another tokenizer (tokenizer.name_or_path)",
+                id="data.tokenizer",
+            )
+
+
+def _odd_setting(key: str, value: object, *, is_map: bool) -> str:
+    # What is wrong with a value that a tokenizer's class gets; "" if nothing is.
+    if key == "chat_template":
+        return _odd_template(value)
+    if key == "fast_tokenizer_files":
+        is_list = isinstance(value, list) and all(map(is_plain, value))
+        return "" if is_list else f"{_short(value)} is not a list of plain names of files"
+    if key in _CARRIERS and value not in (None, [], {}):
+        return (
+            f"{_short(value)}: a tokenizer takes its vocabulary from the files of its folder only"
+        )
+    # The map has the last word, so none of its values is replaced.
+    if (key in _FROM_FOLDER and not is_map) or _TOKEN_KEY.fullmatch(key):
+        return ""
+    for name, text in _named_texts(key, value):
+        if ("/" in text or _FILE_KEY.search(name)) and os.path.lexists(_with_home(text)):
+            return f"{_short(text)} is a file of this machine, which a tokenizer must not read"
+    return ""
+
+
+def _odd_template(value: object) -> str:
+    if isinstance(value, list):
+        if not all(isinstance(each, dict) and len(each) == 2 for each in value):
+            return "it is not a list of names and templates"
+        value = {str(each.get("name")): each.get("template") for each in value}
+    if isinstance(value, dict):
+        is_good = all(is_plain(name) and isinstance(text, str) for name, text in value.items())
+        return "" if is_good else "it does not hold a text for each plain name"
+    return "" if value is None or isinstance(value, str) else f"{_short(value)} is not text"
+
+
+def _named_texts(key: str, value: object) -> Iterator[tuple[str, str]]:
+    # All texts in a value, each with the key that holds it.
+    if isinstance(value, str):
+        yield key, value
+    for name, each in value.items() if isinstance(value, dict) else ():
+        yield from _named_texts(name, each)
+    for each in value if isinstance(value, list) else ():
+        yield from _named_texts(key, each)
+
+
+def _with_home(path: str) -> str:
+    try:
+        return str(Path(path).expanduser())
+    except RuntimeError:  # ~name of no user
+        return path
 
 
 def check_generation(path: Path) -> None:
@@ -284,6 +370,10 @@ def _odd_choices(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, 
         value = config.get(name)
         if value is not None and not (isinstance(value, int | float) and value > 0):
             yield prefix + name, f"{_short(value)} is not a number above 0"
+    # A further config.json, by its version, would not be checked.
+    files = config.get("configuration_files")
+    if files not in (None, [], ["config.json"]):
+        yield f"{prefix}configuration_files", f"{_short(files)} is not config.json alone"
     kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if kinds is not None and not (isinstance(kinds, list) and all(map(is_plain, kinds))):
         yield f"{prefix}layer_types", f"{_short(kinds)} is not a list of names"

@@ -134,7 +134,10 @@ def _is_sound(path: Path) -> bool:
 
 def _is_sound_tokenizer(folder: Path, url: str) -> bool:
     what = "names Python code"
-    if not names_code(folder):
+    # Without it a library would take any text for a vocabulary.
+    if not (folder / "tokenizer.json").is_file():
+        what = "has no tokenizer.json"
+    elif not names_code(folder):
         try:
             check_folder(folder)
         except ConfigError as error:

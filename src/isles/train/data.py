@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from isles.checkpoint.export import save_tokenizer
 from isles.config.files import CHATML
 from isles.config.rules.shape import check_shape
 from isles.config.sections.data import DataConfig
@@ -228,6 +229,9 @@ def write_tokenizer(config: RunConfig, folder: Path) -> None:
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()  # transformers would make the run directory again, were it deleted
-    tokenizer.save_pretrained(partial)
-    partial.replace(folder)
+    try:
+        save_tokenizer(tokenizer, partial)
+        partial.replace(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     log.info("tokenizer vocabulary=%d folder=%s", len(tokenizer), folder)

@@ -47,6 +47,7 @@ ROW_BYTES = 64 * 2**20
 """A line, or a row of CSV or of a JSON array, has this size at most."""
 
 _CHUNK_BYTES = 2**20
+_BATCH_ROWS, _BATCH_BYTES = 64, 64 * 2**20
 _LINES_BYTES = 2**18
 _ROW_LINES = 2**20
 _DECODER = json.JSONDecoder()
@@ -363,7 +364,8 @@ def _read_parquet(path: Path, parser: Parser, first: int) -> Rows:
         while group < len(sizes) and skipped + sizes[group] <= first:
             skipped, group = skipped + sizes[group], group + 1
         groups = list(range(group, len(sizes)))
-        batches = file.iter_batches(batch_size=1024, row_groups=groups, columns=wanted)
+        size = _batch_rows(path, file.metadata, groups, wanted)
+        batches = file.iter_batches(batch_size=size, row_groups=groups, columns=wanted)
         while True:
             try:
                 batch = next(batches, None)
@@ -373,9 +375,47 @@ def _read_parquet(path: Path, parser: Parser, first: int) -> Rows:
                 return
             kept = batch.slice(min(first - skipped, batch.num_rows))
             skipped += batch.num_rows - kept.num_rows
-            for values in table_rows(kept, f"{path} row {row}"):
-                yield Row(f"{path} row {row}", values)
-                row += 1
+            # A large batch becomes Python's values row by row: they take as much memory again.
+            step = max(kept.num_rows, 1) if kept.nbytes < _BATCH_BYTES // 4 else 1
+            for begin in range(0, kept.num_rows, step):
+                part = kept.slice(begin, step)
+                if step == 1 and part.nbytes > ROW_BYTES:
+                    raise _too_large("row", f"{path} row {row}")
+                for values in table_rows(part, f"{path} row {row}"):
+                    yield Row(f"{path} row {row}", values)
+                    row += 1
+
+
+def _batch_rows(path: Path, metadata: Any, groups: list[int], wanted: list[str]) -> int:
+    # How many rows to unpack at once. Each of them may be a value of the dictionary, which the file
+    # holds once: its size is in the header of the first page, and all else may be false.
+    largest = 1
+    with opened(path, is_packed=False) as stream:
+        for group in groups:
+            columns = metadata.row_group(group)
+            for number in range(columns.num_columns):
+                column = columns.column(number)
+                if not f"{column.path_in_schema}.".startswith(tuple(f"{name}." for name in wanted)):
+                    continue
+                begins = (column.dictionary_page_offset, column.data_page_offset)
+                stream.seek(min(place for place in begins if place is not None and place >= 0))
+                largest = max(largest, _dictionary_bytes(stream.read(24)))
+    if largest > ROW_BYTES:
+        raise _too_large("row", f"{path}")
+    return max(1, min(_BATCH_ROWS, _BATCH_BYTES // largest))
+
+
+def _dictionary_bytes(header: bytes) -> int:
+    # Its fields are the page's type, 2 for a dictionary, and its unpacked size: a byte 0x15, and
+    # twice the number in seven bits a byte (Thrift). 0: the page is not a dictionary.
+    if header[:2] != b"\x15\x04" or header[2:3] != b"\x15":
+        return 0
+    number = 0
+    for shift, byte in enumerate(header[3:8]):
+        number |= (byte & 127) << 7 * shift
+        if byte < 128:
+            break
+    return number >> 1
 
 
 def _not_parquet(path: Path, error: Exception, row: int) -> DataError:

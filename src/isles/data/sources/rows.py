@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import islice
 from typing import Any, NamedTuple
 
 from isles.errors import DataError
@@ -20,6 +19,8 @@ PLAIN = ""
 """The one column of a row that is plain text: a text file has no columns with names."""
 
 CHUNK_ROWS = 256
+_CHUNK_CHARS = 2**24
+_FLAT = frozenset((int, float, bool, type(None)))
 LISTED = 10
 """So many bad rows are named."""
 
@@ -158,10 +159,26 @@ class Chunk(NamedTuple):
 
 def counted_chunks(rows: Rows, first: int) -> Iterator[Chunk]:
     """Rows from this number on in chunks that are found again by counting."""
-    while piece := list(islice(rows, CHUNK_ROWS)):
-        end = first + len(piece)
-        yield Chunk({"row": first}, {"row": end}, piece)
-        first = end
+    piece, size = list[Row | DataError](), 0
+    for row in rows:
+        piece.append(row)
+        size += 0 if isinstance(row, DataError) else _chars(list(row.columns.values()))
+        if len(piece) >= CHUNK_ROWS or size >= _CHUNK_CHARS:
+            yield Chunk({"row": first}, {"row": first + len(piece)}, piece)
+            first, piece, size = first + len(piece), [], 0
+    if piece:
+        yield Chunk({"row": first}, {"row": first + len(piece)}, piece)
+
+
+def _chars(value: object) -> int:
+    # About how much memory a value takes: `size_of` would write out each number.
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list) or set(map(type, value)) <= _FLAT:
+        return 8 * len(value) if isinstance(value, list) else 8
+    return sum(map(_chars, value))
 
 
 class Source(ABC):

@@ -6,15 +6,21 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isles.config.foreign import check_folder
+from isles.config.foreign import (
+    MAX_CONFIG_BYTES,
+    TOKENIZER_FILES,
+    check_folder,
+    is_plain,
+    read_json,
+)
 from isles.data.tokens.steps import check_steps
-from isles.errors import DataError
+from isles.errors import DataError, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -47,6 +53,7 @@ _LOCAL_FILES = (
     "tekken.json",
 )
 _CONFIG = "tokenizer_config"
+_HUB_FILES = ("tokenizer.json", *TOKENIZER_FILES, "added_tokens.json")
 _SLOW_S = 20.0
 _SLOW = "tokenizer=%s takes long for a short text: its tokenizer.json may have a rule without end"
 _FIX = (
@@ -65,7 +72,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """A Hugging Face tokenizer from a local folder or the hub.
 
-    DataError: there is none, or it does not work.
+    DataError or ConfigError: it is missing, does not work, or would read a file elsewhere.
     """
     from transformers import AutoTokenizer
 
@@ -75,7 +82,6 @@ def load_tokenizer(
             raise DataError(
                 "the folder holds no tokenizer", where=str(path), fix=_FIX, id="data.tokenizer"
             )
-        check_folder(path)
         name_or_path = str(path)
     elif name_or_path.startswith(("/", ".", "~")):
         raise DataError(
@@ -95,7 +101,7 @@ def load_tokenizer(
             raise DataError(
                 "the tokenizer knows no tokens", where=name_or_path, fix=_FIX, id="data.tokenizer"
             )
-    except DataError:
+    except UserError:
         raise
     # Its classes let whatever their files provoke pass through, and those come from elsewhere.
     except Exception as error:
@@ -111,17 +117,19 @@ def load_tokenizer(
 
 
 def _check_files(folder: Path, name: str) -> None:
-    # tokenizer_config.json may name another version, such as tokenizer.4.0.0.json.
-    if folder.is_dir():
-        files = [path for path in folder.glob("tokenizer*.json") if path.stem != _CONFIG]
-    else:
-        from transformers.utils.hub import cached_file
-
-        try:
-            files = [Path(str(cached_file(name, "tokenizer.json")))]
-        except (OSError, ValueError):
+    if not folder.is_dir():
+        fetched = _fetch(name, _HUB_FILES)
+        if not fetched:
             return  # it has none, or the hub does not answer: loading it says so
-    for path in files:
+        folder = fetched[0].parent
+        if versions := _versions(folder):
+            _fetch(name, versions)
+    check_folder(folder)
+    # tokenizer_config.json may name another version, such as tokenizer.4.0.0.json.
+    named = {folder / version for version in _versions(folder)}
+    for path in sorted(named | set(folder.glob("tokenizer*.json"))):
+        if path.stem == _CONFIG:
+            continue
         try:
             check_steps(path)
         except OSError:
@@ -133,6 +141,31 @@ def _check_files(folder: Path, name: str) -> None:
                 fix=_FIX,
                 id="data.tokenizer",
             ) from None
+
+
+def _fetch(name: str, files: Sequence[str]) -> list[Path]:
+    from transformers.utils.hub import cached_files
+
+    try:
+        found = cached_files(
+            name,
+            list(files),
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except (OSError, ValueError):
+        return []
+    return [Path(file) for file in found or ()]
+
+
+def _versions(folder: Path) -> list[str]:
+    try:
+        config = read_json(folder / f"{_CONFIG}.json", MAX_CONFIG_BYTES)
+    except (OSError, ValueError):
+        return []  # check_folder says why
+    files = config.get("fast_tokenizer_files") if isinstance(config, dict) else None
+    return [file for file in files if is_plain(file)] if isinstance(files, list) else []
 
 
 @contextmanager
