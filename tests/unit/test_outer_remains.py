@@ -109,6 +109,26 @@ def test_events_of_one_hide_none_of_others_and_stay_few(tmp_path):
     assert world.events("weight"), "what others see of it stays, too"
 
 
+def test_events_of_many_names_are_bounded_in_all_and_hide_none(tmp_path):
+    world = World(tmp_path, "a", max_clusters=128)
+    kinds = ("joined", "left", "refused", "weight", "back")
+
+    def fill() -> None:
+        for number in range(100):
+            name = f"e{number}"
+            world.core.join(joining(name, version=1))
+            for kind in kinds:
+                for _ in range(20):
+                    world.core.journal.note(name, kind, "x")
+
+    world.complete("a", 0)
+    world.close()
+    refused(world.complete, "a", 1, norm=float("inf"))
+    world.do(fill)
+    assert world.core.journal.number("SELECT COUNT(*) FROM events") <= 6000
+    assert any(text.startswith("a: ") for text in world.events("refused"))
+
+
 def test_lines_of_the_hub_stay_few_whatever_members_do():
     now = 0.0
     few, written = FewLines(3, Repeats(lambda: now)), list[str]()

@@ -121,8 +121,8 @@ class Server:
         log.info("listening at=%s run=%s state=%s", line.address, run, self.folder)
         return line
 
-    def _knows(self, transport: asyncio.BaseTransport | None) -> None:
-        self._acceptor.knows(transport)
+    def _knows(self, transport: asyncio.BaseTransport | None, member_id: str) -> None:
+        self._acceptor.knows(transport, member_id)
 
     async def stop(self) -> None:
         """Take no more requests, end the work, and give the state directory to others."""
