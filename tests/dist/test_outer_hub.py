@@ -171,7 +171,8 @@ async def test_connections_of_many_addresses_end_few_of_a_member(tmp_path, monke
             wrapped.sendall(sent)
             found = b""
             while b"is_kept" not in found:
-                assert (more := wrapped.recv(4096)), found
+                more = wrapped.recv(4096)
+                assert more, found
                 found += more
 
         with ExitStack() as stack:
