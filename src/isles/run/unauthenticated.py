@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 C = TypeVar("C")
 
 MOST, MOST_EACH = 256, 64
-"""Of all addresses, and of each. A client shows its token within two round trips."""
+"""Limits for all addresses together and for each. A client shows its token within milliseconds."""
 WITHIN_S = 10.0
 
 

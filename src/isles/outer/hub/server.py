@@ -29,7 +29,7 @@ from isles.run.records import write_secret
 log = logging.getLogger(__name__)
 
 _LINGER_S, _SHUTDOWN_S = 5.0, 2.0
-_BACKLOG = 128
+_BACKLOG = 1024
 _VALID_DAYS = 3650
 _OPENSSL_S = 60.0
 

@@ -34,7 +34,7 @@ _LONGEST_TICK_S = 1.0
 _MEASURE_S = 20.0
 
 TURN = ContextVar[asyncio.Lock | None]("TURN", default=None)
-"""Of the sender whose request is served; see `Traffic.turn`. None: the hub itself works."""
+"""The turn of the sender whose request is served; see `Traffic.turn`. None: the hub works."""
 
 
 class AwakeClock:
