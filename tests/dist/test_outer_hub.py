@@ -11,7 +11,7 @@ import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from isles.outer.client.api import HubApi
 from isles.outer.client.client import HubClient
 from isles.outer.client.http import HubRefusal
 from isles.outer.hub import __main__ as hub
+from isles.outer.hub import acceptor
 from isles.outer.hub.core import Core, events
 from isles.outer.hub.journal import JOURNAL
 from isles.outer.hub.rules import Settings
@@ -45,6 +46,12 @@ from tests.outer_world import ZERO, joining, member_id, overlaps
 from tests.run_records import recorded_run
 
 FRAGMENTS = 2
+
+
+def _ask_over(connection: socket.socket, request: bytes) -> bytes:
+    with ssl._create_unverified_context().wrap_socket(connection) as wrapped:
+        wrapped.sendall(request)
+        return wrapped.recv(4096)
 
 
 @asynccontextmanager
@@ -123,6 +130,77 @@ async def average_of(client: HubApi, folder: Path, outer_step: int) -> bytes:
     target = folder / f"average-{outer_step}-{client.id}"
     await client.fetch_average(answer, target, DEADLINE_S)
     return target.read_bytes()
+
+
+@in_loop
+async def test_strangers_of_one_address_end_no_connection_of_another(tmp_path):
+    async with serving(tmp_path) as (_, line):
+        place = line.host, line.port
+        far = await asyncio.to_thread(socket.create_connection, place)  # long round trips
+        with ExitStack() as strangers, far:
+            for _ in range(400):
+                made = strangers.enter_context(socket.socket())
+                made.bind(("127.0.0.2", 0))
+                await asyncio.to_thread(made.connect, place)
+            ask = (
+                f"GET /v1/status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {line.token}\r\n\r\n"
+            )
+            answer = await asyncio.to_thread(_ask_over, far, ask.encode())
+        assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+@in_loop
+async def test_connections_of_many_addresses_end_few_of_a_member(tmp_path, monkeypatch):
+    monkeypatch.setattr(acceptor, "_MOST", 30)
+    async with serving(tmp_path, max_clusters=1) as (_, line):
+        async with HubApi(line, member_id("a")) as client:
+            await client.join(joining("a"), DEADLINE_S)
+        token = f"Host: x\r\nAuthorization: Bearer {line.token}\r\n"
+        ask = f"GET /v1/rounds/0 HTTP/1.1\r\n{token}"
+        own = f"{ask}X-Member: {member_id('a')}\r\n\r\n".encode()
+        context = ssl._create_unverified_context()
+
+        def connect(address: str, sent: bytes) -> ssl.SSLSocket:
+            place = line.host, line.port
+            made = socket.create_connection(place, DEADLINE_S, source_address=(address, 0))
+            wrapped = stack.enter_context(context.wrap_socket(made))
+            again(wrapped, sent)
+            return wrapped
+
+        def again(wrapped: ssl.SSLSocket, sent: bytes) -> None:
+            wrapped.sendall(sent)
+            found = b""
+            while b"is_kept" not in found:
+                more = wrapped.recv(4096)
+                assert more, found
+                found += more
+
+        with ExitStack() as stack:
+            mine = [await asyncio.to_thread(connect, "127.0.0.1", own) for _ in range(10)]
+            for number in range(60):
+                other = f"{ask}X-Member: {number:032x}\r\n\r\n".encode()
+                await asyncio.to_thread(connect, f"127.0.1.{number + 1}", other)
+            for each in mine:
+                await asyncio.to_thread(again, each, own)
+
+
+@in_loop
+async def test_many_who_ask_for_the_status_share_it(tmp_path):
+    async with serving(tmp_path) as (server, line):
+        statements = list[str]()
+        server.work.core.journal._db.set_trace_callback(statements.append)
+        headers = {"Authorization": f"Bearer {line.token}"}
+        pin = aiohttp.Fingerprint(line.fingerprint)
+        connector = aiohttp.TCPConnector(ssl=pin, limit=50)
+        async with aiohttp.ClientSession(line.url, connector=connector, headers=headers) as http:
+
+            async def ask() -> int:
+                async with http.get("/v1/status") as answer:
+                    return len((await answer.json())["events"])
+
+            found = await asyncio.gather(*(ask() for _ in range(200)))
+        assert min(found) > 0
+        assert len([text for text in statements if "FROM events" in text]) < 100
 
 
 @in_loop

@@ -68,6 +68,28 @@ def test_late_clusters_are_not_waited_for_longer_than_a_box_after_most_have_come
     assert world.close() == ["a", "b"]
 
 
+def test_half_that_come_late_do_not_make_rounds_longer_and_longer(tmp_path):
+    """a and b need 10 s, e and f come a moment before the box of 60 s ends; later as others."""
+    world = World(tmp_path, "abef", wait="time_boxed", time_box_s=60.0, dead_after_s=1e9)
+    late, lengths = ["e", "f"], []
+    for outer_step in range(60):
+        began = world.now
+        world.now += 10.0
+        world.complete("ab", outer_step)
+        due_in_s = world.answer(outer_step).due_in_s
+        assert due_in_s is not None
+        world.now += due_in_s - 1.0
+        world.complete(late, outer_step)
+        assert sorted(world.close() or []) == sorted(["a", "b", *late])
+        lengths.append(world.now - began)
+        if outer_step in (20, 30, 40, 50):
+            world.leave(gone := late.pop(0))
+            late.append(gone + "0")
+            world.join(late[-1], version=outer_step + 1)
+    first_s = 10.0 + 60.0
+    assert max(lengths) <= 2 * (first_s + 60.0) + 60.0, lengths
+
+
 def test_who_is_alone_among_living_clusters_is_shown(tmp_path):
     world = World(tmp_path, "abe", wait="time_boxed", time_box_s=30.0, dead_after_s=1e4)
     world.turns("abe", 0)

@@ -206,3 +206,14 @@ def test_a_stranger_to_the_run_does_not_end_it(tmp_path):
     world.turn("ab", 0)
     world.leave("a", has_finished=True), world.leave("b", has_finished=True)
     assert world.core.membership.end_kind() == "over"
+
+
+def test_a_cut_below_one_percent_is_no_event(tmp_path):
+    world = World(tmp_path, "abe")
+    for outer_step, claimed in enumerate((100, 100, 1004, 1200)):
+        world.complete("ab", outer_step, tokens=100)
+        world.complete("e", outer_step, tokens=claimed)
+        world.close()
+    assert world.answer(2).weights["e"] == world.answer(3).weights["e"] == 1000
+    (told,) = world.events("weight")
+    assert told.startswith("e: round 3: 1000 of the 1200 tokens that it claims count")

@@ -259,13 +259,30 @@ def test_strangers_are_few_and_have_ten_seconds():
     now, ended = 0.0, list[int]()
     waiting = Unauthenticated(ended.append, most=3, clock=lambda: now)
     for number in range(5):
-        waiting.add(number)
+        waiting.add(number, "192.0.2.1")
     assert ended == [0, 1], "the oldest go"
     assert waiting.forget(3) and not waiting.forget(3), "it has shown its token"
     now = 10.1
-    waiting.add(5)
+    waiting.add(5, "192.0.2.1")
     waiting.look()
     assert ended == [0, 1, 2, 4], "and those that are late"
+
+
+def test_strangers_of_one_address_end_only_their_own_connections():
+    ended = list[str]()
+    waiting = Unauthenticated[str](ended.append)
+    ranks = [f"rank {number}" for number in range(64)]
+    for rank in ranks:  # of one cluster, behind one address
+        waiting.add(rank, "198.51.100.7")
+    for number in range(3000):
+        waiting.add(f"v4 {number}", "192.0.2.1")
+        waiting.add(f"v6 {number}", f"2001:db8::{number:x}")  # of one site
+    for number in range(200):  # together more than there is room for: who has most makes room
+        waiting.add(f"few {number}", f"203.0.113.{number % 100}")
+        waiting.add(f"v4 again {number}", "192.0.2.1")
+    assert waiting.forget("few 199") and waiting.forget("few 100")
+    assert sum(waiting.forget(rank) for rank in ranks) >= 16
+    assert len(ended) == 64 + 6000 + 400 - 256
 
 
 # What a member can still do: each line of docs/security.md has its test.

@@ -109,6 +109,28 @@ def test_events_of_one_hide_none_of_others_and_stay_few(tmp_path):
     assert world.events("weight"), "what others see of it stays, too"
 
 
+def test_events_of_many_names_are_bounded_in_all_and_hide_none(tmp_path):
+    world = World(tmp_path, "a", max_clusters=128)
+    world.complete("a", 0)
+    world.close()
+    refused(world.complete, "a", 1, norm=float("inf"))
+
+    def fill() -> None:
+        sql = "INSERT INTO events (at, member, kind, what) VALUES (0, ?, ?, 'x')"
+        for number in range(60):
+            world.core.join(joining(f"e{number}", version=1))
+            for kind in ("joined", "left", "refused", "weight", "back"):
+                for _ in range(99):
+                    world.core.journal.run(sql, f"e{number}", kind)
+        world.core.journal.note("e0", "left", "x")
+
+    world.do(fill)
+    number = world.core.journal.number
+    assert number("SELECT COUNT(*) FROM events") <= 6000
+    assert number("SELECT COUNT(*) FROM events WHERE member = 'a'") == 2
+    assert number("SELECT COUNT(DISTINCT member) FROM events WHERE kind = 'refused'") == 61
+
+
 def test_lines_of_the_hub_stay_few_whatever_members_do():
     now = 0.0
     few, written = FewLines(3, Repeats(lambda: now)), list[str]()

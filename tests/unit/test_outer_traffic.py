@@ -9,8 +9,10 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from isles.outer.hub import traffic
-from isles.outer.hub.rules import Refusal
-from isles.outer.hub.traffic import Shared, Traffic, network
+from isles.outer.hub.rules import Refusal, Settings
+from isles.outer.hub.traffic import Shared, Traffic
+from isles.outer.hub.work import TURN, Work
+from isles.run.unauthenticated import network
 from tests.outer_world import member_id
 
 _MIB = 2**20
@@ -92,6 +94,28 @@ def test_of_too_many_long_polls_of_one_sender_the_oldest_answer():
         assert over == [0, 1, 2, 3] and not other.done() and not tasks[4].done()
         changed.set()
         await asyncio.gather(other, *tasks)
+
+    asyncio.run(use())
+
+
+def test_many_requests_of_one_sender_take_turns_with_others(tmp_path):
+    async def use() -> None:
+        work, order = Work(tmp_path, Settings()), list[str]()
+
+        async def ask(sender: str) -> None:
+            TURN.set(made.turn(sender))
+            await work.ask(order.append, sender)
+
+        try:
+            made = Traffic(_is_member, 64)
+            async with asyncio.TaskGroup() as tasks:
+                for sender in ("e",) * 100 + ("a",):
+                    tasks.create_task(ask(sender))
+        finally:
+            work.ticking = asyncio.gather()
+            work._importing = asyncio.create_task(asyncio.sleep(0))
+            await work.stop()
+        assert order.index("a") <= 2 and len(order) == 101
 
     asyncio.run(use())
 

@@ -255,7 +255,7 @@ class RendezvousServer:
 
     def _serve(self, connection: socket.socket, address: str) -> None:
         wire, challenge = Wire(connection), new_challenge()
-        self._unauthenticated.add(wire)
+        self._unauthenticated.add(wire, address)
         try:
             wire.send({"challenge": challenge})
             first = wire.receive(HELLO_S, GREETING_BYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import threading
 import time
 from collections.abc import Callable
@@ -9,17 +10,31 @@ from typing import Generic, TypeVar
 
 C = TypeVar("C")
 
-MOST = 64
-"""A client shows its token within milliseconds."""
+MOST, MOST_EACH = 256, 64
+"""Limits for all addresses together and for each. A client shows its token within milliseconds."""
 WITHIN_S = 10.0
 
 
+def network(address: object) -> str:
+    """Whose an address is: an IPv6 site has 2^64 of them."""
+    try:
+        found = ipaddress.ip_address(str(address).partition("%")[0])
+    except ValueError:
+        return str(address)
+    if found.version == 6:
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return str(found)
+
+
 class Unauthenticated(Generic[C]):
-    """Unauthenticated connections of one server, oldest first. Any thread may call.
+    """Unauthenticated connections of one server, by address. Any thread may call.
+
+    An address has few of them, so no single address can push out connections of others.
 
     Args:
-        end: ends a connection; called for the oldest above the limit, and by `look`.
+        end: ends a connection; called for one above a limit, and by `look`.
         most: connections that may wait at a time.
+        most_each: connections of one address that may wait at a time.
         within_s: time in which a connection must show its token, seconds.
         clock: a monotonic clock, seconds.
     """
@@ -29,35 +44,53 @@ class Unauthenticated(Generic[C]):
         end: Callable[[C], None],
         *,
         most: int = MOST,
+        most_each: int = MOST_EACH,
         within_s: float = WITHIN_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._end, self._most, self._within_s, self._clock = end, most, within_s, clock
-        self._since: dict[C, float] = {}
+        self._end, self._most, self._most_each = end, most, most_each
+        self._within_s, self._clock = within_s, clock
+        self._owners: dict[C, str] = {}
+        self._since: dict[str, dict[C, float]] = {}  # by owner, the oldest first
         self._lock = threading.Lock()
 
-    def add(self, connection: C) -> None:
-        """Add a new connection; above the limit, end the oldest."""
-        oldest = None
+    def add(self, connection: C, address: object) -> None:
+        """Add a new connection; above a limit, end the oldest of the address that has the most."""
+        owner, oldest = network(address), None
         with self._lock:
-            self._since[connection] = self._clock()
-            if len(self._since) > self._most:
-                oldest = next(iter(self._since))
-                del self._since[oldest]
+            self._owners[connection] = owner
+            own = self._since.setdefault(owner, {})
+            own[connection] = self._clock()
+            if len(self._owners) > self._most:
+                own = max(self._since.values(), key=len)
+            if len(own) > self._most_each or len(self._owners) > self._most:
+                oldest = next(iter(own))
+                self._remove(oldest)
         if oldest is not None:
             self._end(oldest)
 
     def forget(self, connection: C) -> bool:
         """Remove a connection: it has shown its token or closed. Returns whether it was waiting."""
         with self._lock:
-            return self._since.pop(connection, None) is not None
+            return self._remove(connection)
 
     def look(self) -> None:
         """End the connections that have waited too long."""
         now = self._clock()
         with self._lock:
-            late = [c for c, since in self._since.items() if now - since > self._within_s]
+            waiting = [item for own in self._since.values() for item in own.items()]
+            late = [connection for connection, since in waiting if now - since > self._within_s]
             for connection in late:
-                del self._since[connection]
+                self._remove(connection)
         for connection in late:
             self._end(connection)
+
+    def _remove(self, connection: C) -> bool:
+        owner = self._owners.pop(connection, None)
+        if owner is None:
+            return False
+        own = self._since[owner]
+        del own[connection]
+        if not own:
+            del self._since[owner]
+        return True

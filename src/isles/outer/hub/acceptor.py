@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
-from isles.outer.hub.traffic import network
-from isles.run.unauthenticated import WITHIN_S, Unauthenticated
+from isles.run.unauthenticated import WITHIN_S, Unauthenticated, network
 
-_MOST, _EACH = 1024, 16
-"""Connections of members: at least, and for each cluster that may take part; it needs about ten."""
+_MOST, _EACH, _OWN = 1024, 16, 12
+"""Connections with the token: at least, for each cluster that may take part, and those that each
+member that is heard keeps whatever the others do; it needs about ten."""
 _WRITE_BYTES = 2**16
 """The buffer of each connection for an answer that is not read."""
-_LOOK_S, _PAUSE_S = 1.0, 0.2
+_LOOK_S, _PAUSE_S, _HEARD_S = 1.0, 0.2, 20.0
 
 
 class Acceptor:
@@ -43,27 +43,47 @@ class Acceptor:
         self._most = max(_MOST, _EACH * clusters)
         self._sockets: dict[int, socket.socket] = {}
         self._networks: dict[socket.socket, str] = {}
+        self._ids: dict[socket.socket, str] = {}
+        self._heard: dict[str, float] = {}
         self._unauthenticated = Unauthenticated[socket.socket](_hang_up)
         self._members: dict[socket.socket, None] = {}  # the oldest first
         self._greeting: set[asyncio.Task[None]] = set()
         listening.setblocking(False)
         self._tasks = [asyncio.create_task(self._accept()), asyncio.create_task(self._look())]
 
-    def knows(self, transport: asyncio.BaseTransport | None) -> None:
-        """A request with the token has come over a connection."""
+    def knows(self, transport: asyncio.BaseTransport | None, member_id: str) -> None:
+        """A request with the token has come over a connection.
+
+        Args:
+            member_id: of the member that asks; empty: that is not known (yet).
+        """
         known = None if transport is None else transport.get_extra_info("socket")
         found = None if known is None else self._sockets.get(known.fileno())
-        if transport is None or found is None or not self._unauthenticated.forget(found):
+        if transport is None or found is None:
             return
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.set_write_buffer_limits(high=_WRITE_BYTES)
-        self._members[found] = None
-        if len(self._members) > self._most:  # who has most of them keeps nobody else out
-            counts = Counter(self._networks.get(each, "") for each in self._members)
-            most = counts.most_common(1)[0][0]
-            oldest = next(s for s in self._members if self._networks.get(s, "") == most)
-            del self._members[oldest]
-            _hang_up(oldest)
+        if member_id:
+            self._ids[found] = member_id
+            self._heard[member_id] = asyncio.get_running_loop().time()
+        if self._unauthenticated.forget(found):
+            assert isinstance(transport, asyncio.WriteTransport)
+            transport.set_write_buffer_limits(high=_WRITE_BYTES)
+            self._members[found] = None
+            if len(self._members) > self._most:
+                self._make_room()
+
+    def _make_room(self) -> None:
+        # Who has most of them keeps nobody else out; nor do many addresses that have one each.
+        owners = {each: self._owner(each) for each in self._members}
+        counts = Counter(owners.values())
+        for member_id in self._heard:
+            counts[member_id] -= _OWN
+        most = counts.most_common(1)[0][0]
+        oldest = next(each for each, owner in owners.items() if owner == most)
+        del self._members[oldest]
+        _hang_up(oldest)
+
+    def _owner(self, connection: socket.socket) -> str:
+        return self._ids.get(connection) or self._networks.get(connection, "")
 
     async def close(self) -> None:
         """Accept no more. Connections that were served are ended by their server."""
@@ -85,7 +105,7 @@ class Acceptor:
             self._forget(self._sockets.get(connection.fileno()))  # it has had the same number
             self._sockets[connection.fileno()] = connection
             self._networks[connection] = network(address[0])
-            self._unauthenticated.add(connection)
+            self._unauthenticated.add(connection, address[0])
             task = asyncio.create_task(self._greet(connection))
             self._greeting.add(task)
             task.add_done_callback(self._greeting.discard)
@@ -113,12 +133,15 @@ class Acceptor:
                     del self._sockets[number]
                     self._forget(connection)
             self._unauthenticated.look()
+            now = asyncio.get_running_loop().time()
+            self._heard = {each: at for each, at in self._heard.items() if now - at < _HEARD_S}
 
     def _forget(self, connection: socket.socket | None) -> None:
         if connection is not None:
             self._unauthenticated.forget(connection)
             self._members.pop(connection, None)
             self._networks.pop(connection, None)
+            self._ids.pop(connection, None)
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -411,19 +411,9 @@ def live(core: Core) -> dict[str, Any]:
 
 
 def events(core: Core) -> list[dict[str, Any]]:
-    """The last events, oldest first, limited to the newest events of each member and kind.
-
-    Members take turns, so a member cannot displace the events of others. Refusals and other serious
-    events come first.
-    """
-    rows = core.journal.rows(
-        "SELECT number, at, member, kind, what FROM (SELECT *, kind IN ('refused', 'weight', "
-        "'diverged', 'failure') AS matters, ROW_NUMBER() OVER (PARTITION BY member, kind "
-        "ORDER BY number DESC) AS place FROM events) "
-        "ORDER BY place - 5 * matters, number DESC LIMIT ?",
-        _EVENTS,
-    )
-    return [dict(row) for row in sorted(rows, key=lambda row: row["number"])]
+    """The last events, oldest first; see `Journal.newest`."""
+    sql = "SELECT number, at, member, kind, what FROM events WHERE number = ?"
+    return [dict(row) for n in core.journal.newest(_EVENTS) for row in core.journal.rows(sql, n)]
 
 
 def _member(

@@ -14,6 +14,7 @@ from isles.outer.hub.files import Job
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rules import Refusal, counted_tokens, heavy, of_members, outliers, tempered
 from isles.outer.hub.samples import valid
+from isles.outer.hub.times import Times
 from isles.outer.messages import Contribution, Join, RoundAnswer
 from isles.outer.samples import RESERVE, reserve_of
 
@@ -22,8 +23,7 @@ _NORMS, _ROUNDS = 32, 20
 """Contributions that norms and tokens are compared with; decided rounds that the hub remembers."""
 _NORMS_EACH = 8
 """The most of these contributions that one member can have."""
-_TIMES = 4
-"""The last rounds of a cluster, which show how long it usually needs."""
+_TELLS = 0.99  # a greater part of the tokens that are claimed counts without an event
 
 
 class Rounds:
@@ -41,7 +41,7 @@ class Rounds:
         self._came: dict[tuple[int, int], float] = {}
         self._read: tuple[str | None, Join | None] = None, None
         self._turn = self.next, self._began
-        self._needed_s: dict[str, list[float]] = {}
+        self._times = Times(self._settings)
 
     @property
     def first(self) -> Join | None:
@@ -259,7 +259,7 @@ class Rounds:
         missing = self._waits_for(outer_step)
         if len(missing) < len(self._complete_parts(outer_step)):
             return 0.0
-        needed_s = [min(self._needed_s.get(name, [0.0])) for name in missing]
+        needed_s = [self._times.usual_s(name) for name in missing]
         return statistics.median_high(needed_s) if needed_s else 0.0
 
     def _due_in_s(self, outer_step: int) -> float | None:
@@ -334,8 +334,9 @@ class Rounds:
             if (tokens := counted.get(number, part["tokens"])) < part["tokens"]:
                 sql = "UPDATE parts SET tokens = ? WHERE round = ? AND member = ?"
                 self._db.run(sql, tokens, outer_step, number)
-                what = f"round {outer_step}: {tokens} of the {part['tokens']} tokens that it claims"
-                self._db.note(part["name"], "weight", f"{what} count: {why}")
+                if tokens <= _TELLS * part["tokens"]:
+                    what = f"round {outer_step}: {tokens} of the {part['tokens']} tokens"
+                    self._db.note(part["name"], "weight", f"{what} that it claims count: {why}")
 
     def _history(self, outer_step: int) -> list[tuple[int, float, int]]:
         # Member, norm and tokens of what was accepted for the same fragment in the last rounds; of
@@ -408,15 +409,14 @@ class Rounds:
         )
         parts = self._complete_parts(outer_step)
         self._note_heavy(outer_step, {part["name"]: part["tokens"] for part in parts})
-        known = {row["name"] for row in self._membership.latest()}
-        self._needed_s = {name: s for name, s in self._needed_s.items() if name in known}
+        needed_s = dict[str, float]()
         for part in parts:
             came = self._came.get((outer_step, part["member"]), self._began)
-            needed_s = [max(0.0, came - began), *self._needed_s.get(part["name"], [])]
-            self._needed_s[part["name"]] = needed_s[:_TIMES]
+            needed_s[part["name"]] = max(0.0, came - began)
             self._samples.average(part["member"], valid(json.loads(part["spans"])))
             self._db.run("UPDATE members SET refusals = 0 WHERE number = ?", part["member"])
             self._came.pop((outer_step, part["member"]), None)
+        self._times.note(needed_s, {row["name"] for row in self._membership.latest()})
         self._turn = outer_step + 1, self._clock()
 
     def heaviest(

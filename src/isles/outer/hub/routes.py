@@ -23,8 +23,8 @@ from isles.errors import UserError
 from isles.outer.hub.core import live, status
 from isles.outer.hub.files import Incoming, chunk_list, write_chunk_list
 from isles.outer.hub.rules import Refusal
-from isles.outer.hub.traffic import SMALL_BYTES, Pieces, Shared, Traffic, write
-from isles.outer.hub.work import Work
+from isles.outer.hub.traffic import SMALL_BYTES, Pieces, Shared, Traffic, address_of, write
+from isles.outer.hub.work import TURN, Work
 from isles.outer.messages import (
     CHUNK_BYTES,
     Applied,
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Knows = Callable[[asyncio.BaseTransport | None], None]
+Knows = Callable[[asyncio.BaseTransport | None, str], None]
 
 _MOST_UPLOADS = 16
 """Chunks that a member sends at a time; a client sends four."""
@@ -73,7 +73,8 @@ def guard(token: str, knows: Knows, traffic: Traffic) -> Middleware:
     """Answers 401, whatever was asked for, unless a request carries the token.
 
     Args:
-        knows: called with the connection of a request that carries it.
+        knows: called with the connection of a request that carries it, and again with its member's
+            id.
         traffic: writes the answers.
 
     Whatever goes wrong becomes an answer in words; only bugs of the hub get a traceback.
@@ -87,7 +88,11 @@ def guard(token: str, knows: Knows, traffic: Traffic) -> Middleware:
             if not hmac.compare_digest(given, right):
                 fix = "use the join line that this hub has written"
                 raise Refusal("token", "the token is not this hub's", fix)
-            knows(request.transport)
+            knows(request.transport, "")
+            TURN.set(traffic.turn(address := address_of(request)))
+            if (sender := await traffic.sender(request)) != address:
+                TURN.set(traffic.turn(sender))
+                knows(request.transport, sender)
             if encoding := request.headers.get("Content-Encoding"):
                 what = f"a body with Content-Encoding {encoding[:32]!r}"
                 raise Refusal("encoded", what, "send it as it is")
@@ -292,7 +297,7 @@ class Routes:
 
     def __init__(self, work: Work, traffic: Traffic) -> None:
         self._work, self._core, self._traffic = work, work.core, traffic
-        self._live = Shared(self._make_live)
+        self._live, self._status = Shared(self._make_live), Shared(self._make_status)
         self._sending: dict[str, list[asyncio.Task[Any]]] = {}
         self._joining = set[str]()
         self._parsing, self._long = asyncio.Semaphore(_MOST_PARSED), asyncio.Lock()
@@ -452,15 +457,21 @@ class Routes:
 
     # For people, and for clusters that are to join.
 
-    async def status(self, _: web.Request) -> web.StreamResponse:
-        found = await self._work.ask(status, self._core)
-        return _answer({"run": self._work.run, **found})
+    async def status(self, request: web.Request) -> web.StreamResponse:
+        return await self._share(request, self._status)
 
     async def live(self, request: web.Request) -> web.StreamResponse:
-        async with self._live.newest() as body:
+        return await self._share(request, self._live)
+
+    async def _share(self, request: web.Request, shared: Shared) -> web.StreamResponse:
+        async with shared.newest() as body:
             answer = Pieces(body, is_shared=True)
             await self._traffic.send(request, answer)
         return answer
+
+    async def _make_status(self) -> bytes:
+        found = {"run": self._work.run, **await self._work.ask(status, self._core)}
+        return await asyncio.to_thread(lambda: json.dumps(found).encode())
 
     async def _make_live(self) -> bytes:
         found = await self._work.ask(live, self._core)

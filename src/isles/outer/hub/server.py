@@ -29,7 +29,7 @@ from isles.run.records import write_secret
 log = logging.getLogger(__name__)
 
 _LINGER_S, _SHUTDOWN_S = 5.0, 2.0
-_BACKLOG = 128
+_BACKLOG = 1024
 _VALID_DAYS = 3650
 _OPENSSL_S = 60.0
 
@@ -121,8 +121,8 @@ class Server:
         log.info("listening at=%s run=%s state=%s", line.address, run, self.folder)
         return line
 
-    def _knows(self, transport: asyncio.BaseTransport | None) -> None:
-        self._acceptor.knows(transport)
+    def _knows(self, transport: asyncio.BaseTransport | None, member_id: str) -> None:
+        self._acceptor.knows(transport, member_id)
 
     async def stop(self) -> None:
         """Take no more requests, end the work, and give the state directory to others."""

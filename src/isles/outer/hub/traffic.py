@@ -7,15 +7,17 @@ its address. So a member that fills its own share does not make other members wa
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 
 from isles.outer.hub.rules import Refusal
+from isles.run.unauthenticated import network
 
 SMALL_BYTES = 2**16
 """Bodies up to here are not counted: connections are few enough."""
@@ -29,21 +31,17 @@ _ANSWER_S, _LEAST_BYTES_PER_S = 30.0, 2**18
 _MOST_POLLS = 16
 _PIECE_BYTES = 2**17
 _FRESH_S, _MOST_VERSIONS = 0.5, 2
+_KNOWN_S = 10.0
+"""So long an id counts as that of a member without another look."""
 
 _ID_CHARS = 32
 MEMBER = "X-Member"
 """The header with the id of the member that asks."""
 
 
-def network(address: object) -> str:
-    """Whose an address is: an IPv6 site has 2^64 of them."""
-    try:
-        found = ipaddress.ip_address(str(address).partition("%")[0])
-    except ValueError:
-        return str(address)
-    if found.version == 6:
-        return str(ipaddress.ip_network((found, 64), strict=False))
-    return str(found)
+def address_of(request: web.Request) -> str:
+    """The sender of a request that has no id."""
+    return f"at {network(request.remote)}"
 
 
 @dataclass(eq=False)
@@ -70,13 +68,29 @@ class Traffic:
         self._waiting: dict[str, int] = {}
         self._freed = asyncio.Condition()
         self._polls: dict[str, list[Poll]] = {}
+        self._known: dict[str, float] = {}
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()
 
     async def sender(self, request: web.Request) -> str:
         """Who asks: a member's id, or an address."""
         member_id = request.match_info.get("id") or request.headers.get(MEMBER) or ""
-        if len(member_id) == _ID_CHARS and await self._is_member(member_id):
+        if len(member_id) == _ID_CHARS and await self._is_known(member_id):
             return member_id
-        return f"at {network(request.remote)}"
+        return address_of(request)
+
+    async def _is_known(self, member_id: str) -> bool:
+        now = asyncio.get_running_loop().time()
+        if self._known.get(member_id, 0.0) > now:
+            return True
+        if not await self._is_member(member_id):
+            return False
+        self._known = {each: until for each, until in self._known.items() if until > now}
+        self._known[member_id] = now + _KNOWN_S
+        return True
+
+    def turn(self, sender: str) -> asyncio.Lock:
+        """What a sender holds while the hub's journal works for it: one request at a time."""
+        return self._turns.setdefault(sender, asyncio.Lock())
 
     @property
     def num_bytes(self) -> int:
@@ -264,7 +278,7 @@ class Shared:
     While slow readers keep two older versions in memory, no newer version is made.
     """
 
-    def __init__(self, make: Callable[[], Awaitable[bytes]]) -> None:
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, bytes]]) -> None:
         self._make, self._lock = make, asyncio.Lock()
         self._made: list[_Made] = []
 
@@ -275,7 +289,9 @@ class Shared:
             made = self._made
             is_old = not made or loop.time() - made[-1].at > _FRESH_S
             if is_old and sum(each.readers > 0 for each in made) < _MOST_VERSIONS:
-                made.append(_Made(await self._make(), loop.time()))
+                # Not as a request of its sender, whose other requests all would wait for.
+                making = asyncio.create_task(self._make(), context=Context())
+                made.append(_Made(await making, loop.time()))
                 self._made = made = [each for each in made if each.readers or each is made[-1]]
             last = made[-1]
             last.readers += 1

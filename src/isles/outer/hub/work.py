@@ -9,7 +9,8 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -31,6 +32,9 @@ _ALONE_S = 3600.0
 """A cluster that was stopped, or waits in a queue once more, may still come back."""
 _LONGEST_TICK_S = 1.0
 _MEASURE_S = 20.0
+
+TURN = ContextVar[asyncio.Lock | None]("TURN", default=None)
+"""The turn of the sender whose request is served; see `Traffic.turn`. None: the hub works."""
 
 
 class AwakeClock:
@@ -114,10 +118,12 @@ class Work:
     # Threads.
 
     async def ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of `core` in the journal's thread, as one transaction."""
+        """Call a method of `core` in the journal's thread, as one transaction, in its `TURN`."""
         whole = partial(self.core.journal.do, call, *args, **kwargs)
+        loop = asyncio.get_running_loop()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._journal_thread, whole)
+            async with TURN.get() or nullcontext():
+                return await loop.run_in_executor(self._journal_thread, whole)
         finally:
             if self.core.journal.num_changes != self._num_changes:
                 self._num_changes = self.core.journal.num_changes
