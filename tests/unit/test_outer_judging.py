@@ -166,3 +166,14 @@ def test_a_stranger_to_the_run_does_not_end_it(tmp_path):
     world.turn("ab", 0)
     world.leave("a", has_finished=True), world.leave("b", has_finished=True)
     assert world.core.membership.end_kind() == "over"
+
+
+def test_a_stranger_that_finishes_lowers_no_number_of_contributions(tmp_path):
+    world = World(tmp_path, "ab", min_clusters=3)
+    world.join("e"), world.leave("e", has_finished=True)
+    assert world.turn("ab", 0) is None
+    world.join("c")
+    assert world.turn("c", 0) == ["a", "b", "c"]
+    world.leave("c", has_finished=True)
+    for outer_step in range(1, 50):  # however long it is since it took part
+        assert world.turn("ab", outer_step) == ["a", "b"]
