@@ -59,7 +59,7 @@ class Membership:
     def holders(self) -> list[sqlite3.Row]:
         """Members that have a name and a place: nobody else can take these.
 
-        They live; or may come back, also after a pause; or have a part in a round that is open.
+        They live, or may come back, also after a pause, or have a part in an open round.
         """
         open_parts = (
             "SELECT member FROM parts JOIN rounds USING (round) "

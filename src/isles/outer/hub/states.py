@@ -115,7 +115,8 @@ class States:
             row["number"]: (*self._failures.get(row["number"], (0, 0.0)), -row["version"])
             for row in self._membership.living()
             if not row["is_behind"] and row["version"] >= kept_since
-            if row["number"] not in {but, *waiting}
+            if row["number"] != but
+            if row["number"] not in waiting or not self._verdicts.undecided(row["version"])
         }
         if self._source not in able:
             self._ask(min(able, key=able.__getitem__, default=None))
@@ -225,18 +226,18 @@ class States:
     # Those who have other weights.
 
     def settle(self, outer_step: int) -> None:
-        """Decide on a round if it can be; whoever has other weights than most pulls the state."""
+        """Decide on a round if possible; members with other weights than most pull the state."""
         for number, reason in self._verdicts.judge(outer_step).items():
             self.throw_back(self._membership.get(number), "diverged", reason)
             self._failed(number)
 
     def settle_all(self, version: int) -> None:
-        """Decide on the weights after so many rounds if it can be."""
+        """Decide on the weights after `version` rounds if that is possible."""
         for outer_step in self._verdicts.undecided(version).values():
             self.settle(outer_step)
 
     def throw_back(self, member: sqlite3.Row, event: str, why: str) -> None:
-        """A member must pull the state, and nobody else begins with what it has given."""
+        """A member must pull the state, and its own states are given to nobody."""
         self._db.run("UPDATE members SET is_behind = 1 WHERE number = ?", member["number"])
         self._drop(member["number"])
         self._membership.command(member["number"], "pull", why)

@@ -10,15 +10,15 @@ from isles.outer.hub.rounds import Rounds
 from isles.outer.hub.rules import divergence, may_judge
 
 _SILENT_ROUNDS = 2
-"""A member that has applied so many later rounds, and has not reported on one, has no vote on it:
-it would keep newcomers waiting."""
+"""A member that has applied more later rounds than this has no vote on a round that it has not
+reported on: it would keep newcomers waiting."""
 
 
 class Verdicts:
     """The reports of members (table `applied`); the digest of a round once it is decided.
 
-    A member has one report on a round. A report that it has changed is empty: it agrees with no
-    other.
+    A member has one report on a round. If it reports another digest, its report becomes empty, and
+    agrees with no other report.
     """
 
     def __init__(self, membership: Membership, rounds: Rounds) -> None:
@@ -34,7 +34,7 @@ class Verdicts:
         )
 
     def outer_params(self, fragment: int, version: int) -> str:
-        """The digest of a fragment's outer parameters after so many outer steps.
+        """The digest of a fragment's outer parameters after `version` outer steps.
 
         Empty: unknown, or not decided.
         """
@@ -44,7 +44,7 @@ class Verdicts:
         return "" if first is None else first.outer_params[fragment]
 
     def diverged(self, version: int, outer_params: Sequence[str]) -> list[int]:
-        """The fragments that are not the run's, as far as is decided after so many outer steps."""
+        """The fragments that differ from the run's, by what is decided after `version` steps."""
         return [
             fragment
             for fragment, digest in enumerate(outer_params)
@@ -52,7 +52,7 @@ class Verdicts:
         ]
 
     def undecided(self, version: int) -> dict[int, int]:
-        """By fragment its last round of so many, if its weights are not decided."""
+        """By fragment its last round before `version`, if its weights are not decided."""
         lasts = {n: self._last(n, version) for n in range(self._rounds.fragments)}
         return {n: row["round"] for n, row in lasts.items() if row and not row["outer_params"]}
 
@@ -65,7 +65,7 @@ class Verdicts:
             self._db.run(new, outer_step, member, outer_params)
         elif before["outer_params"] != outer_params:
             # Who is alone has nobody to take the right state from.
-            is_alone = self._up_to_date() <= {member}
+            is_alone = self._voters(outer_step) <= {member}
             sql = "UPDATE applied SET outer_params = ? WHERE round = ? AND member = ?"
             self._db.run(sql, outer_params if is_alone else "", outer_step, member)
 
@@ -75,8 +75,15 @@ class Verdicts:
             new = "INSERT OR IGNORE INTO applied VALUES (?, ?, ?)"
             self._db.run(new, outer_step, member, outer_params[fragment])
 
-    def _up_to_date(self) -> set[int]:
-        return {row["number"] for row in self._membership.living() if not row["is_behind"]}
+    def _had_part(self, outer_step: int) -> set[int]:
+        sql = "SELECT member FROM parts WHERE round = ? AND reason = ''"
+        return {row["member"] for row in self._db.rows(sql, outer_step)}
+
+    def _voters(self, outer_step: int) -> set[int]:
+        # A cluster that is cut off for some seconds leaves the verdict to nobody.
+        up_to_date = {row["number"] for row in self._membership.living() if not row["is_behind"]}
+        away = {row["number"] for row in self._membership.away() if not row["is_behind"]}
+        return up_to_date | (away & self._had_part(outer_step))
 
     def judge(self, outer_step: int) -> dict[int, str]:
         """Decide on a round if it can be decided; who must pull the state, and why.
@@ -85,8 +92,7 @@ class Verdicts:
         """
         # Of those who have left only reports on averages that they have a part in count: whoever
         # comes and goes under many names has no more voices than clusters may take part.
-        sql = "SELECT member FROM parts WHERE round = ? AND reason = ''"
-        had_part = {row["member"] for row in self._db.rows(sql, outer_step)}
+        had_part = self._had_part(outer_step)
         rows = self._db.rows(
             "SELECT member, outer_params, state FROM applied JOIN members ON member = number "
             "WHERE round = ?",
@@ -102,7 +108,7 @@ class Verdicts:
             for row in self._membership.living()
             if row["version"] > outer_step + _SILENT_ROUNDS and row["number"] not in reports
         }
-        if not may_judge(reports, self._up_to_date() - silent, had_part):
+        if not may_judge(reports, self._voters(outer_step) - silent, had_part):
             return {}
         right, wrong = divergence(reports)
         self._db.run("UPDATE rounds SET outer_params = ? WHERE round = ?", right, outer_step)
