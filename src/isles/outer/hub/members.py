@@ -57,7 +57,7 @@ class Membership:
         return self.db.rows("SELECT * FROM members WHERE state != 'left' ORDER BY number")
 
     def holders(self) -> list[sqlite3.Row]:
-        """Members that have a name and a place: nobody else can take these.
+        """Members that have a name and a place, which no other cluster can take.
 
         They live, or may come back, also after a pause, or have a part in an open round.
         """
@@ -356,7 +356,7 @@ class Membership:
 
     @property
     def least(self) -> int:
-        """Contributions that a round has at least: no more than there are clusters that go on.
+        """Contributions that a round has at least: at most as many as clusters continue.
 
         Those that have finished without a part in any average do not count as clusters.
         """

@@ -148,7 +148,7 @@ class Rounds:
             )
 
     def make_room(self, member: sqlite3.Row, outer_step: int) -> None:
-        """Make room for the contribution of a member among those that were refused.
+        """Make room for the contribution of a member among refused contributions.
 
         Refused contributions of members that are gone are forgotten if there are too many. Counted
         ones stay: their members hold their names and places until the round is decided.

@@ -72,7 +72,7 @@ class States:
     def want(self, member: sqlite3.Row) -> StateAnswer:
         """A member needs a state: the newest one that is usable, or who is asked for one.
 
-        A state whose weights are not decided waits for the verdict: nobody begins with it before.
+        A state whose weights are not decided waits for the verdict: no member gets it before.
 
         Raises:
             Refusal: nobody can give one, and nobody will come who could.
@@ -237,7 +237,7 @@ class States:
             self.settle(outer_step)
 
     def throw_back(self, member: sqlite3.Row, event: str, why: str) -> None:
-        """A member must pull the state, and its own states are given to nobody."""
+        """A member must pull the state, and the hub forgets the states of this member."""
         self._db.run("UPDATE members SET is_behind = 1 WHERE number = ?", member["number"])
         self._drop(member["number"])
         self._membership.command(member["number"], "pull", why)
