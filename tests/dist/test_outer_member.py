@@ -172,7 +172,7 @@ def test_what_a_member_sent_goes_when_it_leaves(tmp_path):
                 place = f"/v1/rounds/{outer_step}/parts/{member_id(name)}/0"
                 assert ask(line, "PUT", place, raw=chunk)[0] == 200
             ask(line, "POST", "/v1/live", {"id": member_id(name), "record": "A" * 2**18})
-            ask(line, "POST", "/v1/leave", {"id": member_id(name)})
+            ask(line, "POST", "/v1/leave", {"id": member_id(name), "has_finished": True})
             until(lambda: not list(rounds.rglob("*.part")), "its files go")
         assert len(ask(line, "GET", "/v1/live")[1]["members"]) == 1
 

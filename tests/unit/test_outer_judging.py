@@ -217,3 +217,14 @@ def test_a_cut_below_one_percent_is_no_event(tmp_path):
     assert world.answer(2).weights["e"] == world.answer(3).weights["e"] == 1000
     (told,) = world.events("weight")
     assert told.startswith("e: round 3: 1000 of the 1200 tokens that it claims count")
+
+
+def test_a_stranger_that_finishes_lowers_no_number_of_contributions(tmp_path):
+    world = World(tmp_path, "ab", min_clusters=3)
+    world.join("e"), world.leave("e", has_finished=True)
+    assert world.turn("ab", 0) is None
+    world.join("c")
+    assert world.turn("c", 0) == ["a", "b", "c"]
+    world.leave("c", has_finished=True)
+    for outer_step in range(1, 50):  # however long it is since it took part
+        assert world.turn("ab", outer_step) == ["a", "b"]

@@ -193,7 +193,7 @@ def test_a_diverged_members_state_is_given_to_nobody(tmp_path):
     assert world.want_state("n").source == "e"
     number = world.offer_state("e", 5, "e" * 64)
     world.core.states.complete(number)
-    assert world.want_state("n").state == number
+    assert world.want_state("n").state is None, "its weights are not decided"
     world.applied("a", 4, after(4))
     assert world.heartbeat("e", version=5).command == "pull"
     world.heartbeat("a", version=5)
@@ -208,6 +208,99 @@ def test_a_diverged_members_state_is_given_to_nobody(tmp_path):
     # A cluster with a flipped bit, which most others find out of what it has given before.
     world.core.journal.run("UPDATE rounds SET outer_params = ? WHERE round = 4", "b" * 64)
     assert world.want_state("n").state is None
+    assert world.core.journal.number("SELECT COUNT(*) FROM states") == 0
+
+
+def test_nobody_begins_with_weights_that_are_not_decided(tmp_path):
+    """Before the others have reported, one gives a newcomer weights of its own, with their digest.
+
+    It reports the right digest then: it has changed its report, and that counts as other weights.
+    """
+    for names in ("abe", "eab", "ae"):
+        (tmp_path / names).mkdir()
+        world = World(tmp_path / names, names, keep_averages=2)
+        world.turns("".join(sorted(names)), 0, 1, 2)
+        assert world.join("n").standing == "behind"
+        world.turn(names, 3)
+        world.heartbeat("e", version=4)
+        world.applied("e", 3, "e" * 64)
+        assert world.want_state("n").source == "e"
+        world.core.states.complete(world.offer_state("e", 4, "e" * 64))
+        told = world.want_state("n")
+        assert told.state is None and told.source != "e"
+        world.now += 11.0  # the others are cut off for some seconds
+        for name in "en":
+            world.heartbeat(name, version=4)
+        world.drop_silent()
+        assert world.want_state("n").state is None
+        world.applied("e", 3, after(3))
+        assert world.want_state("n").state is None
+        honest = names.replace("e", "")
+        for name in honest:
+            world.applied(name, 3, after(3))
+            world.heartbeat(name, version=4)
+        told = world.want_state("n")
+        assert (told.state, told.source) == (None, honest[0])
+        assert not list((world.folder / "states").glob("*"))
+        assert world.heartbeat("e", version=4).command == "pull"
+        assert world.events("diverged")[0].startswith("e: its outer parameters after round 3")
+        number = world.offer_state(honest[0], 4, after(3))
+        world.core.states.complete(number)
+        assert world.want_state("n").state == number
+        assert world.join("n", version=4, outer_params=after(3)).standing == "current"
+
+
+def test_a_source_of_wrong_states_is_asked_last_and_keeps_one_on_the_disk(tmp_path):
+    world = World(tmp_path, "abe", keep_averages=1, source_s=60.0, dead_after_s=1e4)
+    core = world.core
+    world.turns("abe", 0, 1)
+    world.join("n"), world.want_state("n")
+    for outer_step in range(2, 8):
+        world.turn("abe", outer_step)
+        world.heartbeat("e", version=outer_step + 1)
+        world.do(core.states.ask, world.number("e"))
+        core.states.complete(world.offer_state("e", outer_step + 1, "e" * 64))
+        assert core.journal.number("SELECT COUNT(*) FROM states WHERE member = 3") == 1
+        if outer_step < 7:
+            world.want_state("n")
+            for name in "abe":  # what it reports is right
+                world.applied(name, outer_step, after(outer_step))
+    for name in "ab":
+        world.applied(name, 7, after(7))
+        world.heartbeat(name, version=7)
+    assert world.want_state("n").source == "a" and world.heartbeat("e", version=8).command == ""
+    assert core.journal.number("SELECT COUNT(*) FROM states") == 0
+    assert "not the run's" in world.events("refused")[0]
+
+
+def test_who_does_not_report_keeps_newcomers_out_for_some_rounds_only(tmp_path):
+    """Two clusters are no majority without it; and what is given is not decided at first."""
+    world = World(tmp_path, "ea", keep_averages=2)
+    world.turns("ae", 0, 1, 2)
+    assert world.join("n").standing == "behind"
+    given = None
+    for outer_step in range(3, 8):
+        world.turn("ea", outer_step)
+        world.applied("a", outer_step, after(outer_step))
+        for name in "ea":
+            world.heartbeat(name, version=outer_step + 1)
+        world.want_state("n")
+        world.do(world.core.states.ask, world.number("a"))
+        if given is None:
+            given = world.offer_state("a", outer_step + 1, after(outer_step))
+            world.core.states.complete(given)
+        told = world.want_state("n")
+        assert (told.state is None) == (outer_step < 5), outer_step
+    assert told.state == given and told.outer_params == [after(3)]
+    # One that is alone decides, also if it has come back with other weights.
+    (tmp_path / "alone").mkdir()
+    world = World(tmp_path / "alone", "a", keep_averages=1)
+    world.turns("a", 0, 1)
+    world.applied("a", 1, "b" * 64)
+    world.join("n"), world.want_state("n")
+    number = world.offer_state("a", 2, "b" * 64)
+    world.core.states.complete(number)
+    assert world.want_state("n").state == number
 
 
 def test_a_state_is_what_was_announced(tmp_path):
@@ -245,7 +338,7 @@ def test_reports_under_many_names_outvote_nobody(tmp_path):
         world.applied(name, 0, "e" * 64)
         world.leave(name, has_finished=True)
     assert world.heartbeat("a").command == "" == world.heartbeat("b").command
-    assert world.core.rounds.diverged(1, [after(0)]) == []
+    assert world.core.verdicts.diverged(1, [after(0)]) == []
     world.join("c", version=1, outer_params=after(0))
     for outer_step in range(-1, -9, -1):  # and of rounds that nobody knows nothing is kept
         with pytest.raises(ValidationError):

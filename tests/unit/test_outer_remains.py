@@ -33,17 +33,19 @@ def test_what_members_leave_behind_is_bounded_by_name_and_in_all(tmp_path):
             begin(name)
             world.do(core.show, Shown(id=member_id(name), record="A" * LONGEST))
             assert files() <= 8
-            world.leave(name)
+            world.leave(name, has_finished=True)
             assert files() == 0
-    for number in range(30):  # contributions that are counted, and those of the silent
+    for number in range(30):  # contributions that are refused, and one that is counted
         world.join(f"g{number}")
         begin(f"g{number}")
-        world.complete([f"g{number}"], 0)
-        assert files() <= 2 * 8
-        if number % 2:
-            world.leave(f"g{number}")
-        else:
-            world.drop(f"g{number}", for_long=True)
+        refused(world.complete, f"g{number}", 0, norm=float("nan"))
+        assert files() <= 8
+        world.leave(f"g{number}", has_finished=True)
+    world.join("h"), begin("h"), world.complete("h", 0)
+    for leave in (lambda: world.leave("h", has_finished=True), lambda: world.drop("h")):
+        leave()
+        assert refused(world.join, "i").kind == "full", "what it has contributed counts"
+        assert files() == 1
     for table in ("parts", "members"):
         assert core.journal.number(f"SELECT COUNT(*) FROM {table}") <= 24
     assert len(status(core)["members"]) <= 4 * 2 + 4
@@ -70,15 +72,29 @@ def test_what_all_show_together_is_bounded(tmp_path):
 
 
 def test_a_name_has_one_contribution_in_a_round_and_keeps_its_cluster(tmp_path):
-    world = World(tmp_path, "a")
+    world = World(tmp_path, "a", dead_after_s=10.0)
     world.join("e1", name="e")
     world.complete(["e1"], 0)
+    for has_finished in (False, True):  # it pauses, and a thief waits; or it has finished
+        world.leave("e1", has_finished=has_finished)
+        assert refused(world.join, "e2", name="e").kind == "name_taken"
+        world.now += 1000.0
+        world.heartbeat("a"), world.drop_silent()
+        assert refused(world.join, "e2", name="e").kind == "name_taken", "it is counted"
+        world.join("e1", name="e")
     world.leave("e1")
-    world.join("e2", name="e")
-    world.complete(["e2"], 0)
-    assert world.turn("a", 0) == ["a", "e"]
-    job_parts = world.core.journal.number("SELECT COUNT(*) FROM parts WHERE round = 0")
-    assert job_parts == len(world.answer(0).weights) == 2, "as many as the average is made of"
+    world.do(world.core.part_path, member_id("a"), 0)
+    assert world.answer(0).contributed == ["e"] and world.turn("a", 0) == ["a", "e"]
+    assert refused(world.join, "e2", name="e", version=1).kind == "name_taken", "it pauses"
+    world.restart()
+    assert refused(world.join, "e2", name="e", version=1).kind == "name_taken"
+    assert world.join("e1", name="e", version=0).standing == "late"
+    world.leave("e1")
+    world.now += 199.0
+    assert refused(world.join, "e2", name="e", version=1).kind == "name_taken"
+    world.now += 2.0
+    world.heartbeat("a")
+    world.join("e2", name="e", version=1)
     assert refused(world.join, "e2", name="z", version=1).kind == "renamed"
     assert refused(world.join, "e3", name="a", version=1).kind == "name_taken"
 
@@ -99,7 +115,7 @@ def test_events_of_one_hide_none_of_others_and_stay_few(tmp_path):
         for number in range(1200):
             world.core.join(joining("e", version=1))
             world.core.join(joining(f"f{number}", version=1))
-            world.core.leave(LeaveRun(id=member_id(f"f{number}")))
+            world.core.leave(LeaveRun(id=member_id(f"f{number}"), has_finished=True))
 
     world.do(come_and_go)
     number = world.core.journal.number

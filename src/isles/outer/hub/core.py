@@ -16,9 +16,10 @@ from isles.outer.hub.files import COMING, coming
 from isles.outer.hub.journal import JOURNAL, Journal, damaged
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rounds import Rounds
-from isles.outer.hub.rules import Refusal, Settings, divergence, may_judge
+from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.samples import Samples
 from isles.outer.hub.states import States
+from isles.outer.hub.verdicts import Verdicts
 from isles.outer.messages import (
     PROTOCOL,
     Applied,
@@ -66,7 +67,8 @@ class Core:
         self.samples = Samples(journal)
         self.membership = Membership(journal, settings, self.samples, clock)
         self.rounds = Rounds(self.membership, folder / "rounds")
-        self.states = States(self.membership, self.rounds, folder / "states")
+        self.verdicts = Verdicts(self.membership, self.rounds)
+        self.states = States(self.membership, self.rounds, self.verdicts, folder / "states")
         has_average = any((folder / "rounds").glob("*/average"))
         if is_kept and has_average and not self.membership.latest():
             # sqlite drops the newest changes in silence where their file is damaged.
@@ -126,6 +128,9 @@ class Core:
         is_behind = standing == "behind"
         member = self.membership.admit(join, from_round, is_behind=is_behind, why=why)
         self.membership.holds(member["number"], join.has)
+        if not is_behind:
+            self.verdicts.claim(member["number"], join.version, join.outer_params)
+            self.states.settle_all(join.version)
         lost = self.samples.take_up(member["number"], join.holding)
         what = f"{standing}, from round {member['from_round']} on; {why}"
         self.journal.note(join.name, "joined", what)
@@ -183,7 +188,8 @@ class Core:
                 "it joins the wrong run, or the hub was set back to an old copy: start a "
                 "hub with an empty folder, and let the most advanced cluster join first",
             )
-        if wrong := self.rounds.diverged(join.version, join.outer_params):
+        self.states.settle_all(join.version)
+        if wrong := self.verdicts.diverged(join.version, join.outer_params):
             return "behind", (
                 f"its outer parameters of fragment {wrong[0]} after {join.version} rounds are "
                 "not those of the run"
@@ -222,7 +228,7 @@ class Core:
         has = max(member["version"], min(heartbeat.has, following))
         if not member["is_behind"] and has < self.rounds.kept_since:
             why = f"the average of round {member['version']} is not kept any more"
-            self._command_pull(member, "behind", why)
+            self.states.throw_back(member, "behind", why)
             member = self.membership.get(number)
         ended = None
         if heartbeat.ends:
@@ -236,18 +242,12 @@ class Core:
             command=member["command"],
             command_reason=member["command_reason"],
             ended=ended,
-            send_state=self.states.is_source(number),
+            send_state=self.states.is_source(number) and not member["is_behind"],
         )
 
     def show(self, shown: Shown) -> None:
         """Keep what a cluster shows of itself. It is no sign of life: nobody waits for it."""
         self.membership.show(self.membership.find(shown.id)["number"], shown.record)
-
-    def _command_pull(self, member: sqlite3.Row, event: str, why: str) -> None:
-        self.journal.run("UPDATE members SET is_behind = 1 WHERE number = ?", member["number"])
-        self.states.drop(member["number"])  # nobody else shall begin with what it has given
-        self.membership.command(member["number"], "pull", why)
-        self.journal.note(member["name"], event, why)
 
     def reset_done(self, member_id: str) -> None:
         member = self.membership.find(member_id)
@@ -305,7 +305,11 @@ class Core:
             oldest = min(oldest, max(pinned, least))
         if oldest > self.rounds.kept_since:
             self.journal.put("kept_since", str(oldest))
-            self.journal.run("DELETE FROM applied WHERE round < ?", oldest)  # see `applied`
+            self.journal.run(  # see `applied`
+                "DELETE FROM applied WHERE round < ? AND round NOT IN "
+                "(SELECT round FROM rounds WHERE outer_params = '')",
+                oldest,
+            )
 
     def sweep(self) -> None:
         """Remove files that nobody needs, once it is on the disk that nobody does."""
@@ -345,40 +349,11 @@ class Core:
         self.membership.reached(member["number"], outer_step + 1)
         fragment = outer_step % self.rounds.fragments
         if outer_step < self.rounds.first_known or (
-            not answer.is_kept and self.rounds.outer_params(fragment, outer_step + 1)
+            not answer.is_kept and self.verdicts.outer_params(fragment, outer_step + 1)
         ):
             return  # what the others have reported is forgotten, and what was right is known
-        new = "INSERT OR REPLACE INTO applied VALUES (?, ?, ?)"
-        self.journal.run(new, outer_step, member["number"], applied.outer_params)
-        # Of those who have left only reports on averages that they have a part in count: whoever
-        # comes and goes under many names has no more voices than clusters may take part.
-        rows = self.journal.rows(
-            "SELECT * FROM applied WHERE round = ? AND (member IN (SELECT number FROM members "
-            "WHERE state != 'left') OR member IN (SELECT member FROM parts WHERE round = ? "
-            "AND reason = ''))",
-            outer_step,
-            outer_step,
-        )
-        reports = {row["member"]: row["outer_params"] for row in rows}
-        right, wrong = divergence(reports)  # as far as is known: newcomers are compared with it
-        self.journal.run("UPDATE rounds SET outer_params = ? WHERE round = ?", right, outer_step)
-        sql = "SELECT member FROM parts WHERE round = ? AND reason = ''"
-        had_part = {row["member"] for row in self.journal.rows(sql, outer_step)}
-        living = {row["number"] for row in self.membership.living() if not row["is_behind"]}
-        if not may_judge(reports, living, had_part):
-            return
-        reason = f"its outer parameters after round {outer_step} are not those of most"
-        for row in rows:
-            other = self.membership.get(row["member"])
-            is_commanded = other["command_reason"] == reason
-            # Also one that has joined anew since: it was behind by the digest of before.
-            is_thrown_back = other["is_behind"] and other["version"] == outer_step + 1
-            if row["member"] in wrong and not is_commanded:
-                self._command_pull(other, "diverged", reason)
-            elif row["member"] not in wrong and (is_commanded or is_thrown_back):
-                sql = "UPDATE members SET is_behind = 0 WHERE number = ?"
-                self.journal.run(sql, row["member"])
-                self.membership.command(row["member"], "")
+        self.verdicts.report(member["number"], outer_step, applied.outer_params)
+        self.states.settle(outer_step)
 
 
 def status(core: Core) -> dict[str, Any]:

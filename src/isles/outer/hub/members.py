@@ -56,6 +56,27 @@ class Membership:
         """Members that live, or may come back."""
         return self.db.rows("SELECT * FROM members WHERE state != 'left' ORDER BY number")
 
+    def holders(self) -> list[sqlite3.Row]:
+        """Members that have a name and a place, which no other cluster can take.
+
+        They live, or may come back, also after a pause, or have a part in an open round.
+        """
+        open_parts = (
+            "SELECT member FROM parts JOIN rounds USING (round) "
+            "WHERE reason = '' AND rounds.state != 'committed'"
+        )
+        counted = {row["member"] for row in self.db.rows(open_parts)}
+        return [
+            row
+            for row in self.db.rows("SELECT * FROM members ORDER BY number")
+            if row["state"] != "left"
+            or row["number"] in counted
+            or not (row["has_finished"] or self._is_gone(row["number"]))
+        ]
+
+    def _is_gone(self, number: int) -> bool:
+        return self.last_seen_s(number) > _GONE * self.settings.dead_after_s
+
     def latest(self) -> list[sqlite3.Row]:
         """Of each name the member that has it, or had it last."""
         return self.db.rows(
@@ -95,18 +116,22 @@ class Membership:
         alone: some have finished and no cluster is alive, but the run is not over.
         """
         members = self.latest()
-        sql = (
-            "SELECT COUNT(DISTINCT name) FROM members JOIN parts ON member = number "
-            "JOIN rounds USING (round) WHERE has_finished = 1 AND reason = '' "
-            "AND rounds.state = 'committed'"
-        )
         if not any(row["has_finished"] for row in members):
             return ""
         if all(row["state"] == "left" and row["has_finished"] for row in members) and (
-            self.db.number(sql) >= self.settings.min_clusters
+            len(self._have_done_their_part()) >= self.settings.min_clusters
         ):
             return "over"
         return "" if any(row["state"] == "living" for row in members) else "alone"
+
+    def _have_done_their_part(self) -> set[str]:
+        # The names of those that have finished after they had a part in an average.
+        sql = (
+            "SELECT DISTINCT name FROM members JOIN parts ON member = number "
+            "WHERE has_finished = 1 AND reason = '' "
+            "AND round NOT IN (SELECT round FROM rounds WHERE state != 'committed')"
+        )
+        return {row["name"] for row in self.db.rows(sql)}
 
     # Coming and going.
 
@@ -124,28 +149,31 @@ class Membership:
                 "that others may still fetch have it under that name",
                 f"call it {before['name']}, or start it as a new run",
             )
-        # Also one that is not heard has its name, its place and what it has contributed, until it
-        # is gone: to be cut off for some seconds costs nobody these.
-        others = [row for row in self.not_gone() if row["id"] != join.id]
+        # Also one that is not heard, or pauses, has its name, its place and what it has
+        # contributed, until it is gone: to be cut off or preempted costs nobody these.
+        others = [row for row in self.holders() if row["id"] != join.id]
         gone_s = _GONE * self.settings.dead_after_s
         for row in others:
             if row["name"] == join.name:
                 silent_s = self.last_seen_s(row["number"])
                 raise Refusal(
                     "name_taken",
-                    f"another cluster called {join.name!r} takes part; it was heard "
+                    f"another cluster called {join.name!r} takes part, or pauses; it was heard "
                     f"{silent_s:.1f} s ago",
                     "give this cluster another name, or resume it with its old run directory. If "
                     "that directory is lost, stop the old cluster and wait "
-                    f"{gone_s - silent_s:.0f} s: a name is free after {gone_s:g} s of silence",
+                    f"{max(0.0, gone_s - silent_s):.0f} s: a name is free after {gone_s:g} s of "
+                    "silence, once the rounds that it has contributed to are decided",
                 )
+        # A hub that was started again does not know how long the others have paused.
+        others = [r for r in others if r["state"] != "left" or r["number"] in self._last_seen]
         if len(others) >= self.settings.max_clusters:
             raise Refusal(
                 "full",
                 f"{len(others)} clusters take part, or may come back, and "
                 f"{self.settings.max_clusters} at most may",
-                "stop a cluster first. A killed cluster counts until it has been silent for "
-                f"{gone_s:g} s",
+                "stop a cluster first. A cluster that was killed or pauses counts until it has "
+                f"been silent for {gone_s:g} s",
             )
 
     def admit(self, join: Join, from_round: int, *, is_behind: bool, why: str) -> sqlite3.Row:
@@ -232,7 +260,7 @@ class Membership:
             if row["state"] == "living":
                 if silent_s > self.settings.dead_after_s:
                     self.retire(row, "dropped", f"not heard for {silent_s:.1f} s")
-            elif silent_s > _GONE * self.settings.dead_after_s and (
+            elif self._is_gone(number) and (
                 row["state"] == "dropped" or self.samples.has_any(number)
             ):
                 self.retire(row, "left", f"not heard for {silent_s:.0f} s", frees=True)
@@ -328,12 +356,15 @@ class Membership:
 
     @property
     def least(self) -> int:
-        """Contributions that a round has at least: no more than there are clusters that go on."""
-        finished = [bool(row["has_finished"]) for row in self.latest()]
-        least = self.settings.min_clusters
+        """Contributions that a round has at least: at most as many as clusters continue.
+
+        Those that have finished without a part in any average do not count as clusters.
+        """
+        least, done = self.settings.min_clusters, self._have_done_their_part()
+        going_on = sum(not row["has_finished"] for row in self.latest())
         if len(self._last_seen) < self.settings.gather and self.clock() < self._gather_until:
             least = max(least, self.settings.gather)
-        return max(1, min(least, finished.count(False))) if any(finished) else least
+        return max(1, min(least, going_on)) if done else least
 
     def expected(self, outer_step: int) -> list[str]:
         """The names of those whose contribution a round waits for."""

@@ -7,7 +7,7 @@ import math
 import sqlite3
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from isles.outer.hub.files import Job
@@ -94,27 +94,6 @@ class Rounds:
         """Whether anybody has contributed."""
         return bool(self._parts(outer_step))
 
-    def outer_params(self, fragment: int, version: int) -> str:
-        """The digest of a fragment's outer parameters after so many outer steps; empty: unknown."""
-        row = self._db.row(
-            "SELECT outer_params FROM rounds WHERE round < ? AND round % ? = ? "
-            "AND state = 'committed' ORDER BY round DESC LIMIT 1",
-            version,
-            self.fragments,
-            fragment,
-        )
-        if row is not None:
-            return str(row["outer_params"])
-        return "" if self.first is None else self.first.outer_params[fragment]
-
-    def diverged(self, version: int, outer_params: Sequence[str]) -> list[int]:
-        """The fragments that are not the run's, by the digests after so many outer steps."""
-        return [
-            fragment
-            for fragment, digest in enumerate(outer_params)
-            if self.outer_params(fragment, version) not in ("", digest)
-        ]
-
     def part_path(self, outer_step: int, number: int) -> Path:
         return self._folder / f"{outer_step:08d}" / f"{number}.part"
 
@@ -169,12 +148,13 @@ class Rounds:
             )
 
     def make_room(self, member: sqlite3.Row, outer_step: int) -> None:
-        """Make room for the contribution of a member among the others.
+        """Make room for the contribution of a member among refused contributions.
 
-        A name has one contribution in a round. Contributions of members that are gone are dropped
-        if there are too many.
+        Refused contributions of members that are gone are forgotten if there are too many. Counted
+        ones stay: their members hold their names and places until the round is decided.
         """
-        others = [part for part in self._parts(outer_step) if part["member"] != member["number"]]
+        parts = self._parts(outer_step)
+        others = [part for part in parts if part["member"] != member["number"] and part["reason"]]
         known = {row["number"] for row in self._membership.not_gone()}
         gone = sorted(part["member"] for part in others if part["member"] not in known)
         too_many = max(0, len(others) + 1 - self._settings.max_clusters)
@@ -344,8 +324,10 @@ class Rounds:
         rows = self._db.rows(
             "SELECT member, norm, tokens FROM (SELECT *, ROW_NUMBER() OVER (PARTITION BY member "
             "ORDER BY round DESC) AS place FROM parts WHERE reason = '' AND norm >= 0 "
-            "AND round < ? AND round % ? = ?) WHERE place <= ? ORDER BY round DESC, member LIMIT ?",
+            "AND round < ? AND round >= ? AND round % ? = ?) WHERE place <= ? "
+            "ORDER BY round DESC, member LIMIT ?",
             outer_step,
+            outer_step - _NORMS * self.fragments,
             self.fragments,
             outer_step % self.fragments,
             _NORMS_EACH,
@@ -446,9 +428,18 @@ class Rounds:
         following = self.next
         oldest = min(self.kept_since, following - _ROUNDS)
         least = min(oldest, following - _NORMS * self.fragments)
-        for table, limit in (("rounds", oldest - self.fragments), ("parts", least)):
-            if self._db.row(f"SELECT 1 FROM {table} WHERE round < ? LIMIT 1", limit) is not None:
-                self._db.run(f"DELETE FROM {table} WHERE round < ?", limit)
+        # The last part of a member stays: it shows that the member took part.
+        no_last = (
+            "AND (round, member) NOT IN (SELECT MAX(round), member FROM parts "
+            "JOIN members ON member = number WHERE reason = '' GROUP BY member)"
+        )
+        for table, limit, but in (
+            ("rounds", oldest - self.fragments, ""),
+            ("parts", least, no_last),
+        ):
+            where = f"FROM {table} WHERE round < ? {but}"
+            if self._db.row(f"SELECT 1 {where} LIMIT 1", limit) is not None:
+                self._db.run(f"DELETE {where}", limit)
         self._db.run("UPDATE parts SET spans = '[]' WHERE round < ? AND spans != '[]'", following)
 
     def take_over(self, answer: RoundAnswer, outer_params: str, numbers: Mapping[str, int]) -> None:

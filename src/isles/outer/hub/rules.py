@@ -249,12 +249,16 @@ def may_judge(reports: Mapping[int, str], living: Set[int], had_part: Set[int]) 
     at least half.
 
     Args:
-        reports: digest of the outer parameters of each member that has reported.
+        reports: digest of the outer parameters of each member that has reported; empty: it has
+            reported several, and none counts.
         living: members that report sooner or later.
         had_part: members of the average.
     """
+    holders = Counter(digest for digest in reports.values() if digest)
+    if not holders:
+        return False
     voters = living | reports.keys()
-    if 2 * max(Counter(reports.values()).values(), default=0) > len(voters):
+    if 2 * max(holders.values()) > len(voters):
         return True
     had_part = had_part & living
     has_all_parts = reports.keys() >= had_part and 2 * len(had_part) >= len(voters)
@@ -268,8 +272,9 @@ def divergence(reports: Mapping[int, str]) -> tuple[str, list[int]]:
     the lowest.
 
     Args:
-        reports: digest of the outer parameters of each member.
+        reports: see `may_judge`; one counts at least.
     """
     members, holders = sorted(reports), Counter(reports.values())
-    right = max((reports[member] for member in members), key=holders.__getitem__)  # the first such
+    digests = [reports[member] for member in members if reports[member]]
+    right = max(digests, key=holders.__getitem__)  # the first such
     return right, [member for member in members if reports[member] != right]

@@ -11,6 +11,7 @@ from isles.outer.hub.files import state_bytes
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rounds import Rounds
 from isles.outer.hub.rules import Refusal
+from isles.outer.hub.verdicts import Verdicts
 from isles.outer.messages import State, StateAnswer, StateFile, StateOffer
 
 _WANTED_S = 300.0
@@ -24,8 +25,11 @@ _MOST_DOUBLED = 4
 class States:
     """States that members have uploaded (table `states`), and the search for a state source."""
 
-    def __init__(self, membership: Membership, rounds: Rounds, folder: Path) -> None:
+    def __init__(
+        self, membership: Membership, rounds: Rounds, verdicts: Verdicts, folder: Path
+    ) -> None:
         self._membership, self._rounds, self._folder = membership, rounds, folder
+        self._verdicts = verdicts
         self._db, self._clock = membership.db, membership.clock
         self._wanted_at = -math.inf
         self._source: int | None = None
@@ -67,6 +71,8 @@ class States:
     def want(self, member: sqlite3.Row) -> StateAnswer:
         """A member needs a state: the newest one that is usable, or who is asked for one.
 
+        A state whose weights are not decided waits for the verdict: no member gets it before.
+
         Raises:
             Refusal: nobody can give one, and nobody will come who could.
         """
@@ -74,8 +80,12 @@ class States:
         newest = "SELECT * FROM states WHERE is_complete = 1 ORDER BY version DESC"
         for row in self._db.rows(newest):
             content = State.model_validate_json(row["content"])
-            is_right = not self._rounds.diverged(row["version"], content.outer_params)
-            if row["version"] >= self._rounds.kept_since and is_right:
+            if row["version"] < self._rounds.kept_since:
+                continue
+            self.settle_all(row["version"])
+            if self._verdicts.diverged(row["version"], content.outer_params):
+                self._reject(row["member"], "its state is not the run's")
+            elif not self._verdicts.undecided(row["version"]):
                 source = self._membership.get(row["member"])["name"]
                 return StateAnswer(state=row["number"], source=source, **dict(content))
         self._choose(member["number"])
@@ -98,10 +108,14 @@ class States:
             self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", source)
             self._source = None
         kept_since = self._rounds.kept_since
+        sql = "SELECT member FROM states WHERE is_complete = 1 AND version >= ?"
+        waiting = {row["member"] for row in self._db.rows(sql, kept_since)}  # for a verdict
         able = {
             row["number"]: (*self._failures.get(row["number"], (0, 0.0)), -row["version"])
             for row in self._membership.living()
-            if not row["is_behind"] and row["number"] != but and row["version"] >= kept_since
+            if not row["is_behind"] and row["version"] >= kept_since
+            if row["number"] != but
+            if row["number"] not in waiting or not self._verdicts.undecided(row["version"])
         }
         if self._source not in able:
             self._ask(min(able, key=able.__getitem__, default=None))
@@ -143,7 +157,7 @@ class States:
         is_wrong = (
             offer.version > rounds.next
             or len(offer.outer_params) != rounds.fragments
-            or rounds.diverged(offer.version, offer.outer_params)
+            or self._verdicts.diverged(offer.version, offer.outer_params)
         )
         if member["is_behind"] or is_wrong:
             raise Refusal("behind", f"the state of {member['name']} is not the run's")
@@ -194,22 +208,47 @@ class States:
     def refuse(self, state: int) -> None:
         """Forget a state whose files differ from its announcement: no newcomer could use it."""
         row = self._row(state)
-        self.drop(row["member"])
-        name = self._membership.get(row["member"])["name"]
-        self._db.note(name, "refused", "its state differs from its announcement")
-        self._failed(row["member"])
+        self._reject(row["member"], "its state differs from its announcement")
 
     def complete(self, state: int) -> None:
         """All files of a state are whole."""
         row = self._row(state)
+        sql = "DELETE FROM states WHERE member = ? AND number != ?"
+        self._db.run(sql, row["member"], state)  # a member has one at most
         self._db.run("UPDATE states SET is_complete = 1 WHERE number = ?", state)
         name = self._membership.get(row["member"])["name"]
         self._db.note(name, "state", f"gave the state after round {row['version'] - 1}")
         self._source = None
-        self._failures.pop(row["member"], None)
+        if not self._verdicts.undecided(row["version"]):
+            self._failures.pop(row["member"], None)
 
-    def drop(self, member: int) -> None:
-        """A member has other weights than the run: newcomers never get its states."""
+    # Those who have other weights.
+
+    def settle(self, outer_step: int) -> None:
+        """Decide on a round if possible; members with other weights than most pull the state."""
+        for number, reason in self._verdicts.judge(outer_step).items():
+            self.throw_back(self._membership.get(number), "diverged", reason)
+            self._failed(number)
+
+    def settle_all(self, version: int) -> None:
+        """Decide on the weights after `version` rounds if that is possible."""
+        for outer_step in self._verdicts.undecided(version).values():
+            self.settle(outer_step)
+
+    def throw_back(self, member: sqlite3.Row, event: str, why: str) -> None:
+        """A member must pull the state, and the hub forgets the states of this member."""
+        self._db.run("UPDATE members SET is_behind = 1 WHERE number = ?", member["number"])
+        self._drop(member["number"])
+        self._membership.command(member["number"], "pull", why)
+        self._db.note(member["name"], event, why)
+
+    def _reject(self, member: int, why: str) -> None:
+        self._drop(member)
+        self._failed(member)
+        name = self._membership.get(member)["name"]
+        self._db.note(name, "refused", why)
+
+    def _drop(self, member: int) -> None:
         self._db.run("DELETE FROM states WHERE member = ?", member)
         if self._source == member:
             self._source = None
