@@ -55,8 +55,14 @@ def read_job(attempt: Attempt) -> JobReport | None:
     state = text_of(record, "state")
     if state not in get_args(JobState):
         return None
-    texts = (text_of(record, name) for name in ("reason", "job_id", "word", "fix"))
-    return JobReport(cast("JobState", state), *texts, number_of(record, "at") or 0.0)
+    return JobReport(
+        cast("JobState", state),
+        text_of(record, "reason"),
+        text_of(record, "job_id"),
+        text_of(record, "word"),
+        text_of(record, "fix"),
+        number_of(record, "at") or 0.0,
+    )
 
 
 def refresh(
