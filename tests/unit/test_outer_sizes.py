@@ -189,11 +189,11 @@ def test_a_state_of_another_size_is_not_fetched_from_a_bucket(tmp_path):
     async def pull() -> None:
         async with member_of(tmp_path / "a") as member:
             for number, state in enumerate(ODD_STATES, 1):
-                content = state.model_copy(update={"version": 1}).model_dump_json()
+                content = state.model_dump_json()
 
                 def give(tables: Tables, number: int = number, content: str = content) -> None:
                     one = tables["members"][0][0]
-                    tables["states"].append([number, one, 1, content, 1])
+                    tables["states"].append([number, one, 0, content, 1])
 
                 member.write(give)
                 with pytest.raises(DeadlineError, match="no state has come"):

@@ -17,6 +17,8 @@ _ROWS_EACH = 4
 """So many former members stay known for each cluster that may take part."""
 _SHOWN_BYTES = 24 * 2**20
 """All that members show of themselves."""
+_STANDS_IN = "stands in for "
+"""What the id of a stand-in begins with; ids of members are hexadecimal."""
 _GONE = 20
 """A member that is not heard for so many times `dead_after` has gone: its samples are leased to
 others, and it joins anew when it comes back. Until then it may go on with them."""
@@ -59,7 +61,8 @@ class Membership:
     def holders(self) -> list[sqlite3.Row]:
         """Members that have a name and a place, which no other cluster can take.
 
-        They live, or may come back, also after a pause, or have a part in an open round.
+        They live, or may come back, also after a pause, or have a part in an open round. A name
+        that only rounds of another hub have (see `stand_in`) is free.
         """
         open_parts = (
             "SELECT member FROM parts JOIN rounds USING (round) "
@@ -68,7 +71,9 @@ class Membership:
         counted = {row["member"] for row in self.db.rows(open_parts)}
         return [
             row
-            for row in self.db.rows("SELECT * FROM members ORDER BY number")
+            for row in self.db.rows(
+                "SELECT * FROM members WHERE id NOT LIKE ? ORDER BY number", f"{_STANDS_IN}%"
+            )
             if row["state"] != "left"
             or row["number"] in counted
             or not (row["has_finished"] or self._is_gone(row["number"]))
@@ -234,7 +239,7 @@ class Membership:
         sql = "SELECT number FROM members WHERE name = ?"
         if self.db.row(sql, name) is None:
             new = "INSERT INTO members (id, name, state) VALUES (?, ?, 'left')"
-            self.db.run(new, f"stands in for {name}", name)
+            self.db.run(new, f"{_STANDS_IN}{name}", name)
         return self.db.number(sql, name)
 
     def retire(
