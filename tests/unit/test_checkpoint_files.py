@@ -59,7 +59,7 @@ def test_any_file_of_a_checkpoint_and_of_an_export_has_the_permissions_of_its_ne
 
 def test_a_checkpoint_that_may_not_be_read_is_not_called_broken(capsys):
     user = os.geteuid()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:  # not closed, as /tmp of tests is
         run = Path(name, "x-1")
         folder = bare_run(run).checkpoints / "step-00000004"
         folder.mkdir(parents=True)

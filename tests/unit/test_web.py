@@ -57,6 +57,7 @@ class Odd(Near):
     status: ClassVar = 307
     near: ClassVar = ""
     protocol_version = "HTTP/1.1"
+    timeout = 3.0  # of a write, if a client reads no more and has not hung up
     sent: ClassVar = 0
     """The most bytes of one answer; a cluster asks again."""
 

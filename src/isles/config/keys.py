@@ -69,11 +69,14 @@ def named(node: Schema) -> Schema | None:
 
 
 def is_text_as_typed(path: tuple[str | int, ...]) -> bool:
-    """Whether a key has a name of the user's own, and its value is text: `0010` is no number there.
+    """Whether a key names a variable of the environment, whose value is text: `0010` stays `0010`.
 
     `config/yaml.py` asks, for the values that YAML would take for numbers and booleans.
     """
-    inner = named(schema_at(path[:-1]) or {}) if path else None
+    # Not every section with free names: the resources of SkyPilot, for one, have booleans.
+    if path[-2:-1] != ("variables",):
+        return False
+    inner = named(schema_at(path[:-1]) or {})
     return inner is not None and value_types(inner) == {"string"}
 
 
