@@ -191,7 +191,7 @@ def rng_file(folder: Path, rank: int) -> Path:
 def save_readable(tensors: dict[str, torch.Tensor], file: Path) -> None:
     """Write a safetensors file with the permissions of any new file.
 
-    `save_file` replaces the file by one that only this user can read, whatever the umask is.
+    `save_file` ignores the umask: only this user can read the files that it writes.
     """
     file.touch()
     mode = stat.S_IMODE(file.stat().st_mode)

@@ -93,7 +93,7 @@ def printable(text: str, *, keep: str = "\n\t", longest: int | None = None) -> s
 
     Characters that change how the letters beside them are drawn stay, because Persian, Indic
     scripts and emoji need them: joiners and non-joiners, variation selectors, no-break spaces, soft
-    hyphens. Arabic and Hebrew need no marks, because their letters have a direction of their own.
+    hyphens. Arabic and Hebrew need no marks, because each of their letters has a direction.
 
     Args:
         text: from any source.

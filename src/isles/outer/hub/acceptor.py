@@ -12,8 +12,8 @@ from contextlib import suppress
 from isles.run.unauthenticated import WITHIN_S, Unauthenticated, network
 
 _MOST, _EACH, _OWN = 1024, 16, 12
-"""Connections with the token: at least, for each cluster that may take part, and those that each
-member that is heard keeps whatever the others do; it needs about ten."""
+"""Limits of connections with the token: the smallest limit, the limit for each cluster that may
+take part, and the connections that no other member can close. A member needs about ten."""
 _WRITE_BYTES = 2**16
 """The buffer of each connection for an answer that is not read."""
 _LOOK_S, _PAUSE_S, _HEARD_S = 1.0, 0.2, 20.0

@@ -27,10 +27,10 @@ _EACH, _A_MINUTE = 100, 20
 _GONE = 2000
 """Events that are kept of all names together that no member has any more."""
 _MOST, _LEAST = 6000, 5000
-"""Above so many events of all names together, so many are kept: the newest of each name first."""
+"""If the log has more than `_MOST` events, it keeps `_LEAST`: the newest of each name first."""
 _LONGEST = 2000
 _MATTERS, _AHEAD = {"refused", "weight", "diverged", "failure"}, 5
-"""Kinds of events of which each name has so many more than of the others."""
+"""Serious kinds of events, and how many more of them than of other kinds each name has."""
 
 # A round has a row in `parts` for each contribution; one with a reason was refused. The owner of a
 # block is a member's number, or one of those in samples.py.

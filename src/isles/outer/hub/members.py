@@ -110,7 +110,7 @@ class Membership:
         return row
 
     def has(self, member_id: str) -> bool:
-        """Whether an id is that of a member."""
+        """Whether an id belongs to a member."""
         sql = "SELECT 1 FROM members WHERE id = ? AND state != 'left'"
         return self.db.row(sql, member_id) is not None
 
@@ -361,9 +361,9 @@ class Membership:
 
     @property
     def least(self) -> int:
-        """Contributions that a round has at least: at most as many as clusters continue.
+        """Least contributions of a round: `min_clusters`, or fewer if clusters finish.
 
-        Those that have finished without a part in any average do not count as clusters.
+        A cluster that finishes without a part in any average does not lower this number.
         """
         least, done = self.settings.min_clusters, self._have_done_their_part()
         going_on = sum(not row["has_finished"] for row in self.latest())

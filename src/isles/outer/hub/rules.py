@@ -131,8 +131,9 @@ def tempered(
     A contribution pulls with its norm times its tokens. That is at most `factor` times the usual
     norm times the usual tokens of the others. A larger cluster comes to its full pull step by step,
     as in `counted_tokens`, but not by a norm above `factor` times the usual. So k liars
-    among n clusters make an average at most `1 + factor * k / (n - k)` times as large as usual at
-    once, and later `factor` times, as a larger norm than that has no weight of earlier rounds.
+    among n clusters make the first averages at most `1 + factor * k / (n - k)` times as large as
+    usual. Later averages are at most `factor` times as large, because a larger norm gets no weight
+    from earlier rounds.
 
     Args:
         history: member, norm and counted tokens of earlier contributions, newest first.
@@ -249,8 +250,8 @@ def may_judge(reports: Mapping[int, str], living: Set[int], had_part: Set[int]) 
     at least half.
 
     Args:
-        reports: digest of the outer parameters of each member that has reported; empty: it has
-            reported several, and none counts.
+        reports: digest of the outer parameters that each member has reported. The digest is
+            empty if the member has reported several, because none of them counts then.
         living: members that report sooner or later.
         had_part: members of the average.
     """

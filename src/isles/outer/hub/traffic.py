@@ -32,7 +32,7 @@ _MOST_POLLS = 16
 _PIECE_BYTES = 2**17
 _FRESH_S, _MOST_VERSIONS = 0.5, 2
 _KNOWN_S = 10.0
-"""So long an id counts as that of a member without another look."""
+"""Seconds for which the hub remembers that an id belongs to a member."""
 
 _ID_CHARS = 32
 MEMBER = "X-Member"
@@ -102,7 +102,7 @@ class Traffic:
         """Wait until there is room for `num_bytes`, and hold them for at most `within_s`.
 
         Raises:
-            Refusal: there was no room for a minute.
+            Refusal: the memory was full for a minute.
             TimeoutError: `within_s` is over, or another request waits for this memory.
         """
         await self._wait(sender, num_bytes)
