@@ -89,8 +89,8 @@ FIGURES: dict[str, dict[str, Any]] = {
     "watchdog": {"step_us": (0.01, 1e4), "thread_ms_per_s": (0.0, 1e3)},
 }
 BRIEF = (
-    *("balance", "chaos", "finetune", "loop", "plan_published", "scale", "slow_link"),
-    *("strategies",),
+    *("balance", "chaos", "codec", "finetune", "gpu", "hub", "loop", "plan_published", "scale"),
+    *("slow_link", "strategies", "watchdog"),
 )
 
 

@@ -98,6 +98,40 @@ def test_of_too_many_long_polls_of_one_sender_the_oldest_answer():
     asyncio.run(use())
 
 
+def test_a_transfer_that_lasts_ends_once_another_waits_for_its_memory():
+    async def use() -> None:
+        made, loop = Traffic(_is_member, 64), asyncio.get_running_loop()
+        clock, later = loop.time, [0.0]
+        loop.time = lambda: clock() + later[0]
+        ended = []
+
+        async def hold(sender: str, until: asyncio.Event) -> None:
+            try:
+                async with made.holding(sender, 16 * _MIB, 600.0):
+                    await until.wait()
+            except TimeoutError:
+                ended.append(sender)
+
+        try:
+            never, now = asyncio.Event(), asyncio.Event()
+            now.set()
+            slow = [asyncio.create_task(hold(f"at {number}", never)) for number in range(8)]
+            await asyncio.sleep(0)
+            waiting = asyncio.create_task(hold("at 9", now))
+            await asyncio.sleep(0)
+            assert not ended and not waiting.done()
+            later[0] = 30.0
+            await waiting
+            assert ended == ["at 0"], "the oldest, and no more than are needed"
+            later[0] += 600.0
+            await asyncio.gather(*slow)
+            assert made.num_bytes == 0
+        finally:
+            loop.time = clock
+
+    asyncio.run(use())
+
+
 def test_many_requests_of_one_sender_take_turns_with_others(tmp_path):
     async def use() -> None:
         work, order = Work(tmp_path, Settings()), list[str]()

@@ -276,7 +276,7 @@ def test_long_texts_end() -> None:
         *('token="', "token='", "token=[", "cookie ", "password ", "-u a", "sshpass ", "key:\n "),
         *("-----BEGIN ", "PRIVATE KEY-----", "token\\", "password: \\n", "\\", " ", "[", "\\'"),
     ):
-        many = text * (200_000 // len(text))
+        many = text * (50_000 // len(text))
         for whole in (f"{many} key ", f'"token":"{many}', f"token:{many}"):
             redact(whole)
 

@@ -32,8 +32,8 @@ class Resolved:
             `default`; and `derived.NAME` -> `derived: how`.
         derived: everything that follows, by name: strategy, device, world_size, rows_per_rank,
             and grad_accum_steps where micro_batch_size is a number.
-        owner: the other user who has written the file that this was read from, which keeps only
-            values that describe the run (see `isles.run.resolved`); empty: none.
+        owner: the user who wrote the file, if it was another user; only values that describe the
+            run were kept from it (see `isles.run.resolved`). Otherwise empty.
     """
 
     config: RunConfig
