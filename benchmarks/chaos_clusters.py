@@ -294,7 +294,7 @@ class Run:
             text = (self.folder / "hub.log").read_text()
             assert self._server.poll() is None and time.monotonic() < end, text
             time.sleep(0.05)
-        self.port = self.wires.goal = int(place.read_text())
+        self.port = self.wires.goal = (read_record(place) or {})["port"]
         os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=f"http://127.0.0.1:{self.port}")
         import boto3
 

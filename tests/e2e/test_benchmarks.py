@@ -88,6 +88,7 @@ FIGURES: dict[str, dict[str, Any]] = {
     "strategies": {"fsdp": RATIO},
     "watchdog": {"step_us": (0.01, 1e4), "thread_ms_per_s": (0.0, 1e3)},
 }
+OTHER_STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 BRIEF = (
     *("balance", "chaos", "codec", "finetune", "gpu", "hub", "loop", "plan_published", "scale"),
     *("slow_link", "strategies", "watchdog"),
@@ -115,11 +116,19 @@ def test_a_smoke_run_ends_with_sane_figures(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-def test_every_strategy_has_a_smoke_run(strategy: str) -> None:
-    done = type_benchmark("strategies", "--smoke", "--only", strategy)
+@pytest.mark.parametrize(
+    ("words", "figures"),
+    [
+        *((f"strategies --only {name}", {name: RATIO}) for name in OTHER_STRATEGIES),
+        ("balance --strategy fsdp", FIGURES["balance"]),
+        ("chaos --engine bucket", FIGURES["chaos"]),
+    ],
+)
+def test_each_choice_has_a_smoke_run(words: str, figures: dict[str, Any]) -> None:
+    name, *options = words.split()
+    done = type_benchmark(name, "--smoke", *options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert not list(faults(json.loads(done.stdout.splitlines()[-1]), {strategy: RATIO}))
+    assert not list(faults(json.loads(done.stdout.splitlines()[-1]), figures))
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path) -> None:
