@@ -54,7 +54,7 @@ class Lab:
         """
         words = [f"{name}={value}" for name, value in {MARK: self.prefix, **variables}.items()]
         # A shell in the background ignores Ctrl+C; its children would as well.
-        return [str(_HERE / "net/on.sh"), host, "env", "--default-signal=INT", *words, *command]
+        return [str(_HERE / "net/on.sh"), host, "env", "--default-signal=INT,HUP", *words, *command]
 
     def run(
         self, host: str, command: Sequence[str], **variables: str
