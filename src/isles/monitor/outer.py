@@ -87,12 +87,21 @@ _MEMBER: dict[str, _Read] = {
     **dict.fromkeys(("name", "state", "slow"), _text),
     **dict.fromkeys(("step", "heard_s"), _number),
     "is_behind": _flag,
-}
-_MORE_OF_MEMBER: dict[str, _Read] = {
     **dict.fromkeys(("refused", "phase", "detail"), _text),
     **dict.fromkeys(("weight", "tokens_per_s", "loss", "since", "version"), _number),
     **dict.fromkeys(("sent_bytes", "received_bytes", "total_steps"), _number),
 }
+_UNKNOWN = {"step": 0, "heard_s": 0.0, "slow": "", "is_behind": False}
+
+
+def _member(value: object) -> dict[str, Any] | None:
+    # Another version of a hub may lack some of it.
+    found = _record(_MEMBER, ("name", "state"))(value)
+    if found is None:
+        return None
+    return {**found, **{k: v for k, v in _UNKNOWN.items() if found.get(k) is None}}
+
+
 _OPEN: dict[str, _Read] = {
     **dict.fromkeys(("due_in_s", "round"), _number),
     **dict.fromkeys(("waits_for", "contributed"), _texts),
@@ -112,7 +121,7 @@ _ANSWER: dict[str, _Read] = {
     **dict.fromkeys(("round", "fragments"), _number),
     "is_over": _flag,
     "heavy": _record({"name": _text, "share": _number}),
-    "members": _list(_record(_MEMBER | _MORE_OF_MEMBER, tuple(_MEMBER))),
+    "members": _list(_member),
     "open": _list(_record(_OPEN, ("round",))),
     "events": _list(_record(_EVENT, ("number", "at", "kind", "what")), keeps_end=True),
     "commits": _list(_record(_COMMIT, tuple(_COMMIT))),
