@@ -182,7 +182,8 @@ def parse_record(text: str | bytes) -> Any:
     """
     text = text if isinstance(text, str) else text.decode("utf-8")
     found = json.loads(text)
-    return _encodable(found) if _ESCAPED_SURROGATE.search(text) else found
+    has_surrogates = "\\u" in text and _ESCAPED_SURROGATE.search(text)  # the search alone is slow
+    return _encodable(found) if has_surrogates else found
 
 
 def _encodable(value: Any) -> Any:
