@@ -49,7 +49,7 @@ from isles.run.nodes import Fleet, FleetNode, require_nodes
 from isles.run.outcome import agent_error, end_failed
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record
+from isles.run.records import MAX_LIST_BYTES, read_record
 from isles.run.state import attempt_state
 
 _LOOK_S = 0.05
@@ -256,7 +256,7 @@ class Lead:
             time.sleep(_LOOK_S)
         for path in sorted(self._attempt.path.glob("check-node-*.log")):
             sys.stderr.write(path.read_text(encoding="utf-8", errors="replace"))
-        found = (read_record(self._attempt.findings) or {}).get("findings", ())
+        found = (read_record(self._attempt.findings, MAX_LIST_BYTES) or {}).get("findings", ())
         errors = [entry for entry in found if entry.get("level") == "error"]
         if not errors:
             return None

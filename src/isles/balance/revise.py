@@ -17,7 +17,7 @@ from typing import Any
 from isles.balance.curve import Curve, rank_seconds, step_seconds
 from isles.balance.solve import are_alike, fastest_split
 from isles.dist.split import RowSplit, even_split, shared_split
-from isles.run.records import read_record, write_record
+from isles.run.records import MAX_LIST_BYTES, read_record, write_record
 
 WINDOWS = 5
 """Parts of the steps that are looked at. What is not so in every one of them is noise."""
@@ -156,7 +156,7 @@ class History:
     def load(cls, file: Path, in_checkpoint: Mapping[str, Any] | None) -> History:
         """From the run directory or, if it reaches further (on another disk), a checkpoint."""
         found = []
-        for record in (read_record(file), in_checkpoint):
+        for record in (read_record(file, MAX_LIST_BYTES), in_checkpoint):
             try:
                 known = tuple(Allocation.read(each) for each in (record or {})["allocations"])
                 found.append(cls(known, int((record or {})["decided_to"])))

@@ -31,7 +31,7 @@ from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.shell import Shell
 from isles.run.env import allocation
 from isles.run.paths import RunDir
-from isles.run.records import clear_errors, read_record
+from isles.run.records import MAX_LIST_BYTES, clear_errors, read_record
 
 _RUN_S = 120.0
 """Beyond the wait for nodes: what the check itself may take before it is ended."""
@@ -81,7 +81,9 @@ def check_in_job(run: RunFacts, timeout_s: float) -> Found:
         resolved = resolve_for_nodes(loaded)
         with _folder(run.output_dir, loaded, resolved) as folder:
             output = _srun(resolved, launcher, folder, workdir, timeout_s)
-            record: dict[str, Any] | None = read_record(RunDir(folder).attempt(1).findings)
+            record: dict[str, Any] | None = read_record(
+                RunDir(folder).attempt(1).findings, MAX_LIST_BYTES
+            )
     if record is not None:
         return [Finding(**finding) for finding in record["findings"]], record["hosts"]
     text = f"no node has answered: {'; '.join(output[-3:])}"

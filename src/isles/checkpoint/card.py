@@ -17,6 +17,8 @@ from isles.run.paths import RunDir
 from isles.run.records import read_metrics
 
 _SHOWN_VERSIONS = ("isles", "torch", "transformers", "peft")
+_METRICS_BYTES = 256 * 2**20
+"""The figures come from so much of the end of metrics.jsonl: six hundred thousand rows."""
 
 ExportKind = Literal["model", "adapter"]
 """A whole model, or an adapter that needs its base."""
@@ -132,9 +134,11 @@ def _snippet(kind: ExportKind, repo: str | None, tokenizer: Any) -> str:
 
 def _figures(run_dir: RunDir, checkpoint: CheckpointInfo, config: RunConfig) -> str:
     manifest = checkpoint.manifest
-    rows = [row for row in read_metrics(run_dir.metrics) if row["step"] <= checkpoint.step]
-    last: dict[str, dict[str, Any]] = {row["kind"]: row for row in rows}
-    train, evaluation = last.get("train", {}), last.get("eval", {})
+    last: dict[str, dict[str, Any]] = {"train": {}, "eval": {}}
+    for row in read_metrics(run_dir.metrics, _METRICS_BYTES):
+        if row["kind"] in last and row["step"] <= checkpoint.step:
+            last[row["kind"]] = row
+    train, evaluation = last["train"], last["eval"]
     tokens, elapsed_s = manifest["tokens"], float(manifest["elapsed_s"])
     device = manifest.get("device") or "device of unknown kind"
     figures = {

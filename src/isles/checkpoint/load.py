@@ -29,7 +29,7 @@ from isles.run.checkpoints import (
 )
 from isles.run.manifest import MANIFEST, MANIFEST_VERSION, READ_VERSIONS
 from isles.run.paths import RunDir
-from isles.run.records import read_record
+from isles.run.records import MAX_LIST_BYTES, read_record
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def latest_good(run_dir: RunDir) -> CheckpointInfo | None:
     """
     folders = sorted(run_dir.checkpoints.glob("step-*"), reverse=True)
     for folder in folders:
-        record = read_record(folder / MANIFEST) or {}
+        record = read_record(folder / MANIFEST, MAX_LIST_BYTES) or {}
         if record.get("version", MANIFEST_VERSION) not in READ_VERSIONS:
             read_checkpoint(folder)  # raises, naming the version that wrote it
         issues = verify_checkpoint(folder)

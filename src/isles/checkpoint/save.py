@@ -44,7 +44,7 @@ from isles.run.checkpoints import (
 )
 from isles.run.manifest import MANIFEST, step_of
 from isles.run.paths import RunDir
-from isles.run.records import read_record, write_record
+from isles.run.records import MAX_LIST_BYTES, read_record, write_record
 from isles.run.upload import Uploader
 
 log = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class CheckpointManager:
     def _prepare(self, partial: Path, final: Path, manifest: dict[str, Any]) -> bool:
         # Make the folder on rank 0's disk; False where the step is saved already.
         if final.exists():
-            before = (read_record(final / MANIFEST) or {}).get("outer")
+            before = (read_record(final / MANIFEST, MAX_LIST_BYTES) or {}).get("outer")
             # What this process has saved was read back then.
             if self.last_step != int(manifest["step"]) and verify_checkpoint(final):
                 _discard(final)

@@ -40,7 +40,7 @@ from isles.run.live import ask_for_stacks
 from isles.run.nodes import read_own_fleet
 from isles.run.owner import owner_of, read_text, shown_only
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import clear_errors, read_record
+from isles.run.records import MAX_LIST_BYTES, clear_errors, read_record
 from isles.run.remote import MultiClusterRun, RemoteRun, last_report
 from isles.run.resolved import read_resolved
 from isles.run.state import number_of, run_state
@@ -300,7 +300,7 @@ def _ask_stacks(bundle: Bundle, attempt: Attempt) -> None:
     try:
         asked_at = ask_for_stacks(attempt)
         while not ranks and time.monotonic() < end:
-            answer = read_record(attempt.stacks) or {}
+            answer = read_record(attempt.stacks, MAX_LIST_BYTES) or {}
             if (number_of(answer, "asked_at") or 0.0) >= asked_at:
                 ranks = answer.get("ranks") or {}
                 break

@@ -15,12 +15,12 @@ from isles.errors import ExitCode, UserError
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.launch.hub import end_hub, hub_process, local_line
 from isles.monitor.children import Line, run_all
-from isles.monitor.outer import known_answer
+from isles.monitor.outer import ask_status
 from isles.monitor.remote import reports_of
 from isles.monitor.status import ReportState, RunReport
 from isles.monitor.table import cell, columns, steps_text
 from isles.run.find import run_of, typed_name
-from isles.run.join_line import JoinLine, ask_hub
+from isles.run.join_line import JoinLine
 from isles.run.owner import shown_only
 from isles.run.remote import ClusterRun, MultiClusterRun, list_multi_cluster
 from isles.run.state import number_of
@@ -121,7 +121,7 @@ def multi_cluster_report(run: MultiClusterRun) -> MultiClusterReport:
         error = "it does not run"
     elif run.meets:
         try:
-            answer = known_answer(ask_hub(hub_line(run), "/v1/status", _ANSWER_S))
+            answer = ask_status(hub_line(run), _ANSWER_S)
         except UserError as caught:
             error = f"{caught.what} ({caught.where})"
     elif run.engine == "bucket":

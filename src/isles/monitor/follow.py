@@ -272,7 +272,7 @@ class _Watch:
         return found
 
     def _new_rows(self) -> Iterator[dict[str, Any]]:
-        for line in self._rows.read():
+        for line in self._rows.lines():
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):

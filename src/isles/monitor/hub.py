@@ -16,8 +16,9 @@ from isles.launch.hub import OpenHub, end_hub, hub_process, local_line
 from isles.monitor.clusters import heavy_notes
 from isles.monitor.follow import Follower
 from isles.monitor.logs import LineTail
+from isles.monitor.outer import ask_status
 from isles.monitor.table import columns
-from isles.run.join_line import JoinLine, ask_hub
+from isles.run.join_line import JoinLine
 from isles.run.paths import is_file
 from isles.run.repeats import Repeats
 
@@ -53,7 +54,7 @@ def hub_record(state: Path) -> dict[str, Any]:
     if hub_process(state) is None:
         return record
     try:
-        answer = ask_hub(local_line(state), "/v1/status", _ANSWER_S)
+        answer = ask_status(local_line(state), _ANSWER_S)
     except UserError as error:
         return {**record, "state": "silent", "error": f"{error.what} ({error.where})"}
     return {**record, "state": "finished" if answer.get("is_over") else "running", "hub": answer}
@@ -66,7 +67,7 @@ def hub_lines(state: Path, record: dict[str, Any]) -> list[str]:
         lines.append(f"  error      {record['error']}")
     answer = record["hub"]
     if answer is not None:
-        lines[-1] += f", round {answer['round']}"
+        lines[-1] += f", round {answer['round']:.0f}"
         lines += [f"  weight     {note}" for note in heavy_notes(answer)]
         lines += _member_lines(answer["members"])
     if record["state"] == "stopped":
@@ -81,9 +82,10 @@ def _member_lines(members: list[dict[str, Any]]) -> list[str]:
     remarks = []
     for member in members:
         seen = f"{format_duration(member['heard_s'])} ago" if member["state"] == "living" else ""
-        speed, weight = f"{member['tokens_per_s']:,.0f}", f"{member['weight']:.0%}"
-        rows.append((member["name"], member["state"], str(member["step"]), speed, weight, seen))
-        notes = [text for text in (member["slow"], member["refused"]) if text]
+        speed, weight = member.get("tokens_per_s") or 0.0, member.get("weight") or 0.0
+        figures = f"{member['step']:.0f}", f"{speed:,.0f}", f"{weight:.0%}"
+        rows.append((member["name"], member["state"], *figures, seen))
+        notes = [text for text in (member["slow"], member.get("refused")) if text]
         remarks += [f"{member['name']}: {text}" for text in notes]
     return ["", *(f"  {text}" for text in (*columns(rows), *remarks)), ""]
 
@@ -127,7 +129,7 @@ class HubNews:
         """
         now = time.time()
         try:
-            status = ask_hub(self._line(), "/v1/status", _ANSWER_S)
+            status = ask_status(self._line(), _ANSWER_S)
         except UserError as error:
             if self._silent_at is not None:
                 return []
@@ -161,7 +163,7 @@ class HubNews:
                 total = sum(commit["weights"].values()) or 1
                 parts = [f"{name} {n / total:.0%}" for name, n in commit["weights"].items()]
                 text = (
-                    f"round {commit['round']} averaged: {', '.join(parts) or 'nobody'}; "
+                    f"round {commit['round']:.0f} averaged: {', '.join(parts) or 'nobody'}; "
                     f"{format_bytes(commit['size_bytes'])} in {format_duration(commit['seconds'])}"
                 )
                 found.append((float(commit["at"]), "round", text))

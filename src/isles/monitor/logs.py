@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -45,7 +46,14 @@ class LineTail:
         self._is_refused = False
 
     def read(self, *, final: bool = False) -> list[str]:
+        """As `lines`, if all of them fit into memory."""
+        return list(self.lines(final=final))
+
+    def lines(self, *, final: bool = False) -> Iterator[str]:
         """The lines added since the last call, without their ends.
+
+        What is added during the read waits for the next call, so each read has an end. The caller
+        must take all lines before the next call.
 
         A progress bar rewrites its line many times; only its last state is returned.
 
@@ -54,23 +62,19 @@ class LineTail:
         """
         try:
             with open_shown(self.path) as stream:
-                data = self._added(stream.fileno())
+                yield from self._added(stream.fileno())
         except (FileNotFoundError, NotADirectoryError):
-            return []
+            return
         except (UnsupportedOperation, PermissionError) as error:
-            if self._is_refused:
-                return []
-            self._is_refused = True
-            return [f"isles: {self.path} is not read: {error.strerror or error}"]
-        *lines, rest = data.split(b"\n")
-        self._rest = rest[-_MOST_BYTES:]
+            if not self._is_refused:
+                self._is_refused = True
+                yield f"isles: {self.path} is not read: {error.strerror or error}"
+            return
         if final and self._rest:
-            lines.append(self._rest)
-            self._rest = b""
-        states = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines)
-        return [line[:MAX_LINE_BYTES].decode("utf-8", errors="replace") for line in states]
+            line, self._rest = self._rest, b""
+            yield _state(line).decode("utf-8", errors="replace")
 
-    def _added(self, handle: int) -> bytes:
+    def _added(self, handle: int) -> Iterator[str]:
         info = os.fstat(handle)
         if self._inode is None and self._last is not None:
             self._offset = _start_of_last_lines(handle, info.st_size, self._last)
@@ -80,11 +84,24 @@ class LineTail:
         if (skipped := info.st_size - self._offset - _MOST_BYTES) > 0:
             self._offset += skipped
             self._rest = f"isles: {format_bytes(skipped)} of {self.path} are skipped\n".encode()
-        blocks = [self._rest]
-        while block := os.pread(handle, _BLOCK_BYTES, self._offset):
-            blocks.append(block)
+        while (left := info.st_size - self._offset) > 0:
+            block = os.pread(handle, min(left, _BLOCK_BYTES), self._offset)
+            if not block:
+                break
             self._offset += len(block)
-        return b"".join(blocks)
+            *lines, rest = (self._rest + block).split(b"\n")
+            self._rest = _state(rest, is_whole=False)
+            for line in lines:
+                yield _state(line).decode("utf-8", errors="replace")
+
+
+def _state(line: bytes, *, is_whole: bool = True) -> bytes:
+    # The last state of a line that a progress bar rewrites. An unfinished line keeps the carriage
+    # return at its end, because the next state may follow.
+    state = line.rstrip(b"\r").rpartition(b"\r")[2]
+    if is_whole or len(state) > MAX_LINE_BYTES:
+        return state[:MAX_LINE_BYTES]
+    return state + b"\r" * line.endswith(b"\r")
 
 
 def _start_of_last_lines(handle: int, size_bytes: int, count: int) -> int:
@@ -192,7 +209,7 @@ def log_lines(
             tails.setdefault(name, LineTail(path, last=choice.last if is_first else None))
         num_ranks = len([name for name in tails if "rank" in name])
         for name, tail in tails.items():
-            lines = tail.read(final=is_over)
+            lines = tail.lines(final=is_over)
             is_named = choice.rank is None and (num_ranks > 1 or name != "rank 0")
             prefix = f"[{name}] " if is_named else ""
             yield from (f"{prefix}{line}" for line in lines)
@@ -215,10 +232,10 @@ def local_lines(run_dir: RunDir, attempt: Attempt, choice: LogChoice) -> Iterato
         yield f"=== Node {node}{f' ({name})' if name else ''} ==="
         path = run_dir.latest_node_log(node)
         if choice.attempt is None and path.is_file():
-            yield from LineTail(path, last=choice.last).read(final=True)
+            yield from LineTail(path, last=choice.last).lines(final=True)
         else:
-            lines = list(log_lines(run_dir, attempt, replace(choice, node=node)))
-            yield from lines[-choice.last :] if choice.last else lines
+            lines = log_lines(run_dir, attempt, replace(choice, node=node))
+            yield from deque(lines, choice.last) if choice.last else lines
 
 
 class LogFiles:

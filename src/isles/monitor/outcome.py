@@ -22,6 +22,8 @@ from isles.run.state import attempt_state, number_of, script_of, text_of
 
 _TRACEBACK_LINES = 15
 _LOG_LINES = 15
+_ERRORS_BYTES = 64 * 2**20
+"""So much is read of the errors that ranks have left: thousands of ranks leave less."""
 _NO_ROOM_BYTES = 64 * 1024
 """With less free space the outcome could not be written."""
 
@@ -102,12 +104,9 @@ def root_cause(attempt: Attempt) -> dict[str, Any] | None:
     A rank's own error comes before the agent's decision, and that before the errors of ranks
     that only lost the connection to others. Among equals the earliest is the cause.
     """
-    paths = attempt.rank_errors(current_restart(attempt))
-    records = [record for path in paths if (record := read_record(path))]
-    records.sort(key=lambda record: number_of(record, "at") or 0.0)
-    own = [record for record in records if not record.get("is_communication")]
-    if own:
-        return own[0]
+    own, lost = _earliest_errors(attempt)
+    if own is not None:
+        return own
     decision = (read_record(attempt.outcome) or {}).get("error")
     if isinstance(decision, dict):
         return decision
@@ -122,7 +121,24 @@ def root_cause(attempt: Attempt) -> dict[str, Any] | None:
             "fix": "somebody killed it, or the machine ran out of memory: see `dmesg | tail`",
             "id": "run.coordinator",
         }
-    return records[0] if records else None
+    return lost
+
+
+def _earliest_errors(attempt: Attempt) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    # The earliest error with its cause in a rank, and the earliest that is a loss of other ranks.
+    first: dict[bool, tuple[float, dict[str, Any]]] = {}
+    left_bytes = _ERRORS_BYTES
+    for path in attempt.rank_errors(current_restart(attempt)):
+        with suppress(OSError):
+            left_bytes -= path.stat().st_size
+        if left_bytes < 0:
+            break
+        if record := read_record(path):
+            at, is_own = number_of(record, "at") or 0.0, not record.get("is_communication")
+            if is_own not in first or at < first[is_own][0]:
+                first[is_own] = at, record
+    own, lost = first.get(True), first.get(False)
+    return own[1] if own else None, lost[1] if lost else None
 
 
 def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:

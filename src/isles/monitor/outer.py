@@ -5,85 +5,159 @@ Another user, another site or another version of isles may have written them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from itertools import islice
 from typing import Any
 
+from isles.errors import PreflightError
+from isles.facts.units import printable
+from isles.run.join_line import JoinLine, ask_hub
 from isles.run.state import number_of
 
-_Kind = Callable[[object], bool]
+_MOST = 1000
+"""Members, rounds, events and names in an answer; a hub admits fewer members."""
+
+_LONGEST = 500
+_LATEST = 1e11
+"""Seconds since the epoch, a time that Python shows as a date."""
+
+_ANSWER_AT_LEAST = ("round", "members")
+
+_Read = Callable[[object], Any]
+"""Returns a value as isles uses it, or None if it is of another kind."""
 
 
-def _is_number(value: object) -> bool:
-    return number_of({"": value}, "") is not None
+def _number(value: object) -> float | None:
+    return number_of({"": value}, "")
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+def _time(value: object) -> float | None:
+    found = _number(value)
+    return found if found is not None and 0 <= found < _LATEST else None
 
 
-def _is_record(value: object) -> bool:
-    return isinstance(value, dict)
+def _text(value: object) -> str | None:
+    return printable(value, longest=_LONGEST) if isinstance(value, str) else None
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
+def _flag(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
 
 
-def _is_list_of_texts(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
+def _texts(value: object) -> list[str] | None:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        return None
+    return [printable(each, longest=_LONGEST) for each in value[:_MOST]]
 
 
-_OUTER: dict[str, _Kind] = {
-    **dict.fromkeys(("outer_step", "exposed_s", "hidden_s", "hidden_share"), _is_number),
-    **dict.fromkeys(("sent_bytes", "received_bytes", "bytes_per_s"), _is_number),
-    **dict.fromkeys(("meeting", "last_outer_step"), _is_record),
+def _by_name(read: _Read) -> _Read:
+    # A record of values of one kind by names. Values of another kind are dropped.
+    def read_all(value: object) -> dict[str, Any] | None:
+        if not isinstance(value, dict):
+            return None
+        found = ((key, read(each)) for key, each in islice(value.items(), _MOST))
+        return {str(_text(key)): each for key, each in found if each is not None}
+
+    return read_all
+
+
+def _record(kinds: Mapping[str, _Read], needed: Collection[str] = ()) -> _Read:
+    # A record with these keys; None if a needed key has no value of its kind. Other keys stay.
+    def read(value: object) -> dict[str, Any] | None:
+        if not isinstance(value, dict):
+            return None
+        found = {key: kinds[key](each) if key in kinds else each for key, each in value.items()}
+        found = {key: each for key, each in found.items() if each is not None or value[key] is None}
+        return None if any(found.get(key) is None for key in needed) else found
+
+    return read
+
+
+def _list(read: _Read, *, keeps_end: bool = False) -> _Read:
+    def read_all(value: object) -> list[Any] | None:
+        if not isinstance(value, list):
+            return None
+        part = value[-_MOST:] if keeps_end else value[:_MOST]
+        return [found for each in part if (found := read(each)) is not None]
+
+    return read_all
+
+
+_MEMBER: dict[str, _Read] = {
+    **dict.fromkeys(("name", "state", "slow"), _text),
+    **dict.fromkeys(("step", "heard_s"), _number),
+    "is_behind": _flag,
+    **dict.fromkeys(("refused", "phase", "detail"), _text),
+    **dict.fromkeys(("weight", "tokens_per_s", "loss", "since", "version"), _number),
+    **dict.fromkeys(("sent_bytes", "received_bytes", "total_steps"), _number),
 }
-_LAST: dict[str, _Kind] = {"outer_step": _is_number, "weights": _is_record}
-_ANSWER: dict[str, _Kind] = {
-    **dict.fromkeys(("round", "fragments"), _is_number),
-    **dict.fromkeys(("members", "open"), _is_list),
+_UNKNOWN = {"step": 0, "heard_s": 0.0, "slow": "", "is_behind": False}
+
+
+def _member(value: object) -> dict[str, Any] | None:
+    # Another version of a hub may lack some of it.
+    found = _record(_MEMBER, ("name", "state"))(value)
+    if found is None:
+        return None
+    return {**found, **{k: v for k, v in _UNKNOWN.items() if found.get(k) is None}}
+
+
+_OPEN: dict[str, _Read] = {
+    **dict.fromkeys(("due_in_s", "round"), _number),
+    **dict.fromkeys(("waits_for", "contributed"), _texts),
+    "missing": _by_name(_text),
 }
-_MEMBER: dict[str, _Kind] = {
-    **dict.fromkeys(("name", "state", "slow"), _is_text),
-    **dict.fromkeys(("step", "heard_s"), _is_number),
-    "is_behind": lambda value: isinstance(value, bool),
+_EVENT: dict[str, _Read] = {
+    "number": _number,
+    "at": _time,
+    **dict.fromkeys(("kind", "what", "member"), _text),
 }
-_OPEN: dict[str, _Kind] = {
-    **dict.fromkeys(("due_in_s", "round"), _is_number),
-    "waits_for": _is_list_of_texts,
-    "missing": _is_record,
+_COMMIT: dict[str, _Read] = {
+    **dict.fromkeys(("round", "size_bytes", "seconds"), _number),
+    "at": _time,
+    "weights": _by_name(_number),
+}
+_ANSWER: dict[str, _Read] = {
+    **dict.fromkeys(("round", "fragments"), _number),
+    "is_over": _flag,
+    "heavy": _record({"name": _text, "share": _number}),
+    "members": _list(_member),
+    "open": _list(_record(_OPEN, ("round",))),
+    "events": _list(_record(_EVENT, ("number", "at", "kind", "what")), keeps_end=True),
+    "commits": _list(_record(_COMMIT, tuple(_COMMIT))),
+}
+_LAST: dict[str, _Read] = {"outer_step": _number, "weights": _by_name(_number)}
+_OUTER: dict[str, _Read] = {
+    **dict.fromkeys(("outer_step", "exposed_s", "hidden_s", "hidden_share"), _number),
+    **dict.fromkeys(("sent_bytes", "received_bytes", "bytes_per_s"), _number),
+    "meeting": _record(_ANSWER),
+    "last_outer_step": _record(_LAST),
 }
 
 
 def known_outer(found: object) -> dict[str, Any] | None:
     """The part `outer` of a status record; None if the record has none."""
-    if not isinstance(found, dict):
-        return None
-    outer = _kept(found, _OUTER)
-    if (last := outer.get("last_outer_step")) is not None:
-        last = outer["last_outer_step"] = _kept(last, _LAST)
-        if (weights := last.get("weights")) is not None:
-            last["weights"] = {name: count for name, count in weights.items() if _is_number(count)}
-    if (meeting := outer.get("meeting")) is not None:
-        outer["meeting"] = known_answer(meeting)
+    outer: dict[str, Any] | None = _record(_OUTER)(found)
     return outer
 
 
 def known_answer(found: Mapping[str, Any]) -> dict[str, Any]:
-    """A hub's answer to `/v1/status`, or what a cluster knows of the others in a bucket."""
-    answer = _kept(found, _ANSWER)
-    for key, kinds in (("members", _MEMBER), ("open", _OPEN)):
-        if (entries := answer.get(key)) is not None:
-            records = [_kept(entry, kinds) for entry in entries if isinstance(entry, dict)]
-            needed = _MEMBER if key == "members" else ("round",)
-            answer[key] = [r for r in records if all(r.get(name) is not None for name in needed)]
+    """A hub's answer to `/v1/status`: only values of the kinds and sizes that isles uses."""
+    answer: dict[str, Any] = _record(_ANSWER)(dict(found))
     return answer
 
 
-def _kept(record: Mapping[str, Any], kinds: Mapping[str, _Kind]) -> dict[str, Any]:
-    # Leave out each value that is neither None nor of its kind.
-    return {
-        key: value
-        for key, value in record.items()
-        if value is None or key not in kinds or kinds[key](value)
-    }
+def ask_status(line: JoinLine, timeout_s: float) -> dict[str, Any]:
+    """Ask a hub for its status, as `known_answer` has it.
+
+    Raises:
+        CommunicationError, PreflightError: as `ask_hub`; or the answer cannot be read.
+    """
+    answer = known_answer(ask_hub(line, "/v1/status", timeout_s))
+    if missing := [key for key in _ANSWER_AT_LEAST if answer.get(key) is None]:
+        raise PreflightError(
+            f"the hub's answer cannot be read: it has no {' and no '.join(missing)}",
+            where=line.address,
+            fix="install the same version of isles there and here",
+        )
+    return answer

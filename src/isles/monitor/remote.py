@@ -104,14 +104,17 @@ def _collected(run: RunDir, jobs: Mapping[Path, JobReport]) -> RunReport:
     # One run with records that isles cannot show must not hide all others.
     try:
         return collect(run, jobs=jobs)
-    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+    except UserError as error:
+        why = f"{error.where}: {error.what}"
+    except Exception as error:  # whatever its records are
         log.debug("%s", run.path, exc_info=True)
-        return RunReport(
-            name=run.name,
-            path=str(run.path.absolute()),
-            reason="its records cannot be shown",
-            hint=f"isles does not understand one of its records ({type(error).__name__})",
-        )
+        why = f"isles does not understand one of its records ({type(error).__name__})"
+    return RunReport(
+        name=run.name,
+        path=str(run.path.absolute()),
+        reason="its records cannot be shown",
+        hint=why,
+    )
 
 
 def _ask(runs: Sequence[RemoteRun], output_dir: Path) -> list[RunReport]:

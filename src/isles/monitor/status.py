@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from heapq import nlargest
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +18,13 @@ from isles.facts.units import format_duration
 from isles.launch.queue.job import JobReport
 from isles.launch.queue.status import refresh
 from isles.monitor.outer import known_outer
-from isles.run.checkpoints import list_checkpoints
+from isles.run.checkpoints import newest_checkpoint
 from isles.run.find import typed_command, typed_name
 from isles.run.nodes import read_fleet
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record
-from isles.run.restarts import list_restarts
+from isles.run.records import MAX_LIST_BYTES, read_record, refuse_long
+from isles.run.restarts import current_restart, last_restart
 from isles.run.state import (
     NEVER_STARTED,
     AttemptState,
@@ -40,6 +41,10 @@ SILENT_S = 180.0
 """A running run that has reported nothing for longer gets a hint."""
 
 _LISTED = 3
+_HANGS_READ = 32
+"""The newest records of hangs are read, to show the last `_LISTED`."""
+
+_MOST_NODES = 4096
 _HANG_RECORD = re.compile(r"(?:step|silence)-\d+\.json")
 _NODE_STATES = {"missing": "has not come yet", "lost": "is lost", "ended": "has ended"}
 
@@ -136,8 +141,12 @@ def collect(
 
     Args:
         jobs: reports of queues, by folders of attempts; None: the queue of this run is asked.
+
+    Raises:
+        UserError: a record of the run is too long to be read.
     """
     attempt = run_dir.last_attempt()
+    refuse_long(_short_records(run_dir, attempt))
     job = None
     if attempt is not None and jobs is not None:
         job = jobs.get(attempt.path)
@@ -148,13 +157,13 @@ def collect(
     state = attempt_state(run_dir, attempt, now) if attempt else NEVER_STARTED
     status = current_status(run_dir, state.begun_at)
     outcome = state.outcome or {}
-    checkpoints = list_checkpoints(run_dir)
-    newest = checkpoints[-1] if checkpoints else None
+    newest = newest_checkpoint(run_dir)
     silent_s = None
     if state.state in ("running", "unknown"):
         progress_at = number_of(status, "progress_at") or number_of(status, "updated_at")
         silent_s = max(0.0, now() - (progress_at or state.begun_at or now()))
-    restarts = [r for r in list_restarts(attempt) if r.decision == "restart"] if attempt else []
+    restarts = current_restart(attempt) if attempt else 0
+    last = last_restart(attempt) if attempt and restarts else None
     nodes = node_reports(attempt, now()) if attempt else ()
     return RunReport(
         name=run_dir.name,
@@ -181,8 +190,8 @@ def collect(
         exit_code=_whole(outcome, "exit_code"),
         reason=text_of(outcome, "reason"),
         error=error if isinstance(error := outcome.get("error"), dict) else None,
-        restarts=len(restarts),
-        last_restart=restarts[-1].text if restarts else "",
+        restarts=restarts,
+        last_restart=last.text if last else "",
         num_nodes=sum(node.is_running for node in nodes) if nodes else None,
         max_nodes=len(nodes) or None,
         hint=_hint(run_dir, state, silent_s, now()),
@@ -196,6 +205,14 @@ def collect(
         outer=status.get("outer"),
         owner=run_dir.owner,
     )
+
+
+def _short_records(run_dir: RunDir, attempt: Attempt | None) -> list[Path]:
+    # Records that isles reads to show a run, and that are as short whatever the run's size.
+    found = [run_dir.status, run_dir.node_of]
+    if attempt is not None:
+        found += [attempt.launch, attempt.outcome, attempt.job, attempt.restart(1)]
+    return found
 
 
 def _whole(record: dict[str, Any], key: str) -> int | None:
@@ -212,11 +229,11 @@ def generate_command(run_dir: RunDir, prompt: str) -> str:
 
 def next_start(run_dir: RunDir) -> str:
     """The command that goes on with a run that has ended, and from where it does."""
-    typed, checkpoints = typed_command(run_dir), list_checkpoints(run_dir)
+    typed, newest = typed_command(run_dir), newest_checkpoint(run_dir)
     command = f"`{typed}`" if typed else "the same `isles train` command"
     if script_of(run_dir) is not None:
         return f"{command} starts the script again"
-    start = f"step {checkpoints[-1].step}" if checkpoints else "the start, as nothing was saved"
+    start = f"step {newest.step}" if newest else "the start, as nothing was saved"
     return f"{command} goes on from {start}"
 
 
@@ -256,10 +273,10 @@ def node_reports(attempt: Attempt, now_s: float) -> tuple[NodeReport, ...]:
     fleet = None
     with suppress(UserError):  # of another version: what else is known of it is shown
         fleet = read_fleet(attempt)
-    recorded = (read_record(attempt.nodes) or {}).get("nodes")
+    recorded = (read_record(attempt.nodes, MAX_LIST_BYTES) or {}).get("nodes")
     if isinstance(recorded, list) and recorded:
         found = []
-        for record in recorded:
+        for record in recorded[:_MOST_NODES]:
             # Another version of isles, or another user, may have written it.
             with suppress(AttributeError, LookupError, TypeError, ValueError, OverflowError):
                 found.append(_recorded_node(record, now_s))
@@ -273,7 +290,7 @@ def node_reports(attempt: Attempt, now_s: float) -> tuple[NodeReport, ...]:
                 ranks=(first, first + node.nproc - 1),
                 note=_NODE_STATES["missing"],
             )
-            for node, first in zip(fleet.nodes, firsts, strict=False)
+            for node, first in zip(fleet.nodes[:_MOST_NODES], firsts, strict=False)
         ]
     else:
         found = []
@@ -300,21 +317,22 @@ def _recorded_node(record: dict[str, Any], now_s: float) -> NodeReport:
 
 def hang_texts(attempt: Attempt) -> tuple[str, ...]:
     """The last hangs of an attempt, oldest first: which rank held up the step, and where."""
-    names = [path for path in attempt.hangs.glob("*.json") if _HANG_RECORD.fullmatch(path.name)]
-    records = [record for path in names if (record := read_record(path)) is not None]
-    records.sort(key=lambda r: (number_of(r, "at") or 0.0, number_of(r, "step") or 0.0))
-    texts = []
-    for record in records[-_LISTED:]:
+    paths = [path for path in attempt.hangs.glob("*.json") if _HANG_RECORD.fullmatch(path.name)]
+    texts: list[tuple[float, float, str]] = []
+    for path in nlargest(_HANGS_READ, paths, key=lambda path: path.lstat().st_mtime):
+        if (record := read_record(path)) is None:
+            continue
         took_s = number_of(record, "went_on_after_s")
         end = f"stacks of the ranks: {attempt.hangs}"
         if took_s is not None:
             end = f"it went on after {format_duration(took_s)}"
-        texts.append(f"{text_of(record, 'text')}; {end}")
-    return tuple(texts)
+        at, step = number_of(record, "at") or 0.0, number_of(record, "step") or 0.0
+        texts.append((at, step, f"{text_of(record, 'text')}; {end}"))
+    return tuple(text for _, _, text in sorted(texts)[-_LISTED:])
 
 
 def _checked_text(attempt: Attempt) -> str:
-    found = (read_record(attempt.findings) or {}).get("findings")
+    found = (read_record(attempt.findings, MAX_LIST_BYTES) or {}).get("findings")
     texts: dict[str, list[str]] = {"error": [], "warning": []}
     for entry in found if isinstance(found, list) else []:
         if isinstance(entry, dict) and (level := text_of(entry, "level")) in texts:

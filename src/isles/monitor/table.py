@@ -13,7 +13,7 @@ from isles.facts.console import Console
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.monitor.status import NodeReport, RunReport
 from isles.run.bucket import RunStore
-from isles.run.checkpoints import checkpoint_name, list_checkpoints
+from isles.run.checkpoints import checkpoint_name, each_checkpoint
 from isles.run.owner import shown_only
 from isles.run.paths import RunDir
 from isles.run.state import script_of
@@ -179,13 +179,16 @@ def _moment(at: float) -> str:
 
 
 def checkpoint_lines(run_dir: RunDir) -> list[str]:
-    lines = [
-        f"step {info.step:<8} {_moment(info.created_at)}  {format_bytes(info.size_bytes):>10}  "
-        f"{info.path}"
-        for info in list_checkpoints(run_dir)
+    found = [
+        (
+            info.step,
+            f"step {info.step:<8} {_moment(info.created_at)}  {format_bytes(info.size_bytes):>10}  "
+            f"{info.path}",
+        )
+        for info in each_checkpoint(run_dir)
     ]
-    if lines:
-        return lines
+    if found:
+        return [line for _, line in sorted(found)]
     script = script_of(run_dir)
     if script is None:
         return [f"{run_dir.name} has no checkpoint yet"]

@@ -18,7 +18,7 @@ from isles.plan.machines import Device
 from isles.plan.step import Job, Outcome, RankPlan
 from isles.run.find import list_runs
 from isles.run.paths import RunDir
-from isles.run.records import read_metrics, read_record
+from isles.run.records import MAX_LIST_BYTES, read_metrics, read_record
 from isles.run.resolved import read_resolved
 
 _LOOKED_AT = 50
@@ -74,7 +74,7 @@ def _measured(run: RunDir, job: Job, own: Outcome) -> Measured | None:
 
 def _read(run: RunDir, job: Job, own: Outcome) -> Measured | None:
     attempt = run.last_attempt()
-    if attempt is None or not _is_alike(read_record(attempt.live) or {}, own):
+    if attempt is None or not _is_alike(read_record(attempt.live, MAX_LIST_BYTES) or {}, own):
         return None
     try:
         config = read_resolved(run).config
@@ -82,7 +82,7 @@ def _read(run: RunDir, job: Job, own: Outcome) -> Measured | None:
         return None
     if _settings(config) != _settings(job.config):
         return None
-    every = [row for row in read_metrics(run.metrics, _READ_BYTES) if row.get("kind") == "train"]
+    every = (row for row in read_metrics(run.metrics, _READ_BYTES) if row["kind"] == "train")
     rows = [row for row in every if row.get("step_time_s")][_WARM:]
     if not rows:
         return None

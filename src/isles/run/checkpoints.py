@@ -7,7 +7,7 @@ import os
 import shlex
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,12 @@ from isles.errors import TrainingError, UserError
 from isles.run.index import INDEXES, IndexFault, has_index, read_index
 from isles.run.manifest import MANIFEST, READ_VERSIONS, Manifest, ManifestError, step_of
 from isles.run.paths import RunDir
-from isles.run.records import read_record
+from isles.run.records import MAX_LIST_BYTES, read_record
 
 PARTIAL_PREFIX = ".partial-"
+
+_TRIES = 16
+"""So many folders are tried for the newest checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
     Raises:
         TrainingError: the folder holds no manifest of this version.
     """
-    record = read_record(path / MANIFEST) or {}
+    record = read_record(path / MANIFEST, MAX_LIST_BYTES) or {}
     version, versions = record.get("version"), record.get("versions")
     if isinstance(record.get("files"), dict) and version not in READ_VERSIONS:
         writer = versions.get("isles") if isinstance(versions, dict) else None
@@ -97,16 +100,32 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
 
 def list_checkpoints(run_dir: RunDir) -> list[CheckpointInfo]:
     """The whole checkpoints of a run, oldest first; hashes are not checked here."""
+    return sorted(each_checkpoint(run_dir), key=lambda info: info.step)
+
+
+def each_checkpoint(run_dir: RunDir) -> Iterator[CheckpointInfo]:
+    """As `list_checkpoints`, the highest step first; only one manifest need be in memory."""
+    for folder in _folders(run_dir):
+        try:
+            yield read_checkpoint(folder)
+        except TrainingError:
+            continue  # never taken for whole; `isles checkpoint verify` names it
+
+
+def newest_checkpoint(run_dir: RunDir) -> CheckpointInfo | None:
+    """The newest whole checkpoint; None if there is none, or if many damaged ones are newer."""
+    for folder in _folders(run_dir)[:_TRIES]:
+        with suppress(TrainingError):
+            return read_checkpoint(folder)
+    return None
+
+
+def _folders(run_dir: RunDir) -> list[Path]:
     if not run_dir.checkpoints.is_dir():
         return []
-    found = []
-    for folder in sorted(run_dir.checkpoints.iterdir()):
-        if folder.name.startswith("step-") and folder.is_dir():
-            try:
-                found.append(read_checkpoint(folder))
-            except TrainingError:
-                continue  # never taken for whole; `isles checkpoint verify` names it
-    return sorted(found, key=lambda info: info.step)
+    found = [path for path in run_dir.checkpoints.iterdir() if path.name.startswith("step-")]
+    found = [path for path in found if path.is_dir()]
+    return sorted(found, key=lambda path: (step_of(path.name) or 0, path.name), reverse=True)
 
 
 def find_checkpoint(run_dir: RunDir, step: int | None) -> CheckpointInfo:

@@ -10,7 +10,6 @@ import binascii
 import hashlib
 import hmac
 import http.client
-import json
 import re
 import socket
 import ssl
@@ -22,6 +21,7 @@ from typing import Any
 
 from isles.errors import CommunicationError, ConfigError, PreflightError
 from isles.run.owner import not_own, read_text
+from isles.run.records import parse_record
 from isles.run.web import read_answer
 
 SECRET_BYTES = 32
@@ -195,7 +195,7 @@ class _Pinned(http.client.HTTPSConnection):
 
 def _content(line: JoinLine, status: int, body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)
+        found = parse_record(body)
     except (ValueError, RecursionError):
         found = None
     if status == _OK and isinstance(found, dict):

@@ -9,7 +9,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from isles.run.records import read_record, write_record
+from isles.run.records import MAX_LIST_BYTES, read_record, write_record
 from isles.run.state import number_of
 
 _FILE = ".links.json"
@@ -35,7 +35,7 @@ def keep_links(output_dir: Path, pairs: Pairs, names: Mapping[str, str], at: flo
         names: those names, by the names by which ssh reaches the hosts.
         at: now, seconds since the epoch.
     """
-    older = read_record(output_dir / _FILE) or {}
+    older = read_record(output_dir / _FILE, MAX_LIST_BYTES) or {}
     merged = {host: dict(others) for host, others in read_links(output_dir).items()}
     for host, others in pairs.items():
         dated = {other: {**link, "at": at} for other, link in others.items()}
@@ -50,7 +50,7 @@ def keep_links(output_dir: Path, pairs: Pairs, names: Mapping[str, str], at: flo
 
 def read_links(output_dir: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """All pairs that were measured."""
-    pairs = (read_record(output_dir / _FILE) or {}).get("pairs")
+    pairs = (read_record(output_dir / _FILE, MAX_LIST_BYTES) or {}).get("pairs")
     return pairs if isinstance(pairs, dict) else {}
 
 
@@ -60,7 +60,7 @@ def measured_links(output_dir: Path, hosts: Sequence[str]) -> MeasuredLinks | No
     Args:
         hosts: as ssh reaches them, or as they name themselves.
     """
-    names = (read_record(output_dir / _FILE) or {}).get("names")
+    names = (read_record(output_dir / _FILE, MAX_LIST_BYTES) or {}).get("names")
     known = names if isinstance(names, dict) else {}
     pairs, own = read_links(output_dir), [str(known.get(host, host)) for host in hosts]
     found = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from isles.run.owner import not_own
 from isles.run.paths import Attempt
-from isles.run.records import read_record, write_record
+from isles.run.records import MAX_LIST_BYTES, read_record, write_record
 
 SUMS = {
     "gpu_use": "gpu_use",
@@ -65,7 +65,7 @@ class SampledMeans:
         return {}
 
     def _read(self) -> dict[str, float | None]:
-        nodes = (read_record(self._path) or {})["nodes"]
+        nodes = (read_record(self._path, MAX_LIST_BYTES) or {})["nodes"]
         before = self._sums
         self._sums = now = {node: of["sums"] for node, of in nodes.items() if of["sums"]}
         found: dict[str, list[float]] = {name: [] for name in SUMS}
@@ -105,7 +105,7 @@ class StacksRequests:
         self._attempt = attempt
         self._answered: float | None = None
         with suppress(OSError):
-            self._answered = (read_record(attempt.stacks) or {}).get("asked_at")
+            self._answered = (read_record(attempt.stacks, MAX_LIST_BYTES) or {}).get("asked_at")
 
     def new(self) -> float | None:
         """A request that has no answer yet; None: there is none."""

@@ -13,7 +13,7 @@ from isles import __version__
 from isles.errors import UserError
 from isles.run.owner import OwnRecord
 from isles.run.paths import Attempt
-from isles.run.records import read_record, write_record
+from isles.run.records import MAX_LIST_BYTES, read_record, write_record
 
 Host = Annotated[str, Field(pattern=r"^([^\s-]\S*)?$")]
 """A host as ssh takes it; never an option."""
@@ -144,7 +144,7 @@ def read_fleet(attempt: Attempt, path: Path | None = None) -> Fleet | None:
     Raises:
         UserError: another version of isles has written it, and this one cannot read it.
     """
-    record = read_record(path or attempt.fleet)
+    record = read_record(path or attempt.fleet, MAX_LIST_BYTES)
     if record is None:
         return None
     try:

@@ -6,9 +6,10 @@ import errno
 import json
 import logging
 import os
+import re
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import UnsupportedOperation
 from pathlib import Path
@@ -28,9 +29,16 @@ MAX_LINE_BYTES = 1 << 20
 """Limit of a row in a JSON-lines file. Anything longer is not a row."""
 
 MAX_ROWS_BYTES = 1 << 30
-"""The most that isles reads from a JSON-lines file, since rows take several times as much memory. A
-row of metrics.jsonl has 400 bytes, so this is enough for two million rows."""
+"""The most that isles reads from a JSON-lines file. A row of metrics.jsonl has 400 bytes, so the
+limit is enough for two million rows."""
 
+MAX_RECORD_BYTES = 1 << 20
+"""Limit of a JSON record. The parsed values may take thirty times as much memory."""
+
+MAX_LIST_BYTES = 16 << 20
+"""Limit of a record that has an entry for each rank, host or file, such as live.json."""
+
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _TRIES = 3
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENXIO, errno.ELOOP, errno.EISDIR, errno.ENODEV)
 """Errors of a path that this user may not read, or that is a socket, a device or a circle of links:
@@ -60,10 +68,15 @@ def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None
     Raises:
         OSError: the folder is missing, read-only or full; the old file is as it was.
     """
+    write_lines_atomic(path, (data,), durable=durable)
+
+
+def write_lines_atomic(path: Path, lines: Iterable[bytes], *, durable: bool = True) -> None:
+    """Replace a file with these bytes, one after the other. See `write_bytes_atomic`."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
+            stream.writelines(lines)
             stream.flush()
             # Through the open file, because the folder's owner could replace the path with a link.
             os.fchmod(handle, 0o644)
@@ -110,21 +123,21 @@ def write_record(path: Path, record: dict[str, Any], *, durable: bool = True) ->
     write_text_atomic(path, text, durable=durable)
 
 
-def read_record(path: Path) -> dict[str, Any] | None:
-    """Read a JSON record; None if the file is missing or is not a record.
+def read_record(path: Path, most_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any] | None:
+    """Read a JSON record; None if the file is missing, is not a record, or is longer than this.
 
     The record is an `OwnRecord` if this user has written it. isles only shows any other record, and
     does not act on it.
     """
-    return read_any(path)
+    return read_any(path, most_bytes)
 
 
-def read_any(path: Path) -> Record | None:
+def read_any(path: Path, most_bytes: int = MAX_RECORD_BYTES) -> Record | None:
     """As `read_record`, with the name of the other user who may have written it."""
     for _ in range(_TRIES):
         try:
-            text, owner = read_text(path)
-            record = json.loads(text)
+            text, owner = read_text(path, most_bytes)
+            record = parse_record(text)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, RecursionError):  # it is no record of ours
@@ -142,47 +155,91 @@ def read_any(path: Path) -> Record | None:
     return None
 
 
+def refuse_long(paths: Iterable[Path], most_bytes: int = MAX_RECORD_BYTES) -> None:
+    """Raise a UserError if a record is too long to be read, so that isles would take it as absent.
+
+    For a command that shows a run: the user then sees why the rest of the run is not shown.
+    """
+    for path in paths:
+        with suppress(OSError):
+            if (size_bytes := path.stat().st_size) > most_bytes:
+                raise UserError(
+                    f"a record has {format_bytes(size_bytes)}, and isles reads at most "
+                    f"{format_bytes(most_bytes)} of it",
+                    where=str(path),
+                    fix="if the run is yours, delete this file: isles has not written it",
+                )
+
+
+def parse_record(text: str | bytes) -> Any:
+    """Parse JSON that another user or another machine may have written.
+
+    Each lone surrogate in it becomes a question mark, because no stream can encode it.
+
+    Raises:
+        ValueError: it is not JSON.
+        RecursionError: it is nested too deeply.
+    """
+    text = text if isinstance(text, str) else text.decode("utf-8")
+    found = json.loads(text)
+    has_surrogates = "\\u" in text and _ESCAPED_SURROGATE.search(text)  # the search alone is slow
+    return _encodable(found) if has_surrogates else found
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(part) for key, part in value.items()}
+    return [_encodable(part) for part in value] if isinstance(value, list) else value
+
+
 def read_own(path: Path) -> OwnRecord | None:
     """A JSON record that this user has written; None also where another user has."""
     record = read_any(path)
     return record if isinstance(record, OwnRecord) else None
 
 
-def read_rows(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file; a last line that is still being written is skipped.
+def read_rows(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON-lines file, one at a time, since all of them may not fit into memory.
+
+    A last line that is still being written is skipped, and so is what is added during the read.
 
     Args:
         last_bytes: read at most this much of its end; None: all of the file, or the last
             `MAX_ROWS_BYTES` with a warning.
     """
-    rows: list[dict[str, Any]] = []
-    with suppress(FileNotFoundError, UnsupportedOperation), open_shown(path) as stream:
+    try:
+        stream = open_shown(path)
+    except (FileNotFoundError, UnsupportedOperation):
+        return
+    with stream:
         most_bytes = MAX_ROWS_BYTES if last_bytes is None else last_bytes
-        if os.fstat(stream.fileno()).st_size > most_bytes:
+        left = os.fstat(stream.fileno()).st_size
+        if left > most_bytes:
             if last_bytes is None:
                 shown = format_bytes(most_bytes)
                 log.warning("%s is too long: only its last %s are read", path, shown)
-            stream.seek(-most_bytes, os.SEEK_END)
-            stream.readline(MAX_LINE_BYTES)
-        while line := stream.readline(MAX_LINE_BYTES):
+            stream.seek(left - most_bytes)
+            left = most_bytes - len(stream.readline(MAX_LINE_BYTES))
+        while left > 0 and (line := stream.readline(min(left, MAX_LINE_BYTES))):
+            left -= len(line)
             try:
-                row = json.loads(line) if line.endswith(b"\n") else None
+                row = parse_record(line) if line.endswith(b"\n") else None
             except (ValueError, RecursionError):
                 continue  # a line torn by a full disk or a kill
             if isinstance(row, dict):
-                rows.append(row)
-    return rows
+                yield row
 
 
-def read_metrics(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """The rows of metrics.jsonl, each with a kind and a step; see `read_rows`.
 
     Other rows are skipped: the file may come from a bucket.
     """
-    rows = read_rows(path, last_bytes)
-    return [
-        row for row in rows if isinstance(row.get("kind"), str) and type(row.get("step")) is int
-    ]
+    for row in read_rows(path, last_bytes):
+        if isinstance(row.get("kind"), str) and type(row.get("step")) is int:
+            yield row
 
 
 @contextmanager

@@ -4,7 +4,6 @@ status.json, live.json and last restart, packed into one text."""
 from __future__ import annotations
 
 import base64
-import json
 import zlib
 from contextlib import suppress
 from functools import lru_cache
@@ -13,6 +12,7 @@ from typing import Any
 
 from isles.config.foreign import read_bytes
 from isles.run.paths import RunDir
+from isles.run.records import parse_record
 
 LONGEST = 256 * 2**10
 """Characters of such a text."""
@@ -55,7 +55,7 @@ def unpack(text: str) -> dict[str, dict[str, Any]]:
     try:
         # Of a small text that would fill the memory only the beginning is unpacked, which is none.
         packed = base64.b64decode(text, validate=True)
-        found = json.loads(zlib.decompressobj().decompress(packed, _MOST_BYTES))
+        found = parse_record(zlib.decompressobj().decompress(packed, _MOST_BYTES))
     except (ValueError, zlib.error, RecursionError):
         return {}
     parts = found.items() if isinstance(found, dict) else ()

@@ -20,7 +20,7 @@ from isles.errors import UserError
 from isles.run.nodes import Host
 from isles.run.owner import not_own
 from isles.run.paths import is_file
-from isles.run.records import clear_errors, read_any, read_record, write_record
+from isles.run.records import MAX_LIST_BYTES, clear_errors, read_any, read_record, write_record
 
 RUNS = Path("runs")
 """Where runs are looked for by default."""
@@ -147,7 +147,7 @@ def keep_report(output_dir: Path, run: RemoteRun, report: dict[str, Any]) -> Non
 
 def last_report(output_dir: Path, run: RemoteRun) -> tuple[float, dict[str, Any]] | None:
     """When a run's machine has last sent its status, and that status; None: never."""
-    record = read_record(_report_file(output_dir, run)) or {}
+    record = read_record(_report_file(output_dir, run), MAX_LIST_BYTES) or {}
     at, report = record.get("at"), record.get("report")
     return (at, report) if isinstance(at, float) and isinstance(report, dict) else None
 

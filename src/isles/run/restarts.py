@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from isles.run.checkpoints import list_checkpoints
+from isles.run.checkpoints import list_checkpoints, newest_checkpoint
 from isles.run.owner import read_text
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
 
 Decision = Literal["restart", "stop", "fail"]
 """restart: all ranks are started again. stop: a stop had been asked for. fail: the run ends."""
+
+_TRIES = 8
+"""If the newest record cannot be read, so many are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +121,22 @@ def list_restarts(attempt: Attempt) -> list[Restart]:
     return found
 
 
+def last_restart(attempt: Attempt) -> Restart | None:
+    """The newest decision of an attempt. `list_restarts` would read any number of records."""
+    number = 0
+    while os.path.lexists(attempt.restart(number + 1)):
+        number += 1
+    for known in range(number, max(0, number - _TRIES), -1):
+        if (restart := read_restart(attempt, known)) is not None:
+            return replace(restart, number=known)
+    return None
+
+
 def current_restart(attempt: Attempt) -> int:
     """How often the ranks of an attempt were started again."""
-    return sum(restart.decision == "restart" for restart in list_restarts(attempt))
+    last = last_restart(attempt)
+    # Only the last decision can be other than `restart`.
+    return 0 if last is None else last.number - (last.decision != "restart")
 
 
 def update_restart(attempt: Attempt, restart: Restart) -> None:
@@ -129,8 +145,8 @@ def update_restart(attempt: Attempt, restart: Restart) -> None:
 
 def newest_step(run_dir: RunDir) -> int | None:
     """The step of the newest checkpoint; None where there is none."""
-    checkpoints = list_checkpoints(run_dir)
-    return checkpoints[-1].step if checkpoints else None
+    newest = newest_checkpoint(run_dir)
+    return newest.step if newest else None
 
 
 def checkpoint_to_load(

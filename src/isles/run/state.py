@@ -12,7 +12,7 @@ from typing import Any, Literal
 from isles.errors import UserError
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record
+from isles.run.records import MAX_LIST_BYTES, read_record
 
 State = Literal["new", "queued", "running", "finished", "stopped", "failed", "killed", "unknown"]
 """new: never started. queued: its job waits, also to go on. killed: no outcome, and its process is
@@ -118,7 +118,7 @@ def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> 
 def _is_untyped(attempt: Attempt, launch: dict[str, Any] | None) -> bool:
     # Whether it is of launcher manual and nobody has typed its commands yet: who made it has left
     # its claim only.
-    fleet = read_record(attempt.fleet) or {}
+    fleet = read_record(attempt.fleet, MAX_LIST_BYTES) or {}
     return fleet.get("launcher") == "manual" and "launcher" not in (launch or {})
 
 

@@ -36,7 +36,7 @@ from isles.run.checkpoints import (
 from isles.run.manifest import MANIFEST, FileFacts
 from isles.run.objects import StoreError, within
 from isles.run.paths import RunDir
-from isles.run.records import read_record, write_record
+from isles.run.records import MAX_LIST_BYTES, read_record, write_record
 
 log = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ class Uploader:
             self._send_files(info)
             self.copy.send_records(self._run_dir)
             text = (info.path / MANIFEST).read_bytes()
-            if read_record(info.path / MANIFEST) != info.manifest.record:
+            if read_record(info.path / MANIFEST, MAX_LIST_BYTES) != info.manifest.record:
                 return  # saved anew meanwhile
             self._owner.beat()
             self.copy.store.write(f"checkpoints/{name}/{MANIFEST}", text)
@@ -272,7 +272,7 @@ class Uploader:
             self.copy.delete_checkpoint(info.step)
             return
         except _Changed as error:
-            if read_record(info.path / MANIFEST) == info.manifest.record:
+            if read_record(info.path / MANIFEST, MAX_LIST_BYTES) == info.manifest.record:
                 self._broken.add(info.step)
                 self._note(f"{error}; it is not sent to {self.copy.url}")
             return

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isles.config.foreign import open_regular
-from isles.run.records import read_metrics, write_text_atomic
+from isles.run.records import read_metrics, write_lines_atomic
 from isles.track.base import Row, numbers
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ class JsonlTracker:
     """
 
     def __init__(self, path: Path, *, resumed_step: int) -> None:
-        rows = read_metrics(path)
-        kept = [row for row in rows if row["step"] <= resumed_step]
-        if len(kept) != len(rows) or not _ends_whole(path):
-            write_text_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
+        # Twice through the file: the rows of a long run take gigabytes of memory.
+        if not _ends_whole(path) or any(row["step"] > resumed_step for row in read_metrics(path)):
+            kept = (row for row in read_metrics(path) if row["step"] <= resumed_step)
+            write_lines_atomic(path, (json.dumps(row).encode() + b"\n" for row in kept))
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._stream = os.fdopen(handle, "a", encoding="utf-8")
 

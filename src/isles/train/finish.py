@@ -43,24 +43,35 @@ def finish(parts: Parts) -> None:
         step, folder = progress.step, run_dir.model
         export_step(run_dir, parts.resolved, parts.tokenizer, step, folder, model=model)
         pushed = _push(parts)
-    rows = read_metrics(run_dir.metrics)
-    losses = [row for row in rows if row["kind"] == "train"]
-    evals = [row for row in rows if row["kind"] == "eval"]
+    curves = _read_losses(run_dir.metrics)
+    losses, evals = curves["train"], curves["eval"]
     summary: dict[str, Any] = {
         "steps": progress.step,
         "tokens": progress.tokens,
         "target_tokens": progress.target_tokens,
         "elapsed_s": elapsed_s,
         "tokens_per_second": progress.tokens / max(elapsed_s, 1e-9),
-        "first_loss": losses[0].get("loss") if losses else None,
-        "last_loss": losses[-1].get("loss") if losses else None,
-        "eval_loss": evals[-1].get("loss") if evals else None,
-        "perplexity": evals[-1].get("perplexity") if evals else None,
+        "first_loss": losses[0][1] if losses else None,
+        "last_loss": losses[-1][1] if losses else None,
+        "eval_loss": evals[-1][1] if evals else None,
+        "perplexity": evals[-1][2] if evals else None,
         "world_size": parts.world.world_size,
     }
     parts.recorder.finished(summary)
     write_record(run_dir.summary, summary | ({"hub": pushed} if pushed else {}))
-    _plot_loss(rows, run_dir.name, run_dir.loss_plot)
+    _plot_loss(curves, run_dir.name, run_dir.loss_plot)
+
+
+_Curves = dict[str, list[tuple[int, Any, Any]]]
+"""Step, loss and perplexity of all rows, by `train` and `eval`."""
+
+
+def _read_losses(path: Path) -> _Curves:
+    found: _Curves = {"train": [], "eval": []}
+    for row in read_metrics(path):
+        if row["kind"] in found:
+            found[row["kind"]].append((row["step"], row.get("loss"), row.get("perplexity")))
+    return found
 
 
 def export_step(
@@ -145,7 +156,7 @@ def _push(parts: Parts) -> dict[str, str] | None:
     return {"repo": repo, "url": url}
 
 
-def _plot_loss(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+def _plot_loss(curves: _Curves, title: str, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -153,8 +164,9 @@ def _plot_loss(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for kind, label, style in (("train", "training", "-"), ("eval", "validation", "o-")):
-        found = [(row["step"], row.get("loss")) for row in rows if row["kind"] == kind]
-        points = [(step, loss) for step, loss in found if isinstance(loss, float) and loss]
+        points = [
+            (step, loss) for step, loss, _ in curves[kind] if isinstance(loss, float) and loss
+        ]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     axes.set_xlabel("step")

@@ -30,7 +30,7 @@ from isles.data.tokens.prepare import count_message, different_data, size_of_fol
 from isles.data.tokens.store import TokenStore, disk_errors, remove_stale, temporary_beside
 from isles.dist.world import Place, World, place_of
 from isles.errors import CommunicationError, DataError, TrainingError, UserError
-from isles.run.records import read_record, write_record
+from isles.run.records import MAX_LIST_BYTES, read_record, write_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -258,7 +258,7 @@ class StreamSamples(Samples):
             paths = [_path(self._folder, number).with_suffix(".json")]
             if self._producer is None:
                 paths = sorted(self._folder.glob("segment-*.json"))
-            for found in (read_record(path) for path in paths):
+            for found in (read_record(path, MAX_LIST_BYTES) for path in paths):
                 if found is not None:
                     record = SegmentRecord.from_record(found)
                     is_needed = record.number >= number and record.end_sample > first

@@ -38,7 +38,7 @@ from isles.dist.files import broadcast_folder
 from isles.dist.world import Place, World, place_of, work_together
 from isles.errors import CommunicationError, DataError
 from isles.run.checkpoints import hash_file
-from isles.run.records import read_record
+from isles.run.records import MAX_LIST_BYTES, read_record
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def prepare(
                 _prepare_anew(source, identity, encoder, folder, progress, tally)
                 return folder
     # It may have been made when more rows were allowed to be bad.
-    facts = read_record(folder / MANIFEST) or {}
+    facts = read_record(folder / MANIFEST, MAX_LIST_BYTES) or {}
     judge_bad_rows(source.name, facts, max_bad_fraction)
     documents, tokens = facts.get("num_documents", 0), facts.get("num_tokens", 0)
     progress(f"{count_message(source.name, documents, tokens)} (prepared before)")
@@ -312,7 +312,7 @@ def _send(
     needs = me in lacking and find_damage(folder) is not None
     files = None
     if me == src:
-        facts = (read_record(folder / MANIFEST) or {})["files"]
+        facts = (read_record(folder / MANIFEST, MAX_LIST_BYTES) or {})["files"]
         files = {file: str(fact["sha256"]) for file, fact in facts.items()}
         files[MANIFEST] = hash_file(folder / MANIFEST)
     began = time.monotonic()

@@ -29,7 +29,7 @@ from isles.data.tokens.encode import Encoded, Encoder
 from isles.errors import DataError
 from isles.run.checkpoints import sync_folder
 from isles.run.process import ProcessId
-from isles.run.records import read_record, used_up
+from isles.run.records import MAX_LIST_BYTES, read_record, used_up
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ _CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errn
 
 def find_damage(folder: Path) -> str | None:
     """Why this folder is not whole, or None: the manifest is there and the sizes are right."""
-    manifest = read_record(folder / MANIFEST)
+    manifest = read_record(folder / MANIFEST, MAX_LIST_BYTES)
     if manifest is None:
         return f"{MANIFEST} is missing or damaged"
     if manifest.get("format") != FORMAT:
@@ -94,7 +94,7 @@ class TokenStore:
                 fix="start again: they are prepared anew",
                 id="data.damaged",
             )
-        manifest = cast("dict[str, Any]", read_record(folder / MANIFEST))
+        manifest = cast("dict[str, Any]", read_record(folder / MANIFEST, MAX_LIST_BYTES))
         tokens = np.memmap(folder / TOKENS, dtype=manifest["dtype"], mode="r")
         ends = np.load(folder / DOCUMENTS, mmap_mode="r", allow_pickle=False)
         trained = None
@@ -123,7 +123,7 @@ class TokenStore:
     @property
     def manifest(self) -> dict[str, Any]:
         """What was noted when it was written: `rows`, `empty`, `bad` and `first_bad` among it."""
-        return cast("dict[str, Any]", read_record(self.folder / MANIFEST))
+        return cast("dict[str, Any]", read_record(self.folder / MANIFEST, MAX_LIST_BYTES))
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from isles.run.env import pod_address, pod_index
 from isles.run.find import find_attempt
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record
+from isles.run.records import MAX_LIST_BYTES, read_record
 
 _AGAIN = int(ExitCode.REQUEUE)
 _LINGER_S = 10.0
@@ -95,7 +95,7 @@ def _first(process: _Process, start: Mapping[str, str], given: Mapping[str, str]
 
     resolved = load_resolved(_file("resolved.yaml"))
     run_dir, attempt = _find(resolved, given["token"]) or _begin(resolved, start, given)
-    resumed_from = (read_record(attempt.fleet) or {}).get("resume_from")
+    resumed_from = (read_record(attempt.fleet, MAX_LIST_BYTES) or {}).get("resume_from")
     command = [sys.executable, "-m", "isles.agent", str(run_dir.path)]
     command += ["--attempt", str(attempt.number)]
     with attempt.agent_log.open("ab") as log:

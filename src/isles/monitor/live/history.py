@@ -25,6 +25,8 @@ _MOST_BYTES = 512 * 2**20
 _EVAL = b'"kind": "eval"'
 _TRAIN = b'"kind": "train"'
 _EVALS = POINTS // 3
+_MOST_ATTEMPTS = 1000
+"""The newest attempts count for goodput."""
 
 
 class History:
@@ -166,7 +168,7 @@ def goodput(step_s: float, spans: Sequence[tuple[float, float]]) -> float | None
 
 def spans_of(run_dir: RunDir, now_s: float, *, is_alive: bool) -> list[tuple[float, float]]:
     """When each attempt ran; `is_alive`: whether the last one still does."""
-    attempts = run_dir.attempts()
+    attempts = run_dir.attempts()[-_MOST_ATTEMPTS:]
     found: list[tuple[float, float]] = []
     for attempt in attempts:
         launch = read_record(attempt.launch) or {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from isles.errors import ExitCode
@@ -12,6 +13,7 @@ from isles.facts.units import format_duration, printable
 from isles.monitor.live.model import HostRow, LinkRow, Parts, RankRow
 from isles.monitor.live.waits import Stage, Step, Waits, late
 from isles.monitor.status import RunReport
+from isles.run.manifest import number_of as name_number
 from isles.run.restarts import Restart
 from isles.run.state import number_of
 
@@ -33,6 +35,9 @@ part of that of the others of its kind."""
 _MOST, _LONGEST = 1024, 200
 """Ranks of a node and letters of a text that are believed, of a record from another site."""
 
+MOST_RANKS, MOST_HOSTS = 16_384, 4096
+"""Rows of a snapshot, also of all clusters together; notes count the ranks and hosts above."""
+
 _PAIRS = 8
 """Up to so many hosts, each link between two of them has a row; else each host's slowest."""
 
@@ -40,7 +45,7 @@ _WELL = (0, int(ExitCode.REQUEUE), int(ExitCode.INTERRUPTED), int(ExitCode.HANDO
 _STATES = {"missing": "has not come yet", "lost": "is lost", "ended": "has ended"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Records:
     """What is known of one cluster at one moment.
 
@@ -48,8 +53,9 @@ class Records:
         live: attempts/N/live.json; empty: there is none, as of a run of an earlier version.
         age_s: of that record; None: not known.
         silent_s: the coordinator counts as silent where the record is older.
-        restarts: of the newest attempt.
+        restart: the last of the newest attempt.
         pairs: what `isles check` has measured: from a host to a host, by their names.
+        most_hosts, most_ranks: rows that are made. The records may name any number.
     """
 
     cluster: str
@@ -58,8 +64,10 @@ class Records:
     live: dict[str, Any] = field(default_factory=dict)
     age_s: float | None = None
     silent_s: float = 6.0
-    restarts: Sequence[Restart] = ()
+    restart: Restart | None = None
     pairs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    most_hosts: int = MOST_HOSTS
+    most_ranks: int = MOST_RANKS
 
     @property
     def is_on(self) -> bool:
@@ -70,11 +78,12 @@ class Records:
         """Whether the coordinator has stopped to write."""
         return self.is_on and self.age_s is not None and self.age_s > self.silent_s
 
-    @property
+    @cached_property
     def nodes(self) -> dict[int, dict[str, Any]]:
         found = self.live.get("nodes")
         nodes = found.items() if isinstance(found, dict) else ()
-        return {int(n): node for n, node in nodes if n.isdecimal() and isinstance(node, dict)}
+        numbered = ((name_number(name), node) for name, node in nodes if isinstance(node, dict))
+        return {number: node for number, node in numbered if number is not None}
 
     def sample_age_s(self, node: dict[str, Any]) -> float:
         """Seconds from a node's sample to the writing of live.json, which may hold an old one."""
@@ -96,8 +105,8 @@ def host_rows(records: Records) -> list[HostRow]:
     nodes = records.nodes
     if not nodes:
         return _reported_hosts(records)
-    rows = []
-    for number, node in sorted(nodes.items()):
+    rows, first_node = list[HostRow](), min(nodes)
+    for number, node in sorted(nodes.items())[: records.most_hosts]:
         host, state = part_of(node, "host"), _text(node, "state")
         quiet_s, name = records.quiet_s(node), _text(node, "name")
         heard_s = None if quiet_s is None else quiet_s + (records.age_s or 0.0)
@@ -108,7 +117,7 @@ def host_rows(records: Records) -> list[HostRow]:
         elif records.is_silent:
             age = format_duration(records.age_s or 0.0)
             note = f"nothing is recorded for {age}: the process that leads the run does not answer"
-            note = f"{name}: {note}" if number == min(nodes) else ""
+            note = f"{name}: {note}" if number == first_node else ""
         elif quiet_s is not None and quiet_s > NODE_SILENT_S and state == "there":
             heard = format_duration(heard_s or quiet_s)
             note = f"{name} has not been heard of for {heard}: its machine or its link is down"
@@ -141,10 +150,11 @@ def host_rows(records: Records) -> list[HostRow]:
 def _reported_hosts(records: Records) -> list[HostRow]:
     report = records.report
     if not report.nodes:
-        last = (0, report.world_size - 1) if report.world_size else None
+        count = report.world_size or 0
+        last = (0, count - 1) if count > 0 else None
         return [HostRow(cluster=records.cluster, host=report.host or "", ranks=last)]
     rows = []
-    for node in report.nodes:
+    for node in report.nodes[: records.most_hosts]:
         is_lost = records.is_on and not node.is_running and node.pid is not None
         heard_s = node.last_seen_s if records.is_on else None
         note = f"{node.host} {node.note or 'is not running'}" if is_lost else ""
@@ -166,7 +176,9 @@ def _reported_hosts(records: Records) -> list[HostRow]:
 
 def rank_rows(records: Records, hosts: Sequence[HostRow], waits: Waits) -> list[RankRow]:
     """A row per rank with its mark; without live.json only where it is."""
-    rows = [row for host in hosts for row in _ranks_of(records, host)]
+    rows: list[RankRow] = []
+    for host in hosts:
+        rows += _ranks_of(records, host, records.most_ranks - len(rows))
     rows.sort(key=lambda row: row.rank)
     held = _held_up(records, rows, waits)
     slow = _slow_cards(rows)
@@ -175,20 +187,33 @@ def rank_rows(records: Records, hosts: Sequence[HostRow], waits: Waits) -> list[
     return [_marked(records, row, places[row.node], held, slow, lost) for row in rows]
 
 
-def _ranks_of(records: Records, host: HostRow) -> list[RankRow]:
+def unshown(
+    records: Records, hosts: Sequence[HostRow], ranks: Sequence[RankRow]
+) -> tuple[int, int]:
+    """How many hosts and ranks of the records have no row."""
+    num_hosts = max(len(records.nodes) or len(records.report.nodes), len(hosts))
+    spans = (host.ranks for host in hosts if host.ranks is not None)
+    num_ranks = sum(max(0, last - first + 1) for first, last in spans)
+    return num_hosts - len(hosts), max(0, num_ranks - len(ranks))
+
+
+def _ranks_of(records: Records, host: HostRow, most: int) -> list[RankRow]:
     node = records.nodes.get(host.node, {})
     ranks, listed = part_of(node, "ranks"), node.get("gpus")
     gpus = [gpu for gpu in listed if isinstance(gpu, dict)] if isinstance(listed, list) else []
+    by_index = {
+        index: gpu for gpu in reversed(gpus) if isinstance(index := gpu.get("index"), int | str)
+    }
     if host.ranks is None:
         return []
     first, last = host.ranks
     rows = []
-    for rank in range(first, last + 1):
+    for rank in range(first, min(last, first + most - 1) + 1):
         own = part_of(ranks, str(rank))
         index = own.get("gpu")
         if index is None and len(gpus) == last - first + 1:
             index = gpus[rank - first].get("index")
-        gpu: dict[str, Any] = next((g for g in gpus if g.get("index") == index), {})
+        gpu: dict[str, Any] = by_index.get(index, {}) if isinstance(index, int | str) else {}
         sampled_at, said_at = number_of(node, "at"), number_of(own, "at")
         quiet_s = None
         if sampled_at is not None and said_at is not None and host.heard_s is not None:
@@ -268,8 +293,8 @@ def _held_up(records: Records, rows: list[RankRow], waits: Waits) -> dict[int, s
     if not records.is_on or records.is_silent:
         return {}
     found = {}
+    step_s = max((step.step_s for step in timed.values()), default=0.0)
     for rank, waited_s in waits.look(timed).items():
-        step_s = max(step.step_s for step in timed.values())
         found[rank] = (
             f"the others wait for it: {_seconds(waited_s)} of each {_seconds(step_s)} step"
         )
@@ -307,9 +332,9 @@ def _slow_cards(rows: Sequence[RankRow]) -> dict[int, str]:
 
 def _lost_in_restart(records: Records) -> dict[int, str]:
     # The rank for which all were started again, until its successor says something.
-    if not records.restarts or not (records.is_on or records.report.state == "failed"):
+    last = records.restart
+    if last is None or not (records.is_on or records.report.state == "failed"):
         return {}
-    last = records.restarts[-1]
     cause = last.root_cause or {}
     rank = cause.get("rank")
     if not isinstance(rank, int):

@@ -21,7 +21,9 @@ from isles.monitor.live.model import (
     RankRow,
     Snapshot,
 )
+from isles.monitor.live.rows import MOST_HOSTS, MOST_RANKS
 from isles.monitor.live.snapshot import ClusterView, row_notes
+from isles.monitor.outer import ask_status, known_answer
 from isles.monitor.status import ReportState, RunReport
 from isles.run.join_line import JoinLine, ask_hub
 from isles.run.relay import unpack
@@ -58,17 +60,19 @@ class HubAnswer:
     error: str = ""
     shown: Mapping[str, tuple[float, str]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.status is not None:
+            object.__setattr__(self, "status", known_answer(self.status))
+
     @property
     def members(self) -> dict[str, dict[str, Any]]:
-        found = (self.status or {}).get("members")
-        entries = found if isinstance(found, list) else []
-        return {str(m["name"]): m for m in entries if isinstance(m, dict) and "name" in m}
+        return {member["name"]: member for member in (self.status or {}).get("members") or ()}
 
 
 def ask(line: JoinLine) -> HubAnswer:
     """Ask a hub how it stands, and what clusters show of themselves through it."""
     try:
-        status = ask_hub(line, "/v1/status", _ANSWER_S)
+        status = ask_status(line, _ANSWER_S)
     except UserError as error:
         return HubAnswer(line.address, error=f"{error.what} ({error.where})")
     shown: dict[str, tuple[float, str]] = {}
@@ -121,10 +125,14 @@ class SeveralView:
         """
         at = time.time()
         known = {name: self._own(name, part) for name, part in parts.items()}
+        left_hosts = MOST_HOSTS - sum(len(part.hosts) for part in known.values())
+        left_ranks = MOST_RANKS - sum(len(part.ranks) for part in known.values())
         for name, member in (hub.members if hub else {}).items():
             shown = hub.shown.get(name) if hub else None
             if name not in known or (shown is not None and errors.get(name)):
-                known[name] = self._shown(name, member, shown, at)
+                room = max(0, left_hosts), max(0, left_ranks)
+                part = known[name] = self._shown(name, member, shown, at, *room)
+                left_hosts, left_ranks = left_hosts - len(part.hosts), left_ranks - len(part.ranks)
         rows = [self._row(n, known.get(n), errors.get(n, ""), hub) for n in self._names(known)]
         rows = [r.model_copy(update={"state": "asked"}) if r.name in asked else r for r in rows]
         rows = _with_slow(rows)
@@ -184,7 +192,13 @@ class SeveralView:
         return part.model_copy(update=renamed)
 
     def _shown(
-        self, name: str, member: Mapping[str, Any], shown: tuple[float, str] | None, at: float
+        self,
+        name: str,
+        member: Mapping[str, Any],
+        shown: tuple[float, str] | None,
+        at: float,
+        most_hosts: int,
+        most_ranks: int,
     ) -> Snapshot:
         # A cluster that only the hub knows: from what it shows through it.
         heard_s, records = (shown[0], unpack(shown[1])) if shown else (0.0, {})
@@ -194,7 +208,13 @@ class SeveralView:
         report = _report_of(name, state, {**member, **status}, restart, at)
         view = self._views.setdefault(name, ClusterView(name))
         found = view.snapshot(
-            report, at, live=live, age_s=heard_s, restarts=[restart] if restart else ()
+            report,
+            at,
+            live=live,
+            age_s=heard_s,
+            restart=restart,
+            most_hosts=most_hosts,
+            most_ranks=most_ranks,
         )
         return self._own(name, found)
 
@@ -346,7 +366,7 @@ def _hub_row(hub: HubAnswer) -> HubRow:
     return HubRow(
         address=hub.address,
         round=None if decided is None else int(decided),
-        waits_for=tuple(str(name) for name in names),
+        waits_for=tuple(names),
         due_s=number_of(entry, "due_in_s"),
         error=hub.error,
     )
@@ -354,8 +374,7 @@ def _hub_row(hub: HubAnswer) -> HubRow:
 
 def _open_round(hub: HubAnswer) -> dict[str, Any] | None:
     # The first that has a contribution and lacks another.
-    found = (hub.status or {}).get("open")
-    entries = [e for e in found if isinstance(e, dict)] if isinstance(found, list) else []
+    entries = (hub.status or {}).get("open") or ()
     return next((e for e in entries if e.get("waits_for") and e.get("contributed")), None)
 
 
@@ -364,7 +383,7 @@ def _waiting(hub: HubAnswer | None) -> list[str]:
     if entry is None:
         return []
     missing = entry.get("missing") or {}
-    names = [f"{n} ({missing[n]})" if missing.get(n) else str(n) for n in entry["waits_for"]]
+    names = [f"{n} ({missing[n]})" if missing.get(n) else n for n in entry["waits_for"]]
     due_s = number_of(entry, "due_in_s")
     by = f", for {format_duration(due_s)} more" if due_s is not None else ""
     return [f"round {entry.get('round')} waits for {', '.join(names)}{by}"]

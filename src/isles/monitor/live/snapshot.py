@@ -22,15 +22,25 @@ from isles.monitor.live.model import (
     RankRow,
     Snapshot,
 )
-from isles.monitor.live.rows import Records, host_rows, link_rows, part_of, rank_rows, whole_of
+from isles.monitor.live.rows import (
+    MOST_HOSTS,
+    MOST_RANKS,
+    Records,
+    host_rows,
+    link_rows,
+    part_of,
+    rank_rows,
+    unshown,
+    whole_of,
+)
 from isles.monitor.live.waits import Waits
 from isles.monitor.status import RunReport, collect
 from isles.run.links import read_links
 from isles.run.owner import shown_only
 from isles.run.paths import RunDir
-from isles.run.records import read_record
+from isles.run.records import MAX_LIST_BYTES, read_record
 from isles.run.resolved import read_resolved
-from isles.run.restarts import list_restarts
+from isles.run.restarts import Restart, last_restart
 from isles.run.state import FRESH_S, QUEUES, number_of
 
 _SILENT_S = 6.0
@@ -68,8 +78,8 @@ class RunReader:
         return self._view.snapshot(
             report,
             now,
-            live=(read_record(attempt.live) if attempt else None) or {},
-            restarts=list_restarts(attempt) if attempt else (),
+            live=(read_record(attempt.live, MAX_LIST_BYTES) if attempt else None) or {},
+            restart=last_restart(attempt) if attempt else None,
             pairs=read_links(run_dir.path.parent),
             row=self._history.newest,
             curve=self._history.curve(),
@@ -97,13 +107,15 @@ class ClusterView:
         at: float,
         *,
         live: dict[str, Any],
-        restarts: Sequence[Any] = (),
+        restart: Restart | None = None,
         pairs: Mapping[str, Mapping[str, Any]] | None = None,
         row: Mapping[str, Any] | None = None,
         curve: tuple[Point, ...] = (),
         goodput: float | None = None,
         age_s: float | None = None,
         recorded_age_s: float | None = None,
+        most_hosts: int = MOST_HOSTS,
+        most_ranks: int = MOST_RANKS,
     ) -> Snapshot:
         """A snapshot of the run as it is now.
 
@@ -114,6 +126,7 @@ class ClusterView:
             row: the newest row of metrics.jsonl.
             age_s: of live.json, where it does not follow from this machine's clock.
             recorded_age_s: of the newest row.
+            most_hosts, most_ranks: rows that the snapshot may have.
         """
         # A network file system may show a record half a minute late.
         is_far = report.launcher in QUEUES or report.host not in (None, socket.gethostname())
@@ -124,8 +137,10 @@ class ClusterView:
             live=live,
             age_s=self._age_s(live, at) if age_s is None else age_s,
             silent_s=FRESH_S if is_far else _SILENT_S,
-            restarts=restarts,
+            restart=restart,
             pairs=pairs or {},
+            most_hosts=most_hosts,
+            most_ranks=most_ranks,
         )
         hosts = host_rows(records)
         ranks = rank_rows(records, hosts, self._waits)
@@ -292,10 +307,11 @@ def _notes(
     if records.report.state in ("failed", "killed"):
         reason = records.report.reason or "its processes are gone and have left no outcome"
         found.insert(0, f"the run is {records.report.state}: {reason}")
-    if records.is_on and records.restarts:
-        last = records.restarts[-1]
-        if 0 <= (ago_s := records.at - last.at) < _RECENT_S:
-            found.append(f"{format_duration(ago_s)} ago: {last.text}")
+    last = records.restart
+    if records.is_on and last is not None and 0 <= (ago_s := records.at - last.at) < _RECENT_S:
+        found.append(f"{format_duration(ago_s)} ago: {last.text}")
+    for more, what in zip(unshown(records, hosts, ranks), ("hosts", "ranks"), strict=True):
+        found += [f"and {more:,} more {what}, which are not shown"] if more else []
     if records.report.owner:
         found.append(shown_only(records.report.owner))
     return tuple(printable(text) for text in found)

@@ -22,7 +22,7 @@ from isles.monitor.stream import shown_lines
 from isles.run.find import run_of, typed_name
 from isles.run.live import ask_for_stacks
 from isles.run.paths import RunDir
-from isles.run.records import clear_errors, read_record
+from isles.run.records import MAX_LIST_BYTES, clear_errors, read_record
 from isles.run.remote import MultiClusterRun, RemoteRun, read_multi_cluster
 from isles.run.state import number_of, script_of
 
@@ -232,7 +232,7 @@ def stack_of(run: RunDir | RemoteRun, rank: int) -> str:
             asked_at = ask_for_stacks(attempt)
         end = time.monotonic() + _STACK_S
         while time.monotonic() < end:
-            found = read_record(attempt.stacks) or {}
+            found = read_record(attempt.stacks, MAX_LIST_BYTES) or {}
             if (number_of(found, "asked_at") or 0.0) >= asked_at:
                 answer = found.get("ranks", {}).get(str(rank)) or {}
                 break

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from json import dumps
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from isles.facts.units import format_bytes, format_duration, parse_duration_s
 from isles.launch.remote.login import pass_on
 from isles.monitor.hub import find_hub
 from isles.monitor.live.model import HostRow, Point, RankRow, Snapshot
+from isles.monitor.live.rows import MOST_RANKS
 from isles.monitor.live.source import Watch
 from isles.monitor.live.source import snapshot as snapshot_of
 from isles.run.find import find_any, typed_name
@@ -222,7 +223,7 @@ def _looks(watch: Watch) -> Iterator[Snapshot]:
 
 def _processes(snapshot: Snapshot, named: str) -> CheckLine:
     rows = snapshot.ranks
-    missing = list(_missing(snapshot))
+    missing, num_missing = _missing(snapshot)
     gone = [row for row in rows if row.mark == "dead"]
     late = [row for row in rows if row.pid is None and row.mark != "dead"]
     if gone:
@@ -230,14 +231,14 @@ def _processes(snapshot: Snapshot, named: str) -> CheckLine:
         text += _more(gone)
         return CheckLine("processes", "wrong", text, _where(gone), _logs(named, gone[0]))
     if not rows or missing or late:
-        names = [*missing, *(_name(row) for row in late)]
-        text = f"{', '.join(names[:_LISTED])}{_more(names)} not started" if names else ""
+        names = [*missing, *(_name(row) for row in late)][:_LISTED]
+        more = num_missing + len(late) - len(names)
+        and_more = f" and {more:,} more" if more > 0 else ""
+        text = f"{', '.join(names)}{and_more} not started" if names else ""
         text = text or f"no rank has started ({snapshot.run.phase or snapshot.run.state})"
         is_late = snapshot.run.step is not None and bool(rows)
         state: State = "wrong" if is_late else "not yet"
-        return CheckLine(
-            "processes", state, text, ", ".join(names[:_LISTED]), f"isles logs {named}"
-        )
+        return CheckLine("processes", state, text, ", ".join(names), f"isles logs {named}")
     hosts = len({row.host for row in rows})
     on_gpus = all(row.limit_bytes for row in rows)
     each = "one on each GPU" if on_gpus else "one for each rank"
@@ -247,14 +248,23 @@ def _processes(snapshot: Snapshot, named: str) -> CheckLine:
     return CheckLine("processes", "ok", text)
 
 
-def _missing(snapshot: Snapshot) -> Iterator[str]:
-    # Ranks that a host is to have, and of which nothing is known.
+def _missing(snapshot: Snapshot) -> tuple[list[str], int]:
+    # The first ranks that a host is to have, and of which nothing is known; and how many there are.
     known = {(row.cluster, row.rank) for row in snapshot.ranks}
+    names, count = list[str](), -len(known)
+    if len(known) >= MOST_RANKS:
+        return [], 0  # it has no row for the others
     for host in snapshot.hosts:
         first, last = host.ranks or (0, -1)
-        for rank in range(first, last + 1):
-            if (host.cluster, rank) not in known:
-                yield f"rank {rank} on {host.host}"
+        count += max(0, last - first + 1)
+        # Among so many ranks in a row are enough that are not known.
+        unknown = (
+            f"rank {rank} on {host.host}"
+            for rank in range(first, min(last, first + len(known) + _LISTED) + 1)
+            if (host.cluster, rank) not in known
+        )
+        names += islice(unknown, _LISTED - len(names))
+    return names, max(count, len(names))
 
 
 def _memory(snapshot: Snapshot, named: str) -> CheckLine:

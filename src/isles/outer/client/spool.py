@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from isles.outer.messages import RoundAnswer
-from isles.run.records import read_record, write_record
+from isles.run.records import MAX_LIST_BYTES, read_record, write_record
 
 _KEPT_BYTES = 16
 """For averages that a checkpoint lacks, by number: what a checkpoint with AdamW takes, too."""
@@ -62,14 +62,15 @@ class Spool:
     def note_outer_params(self, outer_step: int, digest: str) -> None:
         """Keep which outer parameters an average has led to."""
         path = self._answer(outer_step)
-        if (record := read_record(path)) is not None:
+        if (record := read_record(path, MAX_LIST_BYTES)) is not None:
             write_record(path, {**record, "outer_params": digest}, durable=False)
 
     def kept_rounds(self) -> list[tuple[RoundAnswer, str, Path]]:
         """The last ones, without a gap: the hub's answer, the outer parameters, the average."""
         found: list[tuple[RoundAnswer, str, Path]] = []
         for outer_step in range(self.has - 1, -1, -1):
-            record, average = read_record(self._answer(outer_step)), self.average(outer_step)
+            record = read_record(self._answer(outer_step), MAX_LIST_BYTES)
+            average = self.average(outer_step)
             if record is None or not average.exists():
                 break
             answer = RoundAnswer.model_validate(record["answer"])

@@ -19,7 +19,13 @@ from isles.outer.hub.files import chunk_list
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import Server
 from isles.outer.messages import RoundAnswer, hash_chunks
-from isles.run.records import read_record, write_record, write_secret, write_text_atomic
+from isles.run.records import (
+    MAX_LIST_BYTES,
+    read_record,
+    write_record,
+    write_secret,
+    write_text_atomic,
+)
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +147,7 @@ class Node:
         folder.mkdir(mode=0o700, exist_ok=True)
         self._dead_after_s = float(settings.rules.get("dead_after_s", 10.0))
         self._at_least = int(settings.rules.get("min_clusters", 1))
-        self._known: dict[str, list[str]] = read_record(folder / "peers.json") or {}
+        self._known: dict[str, list[str]] = read_record(folder / "peers.json", MAX_LIST_BYTES) or {}
         self._last_seen: dict[str, tuple[float, Hello]] = {}
         self._host: Host | None = None
         self._following = ""

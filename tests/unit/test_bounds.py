@@ -1,0 +1,170 @@
+"""Records, logs and answers of others are shown within bounds of time and memory."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import resource
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.cli import main
+from isles.monitor.live.model import Snapshot
+from isles.monitor.live.rows import MOST_RANKS
+from isles.monitor.live.several import HubAnswer, SeveralView
+from isles.monitor.logs import LineTail
+from isles.run.records import read_metrics
+from isles.run.restarts import current_restart, last_restart
+from isles.track.local import JsonlTracker
+from tests.run_records import GONE, recorded_run
+
+_ROOM_BYTES = 2 * 2**30
+
+
+@pytest.fixture(autouse=True)
+def room() -> Iterator[None]:
+    """A read without end ends in a MemoryError, before the machine is full."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + _ROOM_BYTES, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def packed(record: dict[str, Any]) -> str:
+    return base64.b64encode(zlib.compress(json.dumps(record).encode())).decode()
+
+
+def restart(number: int, **more: Any) -> dict[str, Any]:
+    known = {"number": number, "at": 1.0, "decision": "restart", "root_cause": {}, "why": "w"}
+    known |= {"reached": 1, "saved": None, "count": number, "max_restarts": 3}
+    return {**known, "is_counted": True, "world_size": 1, **more}
+
+
+def test_any_number_of_ranks_is_counted_and_only_some_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, _ = recorded_run(
+        tmp_path / "x-1", {"launcher": "local", "world_size": 10**15, "device": "cpu", **GONE}
+    )
+    assert main(["top", str(run_dir.path), "--json"]) == 0
+    shown = Snapshot.model_validate_json(capsys.readouterr().out)
+    assert len(shown.ranks) == MOST_RANKS
+    assert any(f"{10**15 - MOST_RANKS:,} more ranks" in note for note in shown.notes)
+    assert main(["status", str(run_dir.path), "--check"]) in (0, 2)
+    assert main(["dashboard", str(run_dir.path), "--export", str(tmp_path / "x.html")]) == 0
+
+
+def test_all_members_of_a_hub_share_the_rows() -> None:
+    nodes = {str(n): {"first_rank": 0, "num_ranks": 1024} for n in range(20_000)}
+    texts = {
+        "a": packed({"status": {"world_size": 2**61, "phase": "training"}}),
+        "b": packed({"status": {"phase": "training"}, "live": {"nodes": nodes}}),
+    }
+    members = [
+        {"name": name, "state": "living", "step": 1, "heard_s": 0.1, "slow": "", "is_behind": False}
+        for name in texts
+    ]
+    answer = HubAnswer(
+        "h:1",
+        {"round": 1, "members": members},
+        shown={name: (0.1, text) for name, text in texts.items()},
+    )
+    shown = SeveralView("r", "/r", {}).snapshot({}, {}, answer)
+    assert len(shown.ranks) == MOST_RANKS and len(shown.hosts) < 5000
+    assert sum("more ranks" in note for note in shown.notes) == 2
+
+
+def test_any_answer_of_a_hub_is_shown() -> None:
+    odd = (None, 1, 1.5, "x", "\ud800", [], {}, [1], [[]], {"a": 1}, {"\ud800": "\ud800"}, 10**400)
+    member = {"name": "a", "state": "living", "step": 1, "heard_s": 0.1, "slow": ""}
+    member |= {"is_behind": False, "refused": "", "weight": 0.5, "since": 1, "tokens_per_s": 1.0}
+    waits = {"round": 1, "waits_for": ["a"], "contributed": ["b"], "missing": {}, "due_in_s": 1.0}
+    wrong = []
+    for value in odd:
+        answers = [{"round": 1, "members": [{**member, key: value}], "open": []} for key in member]
+        answers += [{"round": 1, "members": [member], "open": [{**waits, k: value}]} for k in waits]
+        answers += [{"members": [member], key: value} for key in ("round", "open", "heavy")]
+        for answer in answers:
+            try:
+                view = SeveralView("r", "/r", {})
+                view.snapshot({}, {}, HubAnswer("h:1", answer)).model_dump_json()
+            except Exception as error:
+                wrong.append(f"{answer}: {error!r:.200}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_lone_surrogate_in_a_record_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = {"phase": "\ud800", "detail": "\ud800", "step": 1}
+    recorded_run(tmp_path / "x-1", {"launcher": "local", "device": "\udfff", **GONE}, status=status)
+    for words in (["top", "--json"], ["status"], ["status", "--json"]):
+        assert main([words[0], str(tmp_path / "x-1"), *words[1:]]) == 0
+        assert "x-1" in capsys.readouterr().out
+
+
+def test_a_run_with_large_records_says_so_and_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded_run(tmp_path / "y-1", {"launcher": "local", "device": "cpu", **GONE})
+    _, attempt = recorded_run(tmp_path / "x-1", {"launcher": "local", "device": "cpu", **GONE})
+    first = attempt.restart(1)
+    first.write_text(json.dumps(restart(1, root_cause={"a": [{}] * 500_000})))
+    for number in range(2, 60):
+        os.link(first, attempt.restart(number))
+    assert main(["status", "--output-dir", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "y-1" in said.out and "Traceback" not in said.err
+    assert main(["status", str(tmp_path / "x-1")]) == 0
+    assert "restart-001.json: a record has 1" in capsys.readouterr().out
+
+
+def test_the_newest_restart_tells_how_many_there_were(tmp_path: Path) -> None:
+    _, attempt = recorded_run(tmp_path / "x-1", {"launcher": "local"})
+    assert (current_restart(attempt), last_restart(attempt)) == (0, None)
+    for number, decision in ((1, "restart"), (2, "restart"), (3, "fail")):
+        attempt.restart(number).write_text(json.dumps(restart(number, decision=decision)))
+        last = last_restart(attempt)
+        assert last is not None and last.number == number
+        assert current_restart(attempt) == min(number, 2)
+
+
+def test_a_read_of_a_log_ends_at_the_size_that_it_had(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("a\nb\n")
+    tail, seen = LineTail(path), []
+    for line in tail.lines():
+        seen.append(line)
+        assert len(seen) < 10, "the read goes on for as long as the log grows"
+        with path.open("a") as stream:
+            stream.write("more\n" * 30_000)
+    assert seen == ["a", "b"]
+    assert len(tail.read()) == 60_000
+
+
+def test_lines_of_a_log_are_whole_over_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    long = "x" * 200_000
+    path.write_text(f"{long}\nold\rnew\n" + "0%\r" * 100_000 + "100%\r")
+    tail = LineTail(path)
+    assert tail.read() == [long, "new"]
+    assert tail.read(final=True) == ["100%"]
+
+
+def test_a_resumed_run_keeps_its_rows_without_all_of_them_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as stream:
+        for step in range(30_000):
+            stream.write(json.dumps({"kind": "train", "step": step, "loss": 1.0}) + "\n")
+        stream.write('{"kind": "tr')
+    JsonlTracker(path, resumed_step=20_000).close()
+    rows = read_metrics(path)
+    assert next(rows)["step"] == 0  # one at a time
+    assert [row["step"] for row in rows] == list(range(1, 20_001))
+    assert not list(tmp_path.glob(".metrics*"))
