@@ -54,7 +54,7 @@ def test_a_link_of_another_user_leads_no_file_of_mine_into_the_data(tmp_path):
 def test_files_of_the_kernel_are_no_data(tmp_path):
     (tmp_path / "zz.txt").symlink_to("/proc/self/environ")
     for path in (tmp_path / "*.txt", tmp_path / "zz.txt"):
-        with pytest.raises(UserError, match="of the kernel|private file"):
+        with pytest.raises(UserError, match=r"of the kernel|private file"):
             texts(path)
 
 
