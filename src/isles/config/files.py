@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import difflib
 import glob
+import itertools
+import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from isles.config.foreign import model_config
 from isles.config.interop.deepspeed import deepspeed_file_issues
+from isles.config.links import LinkRefused, check_found
 from isles.config.load import Loaded
 from isles.config.rules.shape import check_shape
 from isles.config.sections.data import SourceConfig
 from isles.config.sections.model import ModelConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig
-from isles.errors import ConfigError
+from isles.errors import ConfigError, DataError
 from isles.facts.models import load_shape, shape_names
 
 BUILT_IN = ("python-docs", "python-stdlib")
@@ -34,6 +36,9 @@ _SAVED = ("dataset_dict.json", "state.json")
 
 _LOOKED_AT = 1000
 """Names in a folder, to see of which kind its files are."""
+
+_MOST_NAMES = 5_000_000
+"""Names in all folders that `**` of a glob stands for; ten seconds on a local disk."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TEXTS = (".txt", ".text", ".md", ".rst", ".py")
@@ -108,7 +113,13 @@ def _missing(loaded: Loaded) -> Iterator[ConfigError]:
                 what, fix = f"there is no such folder: {path.absolute()}", how_to_find(path)
                 yield missing("files.model", key, what, fix)
     for index, source in enumerate(config.data.sources):
-        if found := _missing_source(source):
+        try:
+            found = _missing_source(source)
+        except DataError as error:
+            found = error.what, error.fix
+        except OSError:
+            continue  # the rank that reads it says more
+        if found:
             yield missing("files.data", f"data.sources.{index}.path", *found)
     template = config.tokenizer.chat_template
     if template not in (None, CHATML) and not (path := Path(template).expanduser()).is_file():
@@ -147,7 +158,7 @@ def folder_issue(path: Path) -> tuple[str, str] | None:
     try:
         if not path.is_dir() or any((path / name).is_file() for name in _SAVED):
             return None
-        below = islice(path.rglob("*"), _LOOKED_AT)
+        below = itertools.islice(path.rglob("*"), _LOOKED_AT)
         kinds = Counter(
             "".join(file.suffixes[-2 if file.suffix == ".gz" else -1 :]) for file in below
         )
@@ -161,15 +172,82 @@ def folder_issue(path: Path) -> tuple[str, str] | None:
 
 
 def named_files(name: str) -> list[Path]:
-    """The files of this machine that a source names: one, all in a folder, or those of a glob."""
+    """The files of this machine that a source names: one, all in a folder, or those of a glob.
+
+    DataError: a glob finds a private file over a link (see `check_found`), or too many names.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if file.is_file())
     if path.exists():
         return [path]
-    # Path.glob takes no absolute patterns.
-    found = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(name) else []  # noqa: PTH207
-    return [Path(file) for file in found if Path(file).is_file()]
+    if not glob.has_magic(name):
+        return []
+    matches = sorted(set(_matches(str(path), itertools.count(), str(path))))
+    files = [file for file in map(Path, matches) if file.is_file()]
+    plain = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
+    try:
+        check_found(files, Path(*plain))
+    except LinkRefused as error:
+        raise DataError(
+            str(error),
+            where=name,
+            fix=f"remove the link; if the file is data, name {error.filename} in data.sources",
+            id="files.data",
+        ) from None
+    return files
+
+
+def _matches(pattern: str, looked_at: Iterator[int], name: str) -> Iterator[str]:
+    # As glob.glob, which follows folder links in a circle without end if ** is in the pattern.
+    parts = pattern.split("/")
+    if "**" not in parts:
+        yield from glob.glob(pattern)  # noqa: PTH207, Path.glob takes no absolute patterns
+        return
+    at = parts.index("**")
+    top = "/".join(parts[:at]) or "/" * pattern.startswith("/")
+    tail = "/".join(itertools.dropwhile(lambda part: part == "**", parts[at:])) or "*"
+    tops = glob.glob(top) if glob.has_magic(top) else [top]  # noqa: PTH207
+    for folder in _folders(tops, looked_at, name):
+        below = os.path.join(glob.escape(folder), tail)  # noqa: PTH118, may begin with ""
+        yield from _matches(below, looked_at, name)
+
+
+def _folders(tops: list[str], looked_at: Iterator[int], name: str) -> Iterator[str]:
+    # These folders and all below them, but no hidden ones. A link comes after all real folders, and
+    # is followed only to a folder that was not visited before.
+    ahead, links, seen, is_linked = sorted(tops, reverse=True), deque[str](), set[object](), False
+    while ahead or links:
+        is_linked = is_linked or not ahead
+        folder = ahead.pop() if ahead else links.popleft()
+        try:
+            facts = Path(folder).stat()
+            identity = facts.st_dev, facts.st_ino
+            if is_linked and identity in seen:
+                continue
+            with os.scandir(folder or ".") as entries:
+                inner = [entry for entry in entries if _is_folder(entry, looked_at, name)]
+        except OSError:
+            continue
+        seen.add(identity)
+        yield folder
+        for entry in sorted(inner, key=lambda entry: entry.name, reverse=True):
+            below = os.path.join(folder, entry.name)  # noqa: PTH118, folder may be ""
+            (links if entry.is_symlink() else ahead).append(below)
+
+
+def _is_folder(entry: os.DirEntry[str], looked_at: Iterator[int], name: str) -> bool:
+    if next(looked_at) >= _MOST_NAMES:
+        raise DataError(
+            f"there are more than {_MOST_NAMES:,} files and folders to look at",
+            where=name,
+            fix="use a glob for a smaller folder; look for links to other folders in this one",
+            id="files.data",
+        )
+    try:
+        return not entry.name.startswith(".") and entry.is_dir()
+    except OSError:
+        return False
 
 
 def _exists(path: Path) -> bool:

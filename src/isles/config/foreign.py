@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from isles.config.links import check_found, follow
 from isles.errors import ConfigError
 
 MAX_JSON_BYTES = 64 * 2**20
@@ -102,7 +103,7 @@ def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
 
 def read_bytes(path: Path, most_bytes: int) -> bytes:
     """Read a foreign file. Raises the errors of `read_json`, except for JSON."""
-    with open_regular(path) as stream:
+    with open_foreign(path)[0] as stream:
         data = stream.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ValueError(f"it is larger than {most_bytes / 2**20:.0f} MiB")
@@ -126,6 +127,14 @@ def open_regular(path: Path | str, flags: int = 0, folder: int | None = None) ->
         os.close(handle)
         raise io.UnsupportedOperation("it is not a regular file")
     return os.fdopen(handle, "rb")
+
+
+def open_foreign(path: Path, root: Path | None = None) -> tuple[io.BufferedReader, bool]:
+    """Open a regular file, but follow no link of another user to a file that is not that user's.
+
+    See `links.follow`. Raises its errors, and UnsupportedOperation if it is not a regular file.
+    """
+    return follow(path, open_regular, root)
 
 
 @contextmanager
@@ -230,9 +239,9 @@ def check_folder(folder: Path) -> None:
             if not is_file and path.exists() and not path.is_dir():
                 raise ValueError("it is not a regular file")
             # Such as a chat template of a stranger that is a link to a file of whoever loads it.
-            maker = path.lstat().st_uid
-            if maker not in (0, os.geteuid(), path.stat().st_uid):
-                raise ValueError("another user has made this link to a file that is not theirs")
+            if is_file:
+                open_foreign(path)[0].close()
+                check_found([path], folder)
             if path.suffix != ".json":
                 if is_file and path.suffix in _TEXTS and path.stat().st_size > MAX_JSON_BYTES:
                     raise ValueError(f"it is larger than {MAX_JSON_BYTES >> 20} MiB")
@@ -246,10 +255,10 @@ def check_folder(folder: Path) -> None:
                 _check_tokenizer(path)
             else:
                 read_json(path, MAX_CONFIG_BYTES)
-        except OSError:
-            continue  # the code that needs the file reports it
         except ValueError as error:
             raise _refused(str(path), f"this file cannot be used: {error}") from None
+        except OSError:
+            continue  # the code that needs the file reports it
 
 
 def _check_tokenizer(path: Path) -> None:

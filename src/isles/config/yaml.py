@@ -5,7 +5,9 @@ PyYAML composes the nodes; what a scalar means, doubled keys and limits are here
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +18,7 @@ from typing import Any
 import yaml
 from yaml.reader import ReaderError
 
+from isles.config.links import follow
 from isles.errors import ConfigError, ConfigErrors
 
 KeyPath = tuple[str | int, ...]
@@ -197,7 +200,7 @@ def read_text(
         return ConfigError(what, where=f"{path}{place}", fix=fix, id="config.file")
 
     try:
-        with path.open("rb") as stream:
+        with follow(path, _open)[0] as stream:
             content = stream.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise refused("there is no such file", hint) from None
@@ -215,6 +218,11 @@ def read_text(
         line = content[: error.start].count(b"\n") + 1
         what = f"the byte 0x{content[error.start]:02x} is not UTF-8"
         raise refused(what, "save the file as UTF-8 text", f":{line}") from None
+
+
+def _open(name: str, flags: int, folder: int) -> io.BufferedReader:
+    # Also a pipe, such as <(...) of a shell.
+    return open(name, "rb", opener=lambda *_: os.open(name, flags | os.O_CLOEXEC, dir_fd=folder))
 
 
 class _Loader(yaml.SafeLoader):

@@ -22,7 +22,7 @@ from isles.config.load import Base, Loaded, load_run_file
 from isles.config.resume import unlike
 from isles.config.sections.cluster import ClusterConfig
 from isles.config.yaml import dump_yaml, read_text, scan_yaml
-from isles.errors import ConfigError, ConfigErrors, PreflightError
+from isles.errors import ConfigError, ConfigErrors, DataError, PreflightError
 from isles.facts.units import printable
 from isles.run.find import numbered_runs
 from isles.run.join_line import JoinLine, ask_hub
@@ -250,7 +250,7 @@ def _leaves_folder(name: str) -> bool:
     try:
         files = [Path(name), *named_files(name)]
         return not all(file.resolve().is_relative_to(here) for file in files)
-    except (OSError, RuntimeError):  # a circle of links
+    except (OSError, RuntimeError, DataError):  # such as a circle of links
         return True
 
 

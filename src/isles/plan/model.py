@@ -12,7 +12,7 @@ from typing import Any
 from urllib.request import Request
 
 from isles.config.files import find_shape, may_be_hub_id
-from isles.config.foreign import MAX_CONFIG_BYTES, check_config, open_regular, parse_json
+from isles.config.foreign import MAX_CONFIG_BYTES, check_config, open_foreign, parse_json
 from isles.config.layout import Layout
 from isles.config.memory import architecture, setting_of
 from isles.config.sections.run import RunConfig
@@ -150,7 +150,7 @@ def files_params(name: str) -> int | None:
 
 def header(file: Path) -> dict[str, Any]:
     """The header of a safetensors file. ValueError: it is none."""
-    with open_regular(file) as stream:
+    with open_foreign(file)[0] as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > 100 << 20:
             raise ValueError(f"{file} is no safetensors file")

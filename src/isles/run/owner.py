@@ -8,14 +8,13 @@ takes an `OwnRecord`, or checks `owner` of the `Attempt`, the `RunDir` or the ob
 
 from __future__ import annotations
 
-import errno
 import os
 import pwd
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from isles.config.foreign import open_regular
+from isles.config.foreign import open_foreign
 from isles.errors import PreflightError
 
 _LONGEST_BYTES = 64 << 20
@@ -24,8 +23,6 @@ _FOLDERS = ("attempts", "checkpoints", "logs", "model", "outer", "telemetry", "t
 """The folders of a run directory. Its owner may replace each with a link to a private folder of the
 user who looks. So isles checks who made each link below the run directory. It does not check links
 above: administrators make them, and users type them."""
-
-_SEARCH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Record(dict[str, Any]):
@@ -79,32 +76,7 @@ def open_shown(path: Path) -> BinaryIO:
 def _open(path: Path) -> tuple[BinaryIO, bool]:
     # The file, and whether its path ends in a link.
     depth = next((n for n, up in enumerate(path.parents[:3]) if up.name in _FOLDERS), -1) + 1
-    makers, handle = set[int](), os.open(path.parents[depth], _SEARCH)
-    try:
-        for name in path.parts[len(path.parts) - 1 - depth : -1]:
-            try:
-                below = os.open(name, _SEARCH | os.O_NOFOLLOW, dir_fd=handle)
-            except OSError as error:
-                if error.errno not in (errno.ELOOP, errno.ENOTDIR):
-                    raise
-                # A user can replace only what is that user's own: the maker is safe to believe.
-                makers.add(os.stat(name, dir_fd=handle, follow_symlinks=False).st_uid)
-                below = os.open(name, _SEARCH, dir_fd=handle)
-            os.close(handle)
-            handle = below
-        try:
-            stream, is_link = open_regular(path.name, os.O_NOFOLLOW, handle), False
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            makers.add(os.stat(path.name, dir_fd=handle, follow_symlinks=False).st_uid)
-            stream, is_link = open_regular(path.name, 0, handle), True
-    finally:
-        os.close(handle)
-    if makers - {os.geteuid(), os.fstat(stream.fileno()).st_uid}:
-        stream.close()
-        raise PermissionError(errno.EPERM, "a link of another user leads to it", str(path))
-    return stream, is_link
+    return open_foreign(path, path.parents[depth])
 
 
 def owner_of(path: Path) -> str:

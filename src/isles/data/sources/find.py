@@ -24,7 +24,7 @@ from isles.config.files import (
     may_be_hub_id,
     named_files,
 )
-from isles.config.foreign import open_regular
+from isles.config.foreign import open_foreign
 from isles.config.sections.data import SourceConfig
 from isles.data.sources.arrow import check_saved, damaged, one_of_each, table_rows, undecoded
 from isles.data.sources.read import file_chunks, unreadable
@@ -132,7 +132,7 @@ class Files(Source):
 def _sample(file: str, size: int) -> str:
     # A hash of a file's beginning and end.
     try:
-        with open_regular(file) as stream:
+        with open_foreign(Path(file))[0] as stream:
             digest = hashlib.sha256(stream.read(_SAMPLED_BYTES))
             stream.seek(max(size - _SAMPLED_BYTES, 0))
             digest.update(stream.read(_SAMPLED_BYTES))

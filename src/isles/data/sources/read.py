@@ -23,7 +23,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, cast
 
-from isles.config.foreign import open_regular
+from isles.config.foreign import open_foreign
+from isles.config.links import LinkRefused
 from isles.data.sources.arrow import damaged, one_of_each, table_rows
 from isles.data.sources.rows import (
     CHUNK_ROWS,
@@ -433,7 +434,7 @@ _SECRET = re.compile(rb"\s*(?:isles://[^\s#]{1,300}#|-----BEGIN [A-Z ]*PRIVATE K
 def opened(path: Path, *, is_packed: bool | None = None) -> Iterator[IO[bytes]]:
     """A file to read, unpacked if its name ends with .gz; DataError where it cannot be."""
     try:
-        with open_regular(path) as raw:
+        with open_foreign(path)[0] as raw:
             _check_is_no_secret(path, raw)
             if (path.suffix == ".gz") if is_packed is None else is_packed:
                 with gzip.open(raw) as stream:
@@ -494,6 +495,9 @@ def unreadable(path: Path, error: OSError) -> DataError:
     """The error for a file that the system does not let us read."""
     what = f"cannot be read: {error.strerror or error}"
     fix = "look at the disk or the network that it lies on"
+    if isinstance(error, LinkRefused):
+        fix = "name the file itself in the run file, if it is yours to use"
+        return DataError(str(error), where=str(path), fix=fix, id="files.data")
     if isinstance(error, PermissionError):
         what = f"no read permission (this process runs as uid {os.geteuid()})"
         fix = f"chmod a+r {path}, or its folders, or run as its owner"

@@ -360,7 +360,7 @@ def _sizes(source: SourceConfig) -> dict[str, int]:
         files = named_files(source.path)
         inside = root if root.is_dir() else root.parent
         return {os.path.relpath(file, inside): file.stat().st_size for file in files}
-    except OSError:
+    except (OSError, DataError):
         return {"": 0}  # it is there, and reading it says what is wrong
 
 

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from typing import Any, Self, cast
 import numpy as np
 import numpy.typing as npt
 
+from isles.config.foreign import open_regular
 from isles.data.order import Int64Array
 from isles.data.tokens.encode import Encoded, Encoder
 from isles.errors import DataError
@@ -40,6 +42,8 @@ TOKENS = "tokens.bin"
 DOCUMENTS = "docs.npy"
 TRAINED = "trained.bin"
 MANIFEST = "manifest.json"
+_FILES = {TOKENS, DOCUMENTS, TRAINED}
+_COUNTS = ("num_documents", "num_tokens", "end_of_text_id", "max_token_id")
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
@@ -49,19 +53,46 @@ _CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errn
 def find_damage(folder: Path) -> str | None:
     """Why this folder is not whole, or None: the manifest is there and the sizes are right."""
     manifest = read_record(folder / MANIFEST, MAX_LIST_BYTES)
-    if manifest is None:
-        return f"{MANIFEST} is missing or damaged"
+    if manifest is None or folder.is_symlink():
+        return f"{MANIFEST} is missing or damaged, or the folder is a link"
     if manifest.get("format") != FORMAT:
         return f"{MANIFEST} has format {manifest.get('format')}, not {FORMAT}"
+    if not _is_sound(manifest):
+        return f"{MANIFEST} has odd values"
     for name, facts in manifest["files"].items():
-        expected = facts["size_bytes"]
         try:
-            size = (folder / name).stat().st_size
+            found = (folder / name).lstat()
         except FileNotFoundError:
             return f"{name} is missing"
-        if size != expected:
-            return f"{name} has {size} bytes instead of {expected}"
+        if not stat.S_ISREG(found.st_mode) or found.st_size != facts["size_bytes"]:
+            return f"{name} is not a file of {facts['size_bytes']} bytes"
     return None
+
+
+def _is_sound(manifest: dict[str, Any]) -> bool:
+    # Other users may write to a shared cache, so each value is checked before it is used.
+    files, first_bad = manifest.get("files"), manifest.get("first_bad", [])
+    if not isinstance(files, dict) or not isinstance(first_bad, list):
+        return False
+    if not {TOKENS, DOCUMENTS} <= set(files) <= _FILES:
+        return False
+    counts = [manifest.get(key) for key in _COUNTS]
+    counts += [manifest.get(key, 0) for key in ("rows", "empty", "bad")]
+    for facts in files.values():
+        if not isinstance(facts, dict) or not isinstance(facts.get("sha256"), str):
+            return False
+        counts.append(facts.get("size_bytes"))
+    if not all(type(count) is int and count >= 0 for count in counts):
+        return False
+    width = {"<u2": 2, "<u4": 4}.get(str(manifest.get("dtype")), 0)
+    return (
+        all(isinstance(manifest.get(key), str) for key in ("name", "kind"))
+        and files[TOKENS]["size_bytes"] == width * manifest["num_tokens"] > 0
+        and (TRAINED not in files or files[TRAINED]["size_bytes"] == manifest["num_tokens"])
+        and manifest.get("rows", 0) >= manifest.get("bad", 0) >= len(first_bad)
+        and bool(first_bad) == bool(manifest.get("bad", 0))
+        and all(isinstance(each, list) and list(map(type, each)) == [str] * 3 for each in first_bad)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +117,29 @@ class TokenStore:
     @classmethod
     def open(cls, folder: Path) -> TokenStore:
         """A folder that `prepare` returned. DataError: it is not whole."""
-        damage = find_damage(folder)
-        if damage is not None:
+        trained, damage = None, find_damage(folder)
+        manifest = cast("dict[str, Any]", read_record(folder / MANIFEST, MAX_LIST_BYTES))
+        try:
+            if damage is not None:
+                raise ValueError(damage)
+            tokens = _mapped(folder / TOKENS, manifest["dtype"])
+            ends = _mapped(folder / DOCUMENTS, "<i8")
+            if len(ends) != manifest["num_documents"] or ends[-1] != len(tokens):
+                raise ValueError(f"{DOCUMENTS} does not belong to {TOKENS}")
+            if TRAINED in manifest["files"]:
+                trained = _mapped(folder / TRAINED, "?")
+        except (OSError, ValueError) as error:
             raise DataError(
-                f"the prepared tokens are not whole: {damage}",
+                f"the prepared tokens are not whole: {error}",
                 where=str(folder),
                 fix="start again: they are prepared anew",
                 id="data.damaged",
-            )
-        manifest = cast("dict[str, Any]", read_record(folder / MANIFEST, MAX_LIST_BYTES))
-        tokens = np.memmap(folder / TOKENS, dtype=manifest["dtype"], mode="r")
-        ends = np.load(folder / DOCUMENTS, mmap_mode="r", allow_pickle=False)
-        trained = None
-        if TRAINED in manifest["files"]:
-            trained = np.memmap(folder / TRAINED, dtype=np.bool_, mode="r").view(np.ndarray)
+            ) from error
         return cls(
             folder=folder,
             name=manifest["name"],
-            tokens=tokens.view(np.ndarray),  # a plain view: slicing a memmap object is slow
-            document_ends=ends.view(np.ndarray),
+            tokens=tokens,
+            document_ends=ends,
             end_of_text_id=manifest["end_of_text_id"],
             max_token_id=manifest["max_token_id"],
             trained=trained,
@@ -124,6 +159,15 @@ class TokenStore:
     def manifest(self) -> dict[str, Any]:
         """What was noted when it was written: `rows`, `empty`, `bad` and `first_bad` among it."""
         return cast("dict[str, Any]", read_record(self.folder / MANIFEST, MAX_LIST_BYTES))
+
+
+def _mapped(path: Path, dtype: str) -> Any:
+    with open_regular(path, os.O_NOFOLLOW) as stream:
+        if path.name == DOCUMENTS:
+            np.lib.format.read_magic(stream)
+            np.lib.format.read_array_header_1_0(stream)
+        found = np.memmap(stream, dtype=dtype, mode="r", offset=stream.tell())
+    return found.view(np.ndarray)  # slicing a memmap object is slow
 
 
 @contextmanager
@@ -283,12 +327,12 @@ def remove_stale(folder: Path, *, locked: bool) -> None:
 
 def publish(temporary: Path, folder: Path) -> None:
     """Give a whole folder its name, in the place of a damaged one."""
-    if folder.exists():
+    if os.path.lexists(folder):
         if find_damage(folder) is None:  # without file locks, or from elsewhere: another was first
             shutil.rmtree(temporary)
             return
         old = temporary_beside(folder, "old")
         folder.rename(old)
-        shutil.rmtree(old)
+        old.unlink() if old.is_symlink() else shutil.rmtree(old)
     temporary.rename(folder)
     sync_folder(folder.parent)
