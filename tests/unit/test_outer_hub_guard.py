@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from isles.errors import ConfigError, UserError
-from isles.outer.hub.core import live, status
+from isles.outer.hub.core import Core, live, status
 from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.work import AwakeClock
 from isles.outer.messages import Shown
@@ -75,6 +75,24 @@ def test_who_pauses_comes_back_to_the_settings_of_before(tmp_path):
         world.leave("a", has_finished=True)
         assert world.join("b", identity=run, **known).standing == "current"
         world.core.journal.close()
+
+
+def test_without_a_hub_who_comes_first_after_a_stop_of_all_sets_new_values(tmp_path):
+    """Its process is new: it cannot know for how long the others have been stopped."""
+    world = World(tmp_path)
+    world.join("a", identity=RUN), world.join("b", identity=RUN)
+    world.turns("ab", 0)
+    longer = {**RUN, "steps of the run": "200"}
+    known = {"version": 1, "outer_params": after(0), "identity": longer}
+    for leaves, kind in (("a", "other_run"), ("b", "")):
+        world.leave(leaves)
+        world.core.journal.close()
+        journal = Journal(tmp_path / JOURNAL)
+        world.core = Core(tmp_path, world.settings, lambda: world.now, journal)
+        if kind:
+            assert refused(world.join, "a", **known).kind == kind
+    assert world.join("a", **known).standing == "current"
+    assert refused(world.join, "b", **{**known, "identity": RUN}).kind == "other_run"
 
 
 def test_a_join_that_is_none_is_not_taken():

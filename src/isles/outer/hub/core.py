@@ -63,15 +63,15 @@ class Core:
         journal: Journal | None = None,
     ) -> None:
         self.folder, self.settings = folder, settings
-        is_kept = journal is None
+        is_hub = journal is None
         self.journal = journal = journal or Journal(folder / JOURNAL)
         self.samples = Samples(journal)
-        self.membership = Membership(journal, settings, self.samples, clock)
+        self.membership = Membership(journal, settings, self.samples, clock, is_hub=is_hub)
         self.rounds = Rounds(self.membership, folder / "rounds")
         self.verdicts = Verdicts(self.membership, self.rounds)
         self.states = States(self.membership, self.rounds, self.verdicts, folder / "states")
         has_average = any((folder / "rounds").glob("*/average"))
-        if is_kept and has_average and not self.membership.latest():
+        if is_hub and has_average and not self.membership.latest():
             # sqlite drops the newest changes in silence where their file is damaged.
             raise damaged(
                 folder / JOURNAL, "it does not know the averages that are in the same folder"
@@ -159,7 +159,7 @@ class Core:
             for key in sorted({*run, *mine})
             if run.get(key) != mine.get(key)
         }
-        has_others = any(row["id"] != join.id for row in self.membership.holders())
+        has_others = any(row["id"] != join.id for row in self.membership.awaited())
         texts = [
             f"{key} is {here} in {join.name} and {there} in the run"
             for key, (there, here) in found.items()

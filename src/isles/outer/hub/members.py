@@ -29,12 +29,22 @@ class Membership:
 
     The journal has a row for each (table `members`). Heartbeats, and when they came, are known
     since this process began: after a restart everybody has the whole time again to be heard.
+
+    Args:
+        is_hub: whether this process runs for longer than the clusters do.
     """
 
     def __init__(
-        self, db: Journal, settings: Settings, samples: Samples, clock: Callable[[], float]
+        self,
+        db: Journal,
+        settings: Settings,
+        samples: Samples,
+        clock: Callable[[], float],
+        *,
+        is_hub: bool = True,
     ) -> None:
         self.db, self.settings, self.samples, self.clock = db, settings, samples, clock
+        self._is_hub = is_hub
         self._began = clock()
         self._last_seen: dict[int, float] = {}
         self._moved_at: dict[int, float] = {}
@@ -81,8 +91,21 @@ class Membership:
 
     @property
     def gone_s(self) -> float:
-        """A member that is not heard for so many seconds does not come back."""
+        """After this many seconds of silence a member counts as gone."""
         return _GONE * self.settings.dead_after_s
+
+    def awaited(self) -> list[sqlite3.Row]:
+        """Holders whose settings stay the run's, and that are not forgotten.
+
+        Without a hub each process is a cluster's own. It does not know how long the others had
+        paused when it began, so it does not wait for these.
+        """
+        rows = self.holders()
+        return rows if self._is_hub else self._timed(rows)
+
+    def _timed(self, rows: list[sqlite3.Row]) -> list[sqlite3.Row]:
+        # A process that was started again does not know how long the others have paused.
+        return [r for r in rows if r["state"] != "left" or r["number"] in self._last_seen]
 
     def _is_gone(self, number: int) -> bool:
         return self.last_seen_s(number) > self.gone_s
@@ -175,8 +198,7 @@ class Membership:
                     f"{self.gone_s:g} s of silence, once the rounds that it has contributed to "
                     "are decided",
                 )
-        # A hub that was started again does not know how long the others have paused.
-        others = [r for r in others if r["state"] != "left" or r["number"] in self._last_seen]
+        others = self._timed(others)
         if len(others) >= self.settings.max_clusters:
             raise Refusal(
                 "full",
@@ -219,9 +241,9 @@ class Membership:
         return self.get(number)
 
     def _forget(self) -> None:
-        # Of members without a name and a place the newest stay known, one of each name, and those
-        # whose contributions others may still ask for. `max_clusters` bounds those with a place.
-        held = self.holders()
+        # Of members that are not awaited the newest stay known, one of each name, and those whose
+        # contributions others may still ask for. `max_clusters` bounds those that are awaited.
+        held = self.awaited()
         numbers, names = {row["number"] for row in held}, {row["name"] for row in held}
         most = len(names) + _ROWS_EACH * self.settings.max_clusters
         rows = self.db.rows(
