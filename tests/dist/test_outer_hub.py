@@ -204,6 +204,27 @@ async def test_many_who_ask_for_the_status_share_it(tmp_path):
 
 
 @in_loop
+async def test_bytes_that_are_no_text_are_no_bug_of_the_hub(tmp_path, caplog):
+    places = ("X-Member", "X-Sha256", "Content-Encoding", "Range", "If-Range", "Cookie")
+    places += ("If-Modified-Since", "If-None-Match", "Content-Type", "Accept-Encoding")
+    paths = ("status", "no/such/thing", "rounds/0/average", "rounds/0?wait=%ff%00", "%0a%1b", "%ff")
+    failed = []
+    async with serving(tmp_path / "state") as (_, line):
+        async with HubApi(line, member_id("a")) as client:
+            await client.join(join("a", 4), DEADLINE_S)
+        for path in (*paths, f"rounds/0/parts/{member_id('a')}"):
+            for place in places:
+                for value in (b"\xff" * 32, b"bytes=0-" + b"9" * 5000):
+                    head = f"GET /v1/{path} HTTP/1.1\r\nHost: x\r\n{place}: ".encode()
+                    more = f"\r\nAuthorization: Bearer {line.token}\r\nConnection: close\r\n\r\n"
+                    answer = await _ask(line, head + value + more.encode())
+                    if answer.split(b" ")[1:2] in ([b"500"], [b"401"], []):
+                        failed.append((path, place, value[:8], answer[:99]))
+    assert failed == []
+    assert "Traceback" not in caplog.text and "a bug of the hub" not in caplog.text
+
+
+@in_loop
 async def test_strangers_and_nonsense(tmp_path, caplog):
     """Refused in words; and no secret stands anywhere."""
     caplog.set_level(logging.DEBUG)

@@ -9,12 +9,12 @@ import pytest
 from pydantic import ValidationError
 
 from isles.errors import ConfigError, UserError
-from isles.outer.hub.core import live, status
+from isles.outer.hub.core import Core, live, status
 from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.work import AwakeClock
 from isles.outer.messages import Shown
 from isles.run.relay import LONGEST
-from tests.outer_world import ZERO, World, joining, member_id, refused
+from tests.outer_world import ZERO, World, after, joining, member_id, refused
 
 RUN = {"layout": "a", "outer.lr": "0.7", "steps of the run": "100"}
 
@@ -45,6 +45,54 @@ def test_what_differs_is_named_with_both_values_and_changed_only_by_all(tmp_path
     world.leave("a"), world.leave("b")
     what = refused(world.join, "a", identity={**longer, "layout": "z"}).what
     assert "layout is z in a and a in the run" in what
+
+
+def test_who_pauses_comes_back_to_the_settings_of_before(tmp_path):
+    run = {**RUN, "training.seed": "0", "data.x": "a", "data.seq_length": "16"}
+    other = {**run, "training.seed": "1", "data.x": "e", "data.seq_length": "999999999999"}
+    for stops in ("pauses", "is silent"):
+        (tmp_path / stops).mkdir()
+        world = World(tmp_path / stops, dead_after_s=10.0)
+        world.join("a", identity=run)
+        world.turns("a", 0)
+        if stops == "pauses":
+            world.leave("a")
+        for seconds, restarts in ((0.0, False), (199.0, False), (0.0, True), (199.0, False)):
+            world.now += seconds
+            world.drop_silent()
+            if restarts:
+                world.restart()
+            for version, weights in ((0, ZERO), (1, after(0))):
+                asked = {"identity": other, "version": version, "outer_params": weights}
+                refusal = refused(world.join, "e", **asked)
+                assert refusal.kind == "other_run" and "data.x is e in e" in refusal.what
+            assert "wait 200 s" in refusal.fix
+        known = {"version": 1, "outer_params": after(0)}
+        assert world.join("a", identity=run, **known).standing == "current"
+        # Alone it may change them at once, as may others when it has finished.
+        world.leave("a")
+        assert world.join("a", identity=other, **known).standing == "current"
+        world.leave("a", has_finished=True)
+        assert world.join("b", identity=run, **known).standing == "current"
+        world.core.journal.close()
+
+
+def test_without_a_hub_who_comes_first_after_a_stop_of_all_sets_new_values(tmp_path):
+    """Its process is new: it cannot know for how long the others have been stopped."""
+    world = World(tmp_path)
+    world.join("a", identity=RUN), world.join("b", identity=RUN)
+    world.turns("ab", 0)
+    longer = {**RUN, "steps of the run": "200"}
+    known = {"version": 1, "outer_params": after(0), "identity": longer}
+    for leaves, kind in (("a", "other_run"), ("b", "")):
+        world.leave(leaves)
+        world.core.journal.close()
+        journal = Journal(tmp_path / JOURNAL)
+        world.core = Core(tmp_path, world.settings, lambda: world.now, journal)
+        if kind:
+            assert refused(world.join, "a", **known).kind == kind
+    assert world.join("a", **known).standing == "current"
+    assert refused(world.join, "b", **{**known, "identity": RUN}).kind == "other_run"
 
 
 def test_a_join_that_is_none_is_not_taken():

@@ -417,6 +417,25 @@ def test_a_member_that_says_it_works_holds_up_a_round_that_waits_for_all(tmp_pat
         assert (world.close() is None) == (wait == "all")
 
 
+def test_who_is_left_alone_decides_rounds_as_fast_as_it_sends(tmp_path):
+    for leave in ("drop", "leave"):
+        (tmp_path / leave).mkdir()
+        world = World(tmp_path / leave, "abe", min_clusters=2)
+        world.turns("abe", 0)
+        for name in "ab":
+            getattr(world, leave)(name)
+        assert world.turn("e", 1) is None, "min_clusters holds back one name"
+        world.join("f", version=1, outer_params=after(0))
+        since = world.now
+        for outer_step in range(1, 9):
+            world.complete({"e", "f"} if outer_step > 1 else "f", outer_step)
+            assert world.close() == ["e", "f"]
+        assert world.now == since
+        back = world.join("a", version=1, outer_params=after(0))
+        assert (back.standing, back.outer_step) == ("late", 9), "it applies the averages"
+        world.core.journal.close()
+
+
 def test_the_majority_is_right(tmp_path):
     world = World(tmp_path, "aef")
     world.turn("aef", 0)

@@ -99,11 +99,43 @@ def test_a_name_has_one_contribution_in_a_round_and_keeps_its_cluster(tmp_path):
     assert refused(world.join, "e3", name="a", version=1).kind == "name_taken"
 
 
+def test_a_cluster_that_pauses_is_remembered_whoever_comes_and_goes(tmp_path):
+    """Others decide rounds until no average of the paused cluster is kept, and come and go."""
+    world = World(tmp_path, "ae", max_clusters=4, dead_after_s=10.0)
+    world.turns("ae", 0, 1, 2)
+    leased = world.lease("a", 1, 1000)
+    world.leave("a")
+    world.turns("e", *range(3, 13))
+
+    def flood(what: str) -> None:
+        for number in range(40):
+            world.join(name := f"{what}{number}", version=13, outer_params=after(12))
+            world.leave(name, has_finished=True)
+
+    flood("m")
+    assert refused(world.join, "z", name="a", version=13).kind == "name_taken"
+    assert world.lease("e", 1, 1000) == [(1000, 2000)], "the samples are a's"
+    assert world.core.journal.number("SELECT COUNT(*) FROM members") <= 2 + 4 * 4 + 1
+    world.leave("e", has_finished=True)
+    assert world.core.membership.end_kind() == "alone", "a has not finished"
+    back = world.join("a", version=3, outer_params=after(2), holding=leased)
+    assert (back.standing, back.lost) == ("behind", [])
+    # After its time it is one of many.
+    world.join("e", version=13, outer_params=after(12)), world.leave("a")
+    world.now += 201.0
+    world.heartbeat("e", version=13), world.drop_silent()
+    flood("n")
+    assert world.join("z", name="a", version=13, outer_params=after(12)).standing == "current"
+    assert world.core.journal.number("SELECT COUNT(*) FROM members") <= 2 + 4 * 4 + 1
+
+
 def test_events_of_one_hide_none_of_others_and_stay_few(tmp_path):
     world = World(tmp_path, "abe")
     world.complete("ab", 0, tokens=1), world.complete("e", 0, tokens=HUGE)
     world.close()
-    refused(world.complete, "a", 1, norm=float("inf"))
+    for name in "ab":
+        refused(world.complete, name, 1, norm=float("inf"))
+    world.leave("b")  # it pauses
     for _ in range(60):
         refused(world.complete, "e", 1, norm=float("inf"))
     told = events(world.core)
@@ -121,7 +153,8 @@ def test_events_of_one_hide_none_of_others_and_stay_few(tmp_path):
     number = world.core.journal.number
     assert number("SELECT COUNT(*) FROM events WHERE member = 'e'") <= 60
     assert number("SELECT COUNT(*) FROM events") <= 2000 + 100
-    assert any(text.startswith("a: round 1") for text in world.events("refused"))
+    for name in "ab":
+        assert any(text.startswith(f"{name}: round 1") for text in world.events("refused"))
     assert world.events("weight"), "what others see of it stays, too"
 
 

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from isles.outer.hub import traffic
 from isles.outer.hub.rules import Refusal, Settings
@@ -25,6 +26,29 @@ async def _is_member(member_id: str) -> bool:
 async def _known(made: Traffic, name: str) -> str:
     headers = {traffic.MEMBER: member_id(name)}
     return await made.sender(make_mocked_request("GET", "/", headers=headers))
+
+
+def test_what_is_no_id_is_asked_of_nobody():
+    """It would reach sqlite, and be a key of tables: bytes that are no text, other digits."""
+    bad = ["\udcff" * 32, "\ud800" * 32, "\u0663" * 32, "\xff" * 32, "A" * 32, "0" * 31, "0" * 33]
+    bad += ["at 10.0.0.1".ljust(32), "%" * 32, "0" * 31 + "\n", "0" * 31 + "'", "\0" * 32, ""]
+    asked = list[str]()
+
+    async def ask(member_id: str) -> bool:
+        asked.append(member_id)
+        return True
+
+    async def use() -> None:
+        made = Traffic(ask, 64)
+        for given in bad:
+            # aiohttp's mock encodes what it is given; the headers of a request are set by hand.
+            request = make_mocked_request("GET", "/")
+            request._headers = CIMultiDictProxy(CIMultiDict({traffic.MEMBER: given}))
+            assert (await made.sender(request)).startswith("at "), given
+        assert asked == []
+        assert await _known(made, "a") == member_id("a")
+
+    asyncio.run(use())
 
 
 def test_who_fills_its_share_keeps_no_other_waiting():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ _EVENTS, _COMMITS = 50, 20
 _QUIET_S = 6.0
 """Three heartbeats."""
 _FIXED = {"layout", "codec", "adapter.type", "the frozen weights"}
-"""What no run changes on its way. The rest may be changed while no cluster takes part."""
+"""What no run changes on its way. The rest may be changed while no other cluster takes part or can
+come back."""
 
 
 class Core:
@@ -62,15 +63,15 @@ class Core:
         journal: Journal | None = None,
     ) -> None:
         self.folder, self.settings = folder, settings
-        is_kept = journal is None
+        is_hub = journal is None
         self.journal = journal = journal or Journal(folder / JOURNAL)
         self.samples = Samples(journal)
-        self.membership = Membership(journal, settings, self.samples, clock)
+        self.membership = Membership(journal, settings, self.samples, clock, is_hub=is_hub)
         self.rounds = Rounds(self.membership, folder / "rounds")
         self.verdicts = Verdicts(self.membership, self.rounds)
         self.states = States(self.membership, self.rounds, self.verdicts, folder / "states")
         has_average = any((folder / "rounds").glob("*/average"))
-        if is_kept and has_average and not self.membership.latest():
+        if is_hub and has_average and not self.membership.latest():
             # sqlite drops the newest changes in silence where their file is damaged.
             raise damaged(
                 folder / JOURNAL, "it does not know the averages that are in the same folder"
@@ -123,7 +124,8 @@ class Core:
                 self.samples.follow(join.holding)
         elif changes:
             self.rounds.begin(first.model_copy(update={"identity": join.identity}))
-            self._note_changes(join, changes)
+            texts = [f"{key} {there} -> {here}" for key, (there, here) in changes.items()]
+            self.journal.note(join.name, "settings", ", ".join(texts))
         from_round = self._first_round()
         is_behind = standing == "behind"
         member = self.membership.admit(join, from_round, is_behind=is_behind, why=why)
@@ -157,7 +159,7 @@ class Core:
             for key in sorted({*run, *mine})
             if run.get(key) != mine.get(key)
         }
-        has_others = any(row["id"] != join.id for row in self.membership.not_gone())
+        has_others = any(row["id"] != join.id for row in self.membership.awaited())
         texts = [
             f"{key} is {here} in {join.name} and {there} in the run"
             for key, (there, here) in found.items()
@@ -169,15 +171,11 @@ class Core:
             raise Refusal(
                 "other_run",
                 f"{join.name} does not train what this run does: " + "; ".join(texts),
-                "use the same values on all clusters. To change them, stop all clusters first (a "
-                "killed cluster counts until it has been silent for 20 times dead_after)",
+                "use the same values on all clusters. To change them, stop all clusters and wait "
+                f"{self.membership.gone_s:g} s: a cluster that was stopped or killed can come back "
+                "until then",
             )
         return found
-
-    def _note_changes(self, join: Join, changes: Mapping[str, tuple[str, str]]) -> None:
-        # Nobody else takes part: a run that goes on with other settings has these from now on.
-        texts = [f"{key} {there} -> {here}" for key, (there, here) in changes.items()]
-        self.journal.note(join.name, "settings", ", ".join(texts))
 
     def _standing(self, join: Join) -> tuple[Standing, str]:
         following = self.rounds.next

@@ -174,7 +174,7 @@ class Journal:
         # Whoever comes and goes under many names.
         self.run(
             "DELETE FROM events WHERE number IN (SELECT number FROM events WHERE member != '' AND "
-            "member NOT IN (SELECT name FROM members WHERE state != 'left') "
+            "member NOT IN (SELECT name FROM members WHERE state != 'left' OR NOT has_finished) "
             "ORDER BY number DESC LIMIT -1 OFFSET ?)",
             _GONE,
         )

@@ -29,12 +29,22 @@ class Membership:
 
     The journal has a row for each (table `members`). Heartbeats, and when they came, are known
     since this process began: after a restart everybody has the whole time again to be heard.
+
+    Args:
+        is_hub: whether this process runs for longer than the clusters do.
     """
 
     def __init__(
-        self, db: Journal, settings: Settings, samples: Samples, clock: Callable[[], float]
+        self,
+        db: Journal,
+        settings: Settings,
+        samples: Samples,
+        clock: Callable[[], float],
+        *,
+        is_hub: bool = True,
     ) -> None:
         self.db, self.settings, self.samples, self.clock = db, settings, samples, clock
+        self._is_hub = is_hub
         self._began = clock()
         self._last_seen: dict[int, float] = {}
         self._moved_at: dict[int, float] = {}
@@ -79,8 +89,26 @@ class Membership:
             or not (row["has_finished"] or self._is_gone(row["number"]))
         ]
 
+    @property
+    def gone_s(self) -> float:
+        """After this many seconds of silence a member counts as gone."""
+        return _GONE * self.settings.dead_after_s
+
+    def awaited(self) -> list[sqlite3.Row]:
+        """Holders whose settings stay the run's, and that are not forgotten.
+
+        Without a hub each process is a cluster's own. It does not know how long the others had
+        paused when it began, so it does not wait for these.
+        """
+        rows = self.holders()
+        return rows if self._is_hub else self._timed(rows)
+
+    def _timed(self, rows: list[sqlite3.Row]) -> list[sqlite3.Row]:
+        # A process that was started again does not know how long the others have paused.
+        return [r for r in rows if r["state"] != "left" or r["number"] in self._last_seen]
+
     def _is_gone(self, number: int) -> bool:
-        return self.last_seen_s(number) > _GONE * self.settings.dead_after_s
+        return self.last_seen_s(number) > self.gone_s
 
     def latest(self) -> list[sqlite3.Row]:
         """Of each name the member that has it, or had it last."""
@@ -157,7 +185,6 @@ class Membership:
         # Also one that is not heard, or pauses, has its name, its place and what it has
         # contributed, until it is gone: to be cut off or preempted costs nobody these.
         others = [row for row in self.holders() if row["id"] != join.id]
-        gone_s = _GONE * self.settings.dead_after_s
         for row in others:
             if row["name"] == join.name:
                 silent_s = self.last_seen_s(row["number"])
@@ -167,18 +194,18 @@ class Membership:
                     f"{silent_s:.1f} s ago",
                     "give this cluster another name, or resume it with its old run directory. If "
                     "that directory is lost, stop the old cluster and wait "
-                    f"{max(0.0, gone_s - silent_s):.0f} s: a name is free after {gone_s:g} s of "
-                    "silence, once the rounds that it has contributed to are decided",
+                    f"{max(0.0, self.gone_s - silent_s):.0f} s: a name is free after "
+                    f"{self.gone_s:g} s of silence, once the rounds that it has contributed to "
+                    "are decided",
                 )
-        # A hub that was started again does not know how long the others have paused.
-        others = [r for r in others if r["state"] != "left" or r["number"] in self._last_seen]
+        others = self._timed(others)
         if len(others) >= self.settings.max_clusters:
             raise Refusal(
                 "full",
                 f"{len(others)} clusters take part, or may come back, and "
                 f"{self.settings.max_clusters} at most may",
                 "stop a cluster first. A cluster that was killed or pauses counts until it has "
-                f"been silent for {gone_s:g} s",
+                f"been silent for {self.gone_s:g} s",
             )
 
     def admit(self, join: Join, from_round: int, *, is_behind: bool, why: str) -> sqlite3.Row:
@@ -214,17 +241,20 @@ class Membership:
         return self.get(number)
 
     def _forget(self) -> None:
-        # Of members that have left the newest stay known, one of each name, and those whose
-        # contributions others may still ask for.
+        # Of members that are not awaited the newest stay known, one of each name, and those whose
+        # contributions others may still ask for. `max_clusters` bounds those that are awaited.
+        held = self.awaited()
+        numbers, names = {row["number"] for row in held}, {row["name"] for row in held}
+        most = len(names) + _ROWS_EACH * self.settings.max_clusters
         rows = self.db.rows(
             "SELECT number, name FROM members WHERE state = 'left' AND number NOT IN "
             "(SELECT member FROM parts WHERE round >= (SELECT CAST(value AS INTEGER) FROM meta "
             "WHERE key = 'kept_since')) ORDER BY number DESC"
         )
-        names = {row["name"] for row in self.not_gone()}
-        for row in rows:
-            if row["name"] in names or len(names) > _ROWS_EACH * self.settings.max_clusters:
-                number = row["number"]
+        for number, name in rows:
+            if number in numbers:
+                continue
+            if name in names or len(names) >= most:
                 self.samples.give_back(number)
                 self.db.run("DELETE FROM applied WHERE member = ?", number)
                 self.db.run("DELETE FROM states WHERE member = ?", number)
@@ -232,7 +262,7 @@ class Membership:
                 for known in (self._last_seen, self._moved_at, self._has, self.heartbeats):
                     known.pop(number, None)
                 self._shown.pop(number, None)
-            names.add(row["name"])
+            names.add(name)
 
     def stand_in(self, name: str) -> int:
         """The number for a name in rounds that another hub has decided."""

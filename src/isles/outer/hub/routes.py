@@ -102,7 +102,7 @@ def guard(token: str, knows: Knows, traffic: Traffic) -> Middleware:
                 raise ConnectionResetError("the connection has gone") from error
             status, body = _explain(error)
             if status == 500:
-                log.exception("a bug of the hub at %s %s", request.method, request.path)
+                log.exception("a bug of the hub at %s %r", request.method, request.path)
             elif status == _DISK_FULL:
                 log.error("disk: %s", error)
             answered = _answer(body, status)

@@ -7,6 +7,7 @@ its address. So a member that fills its own share does not make other members wa
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from contextvars import Context
@@ -34,7 +35,7 @@ _FRESH_S, _MOST_VERSIONS = 0.5, 2
 _KNOWN_S = 10.0
 """Seconds for which the hub remembers that an id belongs to a member."""
 
-_ID_CHARS = 32
+_ID = re.compile(r"[0-9a-f]{32}")
 MEMBER = "X-Member"
 """The header with the id of the member that asks."""
 
@@ -74,7 +75,7 @@ class Traffic:
     async def sender(self, request: web.Request) -> str:
         """Who asks: a member's id, or an address."""
         member_id = request.match_info.get("id") or request.headers.get(MEMBER) or ""
-        if len(member_id) == _ID_CHARS and await self._is_known(member_id):
+        if _ID.fullmatch(member_id) and await self._is_known(member_id):
             return member_id
         return address_of(request)
 
@@ -127,7 +128,7 @@ class Traffic:
         own = self._held.get(sender, 0) + num_bytes
         if own > max(_EACH_BYTES, num_bytes):
             return False
-        has_own = own <= _OWN_BYTES and len(sender) == _ID_CHARS and not sender.startswith("at ")
+        has_own = own <= _OWN_BYTES and _ID.fullmatch(sender)
         most = self._most_bytes if has_own else _ALL_BYTES
         return self.num_bytes + num_bytes <= most
 
