@@ -125,8 +125,8 @@ def inspect_average(codec: str, n: int, data: Buffer) -> float:
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     if _average_codec(own) is None:
         each = own.size(n)
-        for part in tensor[len(data) // (4 + each) * 4 :].split(each):
-            check_topk(part, n, own.density)
+        for start in range(4 * (len(data) // (4 + each)), len(data), each):
+            check_topk(tensor[start : start + each], n, own.density)
     decode_average(own, tensor, values)
     check_magnitude(values)
     return float(values.double().square().sum())

@@ -33,6 +33,7 @@ from isles.outer.messages import (
     LeaseRequest,
     LeaveRun,
     RoundAnswer,
+    RunRules,
     Shown,
     Standing,
 )
@@ -141,7 +142,7 @@ class Core:
             standing=standing,
             outer_step=self.rounds.next,
             from_step=member["from_round"],
-            settings=self.settings.model_dump(),
+            settings=RunRules(dead_after_s=self.settings.dead_after_s),
             lost=lost,
             why=why,
         )
