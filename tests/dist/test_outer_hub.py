@@ -25,6 +25,7 @@ from aiohttp.test_utils import TestServer
 from isles.errors import CommunicationError
 from isles.monitor.live.readers import reader_of
 from isles.outer import messages
+from isles.outer.body import read_body
 from isles.outer.client.api import HubApi
 from isles.outer.client.client import HubClient
 from isles.outer.client.http import HubRefusal
@@ -34,7 +35,7 @@ from isles.outer.hub.core import Core, events
 from isles.outer.hub.journal import JOURNAL
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import Server
-from isles.outer.messages import CHUNK_BYTES, Heartbeat, RoundAnswer, read_body
+from isles.outer.messages import CHUNK_BYTES, Heartbeat, RoundAnswer
 from isles.outer.state_file import state_head
 from isles.run.join_line import JoinLine, ask_hub, encode
 from isles.run.process import ProcessId

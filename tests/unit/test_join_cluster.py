@@ -119,6 +119,9 @@ def test_a_cluster_needs_no_run_file(line, tmp_path):
     assert said == []
     warn_of(answer, line, found, "home", said.append)
     assert "home takes part already" in said[0] and "--name" in said[0]
+    for members in (5, [1], {"a": 1}, "abc", [{"name": 3, "state": "living"}]):
+        warn_of({"members": members, "is_over": {"a": 1}}, line, found, "home", said.append)
+    assert len(said) == 1, "what is not a list of members says nothing"
     (tmp_path / "tiny-home-1").mkdir()
     warn_of(answer, line, found, "home", said.append)
     assert len(said) == 1, "it may be this one that goes on"
@@ -241,6 +244,9 @@ def test_a_hub_may_say_what_it_likes(line, state):
         with pytest.raises(PreflightError, match=what) as caught:
             joining_run(line, Joiner(name="b"))
         assert caught.value.fix
+    (state / "run.yaml").write_text("# " + "x" * 2**20 + "\n" + RUN)
+    with pytest.raises(PreflightError, match="letters at most"):
+        joining_run(line, Joiner(name="b"))
     # Even if it were to send what it must not: a script, and where this machine writes.
     (state / "run.yaml").write_text(RUN)
     found = joining_run(line, Joiner(name="b", overrides=("data.sources.0.path=x",)))

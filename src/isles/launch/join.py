@@ -29,6 +29,8 @@ from isles.run.join_line import JoinLine, ask_hub
 
 _ASK_S = 20.0
 _LONGEST = 200
+_MOST_LETTERS = 2**20
+"""Of a run file from elsewhere; those of people have some thousand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +129,15 @@ def joining_run(line: JoinLine, joiner: Joiner, warn: Callable[[str], object] = 
 def _warn(
     answer: dict[str, Any], line: JoinLine, mine: Loaded, own: str, warn: Callable[[str], object]
 ) -> None:
-    # Before the cluster waits for hours in a queue.
-    if answer.get("is_over"):
+    # Before the cluster waits for hours in a queue. The hub may answer anything.
+    if answer.get("is_over") is True:
         warn(f"all clusters of {line.run} have finished: there may be nothing left to train")
-    living = {
-        str(each.get("name"))
-        for each in answer.get("members") or ()
-        if each.get("state") == "living"
-    }
+    members = answer.get("members")
+    living = [
+        each.get("name")
+        for each in (members if isinstance(members, list) else ())
+        if isinstance(each, dict) and each.get("state") == "living"
+    ]
     output_dir = Path(mine.config.output_dir).expanduser()
     if own in living and not numbered_runs(output_dir, mine.config.name):
         warn(
@@ -144,9 +147,18 @@ def _warn(
 
 
 def _theirs(line: JoinLine, name: str) -> Loaded:
-    answer = ask_hub(line, "/v1/run-file", _ASK_S)
+    text = ask_hub(line, "/v1/run-file", _ASK_S).get("text")
+    if not isinstance(text, str) or len(text) > _MOST_LETTERS:
+        found_is = "no text" if not isinstance(text, str) else f"{len(text):,} letters long"
+        raise PreflightError(
+            f"the run file that the hub gives is {found_is}; isles reads {_MOST_LETTERS:,} letters "
+            "at most",
+            where=str(line),
+            fix="install the same version of isles there and here; if it is, do not trust the hub",
+            id="version.isles",
+        )
     try:
-        found = load_run_file(Path(name), text=str(answer.get("text", "")))
+        found = load_run_file(Path(name), text=text)
     except (ConfigError, ConfigErrors) as error:
         raise PreflightError(
             f"the hub gives a run file that isles {__version__} does not take:\n"

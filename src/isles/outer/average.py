@@ -112,6 +112,26 @@ def inspect(codec: str, n: int, data: Buffer) -> float:
     return float(values.double().square().sum())
 
 
+def inspect_average(codec: str, n: int, data: Buffer) -> float:
+    """The sum of squares of one piece of an average that another has made.
+
+    Args:
+        data: of a size that `average_size` gives.
+
+    Raises:
+        UnsoundUpdateError: as of `inspect`.
+    """
+    own, values = parse_codec(codec), torch.empty(n)
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if _average_codec(own) is None:
+        each = own.size(n)
+        for start in range(4 * (len(data) // (4 + each)), len(data), each):
+            check_topk(tensor[start : start + each], n, own.density)
+    decode_average(own, tensor, values)
+    check_magnitude(values)
+    return float(values.double().square().sum())
+
+
 def _average_codec(codec: Codec) -> Codec | None:
     # Nobody feeds back the average's own error, so it is not as coarse as int4. None: the parts
     # as they are.

@@ -6,31 +6,27 @@ last the chunks in which files are sent.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import socket
+import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 from isles.run.relay import LONGEST
 
-if TYPE_CHECKING:  # who only reads messages needs no server
-    from aiohttp import StreamReader
-
 CHUNK_BYTES = 2**20
 """Every file travels in chunks of this size (the last one is what is left)."""
-
-_WAKE_BYTES, _TLS_BYTES, _PATIENCE_S = 1 << 16, 1 << 15, 1.0
 
 PROTOCOL = 6
 """Raised when an older cluster could no longer talk with a newer hub."""
 
-# Every value that a cluster sends has its bound here. The hub adds bounds that depend on the run.
+# Every value that a cluster or a hub sends has its bound here. The hub adds bounds that depend on
+# the run.
+
+MOST_CLUSTERS = 4096
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
@@ -38,6 +34,11 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Word = Annotated[str, StringConstraints(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Phase = Annotated[str, StringConstraints(max_length=64, pattern=r"^[ -~]*$")]
 """Terminals show these texts."""
+Words = Annotated[str, StringConstraints(max_length=2000)]
+"""Why something is as it is; logs and people are given it as a whole."""
+NameOrNone = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")]
+Sha256OrNone = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")]
+Names = Annotated[list[Name], Field(max_length=MOST_CLUSTERS)]
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Steps = Annotated[int, Field(ge=0, le=10**12)]
@@ -48,6 +49,7 @@ Tokens = Annotated[int, Field(gt=0, lt=2**62)]
 PieceSize = Annotated[int, Field(gt=0, le=2**24)]
 """Numbers in a piece: the hub has a few pieces of each contribution in its memory."""
 
+Pace = Annotated[int, Field(ge=0, le=100_000)]
 Finite = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 
 LAST_SAMPLE = 2**56
@@ -68,7 +70,7 @@ Interval = tuple[Count, Count]
 """Samples from a number up to, without, another."""
 
 Intervals = Annotated[list[Interval], Field(max_length=MOST_SPANS), AfterValidator(_spans)]
-AnswerIntervals = Annotated[list[Interval], Field(max_length=100_000)]
+AnswerIntervals = Annotated[list[Interval], Field(max_length=100_000), AfterValidator(_spans)]
 
 
 class Message(BaseModel):
@@ -112,6 +114,12 @@ class Join(Message):
 Standing = Literal["first", "current", "late", "behind"]
 
 
+class RunRules(Answer):
+    """What a cluster must know of the hub's rules."""
+
+    dead_after_s: Annotated[float, Field(gt=0)] = math.inf
+
+
 class JoinAnswer(Answer):
     standing: Standing
     """first: its weights are the run's. current: go on. late: apply the averages of the outer steps
@@ -120,10 +128,10 @@ class JoinAnswer(Answer):
     """The next outer step to be committed: so many have been."""
     from_step: Count
     """The first outer step that waits for this cluster."""
-    settings: dict[str, str | int | float]
+    settings: RunRules
     lost: AnswerIntervals
     """Of `holding`, the samples that others have been leased meanwhile: not to be trained on."""
-    why: str = ""
+    why: Words = ""
     """For `behind`: why."""
 
 
@@ -142,7 +150,7 @@ class Heartbeat(Message):
     phase: Phase = ""
     sent_bytes: Bytes = 0
     received_bytes: Bytes = 0
-    sync_every: Annotated[int, Field(ge=0, le=100_000)] = 0
+    sync_every: Pace = 0
     """Inner steps that this cluster would have in a round, for its link; 0: it asks for none."""
     loss: Annotated[float, Field(allow_inf_nan=False, ge=-1e15, le=1e15)] | None = None
     exposed_s: Finite = 0.0
@@ -157,26 +165,26 @@ class OpenRound(Answer):
     """An outer step that waits for contributions."""
 
     outer_step: Count
-    due_in_s: float | None = None
+    due_in_s: Finite | None = None
     """It is closed then without the missing; None where nothing is decided yet."""
-    contributed: list[str] = []
-    waits_for: list[str] = []
+    contributed: Names = []
+    waits_for: Names = []
 
 
 class HeartbeatAnswer(Answer):
     outer_step: Count
-    open: list[OpenRound]
-    members: list[str]
+    open: Annotated[list[OpenRound], Field(max_length=4096)]
+    members: Names
     """The living, by name."""
     command: Literal["", "pull", "reset"] = ""
     """pull: your outer parameters are not the run's, pull the state. reset: go back to your outer
     parameters (your local steps have been refused)."""
-    command_reason: str = ""
+    command_reason: Words = ""
     ended: Count | None = None
     """All end with so many outer steps applied; None: one of them may still contribute."""
     send_state: bool = False
     """A cluster needs the state, and this one is asked for it."""
-    sync_every: Count = 0
+    sync_every: Pace = 0
     """The largest of the living clusters' paces; 0: nobody asks for one."""
 
 
@@ -214,11 +222,11 @@ class ContributionAnswer(Answer):
 
 class RoundAnswer(OpenRound):
     state: Literal["future", "collecting", "averaging", "committed"]
-    weights: dict[str, int] = {}
+    weights: Annotated[dict[Name, Count], Field(max_length=MOST_CLUSTERS)] = {}
     """Committed: the tokens of each cluster that took part."""
-    refused: dict[str, str] = {}
+    refused: Annotated[dict[Name, Words], Field(max_length=MOST_CLUSTERS)] = {}
     """Clusters whose contribution was refused, and why."""
-    digest: str = ""
+    digest: Sha256OrNone = ""
     size_bytes: Count = 0
     """Committed: bytes of the average; 0 where all contributions were refused, so that there is
     none and the outer step changes nothing."""
@@ -229,8 +237,8 @@ class RoundAnswer(OpenRound):
 class Received(Answer):
     """The chunks of a file that the hub has, by number, with their hashes."""
 
-    size_bytes: int
-    chunks: dict[str, str]
+    size_bytes: Bytes
+    chunks: dict[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,12}$")], Sha256]
 
 
 class HeldAnswer(Answer):
@@ -269,7 +277,7 @@ class StateOffer(State):
 class StateNumber(Answer):
     """The answer to `StateOffer`."""
 
-    state: int
+    state: Count
 
 
 class StateAnswer(Answer):
@@ -278,10 +286,10 @@ class StateAnswer(Answer):
     state: Count | None
     """Its number; None: not there yet."""
     version: Count = 0
-    source: str = ""
+    source: NameOrNone = ""
     """Who gives it, or is asked for it; empty where nobody can."""
-    outer_params: list[str] = []
-    files: list[StateFile] = []
+    outer_params: Annotated[list[Sha256], Field(max_length=4096)] = []
+    files: Annotated[list[StateFile], Field(max_length=4096)] = []
 
 
 class LeaveRun(Message):
@@ -356,7 +364,7 @@ class Apply:
         path: the average; rank 0's client removes it later. None: the outer step changes nothing,
             since all contributions were refused.
         weights: the tokens of each cluster that took part.
-        refused: clusters whose contribution was refused, and why.
+        refused: clusters whose contribution was refused, and why; not all, where there are many.
         sent_bytes, send_s: of this cluster's contribution.
         step: the number that the last inner step has at least, from then on.
     """
@@ -456,45 +464,3 @@ def hash_chunks(path: Path) -> list[str]:
     with path.open("rb") as stream:
         chunks = iter(lambda: stream.read(CHUNK_BYTES), b"")
         return [hashlib.sha256(data).hexdigest() for data in chunks]
-
-
-async def read_body(
-    content: StreamReader, transport: asyncio.BaseTransport | None, size: int
-) -> bytes:
-    """Exactly `size` bytes of a body that comes over a slow link.
-
-    A packet at a time would wake this process a thousand times a second, which costs more than all
-    else that is done with the bytes: the socket tells only of 64 KiB and more, or after a second.
-
-    Args:
-        transport: over which they come; None: they are all here.
-
-    Raises:
-        asyncio.IncompleteReadError: it ends before.
-    """
-    found = bytearray()
-
-    loop = asyncio.get_running_loop()
-
-    def wake_at(num_bytes: int) -> None:
-        if transport is None or transport.is_closing():
-            return
-        sock = transport.get_extra_info("socket")
-        with suppress(OSError):  # not every kernel knows it
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
-
-    try:
-        while (left := size - len(found)) > 0:
-            # Some of what is left may be here already, as the beginning of a record of TLS.
-            wake_at(max(1, min(_WAKE_BYTES, left - _TLS_BYTES)))
-            impatient = loop.call_later(_PATIENCE_S, wake_at, 1)
-            try:
-                part = await content.readany()
-            finally:
-                impatient.cancel()
-            if not part:
-                raise asyncio.IncompleteReadError(bytes(found), size)
-            found += part
-    finally:
-        wake_at(1)
-    return bytes(found[:size])

@@ -100,20 +100,24 @@ class Store:
         except Exception as error:  # botocore's, aiohttp's, google's …
             raise _explained(error) from error
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, most_bytes: int | None = None) -> bytes | None:
         """The bytes of an object; None if it does not exist.
 
+        Args:
+            most_bytes: of the object; None: RECORD_BYTES.
+
         Raises:
-            StoreError: it has more than RECORD_BYTES, kind `odd`; or the bucket does not give it.
+            StoreError: it has more than that, kind `odd`; or the bucket does not give it.
         """
+        most_bytes = RECORD_BYTES if most_bytes is None else most_bytes
         try:
-            data = self._read(name, RECORD_BYTES + 1)
+            data = self._read(name, most_bytes + 1)
         except FileNotFoundError:
             return None
         except Exception as error:
             raise _explained(error) from error
-        if len(data) > RECORD_BYTES:
-            raise StoreError("odd", f"{name} is longer than {format_bytes(RECORD_BYTES)}")
+        if len(data) > most_bytes:
+            raise StoreError("odd", f"{name} is longer than {format_bytes(most_bytes)}")
         return data
 
     def _read(self, name: str, most_bytes: int) -> bytes:

@@ -37,7 +37,7 @@ from isles.outer.bucket.replica import (
 from isles.outer.client.http import DeadlineError, RateLimit
 from isles.outer.client.sizes import average_fault, state_fault
 from isles.outer.client.spool import Spool
-from isles.outer.hub.files import norm_of
+from isles.outer.hub.files import average_norm, norm_of
 from isles.outer.hub.rules import Refusal
 from isles.outer.messages import (
     Applied,
@@ -66,6 +66,8 @@ T = TypeVar("T")
 _JOIN_S, _HEARTBEAT_S = 60.0, 30.0
 """At least, whatever is asked for: a request to a bucket may take seconds."""
 _AGAIN_S = 1.0
+_CODED = 1.1
+"""An average may be so many times as large as its contributions are, since it is encoded again."""
 
 
 class BucketApi:
@@ -97,7 +99,6 @@ class BucketApi:
         self._looking: asyncio.Task[None] | None = None
         self._leases = 0
         self._asks = ""
-        self._joined: Join | None = None
 
     async def __aenter__(self) -> BucketApi:
         return self
@@ -126,6 +127,11 @@ class BucketApi:
         return self._there
 
     @property
+    def _join(self) -> Join:
+        assert self._replica.joined is not None, "not joined"
+        return self._replica.joined
+
+    @property
     def _way(self) -> Link:
         assert self._link is not None, "not joined"
         return self._link
@@ -152,9 +158,10 @@ class BucketApi:
         deadline_s = max(deadline_s, _JOIN_S)
         await self._open(deadline_s)
         replica, core = self._replica, self._replica.core
+        replica.joined = None  # the core compares the run with what it is asked for now
         answer = await self._change("joining", lambda: core.join(join), deadline_s)
         self._leases = 0
-        self._asks, self._joined = "", join
+        self._asks, replica.joined = "", join
         replica.number = (await self._read(lambda: core.membership.find(self.id)))["number"]
         self._looking = asyncio.create_task(replica.look())
         return answer
@@ -235,12 +242,10 @@ class BucketApi:
         contribution = Contribution(
             id=self.id, tokens=tokens, steps=steps, samples=list(samples), digest=digest
         )
-        first = await self._read(lambda: core.rounds.first)
-        assert first is not None
-        norm, failure = 0.0, ""
+        join, norm, failure = self._join, 0.0, ""
         try:
-            pieces = first.pieces[outer_step % len(first.pieces)]
-            norm = await asyncio.to_thread(norm_of, first.codec, pieces, path)
+            pieces = join.pieces[outer_step % len(join.pieces)]
+            norm = await asyncio.to_thread(norm_of, join.codec, pieces, path)
         except ValueError as error:
             failure = str(error)
         number, size_bytes = replica.number, path.stat().st_size
@@ -295,25 +300,50 @@ class BucketApi:
         least = core.settings.min_clusters
         return f"other clusters: it has {len(answer.contributed)} of {least} (outer.min_clusters)"
 
+    def _odd(self, what: str) -> BucketRefusal:
+        return BucketRefusal("malformed", what, where=self._settings.url, fix=FIXES["odd"])
+
     async def fetch_average(self, answer: RoundAnswer, target: Path, deadline_s: float) -> None:
-        assert self._joined is not None, "not joined"
-        if fault := average_fault(self._joined, answer):
-            raise BucketRefusal("malformed", fault, where=self._settings.url, fix=FIXES["odd"])
+        if fault := average_fault(self._join, answer):
+            raise self._odd(fault)
         step, digest = answer.outer_step, answer.digest
         core, place = self._replica.core, average_place(step, digest)
         made_here = core.rounds.average_path(step)
+        fetched = target.with_name(f"{target.name}.foreign")
         if await asyncio.to_thread(is_whole, made_here, digest):
             await asyncio.to_thread(copy, made_here, target)
             return
         while True:
             try:
-                await self._way.get(place, answer.size_bytes, digest, target)
+                await self._way.get(place, answer.size_bytes, digest, fetched)
+                await self._inspect(answer, fetched)
+                fetched.replace(target)
                 return
             except Missing as error:
                 self._report(f"the average of outer step {step} cannot be fetched: {error}")
             await asyncio.sleep(_AGAIN_S)
             # Raises where it is not kept any more: this cluster then takes the state of another.
             await self._read(lambda: core.average_path(step))
+
+    async def _inspect(self, answer: RoundAnswer, path: Path) -> None:
+        # Another cluster has made this average, and is not believed: it is finite, and no larger
+        # than the largest of its contributions.
+        join, step, core = self._join, answer.outer_step, self._replica.core
+        pieces = join.pieces[step % len(join.pieces)]
+        sql = "SELECT MAX(norm) AS most FROM parts WHERE round = ? AND reason = ''"
+        row = await self._read(lambda: core.journal.row(sql, step))
+        most = _CODED * (row["most"] or 0.0 if row is not None else 0.0)
+        what = f"the average of outer step {step}"
+        try:
+            num_parts = len(answer.weights)
+            norm = await asyncio.to_thread(average_norm, join.codec, pieces, num_parts, path)
+        except ValueError as error:
+            path.unlink()
+            raise self._odd(f"{what} must not be applied: {error}") from error
+        if not norm <= most:
+            path.unlink()
+            largest = f"the largest of its contributions has {most / _CODED:.4g}"
+            raise self._odd(f"{what} has a norm of {norm:.4g}, and {largest}")
 
     async def held(self, outer_step: int, deadline_s: float) -> bool:
         """What lies in a bucket is not lost with a cluster."""
@@ -376,8 +406,7 @@ class BucketApi:
             await self._change("a wrong state", lambda: core.states.refuse(state), _HEARTBEAT_S)
 
     async def _fetch_state(self, answer: StateAnswer, folder: Path) -> bool:
-        assert self._joined is not None, "not joined"
-        if fault := state_fault(self._joined, answer):
+        if fault := state_fault(self._join, answer):
             await self._refuse_state(answer, fault)
             return False
         folder.mkdir(exist_ok=True)
@@ -391,9 +420,8 @@ class BucketApi:
             except Missing as error:  # deleted meanwhile: there will be a newer one
                 self._report(f"the state of {answer.source} cannot be fetched: {error}")
                 return False
-        first = await self._read(lambda: self._replica.core.rounds.first)
-        assert first is not None
-        layout, pieces = first.identity.get("layout", ""), first.pieces
+        join = self._join
+        layout, pieces = join.identity.get("layout", ""), join.pieces
         found = [
             await asyncio.to_thread(
                 state_digest,
@@ -402,7 +430,7 @@ class BucketApi:
                 index,
                 answer.version,
                 pieces[index],
-                momentum_of(first.identity),
+                momentum_of(join.identity),
             )
             for index, file in enumerate(answer.files)
         ]

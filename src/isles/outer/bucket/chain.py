@@ -40,12 +40,15 @@ _FIX = "is it the url of another thing, or of another version of isles? take an 
 _MOST_BYTES = 64 * 2**20
 """Limit of an unpacked entry. A run of a hundred clusters needs less than one MiB."""
 
+_POINTER_BYTES = 20
+
 _KEPT, _SWEEP_EVERY = 64, 16
 _AGAIN_S = 0.2
 _EVENTS = 50
 """So many are kept."""
 
 _NUMBER, _REAL, _TEXT, _NAME, _DIGEST = "number", "real", "text", "name", "digest"
+_TOKENS = "tokens"
 _TABLES = {
     "meta": {"key": _TEXT, "value": _TEXT},
     "members": {
@@ -77,7 +80,7 @@ _TABLES = {
     "parts": {
         "round": _NUMBER,
         "member": _NUMBER,
-        "tokens": _NUMBER,
+        "tokens": _TOKENS,
         "norm": _REAL,
         "spans": _TEXT,
         "reason": _TEXT,
@@ -168,8 +171,13 @@ class Chain:
 
     def _pointed(self) -> int:
         # Where the newest entry is, about: who has written one may have died before this.
-        data = self._store.read("newest")
-        return number_of((data or b"")[:20].decode("ascii", "replace")) or 0
+        try:
+            data = self._store.read("newest", _POINTER_BYTES)
+        except StoreError as error:
+            if error.kind != "odd":
+                raise
+            data = None  # it only helps
+        return number_of((data or b"").decode("ascii", "replace")) or 0
 
     def _has(self, number: int) -> bool:
         return self._store.read(_name(number)) is not None
@@ -363,6 +371,8 @@ def _is_sound(value: object, kind: str) -> bool:
     match kind:
         case "number":
             return value is None or (type(value) is int and abs(value) < 2**63)
+        case "tokens":  # weights, of which a sum must be one, too
+            return type(value) is int and 0 < value < 2**62
         case "real":
             return isinstance(value, (int, float)) and abs(value) < 1e300
         case "digest":

@@ -7,6 +7,7 @@ follows; what the others find out at the same time changes nothing any more.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +22,12 @@ from isles.config.foreign import parse_json
 from isles.errors import CommunicationError, ConfigError
 from isles.outer.bucket.chain import Chain
 from isles.outer.bucket.link import BucketRefusal, Link, Missing, copy, is_whole
-from isles.outer.hub.core import Core, status
-from isles.outer.hub.files import Job, average, part_bytes
+from isles.outer.hub.core import Core, differences, status
+from isles.outer.hub.files import Job, average, measure, part_bytes
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.work import AwakeClock
-from isles.outer.messages import Heartbeat
+from isles.outer.messages import Heartbeat, Join
 from isles.run.manifest import number_of
 from isles.run.objects import StoreError
 
@@ -40,7 +41,10 @@ _LONGEST_LOOK_S = 3 * _POLL_S
 _AROUND = 5
 _TURN_S = 30.0
 """An average that does not come is made by the next cluster after so long, too."""
+_LONGEST = 80
 _LOOK_S, _AVERAGE_S = 60.0, 600.0
+BEAT_BYTES = 4096
+"""Limit of a heartbeat. The longest values of `Heartbeat` take less than 700."""
 _SHOWN = ("round", "fragments", "members", "open", "heavy")
 
 
@@ -73,11 +77,14 @@ class Replica:
         """Set, and then another, when something has changed that somebody may wait for."""
         self.number = 0
         """This cluster's, as a member."""
+        self.joined: Join | None = None
+        """What this cluster has joined with. The sizes of files follow from it, not from the
+        journal, which others write."""
         self._link, self._name, self._own, self._show = link, name, own, show
         self._thread = ThreadPoolExecutor(1, "chain")
         self._poke = asyncio.Event()
         self._looks = 0
-        self._beats: dict[int, bytes] = {}
+        self._beats: dict[int, bytes] = {}  # hashes
         self._averaging: asyncio.Task[None] | None = None
         self._closed: tuple[int, float] = -1, 0.0
 
@@ -93,7 +100,26 @@ class Replica:
             ConfigError: the journal holds a value that isles does not write.
         """
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, partial(self.chain.read, call))
+        checked = partial(self._of_this_run, call)
+        return await loop.run_in_executor(self._thread, partial(self.chain.read, checked))
+
+    def _of_this_run(self, call: Callable[[], T]) -> T:
+        first, joined = self.core.rounds.first, self.joined
+        if first is not None and joined is not None:
+            found = [
+                f"{key} is {there[:_LONGEST]!a} there and {here[:_LONGEST]!a} here"
+                for key, (there, here) in differences(first, joined).items()
+            ]
+            if first.pieces != joined.pieces:
+                found.append("the pieces into which the weights are cut differ")
+            if found:
+                raise ConfigError(
+                    f"the journal is not of the run that this cluster has joined: {found[0]}",
+                    where=self._link.store.url,
+                    fix="see who can write to the bucket; if that is right, take an empty prefix",
+                    id="bucket.refused",
+                )
+        return call()
 
     async def open(self, deadline_s: float) -> None:
         await self._link.within(self._thread, "reading the journal", deadline_s, self.chain.open)
@@ -109,8 +135,9 @@ class Replica:
         """
         before = self.chain.number
         try:
+            checked = partial(self._of_this_run, call)
             return await self._link.within(
-                self._thread, what, deadline_s, lambda: self.chain.change(self._name, call)
+                self._thread, what, deadline_s, lambda: self.chain.change(self._name, checked)
             )
         finally:
             if self.chain.number != before:
@@ -152,32 +179,43 @@ class Replica:
         def look() -> list[tuple[int, str]]:
             self.chain.follow(looks_around=looks_around)
             members = [*self.core.membership.living(), *self.core.membership.away()]
-            return [(row["number"], row["name"]) for row in members if row["name"] != self._name]
+            found = [(row["number"], row["name"]) for row in members if row["name"] != self._name]
+            return found[: self.core.settings.max_clusters]
 
         async with asyncio.timeout(_LOOK_S):
             others = await self.ask(look)
             loop, threads = asyncio.get_running_loop(), self._link.threads
-            names = [f"members/{name}" for _, name in others]
-            read = self._link.store.read
             beats = await asyncio.gather(
-                *(loop.run_in_executor(threads, read, name) for name in names)
+                *(loop.run_in_executor(threads, self._read_beat, name) for _, name in others)
             )
             self._clock.tick()
 
             def tend() -> Job | None:
+                heard = self._beats
+                self._beats = {number: heard[number] for number, _ in others if number in heard}
                 for (number, _), beat in zip(others, beats, strict=True):
-                    if beat is not None and self._beats.get(number) != beat:
-                        self._beats[number] = beat
+                    if beat is None:
+                        continue
+                    if heard.get(number) != (digest := hashlib.sha256(beat).digest()):
+                        self._beats[number] = digest
                         self._hear(number, beat)
-                return self.chain.change(self._name, self._tend)
+                return self.chain.change(self._name, partial(self._of_this_run, self._tend))
 
             return await self.ask(tend)
+
+    def _read_beat(self, name: str) -> bytes | None:
+        try:
+            return self._link.store.read(f"members/{name}", BEAT_BYTES)
+        except StoreError as error:
+            if error.kind != "odd":
+                raise
+            return b""  # as good as any that cannot be read: the others are heard
 
     def _hear(self, number: int, beat: bytes) -> None:
         core = self.core
         try:
             said = parse_json(beat)
-            heartbeat, asks = Heartbeat.model_validate(said["heartbeat"]), str(said["asks"])
+            heartbeat, asks = Heartbeat.model_validate(said["heartbeat"]), said["asks"]
         except (ValidationError, ValueError, KeyError, TypeError, RecursionError):
             log.info("outer the heartbeat of member %d cannot be read", number)
             return
@@ -238,10 +276,9 @@ class Replica:
         step, core, link = job.outer_step, self.core, self._link
         sql = "SELECT * FROM objects WHERE round = ?"
         rows = await self.ask(lambda: core.journal.rows(sql, step))
-        first = await self.ask(lambda: core.rounds.first)
-        assert first is not None
-        pieces = first.pieces[step % len(first.pieces)]
-        due = await asyncio.to_thread(part_bytes, first.codec, pieces)
+        assert self.joined is not None, "not joined"
+        codec, pieces = self.joined.codec, self.joined.pieces[step % len(self.joined.pieces)]
+        due = await asyncio.to_thread(part_bytes, codec, pieces)
         wanted = [path for path, _ in job.parts]
         for row in rows:
             number, digest = row["member"], row["digest"]
@@ -255,13 +292,18 @@ class Replica:
                     is_whole, self._own(step), digest
                 ):
                     await asyncio.to_thread(copy, self._own(step), path)
-                else:
+                elif not await asyncio.to_thread(is_whole, path, digest):
                     await link.get(part_place(step, number, digest), row["size"], digest, path)
             except Missing as error:
                 why = f"its contribution is not in the bucket: {error}"
                 await self._leave_out(step, number, why)
                 return
-        digest, size_bytes = await asyncio.to_thread(average, first.codec, pieces, job)
+        # Each cluster has measured its own contribution, and a changed program may say anything.
+        found = await asyncio.to_thread(measure, codec, pieces, job)
+        measured = partial(core.measured, step, found)
+        if await self.change(f"measuring round {step}", measured, _AVERAGE_S):
+            return
+        digest, size_bytes = await asyncio.to_thread(average, codec, pieces, job)
         if size_bytes:
             await link.put(average_place(step, digest), job.target)
 

@@ -17,16 +17,17 @@ import aiohttp
 from pydantic import BaseModel, RootModel, ValidationError
 
 from isles.errors import CommunicationError
+from isles.outer.body import read_body
 from isles.outer.messages import (
     CHUNK_BYTES,
     ErrorBody,
     Message,
     Received,
+    Sha256,
     chunk_size,
     digest_of,
     hash_chunks,
     num_chunks,
-    read_body,
 )
 from isles.run.join_line import JoinLine
 from isles.run.web import MOST_BYTES
@@ -70,7 +71,7 @@ class _TryAgain(Exception):
     pass
 
 
-class _Hashes(RootModel[list[str]]):
+class _Hashes(RootModel[list[Sha256]]):
     pass
 
 

@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from isles.errors import CommunicationError, UserError
-from isles.facts.units import format_duration
+from isles.facts.units import format_duration, printable
 from isles.outer.bucket.api import BucketApi
 from isles.outer.client.api import HubApi
 from isles.outer.client.http import DeadlineError, HubRefusal, RateLimit
@@ -55,6 +56,10 @@ _SHOW_EVERY_S = 5.0
 _LOOK_AGAIN_S = 5.0
 _WAIT_S = 60.0
 """Until whoever holds up an average, or a state, is named to the user."""
+_LONGEST = 2000
+"""Letters of a note."""
+_MOST_REFUSED = 64
+"""So many refused clusters of a round are recorded, at most."""
 _AHEAD = 4
 """So many averages lie here at most that have not been applied."""
 _ON_THE_WIRE = 1.05
@@ -121,7 +126,7 @@ class Account:
         shows: Callable[[], str] = lambda: "",
     ) -> None:
         self.shows = shows
-        self.first_join, self.spool, self.emit, self.note = join, spool, emit, note
+        self.first_join, self.spool, self.emit, self._note = join, spool, emit, note
         self.state = HubState()
         self.progress: dict[str, Any] = {"step": 0}
         """Fields of the next heartbeat."""
@@ -139,9 +144,13 @@ class Account:
         """Of the extra hivemind: the way to a hub in one of the clusters."""
         self.they_are = "the hub is"
 
+    def note(self, text: str) -> None:
+        """Tell the user, in few words, since the hub may have chosen them."""
+        self._note(printable(text, longest=_LONGEST))
+
     def report(self, text: str, *, warns: bool = False) -> None:
         """Tell the log, or the user, how it stands."""
-        self.state.why = text
+        text = self.state.why = printable(text, longest=_LONGEST)
         if warns:
             self.note(text)
         else:
@@ -199,8 +208,7 @@ class Session:
         if lost := without(answer.lost, sent):
             account.holding = without(account.holding, lost)
             account.emit(Revoke(tuple(lost)))
-        dead_after_s = float(answer.settings.get("dead_after_s", math.inf))
-        self._heartbeat_s = min(self._heartbeat_s, dead_after_s / 4)
+        self._heartbeat_s = min(self._heartbeat_s, answer.settings.dead_after_s / 4)
         self._group.create_task(self._send_heartbeats())
         self._group.create_task(self._show())
         for num_samples in account.wanted:
@@ -274,7 +282,7 @@ class Session:
         state.sync_every = answer.sync_every
         if tuple(answer.members) != state.members:
             state.members = tuple(answer.members)
-            log.info("outer clusters=%s", ",".join(state.members))
+            log.info("outer clusters=%s", printable(",".join(state.members), longest=_LONGEST))
         state.closing = None
         for each in answer.open:
             is_missing = self._name in each.waits_for and each.outer_step not in account.pending
@@ -371,7 +379,7 @@ class Session:
                     outer_step=outer_step,
                     path=path if answer.size_bytes else None,
                     weights=answer.weights,
-                    refused=answer.refused,
+                    refused=dict(islice(answer.refused.items(), _MOST_REFUSED)),
                     size_bytes=answer.size_bytes,
                     sent_bytes=sent_bytes,
                     received_bytes=down.total - before,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from isles.facts.units import format_bytes
 from isles.outer.hub.files import average_bytes, state_bytes
-from isles.outer.hub.rules import MOST_CLUSTERS
-from isles.outer.messages import Join, RoundAnswer, StateAnswer
+from isles.outer.messages import MOST_CLUSTERS, Join, RoundAnswer, StateAnswer
 
 
 def average_fault(join: Join, answer: RoundAnswer) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sqlite3
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from isles.outer.messages import (
     LeaseRequest,
     LeaveRun,
     RoundAnswer,
+    RunRules,
     Shown,
     Standing,
 )
@@ -40,6 +42,8 @@ _MOST_PINNED = 16
 _EVENTS, _COMMITS = 50, 20
 _QUIET_S = 6.0
 """Three heartbeats."""
+_SAME = 1e-3
+"""Processors that add in another order find norms that differ by less."""
 _FIXED = {"layout", "codec", "adapter.type", "the frozen weights"}
 """What no run changes on its way. The rest may be changed while no other cluster takes part or can
 come back."""
@@ -140,7 +144,7 @@ class Core:
             standing=standing,
             outer_step=self.rounds.next,
             from_step=member["from_round"],
-            settings=self.settings.model_dump(),
+            settings=RunRules(dead_after_s=self.settings.dead_after_s),
             lost=lost,
             why=why,
         )
@@ -152,13 +156,7 @@ class Core:
 
     def _changes(self, join: Join, first: Join) -> dict[str, tuple[str, str]]:
         # What differs from the run, by key: the run's value, and this cluster's.
-        run = {**first.identity, "codec": first.codec}
-        mine = {**join.identity, "codec": join.codec}
-        found = {
-            key: (run.get(key, "nothing"), mine.get(key, "nothing"))
-            for key in sorted({*run, *mine})
-            if run.get(key) != mine.get(key)
-        }
+        found = differences(first, join)
         has_others = any(row["id"] != join.id for row in self.membership.awaited())
         texts = [
             f"{key} is {here} in {join.name} and {there} in the run"
@@ -290,6 +288,31 @@ class Core:
         member = self.caller(contribution.id)
         self.rounds.complete(member, outer_step, contribution, norm, failure)
 
+    def measured(self, outer_step: int, found: Mapping[int, float | str]) -> bool:
+        """Apply the rules to what the files of a closed round's contributions hold.
+
+        The norm in the journal is the sender's word where nobody has measured it before.
+
+        Args:
+            found: see `files.measure`.
+
+        Returns:
+            Whether anything has changed: `Rounds.close` then gives another job.
+        """
+        sql = "SELECT member, norm FROM parts WHERE round = ? AND reason = ''"
+        parts = self.journal.rows(sql, outer_step)
+        before, wrong = self.journal.num_changes, False
+        for part in parts if self.rounds.state(outer_step) == "averaging" else ():
+            number, norm = part["member"], found.get(part["member"], part["norm"])
+            if isinstance(norm, str):
+                self.rounds.leave_out(outer_step, number, norm)
+            elif not math.isclose(norm, part["norm"], rel_tol=_SAME):
+                sql, wrong = "UPDATE parts SET norm = ? WHERE round = ? AND member = ?", True
+                self.journal.run(sql, norm, outer_step, number)
+        if wrong:
+            self.rounds.refuse_outliers(outer_step)
+        return self.journal.num_changes != before
+
     def commit(self, outer_step: int, digest: str, size_bytes: int) -> None:
         """An average is on the disk; see `Rounds.commit`. Old ones are not kept any more."""
         self.rounds.commit(outer_step, digest, size_bytes)
@@ -352,6 +375,16 @@ class Core:
             return  # what the others have reported is forgotten, and what was right is known
         self.verdicts.report(member["number"], outer_step, applied.outer_params)
         self.states.settle(outer_step)
+
+
+def differences(run: Join, own: Join) -> dict[str, tuple[str, str]]:
+    """What must be equal on all clusters and differs, by key: the run's value, and its own."""
+    there, here = {**run.identity, "codec": run.codec}, {**own.identity, "codec": own.codec}
+    return {
+        key: (there.get(key, "nothing"), here.get(key, "nothing"))
+        for key in sorted({*there, *here})
+        if there.get(key) != here.get(key)
+    }
 
 
 def status(core: Core) -> dict[str, Any]:

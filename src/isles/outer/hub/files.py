@@ -7,9 +7,10 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -165,30 +166,53 @@ def norm_of(codec: str, pieces: Sequence[int], path: Path) -> float:
     """
     from isles.outer import average as codecs
 
+    return _norm(pieces, path, partial(codecs.size, codec), partial(codecs.inspect, codec))
+
+
+def average_norm(codec: str, pieces: Sequence[int], num_parts: int, path: Path) -> float:
+    """The norm of a whole average over `num_parts` contributions; as `norm_of`."""
+    from isles.outer import average as codecs
+
+    def size(n: int) -> int:
+        return codecs.average_size(codec, n, num_parts)
+
+    return _norm(pieces, path, size, partial(codecs.inspect_average, codec))
+
+
+def _norm(
+    pieces: Sequence[int],
+    path: Path,
+    size: Callable[[int], int],
+    inspect: Callable[[int, bytes], float],
+) -> float:
     total = 0.0
     with path.open("rb") as stream:
         for number, n in enumerate(pieces):
-            part = _read(stream, codecs.size(codec, n), path)
+            data = _read(stream, size(n), path)
             try:
-                total += codecs.inspect(codec, n, part)
+                total += inspect(n, data)
             except ValueError as error:
                 raise ValueError(f"piece {number}: {error}") from error
     return float(total**0.5)
 
 
-def faults(codec: str, pieces: Sequence[int], job: Job) -> dict[Path, str]:
-    """The contributions of a job that cannot be averaged, as they lie on the disk now, and why."""
-    found = dict[Path, str]()
+def measure(codec: str, pieces: Sequence[int], job: Job) -> dict[int, float | str]:
+    """Look at the contributions of a job, as they lie on the disk now.
+
+    Returns:
+        By the member's number the norm of its contribution, or why that cannot be averaged.
+    """
+    found = dict[int, float | str]()
     for path, _ in job.parts:
+        number = int(path.stem)
         try:
             norm = norm_of(codec, pieces, path)
         except ValueError as error:
-            found[path] = str(error)
+            found[number] = str(error)
         except (FileNotFoundError, EOFError) as error:
-            found[path] = f"its file is damaged: {error}"
+            found[number] = f"its file is damaged: {error}"
         else:
-            if not math.isfinite(norm):
-                found[path] = f"its norm is {norm}"
+            found[number] = norm if math.isfinite(norm) else f"its norm is {norm}"
     return found
 
 
@@ -202,11 +226,11 @@ def average(codec: str, pieces: Sequence[int], job: Job) -> tuple[str, int]:
 
     if not job.parts:
         return "", 0
-    partial = job.target.with_name(f"{job.target.name}.partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
+    beside = job.target.with_name(f"{job.target.name}.partial")
+    beside.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         streams = [stack.enter_context(path.open("rb")) for path, _ in job.parts]
-        goal = stack.enter_context(partial.open("wb"))
+        goal = stack.enter_context(beside.open("wb"))
         for n in pieces:
             size = codecs.size(codec, n)
             parts = [
@@ -214,11 +238,11 @@ def average(codec: str, pieces: Sequence[int], job: Job) -> tuple[str, int]:
                 for stream, (path, tokens) in zip(streams, job.parts, strict=True)
             ]
             goal.write(codecs.combine(codec, n, parts))
-    hashes, size_bytes = hash_chunks(partial), partial.stat().st_size
+    hashes, size_bytes = hash_chunks(beside), beside.stat().st_size
     write_chunk_list(job.target, hashes)
-    _sync(partial)
+    _sync(beside)
     _sync(chunk_list(job.target))
-    partial.replace(job.target)
+    beside.replace(job.target)
     _sync(job.target.parent)
     return digest_of(hashes), size_bytes
 

@@ -280,7 +280,7 @@ class Rounds:
         state = self.state(outer_step)
         if state == "collecting" and self._is_time(outer_step):
             self._weigh(outer_step)
-            self._refuse_outliers(outer_step)
+            self.refuse_outliers(outer_step)
             sql = "UPDATE rounds SET state = 'averaging' WHERE round = ?"
             self._db.run(sql, outer_step)
         elif state != "averaging":
@@ -335,7 +335,8 @@ class Rounds:
         )
         return [(row["member"], row["norm"], row["tokens"]) for row in rows]
 
-    def _refuse_outliers(self, outer_step: int) -> None:
+    def refuse_outliers(self, outer_step: int) -> None:
+        """Leave out contributions whose norm is far above the usual; see `outliers`."""
         history = self._history(outer_step)
         judges = of_members(history, {row["number"] for row in self._membership.not_gone()})
         parts = self._complete_parts(outer_step)

@@ -20,6 +20,7 @@ from aiohttp.typedefs import Middleware
 from pydantic import BaseModel, ValidationError
 
 from isles.errors import UserError
+from isles.outer.body import read_body
 from isles.outer.hub.core import live, status
 from isles.outer.hub.files import Incoming, chunk_list, write_chunk_list
 from isles.outer.hub.rules import Refusal
@@ -44,7 +45,6 @@ from isles.outer.messages import (
     StateOffer,
     chunk_size,
     num_chunks,
-    read_body,
 )
 from isles.run.records import used_up
 from isles.run.relay import LONGEST

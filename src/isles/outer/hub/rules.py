@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MOST_CLUSTERS = 4096
+from isles.outer.messages import MOST_CLUSTERS
+
 _ENOUGH_NORMS = 4
 _MOST_TIMES = 1000
 """Limit of the tokens that count for a member, as a multiple of the usual tokens of the others."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from isles.outer.hub.core import Core
-from isles.outer.hub.files import Incoming, average, coming, faults, norm_of, part_bytes
+from isles.outer.hub.files import Incoming, average, coming, measure, norm_of, part_bytes
 from isles.outer.hub.journal import JOURNAL, damaged
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.messages import Contribution, ContributionAnswer, Join
@@ -283,10 +283,8 @@ class Work:
         try:
             digest, size_bytes = await self._count(average, first.codec, pieces, job)
         except (ValueError, RuntimeError, MemoryError, EOFError, FileNotFoundError) as error:
-            if found := await self._count(faults, first.codec, pieces, job):
-                for path, reason in found.items():
-                    leave_out = self.core.rounds.leave_out
-                    await self.ask(leave_out, job.outer_step, int(path.stem), reason)
+            found = await self._count(measure, first.codec, pieces, job)
+            if await self.ask(self.core.measured, job.outer_step, found):
                 self.wake()
                 return
             log.exception("round %d cannot be averaged now", job.outer_step)
