@@ -27,7 +27,7 @@ from isles.config.load import Loaded, load_run_file
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ConfigError, MissingDependencyError, PreflightError
 from isles.launch.ssh.shell import start_detached
-from isles.run.entry import make_own_folder, open_own_file, require_own
+from isles.run.entry import is_own, make_own_folder, open_own_file, require_own
 from isles.run.env import inherited
 from isles.run.find import numbered_runs
 from isles.run.join_line import JoinLine
@@ -111,7 +111,8 @@ def _state_directory(loaded: Loaded, *, is_anew: bool) -> Path:
     taken = numbered_runs(folder, name)
     # Other users of a shared folder may have hubs of the same name.
     settings = [(run.path, run.path / "settings.json") for _, run in taken]
-    ours = [path for path, file in settings if file.exists() and not owner_of(file)]
+    settings = [(path, file) for path, file in settings if file.exists() and is_own(path)]
+    ours = [path for path, file in settings if not owner_of(file)]
     if ours and not is_anew:
         return ours[-1]
     return folder / f"{name}-{taken[-1][0] + 1 if taken else 1}"

@@ -163,7 +163,7 @@ def keep_report(output_dir: Path, run: RemoteRun, report: dict[str, Any]) -> Non
 def last_report(output_dir: Path, run: RemoteRun) -> tuple[float, dict[str, Any]] | None:
     """When a run's machine has last sent its status, and that status; None: never."""
     files = [folder / "last" / _file_name(run) for folder in _folders(output_dir)]
-    record = next((found for path in files if (found := read_own(path)) is not None), {})
+    record: dict[str, Any] = next(filter(None, map(read_own, files)), {})
     at, report = record.get("at"), record.get("report")
     return (at, report) if isinstance(at, float) and isinstance(report, dict) else None
 
