@@ -56,6 +56,8 @@ with claimed(Path(sys.argv[1]), "tiny"):
     sys.stdin.read()
 """
 
+CLAIM = f".tiny.{os.geteuid()}.claim"
+
 
 class Starts:
     """Three processes, each of which starts the run that it is told to."""
@@ -141,14 +143,14 @@ def test_a_killed_process_holds_no_claim(run_file: Path, tmp_path: Path) -> None
         [sys.executable, "-c", HOLD, str(output_dir)], stdin=pipe, stdout=pipe, text=True
     ) as holder:
         assert holder.stdout.readline() == "in\n"
-        assert [path.name for path in output_dir.iterdir()] == [".tiny.claim"]
+        assert [path.name for path in output_dir.iterdir()] == [CLAIM]
         holder.send_signal(signal.SIGKILL)
         holder.wait(DEADLINE_S)
         begun, _ = begin_attempt(resolved_from(run_file), run_file.read_text(), "auto")
     assert [path.name for path in output_dir.iterdir()] == [begun.run_dir.name] == ["tiny-1"]
 
 
-def claim_of(output_dir: Path, record: dict[str, object], name: str = ".tiny.claim") -> Path:
+def claim_of(output_dir: Path, record: dict[str, object], name: str = CLAIM) -> Path:
     """A claim as a process with this record would leave it."""
     token = output_dir / name / ("a" * 32)
     token.parent.mkdir(parents=True)
@@ -194,8 +196,8 @@ def test_a_claim_counts_while_its_process_may_live(record, age, holder, *, tmp_p
 def test_what_killed_starts_have_left_goes(tmp_path: Path) -> None:
     killed = claim_of(tmp_path, HERE, f".other.claim-{'b' * 32}")
     lives = claim_of(tmp_path, LIVES, f".third.claim-{'c' * 32}")
-    empty, fresh = (tmp_path / f".tiny.claim-{letter * 32}" for letter in "de")
-    (tmp_path / ".tiny.claim").mkdir()  # killed while it gave the claim back
+    empty, fresh = (tmp_path / f"{CLAIM}-{letter * 32}" for letter in "de")
+    (tmp_path / CLAIM).mkdir()  # killed while it gave the claim back
     for path in (empty, fresh):
         path.mkdir()
     os.utime(empty, (1.0, 1.0))
@@ -230,13 +232,13 @@ def test_a_claim_is_nothing_but_a_folder_of_records(tmp_path: Path) -> None:
     os.utime(kept, (1.0, 1.0))
     for name in ("link", "file"):
         (tmp_path / name).mkdir()
-    (tmp_path / "link" / ".tiny.claim").symlink_to(behind.parent)
-    (tmp_path / "file" / ".tiny.claim").write_text("")
+    (tmp_path / "link" / CLAIM).symlink_to(behind.parent)
+    (tmp_path / "file" / CLAIM).write_text("")
     for name in ("link", "file"):
         with pytest.raises(UserError, match="a file stands where a folder is needed") as caught:
             claimed(tmp_path / name, "tiny").__enter__()
-        assert caught.value.where == str(tmp_path / name / ".tiny.claim")
-        assert [path.name for path in (tmp_path / name).iterdir()] == [".tiny.claim"]
+        assert caught.value.where == str(tmp_path / name / CLAIM)
+        assert [path.name for path in (tmp_path / name).iterdir()] == [CLAIM]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("isles.run.claim._PATIENCE_S", 0.0)
         with pytest.raises(UserError, match=r"thesis\.txt"):
@@ -248,8 +250,8 @@ def test_a_claim_is_nothing_but_a_folder_of_records(tmp_path: Path) -> None:
 def test_a_link_in_a_claim_leads_nowhere(name, *, tmp_path, monkeypatch):
     """It ends no start's patience, and what it leads to stays."""
     monkeypatch.setattr("isles.run.claim._PATIENCE_S", 0.0)
-    (tmp_path / ".tiny.claim").mkdir()
-    link = tmp_path / ".tiny.claim" / name
+    (tmp_path / CLAIM).mkdir()
+    link = tmp_path / CLAIM / name
     link.symlink_to(tmp_path / "nothing")
     with pytest.raises(UserError, match=f"by {name}, which names no process"):
         claimed(tmp_path, "tiny").__enter__()

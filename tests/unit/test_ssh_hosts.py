@@ -203,6 +203,7 @@ def test_variables_of_the_network(network, interface, device, variables):
 
 
 FLEET = Fleet("ssh", (FleetNode(0, "a1", "a1", "10.0.0.1", 1),), 29500, 1, "cpu", 10.0, "digest")
+OLD = f".old.{os.geteuid()}"
 
 
 @pytest.fixture
@@ -248,12 +249,12 @@ def test_a_place_for_a_run_of_another_host_is_made_once_by_many_at_once(host_run
         assert fleet is not None and fleet.first.address == "10.0.0.1"
         texts = host_run.resolved.read_text(), host_run.run_file.read_text()
         assert texts == ("a: 1\n", "b: 2\n")
-        assert {entry.name for entry in attempt.path.parent.iterdir()} - {".old"} == {"001"}
+        assert {entry.name for entry in attempt.path.parent.iterdir()} - {OLD} == {"001"}
     # What an older run has left goes aside.
     attempt.agent_log.write_text("old")
     assert not place(host_run, born_at=2.0, begun_at=9.0)
     assert not attempt.agent_log.exists()
-    (old,) = host_run.path.with_name(".old").iterdir()
+    (old,) = host_run.path.with_name(OLD).iterdir()
     assert (old / "attempts" / "001" / "agent.log").read_text() == "old"
 
 

@@ -8,6 +8,7 @@ certificate, port, averages.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import sys
@@ -26,6 +27,7 @@ from isles.config.load import Loaded, load_run_file
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ConfigError, MissingDependencyError, PreflightError
 from isles.launch.ssh.shell import start_detached
+from isles.run.entry import is_own, make_own_folder, open_own_file, require_own
 from isles.run.env import inherited
 from isles.run.find import numbered_runs
 from isles.run.join_line import JoinLine
@@ -109,7 +111,8 @@ def _state_directory(loaded: Loaded, *, is_anew: bool) -> Path:
     taken = numbered_runs(folder, name)
     # Other users of a shared folder may have hubs of the same name.
     settings = [(run.path, run.path / "settings.json") for _, run in taken]
-    ours = [path for path, file in settings if file.exists() and not owner_of(file)]
+    settings = [(path, file) for path, file in settings if file.exists() and is_own(path)]
+    ours = [path for path, file in settings if not owner_of(file)]
     if ours and not is_anew:
         return ours[-1]
     return folder / f"{name}-{taken[-1][0] + 1 if taken else 1}"
@@ -167,6 +170,8 @@ def open_hub(
     """
     asked: dict[str, object] = {"run": run, "settings": dict(settings), "listen": listen}
     asked |= {"announce": announce} | ({"run_file": run_file} if run_file else {})
+    with clear_errors(state):
+        require_own(state)
     if (process := hub_process(state)) is not None:
         record = read_record(state / "process.json") or {}
         other = [key for key, value in asked.items() if record.get(key, value) != value]
@@ -185,7 +190,8 @@ def open_hub(
             fix="pip install 'isles[train]', or in a clone pip install -e '.[train]'",
         )
     with clear_errors(state):
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state.parent.mkdir(parents=True, exist_ok=True)
+        make_own_folder(state, 0o700)
         write_secret(state / "settings.json", json.dumps(asked["settings"]))
         command = [sys.executable, "-m", "isles.outer.hub", str(state.absolute())]
         command += ["--run", run, "--listen", listen, "--announce", announce]
@@ -216,7 +222,8 @@ def _launch(state: Path, record: Mapping[str, Any]) -> None:
     log, join = state / "hub.log", state / "join"
     begin, before = log.stat().st_size if log.exists() else 0, _changed_at(join)
     with clear_errors(state):
-        with log.open("ab") as stream:
+        require_own(state)
+        with open_own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) as stream:
             child = start_detached(record["command"], inherited(), stream, state)
         write_record(state / "process.json", {**record, **ProcessId.of(child.pid).record()})
     end = time.monotonic() + _OPEN_S

@@ -38,6 +38,7 @@ from isles.monitor.follow import Follower
 from isles.monitor.hub import HubNews
 from isles.monitor.stop import WORDS
 from isles.run.claim import claimed
+from isles.run.entry import make_own_folder
 from isles.run.find import NUMBERED, numbered_runs, typed_name
 from isles.run.join_line import JoinLine
 from isles.run.records import clear_errors, read_record, write_secret, write_text_atomic
@@ -309,7 +310,10 @@ class MultiClusterStart:
         path = self.run.path
         with clear_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(exist_ok=self.choice.is_resumed)
+            if self.choice.is_resumed:
+                make_own_folder(path)
+            else:
+                path.mkdir()
             if not self.choice.is_resumed:
                 write_text_atomic(self.run.run_file, self._loaded.text)
         self.run = replace(self.run, started_at=time.time(), typed=self._options.typed)

@@ -19,6 +19,7 @@ from isles.run.bring import bring_records, drop_staged
 from isles.run.bucket import in_words
 from isles.run.choose import Begun, choose_run, refuse_running
 from isles.run.claim import claimed
+from isles.run.entry import make_own_folder
 from isles.run.find import NUMBERED, is_run_dir
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -82,12 +83,15 @@ def begin_run(resolved: Resolved, run_file_text: str, resume: str, *, join: str 
     """
     begun = choose_run(resolved, resume)
     with clear_errors(begun.run_dir.path):
-        is_new = not begun.resumed or not is_run_dir(begun.run_dir.path)
-        run_dir = begun.run_dir if begun.resumed else _make_run_dir(begun.run_dir)
+        begun.run_dir.path.parent.mkdir(parents=True, exist_ok=True)
+        if begun.resumed:
+            run_dir, is_made = begun.run_dir, make_own_folder(begun.run_dir.path)
+        else:
+            run_dir, is_made = _make_run_dir(begun.run_dir), True
+        is_new = is_made or not is_run_dir(run_dir.path)
         try:
             drop_staged(run_dir)
             if begun.found is not None:
-                run_dir.path.mkdir(parents=True, exist_ok=True)
                 with in_words(begun.found.copy.url):
                     bring_records(begun.found.copy, run_dir)
             if is_new:
@@ -96,7 +100,7 @@ def begin_run(resolved: Resolved, run_file_text: str, resume: str, *, join: str 
             if join:
                 write_secret(run_dir.join_line, join)
         except BaseException:
-            if is_new:
+            if is_made:
                 shutil.rmtree(run_dir.path, ignore_errors=True)
             raise
     if begun.resumed:
@@ -203,7 +207,6 @@ def claim_of(attempt: Attempt) -> dict[str, Any]:
 
 
 def _make_run_dir(chosen: RunDir) -> RunDir:
-    chosen.path.parent.mkdir(parents=True, exist_ok=True)
     name, _, number = chosen.name.rpartition("-")
     for later in itertools.count(int(number)):
         with suppress(FileExistsError):  # somebody else took this number just now

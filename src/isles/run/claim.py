@@ -1,9 +1,10 @@
 """The claim on a name in an output folder: of several starts at one instant, one begins at a time.
 
-The claim is the folder `.NAME.claim`. It holds one record, which names the process of a start. A
-start writes this record into a new folder, and then renames the folder to the claim. Every file
-system, NFS included, refuses to rename a folder over a folder that holds a file, so one start
-succeeds. File locks are not used: many Lustre file systems are mounted without them.
+The claim is the folder `.NAME.UID.claim`. Users do not share a claim, since no user begins a run in
+the directory of another. The claim holds one record, which names the process of a start. A start
+writes this record into a new folder, and then renames the folder to the claim. Every file system,
+NFS included, refuses to rename a folder over a folder that holds a file, so one start succeeds.
+File locks are not used: many Lustre file systems are mounted without them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from isles.config.foreign import folder_below, open_regular
 from isles.errors import UserError
 from isles.facts.units import printable
+from isles.run.entry import require_own
 from isles.run.process import ProcessId
 from isles.run.records import clear_errors
 
@@ -45,9 +47,9 @@ def claimed(output_dir: Path, name: str) -> Iterator[None]:
 
     Raises:
         UserError: another process holds the claim, and for longer than a start should take; or the
-            folder cannot be written.
+            folder cannot be written, or an entry of another user has the name of the claim.
     """
-    claim, token = output_dir / f".{name}.claim", secrets.token_hex(16)
+    claim, token = output_dir / f".{name}.{os.geteuid()}.claim", secrets.token_hex(16)
     is_ours = _take(claim, token, name)
     try:
         yield
@@ -62,6 +64,11 @@ def _take(claim: Path, token: str, name: str) -> bool:
         try:
             claim.parent.mkdir(parents=True, exist_ok=True)
             staged.mkdir()
+        except OSError as error:
+            if error.errno in _READ_ONLY:
+                return False
+            raise OSError(error.errno, error.strerror, str(claim.parent)) from error
+        try:
             record = staged / token
             record.write_text(json.dumps(ProcessId.of(os.getpid()).record()), encoding="utf-8")
             now = record.stat().st_mtime  # by the clock of the file system, as of other claims
@@ -70,8 +77,6 @@ def _take(claim: Path, token: str, name: str) -> bool:
             _remove(staged, token)
             if not isinstance(error, OSError):
                 raise
-            if error.errno in _READ_ONLY:
-                return False
             # Both are paths that the user knows; the staged folder is gone.
             where = claim if error.filename2 == str(claim) else claim.parent
             raise OSError(error.errno, error.strerror, str(where)) from error
@@ -87,6 +92,7 @@ def _move(staged: Path, claim: Path, now: float, name: str) -> None:
         try:
             staged.rename(claim)
         except OSError as error:
+            require_own(claim)  # another user may have taken its name, to hold up starts
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
         else:

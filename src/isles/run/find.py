@@ -7,11 +7,11 @@ import re
 import shlex
 from contextlib import suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 from isles.errors import UserError
+from isles.run.entry import require_own, shows_owner
 from isles.run.env import named_elsewhere
-from isles.run.owner import not_own, owner_of, read_text
+from isles.run.owner import not_own, read_text
 from isles.run.paths import Attempt, RunDir, is_file
 from isles.run.process import ProcessId
 from isles.run.records import read_own, read_record
@@ -65,7 +65,9 @@ def own_runs(output_dir: Path, name: str) -> list[RunDir]:
 
 
 def refuse_others(run_dir: RunDir) -> None:
-    """Raise a UserError where a run directory that is to be written into is another user's."""
+    """Raise a UserError where a run directory that is to be written into is another user's, or does
+    not exist and another user has put a link in its place."""
+    require_own(run_dir.path)
     if owner := other_owner(run_dir):
         raise not_own(f"train in the directory of {run_dir.name}", owner, run_dir.path)
 
@@ -73,11 +75,7 @@ def refuse_others(run_dir: RunDir) -> None:
 def other_owner(run_dir: RunDir) -> str:
     """Another user whose run it is, and into whose directory nothing is written; else empty."""
     owner = run_dir.owner
-    if owner:
-        # Some network disks show one owner for every file, so a new file shows the same owner.
-        with suppress(OSError), NamedTemporaryFile(dir=run_dir.path.parent) as probe:
-            return "" if owner_of(Path(probe.name)) == owner else owner
-    return owner
+    return "" if owner and shows_owner(run_dir.path.parent, owner) else owner
 
 
 def find_attempt(output_dir: Path, name: str, token: str) -> tuple[RunDir, Attempt] | None:

@@ -194,9 +194,9 @@ def _encodable(value: Any) -> Any:
     return [_encodable(part) for part in value] if isinstance(value, list) else value
 
 
-def read_own(path: Path) -> OwnRecord | None:
+def read_own(path: Path, most_bytes: int = MAX_RECORD_BYTES) -> OwnRecord | None:
     """A JSON record that this user has written; None also where another user has."""
-    record = read_any(path)
+    record = read_any(path, most_bytes)
     return record if isinstance(record, OwnRecord) else None
 
 

@@ -7,6 +7,7 @@ by name.
 from __future__ import annotations
 
 import hashlib
+import os
 import shlex
 import time
 from contextlib import suppress
@@ -17,10 +18,11 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from isles.errors import UserError
+from isles.run.entry import is_own, make_own_folder
 from isles.run.nodes import Host
 from isles.run.owner import not_own
 from isles.run.paths import is_file
-from isles.run.records import MAX_LIST_BYTES, clear_errors, read_any, read_record, write_record
+from isles.run.records import MAX_LIST_BYTES, clear_errors, read_any, read_own, write_record
 
 RUNS = Path("runs")
 """Where runs are looked for by default."""
@@ -95,22 +97,30 @@ class RemoteRun:
         return f"{self.name}{self.behind}"
 
 
-def _file(output_dir: Path, run: RemoteRun) -> Path:
+def _folders(output_dir: Path) -> list[Path]:
+    # Folders of records. Where another user has made the first, or a link of that name, this user
+    # has a folder with the uid. No link of another user is followed.
+    found = sorted(output_dir.glob(".remote")) + sorted(output_dir.glob(".remote.*"))
+    return [path for path in found if not path.is_symlink() or is_own(path)]
+
+
+def _own_folder(output_dir: Path) -> Path:
+    shared = output_dir / ".remote"
+    return shared if is_own(shared) else output_dir / f".remote.{os.geteuid()}"
+
+
+def _file_name(run: RemoteRun) -> str:
     # The users of a host may each have a run of this name, in folders of their own.
     digest = hashlib.sha256(f"{run.host}:{run.path}".encode()).hexdigest()[:8]
-    return output_dir / ".remote" / f"{run.label.replace('/', '_')}.{digest}.json"
-
-
-def _report_file(output_dir: Path, run: RemoteRun) -> Path:
-    file = _file(output_dir, run)
-    return file.parent / "last" / file.name
+    return f"{run.label.replace('/', '_')}.{digest}.json"
 
 
 def write_remote(output_dir: Path, run: RemoteRun) -> RemoteRun:
     """Remember a run, and return it as `list_remotes` does. UserError: it cannot be written."""
-    path = _file(output_dir, run)
+    path = _own_folder(output_dir) / _file_name(run)
     with clear_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        make_own_folder(path.parent)
         record = asdict(run)
         del record["folder"], record["owner"]
         write_record(path, record)
@@ -119,35 +129,43 @@ def write_remote(output_dir: Path, run: RemoteRun) -> RemoteRun:
 
 def list_remotes(output_dir: Path) -> list[RemoteRun]:
     """Every remembered run, the oldest first."""
-    found = []
-    for path in (output_dir / ".remote").glob("*.json"):
+    found = dict[str, RemoteRun]()
+    for path in (path for folder in _folders(output_dir) for path in folder.glob("*.json")):
         with suppress(ValidationError):  # of another version of isles, which has fewer fields
             record = read_any(path)
             run = TypeAdapter(RemoteRun).validate_python(record)
             owner = record.owner if record else ""
-            found.append(replace(run, folder=str(output_dir), owner=owner))
-    return sorted(found, key=lambda run: run.started_at)
+            run = replace(run, folder=str(output_dir), owner=owner)
+            old = found.get(path.name, run)
+            # Of two records of a run, this user's own counts, and then the newer.
+            found[path.name] = max(old, run, key=lambda run: (not run.owner, run.started_at))
+    return sorted(found.values(), key=lambda run: run.started_at)
 
 
 def forget_remote(output_dir: Path, run: RemoteRun) -> None:
     """Remember a run no longer: its directory is gone."""
-    _file(output_dir, run).unlink(missing_ok=True)
-    _report_file(output_dir, run).unlink(missing_ok=True)
+    for folder in _folders(output_dir):
+        for place in (folder, folder / "last"):
+            with suppress(OSError):  # another user's folder may be closed
+                if is_own(place) or not place.is_symlink():
+                    (place / _file_name(run)).unlink(missing_ok=True)
 
 
 def keep_report(output_dir: Path, run: RemoteRun, report: dict[str, Any]) -> None:
     """Keep the status that a run's machine has sent, for when it cannot be reached."""
-    path = _report_file(output_dir, run)
-    with suppress(OSError):  # without it one only knows less
-        path.parent.mkdir(exist_ok=True)
-        if path.parent.is_symlink():  # another user may have put it there
-            return
+    path = _own_folder(output_dir) / "last" / _file_name(run)
+    with suppress(OSError, UserError):  # without it one only knows less
+        make_own_folder(path.parent.parent)
+        make_own_folder(path.parent)
         write_record(path, {"at": time.time(), "report": report}, durable=False)
 
 
 def last_report(output_dir: Path, run: RemoteRun) -> tuple[float, dict[str, Any]] | None:
     """When a run's machine has last sent its status, and that status; None: never."""
-    record = read_record(_report_file(output_dir, run), MAX_LIST_BYTES) or {}
+    files = [folder / "last" / _file_name(run) for folder in _folders(output_dir)]
+    record: dict[str, Any] = next(
+        filter(None, (read_own(file, MAX_LIST_BYTES) for file in files)), {}
+    )
     at, report = record.get("at"), record.get("report")
     return (at, report) if isinstance(at, float) and isinstance(report, dict) else None
 

@@ -21,6 +21,7 @@ from isles.dist.world import World, join_world, raise_first
 from isles.errors import UserError, more_lines
 from isles.facts.terminal import show_streams
 from isles.run.begin import begin_attempt, write_launch
+from isles.run.entry import make_own_folder
 from isles.run.env import RankEnv, num_restarts, read_rank_env, refuse_kernels
 from isles.run.find import own_runs
 from isles.run.outcome import agent_error, end_failed
@@ -124,13 +125,19 @@ def _own_run_dir(run_dir: RunDir, number: int, world: World) -> RunDir:
     host, text = world.main_first(lambda: (world.host, run_dir.resolved.read_text("utf-8")))
     path = run_dir.path.absolute()  # only now: relative to this rank's folder
     if disks.is_apart[world.rank]:
-        path = path.parent / f".of-{host}" / path.name
+        # Another user's ranks may have made the folder of this host.
+        path = path.parent / f".of-{host}.{os.geteuid()}" / path.name
     run_dir = RunDir(path)
     failure = None
     if world.rank in disks.apart_leaders:
         try:
+            path.parent.parent.mkdir(parents=True, exist_ok=True)
+            make_own_folder(path.parent)
+            make_own_folder(path)
             run_dir.attempt(number).path.mkdir(parents=True, exist_ok=True)
             write_text_atomic(run_dir.resolved, text)
+        except UserError as error:
+            failure = error
         except OSError as error:
             failure = UserError(
                 f"no folder for this run can be made: {error.strerror or error}",

@@ -23,6 +23,7 @@ from isles.launch.ssh.channel import Channel, Operation, error_words, serve
 from isles.launch.ssh.environment import path_elsewhere
 from isles.launch.ssh.facts import node_facts
 from isles.launch.ssh.shell import start_detached
+from isles.run.entry import make_own_folder, open_own_file, require_own
 from isles.run.nodes import Fleet
 from isles.run.outcome import end, error_record
 from isles.run.paths import Attempt, RunDir
@@ -337,9 +338,12 @@ def make_place(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> bool:
     mark = {"first_node": args["fleet"]["nodes"][0]["name"], "born_at": args["born_at"]}
     with clear_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (path.parent / f".{path.name}.lock").open("w") as lock:
+        # Only nodes of one user share a lock, so another user cannot take its name.
+        lock_file = path.with_name(f".{path.name}.{os.geteuid()}.lock")
+        with open_own_file(lock_file, os.O_WRONLY | os.O_CREAT) as lock:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
+            require_own(path)
             # This record comes last: where it is there, the folder is whole.
             if (read_record(attempt.launch) or {}).get("begun_at") == args["begun_at"]:
                 return True
@@ -356,10 +360,10 @@ def make_place(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> bool:
             # What another run of a first node has left, or an older attempt of this number.
             for old, is_old in ((path, left not in (None, mark)), (attempt.path, True)):
                 if is_old and old.exists():
-                    aside = old.parent / ".old"
-                    aside.mkdir(exist_ok=True)
+                    aside = old.with_name(f".old.{os.geteuid()}")
+                    make_own_folder(aside)
                     old.rename(aside / f"{old.name}-{time.time_ns()}")
-            path.mkdir(exist_ok=True)
+            make_own_folder(path)
             write_record(run_dir.node_of, mark)
             write_text_atomic(run_dir.resolved, args["resolved"])
             write_text_atomic(run_dir.run_file, args["text"])

@@ -23,6 +23,7 @@ from isles.outer.hub.acceptor import Acceptor
 from isles.outer.hub.routes import make_app
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.work import Work
+from isles.run.entry import make_own_folder, open_own_file
 from isles.run.join_line import SECRET_BYTES, JoinLine, encode
 from isles.run.records import write_secret
 
@@ -154,9 +155,11 @@ def lock_folder(folder: Path) -> int:
 
     Raises:
         ConfigError: another does, or the disk has no file locks.
+        UserError: the state directory belongs to another user.
     """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_own_folder(folder, 0o700)
+    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -183,8 +186,14 @@ def fingerprint(folder: Path) -> bytes:
 
 
 def make_identity(folder: Path) -> None:
-    """Make the token and certificate of a state directory where they are not there (any more)."""
+    """Make the token and certificate of a state directory where they are not there (any more).
+
+    UserError: one of them belongs to another user, or is a link. That user would know the secret.
+    """
     token, certificate, key = folder / "token", folder / "certificate.pem", folder / "key.pem"
+    for path in (token, certificate, key):
+        with suppress(FileNotFoundError):
+            open_own_file(path).close()
     if not token.exists():
         write_secret(token, encode(secrets.token_bytes(SECRET_BYTES)))
     if certificate.exists() and key.exists():
