@@ -61,6 +61,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ("a: &a [*a]\n", "run.yaml:1", "this is no run file"),
     (BOMB, "run.yaml:", "this is no run file"),
     ("a: " + "[" * 5000 + "]" * 5000, "run.yaml:1", "this is no run file"),
+    ("a:\n" + "- 1\n" * 60_000 + "@", "run.yaml:4", "this is no run file"),
+    ("#" * (1 << 20) + "\na: @", "run.yaml:1", "this is no run file"),
     ("a: 1\nb: 1e999\n", "run.yaml:2 b", "the number 1e999 is too large"),
     ("a: 1\nb: " + "9" * 10_000 + "\n", "run.yaml:2 b", "10000 digits"),
     ("a: 1\nb: x\x00y\n", "run.yaml:2:5", "U+0000"),
@@ -104,6 +106,15 @@ def test_what_is_written_reads_back_the_same(data: dict[str, object]) -> None:
     read = parse_yaml(dump_yaml(data), "x").value
     assert read == data
     assert repr(read) == repr(data)  # 1 is not 1.0 is not True
+
+
+def test_a_run_of_many_sources_and_a_long_variable_is_read_back() -> None:
+    sources = "".join(f"  - {{path: /data/texts/part-{n:04}.txt, weight: 1}}\n" for n in range(700))
+    variable = f"clusters: [{{environment: {{variables: {{A: {'a:' * 50_000}b}}}}}}]\n"
+    head = "model: {name_or_path: gpt2}\ntraining: {max_steps: 10}\n"
+    text = f"{head}{variable}data:\n  seq_length: 64\n  sources:\n{sources}"
+    resolved = resolve(load_run_file(Path("run.yaml"), text=text), num_gpus=0)
+    assert load_resolved(dump_resolved(resolved)) == resolved
 
 
 TEXTS = [template(kind) for kind in TEMPLATES] + [

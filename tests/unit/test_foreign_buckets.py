@@ -100,6 +100,40 @@ def test_odd_objects_in_a_bucket_are_left_out(remote: Path, run_file: Path, tmp_
     assert uploader.finish(print) == [] and notes == []
 
 
+def test_the_newest_checkpoint_with_a_sound_manifest_is_found(
+    remote: Path, run_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    newest = remote / "tiny-1" / "checkpoints" / "step-00000040" / "manifest.json"
+    sound = json.loads(newest.read_bytes())
+    wrong = ({}, [], {**sound, "step": 20}, {**sound, "elapsed_s": "1"}, {"step": 40})
+    longer, named = "training.max_steps=600", f"{remote}/tiny-1"
+    for number, record in enumerate(wrong):
+        newest.write_text(json.dumps(record))
+        with pytest.raises(UserError, match="steps left after step 20: 0 -> 580"):
+            begin(run_file, tmp_path / f"{number}", remote, longer)
+        note = begin(run_file, tmp_path / f"{number}", remote, longer, resume=named).note
+        assert "from step 20" in note and "training.max_steps: 20 -> 600" in note
+    assert f"step 40 at {named} is broken and not used: it has no readable" in caplog.text
+    (newest.parents[1] / "step-00000020" / "manifest.json").write_text("{}")
+    assert find_newest(str(remote), "tiny") is None
+    with pytest.raises(UserError, match="there is no run"):
+        begin(run_file, tmp_path / "fresh", remote, resume=named)
+
+
+def test_a_resolved_file_of_a_bucket_is_not_read_without_limit(
+    remote: Path, run_file: Path, tmp_path: Path
+):
+    many = "a:\n" + "- 1\n" * 60_000 + "@"
+    for number, text in enumerate((many, "a: 1\n" + "#" * (2 << 20) + "\n@", "a: 1\n", "@")):
+        (remote / "tiny-1" / "resolved.yaml").write_text(text)
+        with pytest.raises(UserError, match=r"resolved\.yaml cannot be used") as raised:
+            begin(run_file, tmp_path / f"{number}", remote)
+        assert raised.value.where == f"{remote}/tiny-1"
+        assert ("this is no run file" in raised.value.what) == (len(text) > 100)
+        new = begin(run_file, tmp_path / f"{number}", remote, resume="no")
+        assert new.run_dir.name == "tiny-2"
+
+
 def test_no_link_of_a_bucket_is_followed(remote: Path, run_file: Path, tmp_path: Path):
     """Neither to read a secret into the run, which is sent back, nor to write."""
     secret, outside = tmp_path / "secret", tmp_path / "outside"

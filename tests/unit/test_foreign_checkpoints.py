@@ -26,7 +26,7 @@ from isles.checkpoint.load import load_tensors, restore_rng, rng_file
 from isles.checkpoint.tensors import TensorPlanner, TensorReader, TensorWriter
 from isles.errors import TrainingError
 from isles.run.checkpoints import list_checkpoints, read_checkpoint, verify_checkpoint
-from isles.run.index import IndexFault, index_from
+from isles.run.index import IndexFault, index_from, read_index
 from isles.run.manifest import MANIFEST, Manifest, ManifestError
 from isles.run.paths import RunDir
 from isles.run.pickled import PickleFault, read_pickle
@@ -179,6 +179,7 @@ REPLACES_A_METHOD = b"cpathlib\nPosixPath\n(N}Vread_text\nc%s\nMetadata\nstb." %
     (pickle.dumps([1, 2]), "something else"),
     (pickle.dumps(Metadata({}, storage_data=None)), "lists no tensors"),
     (b"\x80\x04" + b"]\x94" * 9 + b"(" * 9 + b".", "not an index"),
+    (b"\x80\x02" + b"]" * (1 << 21) + b".", "more than 1048576 opcodes"),
 )
 def test_a_pickle_that_is_no_index_is_refused(data: bytes, words: str, *, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -265,6 +266,17 @@ def test_an_index_with_an_odd_value_is_refused(change: Any, *, tmp_path: Path):
     hash_again(folder)
     said, refused = refusals(folder)
     assert "tensors.json: " in said and "index cannot be read" in refused
+
+
+def test_an_index_of_tiny_values_or_longer_than_its_tensors_is_refused(tmp_path: Path):
+    for tiny in (b"[]", b'{"a":1}', b"1"):
+        data = b'{"format":1,"tensors":{},"x":[' + (tiny + b",") * 9_999 + b"0]}"
+        with pytest.raises(IndexFault, match="more lists"):
+            index_from(data, {}, is_old=False)
+    with (tmp_path / "tensors.json").open("wb") as stream:
+        stream.truncate(17 << 20)
+    with pytest.raises(IndexFault, match="too long for its tensors"):
+        read_index(tmp_path)
 
 
 def test_an_index_that_the_manifest_does_not_list_is_a_fault(tmp_path: Path):

@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -111,6 +111,19 @@ class RunStore:
         """The manifest of a checkpoint; None if it is missing or not sound."""
         with suppress(ManifestError):
             return self._sound_manifest(step)
+        return None
+
+    def newest_manifest(self, steps: Sequence[int]) -> Manifest | None:
+        """The sound manifest of the last of these steps that has one; a warning names the others.
+
+        Args:
+            steps: oldest first.
+        """
+        for step in reversed(steps):
+            try:
+                return self._sound_manifest(step)
+            except ManifestError as error:
+                log.warning("step %d at %s is broken and not used: %s", step, self.url, error)
         return None
 
     def _sound_manifest(self, step: int) -> Manifest:
@@ -373,19 +386,24 @@ def _boot() -> str:
 
 
 class Found:
-    """A run that a bucket has, as far as it is needed to choose whether to go on with it."""
+    """A run that a bucket has, as far as it is needed to choose whether to go on with it.
+
+    Args:
+        steps: of all its checkpoints.
+        manifest: of the newest checkpoint whose manifest is sound; None: there is none.
+    """
 
     def __init__(self, copy: RunStore, number: int) -> None:
         self.copy, self.number, self.name = copy, number, copy.name
         self.steps = copy.steps()
-        self.step = self.steps[-1] if self.steps else None
         self.is_finished = copy.record("summary.json") is not None
-        self.manifest = copy.manifest(self.step) if self.step is not None else None
+        self.manifest = copy.newest_manifest(self.steps)
+        self.step = self.manifest.step if self.manifest is not None else None
         self.resolved = (copy.store.read("resolved.yaml") or b"").decode(errors="replace")
 
 
 def find_newest(url: str, name: str) -> Found | None:
-    """The newest run of a name that has a checkpoint there; None where there is none.
+    """The newest run of a name that has a sound checkpoint there; None where there is none.
 
     Raises:
         UserError: the bucket does not answer, or not as it should.

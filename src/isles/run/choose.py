@@ -254,16 +254,9 @@ def _from_copy(run_dir: RunDir, found: Found, place: str, changes: Sequence[Chan
 
 
 def _changes_since(found: Found, resolved: Resolved) -> list[Change]:
-    try:
-        old = load_resolved(found.resolved).config
-    except ValueError as error:
-        raise UserError(
-            f"resolved.yaml cannot be read: {error}",
-            where=found.copy.url,
-            fix="`--resume no` starts a new run",
-        ) from error
-    changes = changed_mathematics(old, resolved.config)
-    return changes + changed_length(old, resolved.config, found.manifest or {})
+    old = _config_from(found.resolved, found.copy.url)
+    length = changed_length(old, resolved.config, found.manifest) if found.manifest else []
+    return changed_mathematics(old, resolved.config) + length
 
 
 def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
@@ -339,10 +332,23 @@ def _is_longer(run_dir: RunDir, resolved: Resolved) -> bool:
 
 def _old_config(run_dir: RunDir) -> RunConfig:
     try:
-        return load_resolved(read_text(run_dir.resolved)[0]).config
+        text = read_text(run_dir.resolved)[0]
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"resolved.yaml cannot be read: {error}",
-            where=str(run_dir.resolved),
-            fix="`--resume no` starts a new run",
-        ) from error
+        raise _unusable(str(error), str(run_dir.resolved)) from error
+    return _config_from(text, str(run_dir.resolved))
+
+
+def _config_from(text: str, place: str) -> RunConfig:
+    # The text of a resolved.yaml, and the path or URL of the run.
+    try:
+        return load_resolved(text).config
+    except UserError as error:
+        raise _unusable(error.what, place) from error
+
+
+def _unusable(why: str, place: str) -> UserError:
+    return UserError(
+        f"resolved.yaml cannot be used: {why}",
+        where=place,
+        fix="go on with the isles that wrote it, or `--resume no` starts a new run",
+    )

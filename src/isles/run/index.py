@@ -22,7 +22,13 @@ from isles.run.manifest import is_count
 
 INDEXES = INDEX, OLD_INDEX = "tensors.json", ".metadata"
 _FORMAT = 1
-_LONGEST_BYTES = 1 << 30
+_LONGEST_BYTES, _LEAST_BYTES, _LEAST_OPCODES = 1 << 30, 16 << 20, 1 << 20
+_DATA_EACH = 512
+"""The limits of an index grow by one byte or opcode for so many bytes of data.
+
+A piece takes about 110 bytes of JSON, or 150 bytes and 70 opcodes of a pickle. With AdamW, a model
+of 70 billion parameters on 64 ranks has 140,000 pieces of 6 MB, which are 15 MB of JSON.
+"""
 _MOST_CELLS = 1 << 18
 """Limit for the cells of all grids beyond one cell for each piece."""
 
@@ -132,9 +138,10 @@ def read_index(folder: Path, sizes: Mapping[str, int] | None = None) -> Index:
         name = INDEX if INDEX in sizes else OLD_INDEX
         if name not in sizes:
             raise IndexFault(f"there is neither {INDEX} nor {OLD_INDEX}")
-        if sizes[name] > _LONGEST_BYTES:
-            raise IndexFault(f"an index of {sizes[name]} bytes is too long", name)
-        data = read_bytes(folder / name, _LONGEST_BYTES)
+        most = min(_LONGEST_BYTES, _LEAST_BYTES + _data_share(sizes))
+        if sizes[name] > most:
+            raise IndexFault(f"an index of {sizes[name]} bytes is too long for its tensors", name)
+        data = read_bytes(folder / name, most)
     except ValueError as error:
         raise IndexFault(str(error), name) from error
     except OSError as error:
@@ -146,7 +153,7 @@ def index_from(data: bytes, sizes: Mapping[str, int], *, is_old: bool) -> Index:
     """Check the bytes of an index. Raises as `read_index`."""
     file = OLD_INDEX if is_old else INDEX
     try:
-        records = _old_records(data) if is_old else _records(data)
+        records = _old_records(data, sizes) if is_old else _records(data)
         layouts = _Layouts()
         entries = {n: _entry(n, r, sizes, layouts, is_old) for n, r in records.items()}
         return Index(entries, is_old)
@@ -158,7 +165,15 @@ def index_from(data: bytes, sizes: Mapping[str, int], *, is_old: bool) -> Index:
         raise IndexFault(f"it is not an index: {ascii(str(error))[1:200]}", file) from None
 
 
+def _data_share(sizes: Mapping[str, int]) -> int:
+    return sum(size for name, size in sizes.items() if name not in INDEXES) // _DATA_EACH
+
+
 def _records(data: bytes) -> dict[str, Any]:
+    # An index has long names and few lists. Millions of tiny values would take far more memory.
+    opened = data.count(b"[") + data.count(b"{")
+    if 10 * opened + 3 * data.count(b",") > len(data) + 4096:
+        raise IndexFault("it has more lists than an index of its length")
     found = json.loads(data)
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
         raise IndexFault(f"it is not an index of format {_FORMAT}")
@@ -167,9 +182,10 @@ def _records(data: bytes) -> dict[str, Any]:
     return dict(found["tensors"])
 
 
-def _old_records(data: bytes) -> dict[str, Any]:
+def _old_records(data: bytes, file_sizes: Mapping[str, int]) -> dict[str, Any]:
     # Convert the index that torch wrote to the form of the JSON.
-    tensors, places = pickled.read_torch_index(data)
+    most = _LEAST_OPCODES + _data_share(file_sizes)
+    tensors, places = pickled.read_torch_index(data, most)
     records = {}
     for name, (dtype, shape, chunks) in tensors.items():
         pieces = []

@@ -58,15 +58,21 @@ class Made:
 _MARK = object()
 
 
-def read_pickle(data: bytes) -> Any:
+def read_pickle(data: bytes, most_opcodes: int = 1000) -> Any:
     """Build what a pickle describes, of plain values, `Made` and names.
 
+    Args:
+        most_opcodes: limit for the opcodes, each of which takes time and memory. The default is for
+            one tensor, which has about 60.
+
     Raises:
-        PickleFault: it is damaged, or names what no file of isles 0.1.0 names.
+        PickleFault: it is damaged or too long, or names what no file of isles 0.1.0 names.
     """
     machine = _Machine()
     try:
-        for opcode, argument, _ in pickletools.genops(data):
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+            if number >= most_opcodes:
+                raise PickleFault(f"it has more than {most_opcodes} opcodes")
             if opcode.name == "STOP":
                 return machine.pop()
             machine.step(opcode.name, argument)
@@ -228,7 +234,7 @@ Tensors = dict[Any, tuple[Any, Any, list[tuple[Any, Any]]]]
 Places = dict[tuple[Any, Any], tuple[Any, Any, Any]]
 
 
-def read_torch_index(data: bytes) -> tuple[Tensors, Places]:
+def read_torch_index(data: bytes, most_opcodes: int) -> tuple[Tensors, Places]:
     """The tensors of a `.metadata`, and where their pieces lie; the values are not yet checked.
 
     Returns:
@@ -238,7 +244,7 @@ def read_torch_index(data: bytes) -> tuple[Tensors, Places]:
     Raises:
         PickleFault: it is not an index, or has an entry that is not a tensor.
     """
-    whole = _of(read_pickle(data), f"{_PLACE}.Metadata")
+    whole = _of(read_pickle(data, most_opcodes), f"{_PLACE}.Metadata")
     entries, stored = whole["state_dict_metadata"], whole["storage_data"]
     if type(entries) is not dict or type(stored) is not dict:
         raise PickleFault("it lists no tensors")

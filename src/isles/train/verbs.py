@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from transformers import GenerationConfig
 
 from isles.checkpoint.export import read_trained
 from isles.checkpoint.hub import check_push, push
@@ -176,18 +177,23 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
                 id="data.tokenizer",
             )
     greedy = options.temperature <= 0
+    # The model's files may ask for beams, other programs or any other way to generate.
+    model.generation_config = GenerationConfig()
+    settings = GenerationConfig(
+        max_new_tokens=options.max_new_tokens,
+        do_sample=not greedy,
+        temperature=None if greedy else options.temperature,
+        top_p=None if greedy else options.top_p,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+    )
     # A frozen model of 16 bits and its adapter of 32 meet as they did in training.
     dtype = MIXED_DTYPE.get(resolved.config.training.precision) if has_adapter else None
     with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         output = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=torch.ones_like(inputs["input_ids"]),
-            max_new_tokens=options.max_new_tokens,
-            do_sample=not greedy,
-            temperature=None if greedy else options.temperature,
-            top_p=None if greedy else options.top_p,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            generation_config=settings,
         )
     # An answer stands alone; a text is shown with what it continues.
     first = inputs["input_ids"].shape[1] if options.chat else 0
