@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isles.config.files import CHATML, how_to_find
-from isles.data.sources.read import decode, opened
+from isles.data.sources.files import decode, opened
 from isles.data.sources.rows import Chat, Message
 from isles.data.tokens.tokenizer import TURN_ENDS, TURN_STARTS
 from isles.errors import DataError

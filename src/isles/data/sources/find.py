@@ -27,7 +27,8 @@ from isles.config.files import (
 from isles.config.foreign import open_foreign
 from isles.config.sections.data import SourceConfig
 from isles.data.sources.arrow import check_saved, damaged, one_of_each, table_rows, undecoded
-from isles.data.sources.read import file_chunks, unreadable
+from isles.data.sources.files import unreadable
+from isles.data.sources.read import file_chunks
 from isles.data.sources.rows import (
     CHUNK_ROWS,
     PLAIN,
