@@ -247,7 +247,7 @@ def test_a_killed_stream_goes_on_bit_for_bit_and_stays_small(parts: Path, run_fi
     runs = f"output_dir={parts.parent / 'killed'}"
     for kill in range(2):
         run_dir, _, gang = start(run_file, 2, *STREAM, *length, *saves, runs)
-        until_recorded(run_dir, gang, len(read_rows(run_dir.metrics)) + 20 + kill)
+        until_recorded(run_dir, gang, len(list(read_rows(run_dir.metrics))) + 20 + kill)
         gang.kill()
     run_dir, _ = to_end(run_file, 2, *length, *saves, runs)
     assert len(run_dir.attempts()) == 3

@@ -41,7 +41,7 @@ def with_dropout(run_file: Path) -> None:
 
 def until_recorded(run_dir: RunDir, gang: Gang, rows: int) -> None:
     """Wait until training has recorded more than so many rows; fails where a rank ends first."""
-    gang.until(lambda: len(read_rows(run_dir.metrics)) > rows)
+    gang.until(lambda: len(list(read_rows(run_dir.metrics))) > rows)
 
 
 def is_saving(run_dir: RunDir) -> bool:
@@ -64,7 +64,7 @@ def test_kills_at_any_instant_change_no_bit(run_file: Path, number: int) -> None
         if kill % 3 == 0:
             gang.until(lambda run_dir=run_dir: is_saving(run_dir), every_s=0.0005)
         else:
-            until_recorded(run_dir, gang, len(read_rows(run_dir.metrics)))
+            until_recorded(run_dir, gang, len(list(read_rows(run_dir.metrics))))
             assert not gang.wait_or_timeout(rng.uniform(0, 0.25)), gang.said()
         in_save += is_saving(run_dir)
         gang.kill()

@@ -129,7 +129,7 @@ def test_kills_of_the_run_and_of_a_server_leave_one_run_with_the_same_numbers(ru
         enough = (lambda: wandb_points(run_dir), lambda: mlflow_losses(client, run_dir))
         gang.until(lambda: all(len(seen()) >= 25 for seen in enough) and list_checkpoints(run_dir))
         gang.kill()
-        reached = read_rows(run_dir.metrics)[-1]["step"]
+        reached = list(read_rows(run_dir.metrics))[-1]["step"]
         saved = list_checkpoints(run_dir)[-1].step
         assert reached >= 25 and saved >= 10
         middle = reached + 300

@@ -83,7 +83,7 @@ def test_a_whole_run_and_what_it_leaves(run_file: Path) -> None:
     assert list(run_dir.tensorboard.glob("events.out.tfevents.*"))
     last = (read_record(run_dir.attempt(1).live) or {})["nodes"]["0"]
     assert last["state"] == "ended" and list(last["ranks"]) == ["0", "1"], "the last record stays"
-    assert read_rows(run_dir.node_telemetry(0))[-1]["ranks"].keys() == last["ranks"].keys()
+    assert list(read_rows(run_dir.node_telemetry(0)))[-1]["ranks"].keys() == last["ranks"].keys()
     manifest = list_checkpoints(run_dir)[-1].manifest
     known = {"step", "tokens", "samples", "config_digest", "git_commit", "world_size"}
     assert known <= manifest.keys() and manifest["attempt"] == len(run_dir.attempts())

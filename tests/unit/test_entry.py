@@ -118,10 +118,13 @@ def test_a_hub_writes_into_no_folder_of_another_user(tmp_path: Path, give, priva
     give(theirs, theirs / "token")
     states = theirs, link(tmp_path / "a-hub-1", private, give), link(tmp_path / "b", theirs, give)
     for state in states:
-        with refused():
-            open_tiny(state)
-        with refused():
-            lock_folder(state)
+        try:
+            with refused():
+                open_tiny(state)
+            with refused():
+                lock_folder(state)
+        finally:
+            end_hub(state)  # where the start was not refused
     assert is_as_it_was(private)
     assert {path.name for path in theirs.iterdir()} == {"token", "hub.log"}
 
@@ -150,8 +153,11 @@ def test_a_hub_in_a_folder_that_its_user_has_moved(tmp_path: Path, give, private
         assert end_hub(state)
     (state / "hub.log").unlink()
     link(state / "hub.log", private / "thesis.txt", give)
-    with refused():
-        open_tiny(state)
+    try:
+        with refused():
+            open_tiny(state)
+    finally:
+        end_hub(state)
     assert is_as_it_was(private)
 
 

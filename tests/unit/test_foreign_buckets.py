@@ -327,7 +327,7 @@ def test_rows_of_a_bucket_that_are_no_metrics_are_skipped(tmp_path: Path):
     wrong = [{"kind": "train"}, {"step": 1}, {**row, "step": 1e999}, {**row, "kind": {}}, 3]
     path.write_text("".join(json.dumps(each) + "\n" for each in [*wrong, row, {**row, "step": 9}]))
     JsonlTracker(path, resumed_step=4).close()
-    assert read_metrics(path) == [row] == read_rows(path)
+    assert list(read_metrics(path)) == [row] == list(read_rows(path))
 
 
 @each("..", "../x", "a/../../x", "a\0b")

@@ -196,7 +196,9 @@ def test_the_run_of_another_is_neither_resumed_nor_written_into(
     assert "tiny-1 belongs to" in begun.note and "new run: tiny-2" in begun.note
     checkpoint = theirs.checkpoints / "step-00000004"
     for given in (theirs.path, "tiny-1", checkpoint):
-        with pytest.raises(UserError, match="does not train in the directory of tiny-1") as caught:
+        with pytest.raises(
+            UserError, match="does not write into tiny-1: it is a folder of"
+        ) as caught:
             choose_run(resolved, str(given))
         assert caught.value.ids == ("run.foreign",)
     assert {path: path.stat().st_mtime_ns for path in theirs.path.rglob("*")} == before
@@ -261,7 +263,7 @@ def test_records_that_are_pipes_are_waited_for_by_nobody(tmp_path: Path) -> None
     for path in (run_dir.metrics, run_dir.status, attempt.last_step, attempt.outcome):
         path.unlink(missing_ok=True)
         os.mkfifo(path)
-    assert read_rows(run_dir.metrics) == [] and read_last_step(attempt, None) is None
+    assert not list(read_rows(run_dir.metrics)) and read_last_step(attempt, None) is None
     history = History(run_dir.metrics)
     history.read()
     assert not history.newest
@@ -275,7 +277,7 @@ def test_a_file_without_line_ends_is_read_in_little_memory(tmp_path: Path) -> No
         stream.truncate(1 << 40)  # a sparse file: it takes no space
         stream.seek(0, os.SEEK_END)
         stream.write(b'\n{"a": 1}\n')
-    assert read_rows(path, 1 << 20) == [{"a": 1}]
+    assert list(read_rows(path, 1 << 20)) == [{"a": 1}]
     for last in (1, None):
         lines = LineTail(path, last=last).read()
         assert lines[-1] == '{"a": 1}' and sum(map(len, lines)) < 80 << 20

@@ -63,7 +63,7 @@ def test_a_sample_that_fails_costs_nothing_but_itself(tmp_path: Path) -> None:
 
     with Telemetry(tmp_path, tmp_path / "t" / "node-0.jsonl", None, 0, ranks) as telemetry:
         until(lambda: telemetry.last)
-    assert len(calls) > 1 and read_rows(tmp_path / "t" / "node-0.jsonl")
+    assert len(calls) > 1 and list(read_rows(tmp_path / "t" / "node-0.jsonl"))
 
 
 def test_the_whole_run_stays_visible_in_a_file_of_one_size(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def _foreign(path: Path, kind: str, uid: int) -> PreflightError:
     return PreflightError(
         f"isles does not write into {path.name}: it is a {kind} of {user_name(uid)}",
         where=str(path),
-        fix="give the run another name, or set another output_dir",
+        fix="give the run another name, or set another output_dir; a run that you trust can be "
+        "copied with `cp -r` and resumed",
         id="run.foreign",
     )
