@@ -151,7 +151,7 @@ def test_events_of_one_hide_none_of_others_and_stay_few(tmp_path):
 
     world.do(come_and_go)
     number = world.core.journal.number
-    assert number("SELECT COUNT(*) FROM events WHERE member = 'e'") <= 60
+    assert number("SELECT COUNT(*) FROM events WHERE member = 'e'") <= 100
     assert number("SELECT COUNT(*) FROM events") <= 2000 + 100
     for name in "ab":
         assert any(text.startswith(f"{name}: round 1") for text in world.events("refused"))
