@@ -112,7 +112,6 @@ def test_an_average_or_a_state_of_another_size_is_not_asked_of_a_hub(tmp_path):
                 (joining("a"), average(BYTES + 1)),
                 (joining("a"), average(BYTES, clusters=0)),
                 (topk, average(2 * own)),
-                (topk, average(5000 * own, clusters=5000)),
             ):
                 assert "is announced" in asyncio.run(fetch(join, answer)), answer.size_bytes
             for state in ODD_STATES:
