@@ -42,7 +42,7 @@ _DELETED_S = 60.0
 _QUIET_PHASES = ("training", "evaluating", "saving", "stopped", "finished")
 _ROWS = ("train", "eval", "outer")
 _MOST_NEWS = 1000
-"""Rows, restarts and notes of one look. Of more rows only the newest are shown."""
+"""Rows, restarts and notes of one look. If there are more rows, only the newest are shown."""
 _BAR_CHARS = 42
 """Width of the spinner, the phase and the bar."""
 

@@ -212,7 +212,7 @@ def read_own(path: Path, most_bytes: int = MAX_RECORD_BYTES) -> OwnRecord | None
 def read_rows(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """The rows of a JSON-lines file, one at a time, since all of them may not fit into memory.
 
-    A last line that is still being written is skipped, and so is what is added during the read.
+    A last line that is still being written is skipped, and so are rows that come during the read.
 
     Args:
         last_bytes: read at most this much of its end; None: all of the file, or the last

@@ -20,8 +20,8 @@ LONGEST = 256 * 2**10
 _MOST_BYTES = 2**20
 """Limit of an unpacked text; 96 nodes of 8 GPUs need less."""
 _KEPT_BYTES = 4 * 2**20
-"""Of unpacked texts whose records are kept: each look at all clusters sees the same ones for a
-while. Small objects take thirty times as much memory as their text."""
+"""Limit of the unpacked texts whose records are kept, because each look at all clusters sees the
+same texts for a while. Small objects take thirty times as much memory as their text."""
 _PARTS = ("status", "live", "restart")
 
 

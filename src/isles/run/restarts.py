@@ -126,7 +126,7 @@ def list_restarts(attempt: Attempt) -> list[Restart]:
 
 
 def last_restart(attempt: Attempt) -> Restart | None:
-    """The newest decision of an attempt; None if there is none."""
+    """The newest decision of an attempt; None if nothing was decided."""
     count = num_restarts(attempt)
     return _read(attempt, count) if count else None
 
