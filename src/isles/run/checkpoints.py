@@ -113,7 +113,7 @@ def each_checkpoint(run_dir: RunDir) -> Iterator[CheckpointInfo]:
 
 
 def newest_checkpoint(run_dir: RunDir) -> CheckpointInfo | None:
-    """The newest whole checkpoint; None if no checkpoint is whole, or many damaged ones are newer."""
+    """The newest whole checkpoint; None if none is whole or many damaged ones are newer."""
     for folder in _folders(run_dir)[:_TRIES]:
         with suppress(TrainingError):
             return read_checkpoint(folder)
