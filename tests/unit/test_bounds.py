@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
+import re
 import resource
 import zlib
 from collections.abc import Iterator
@@ -14,13 +16,26 @@ from typing import Any
 import pytest
 
 from isles.cli import main
+from isles.errors import ExitCode, UserError
+from isles.facts.console import Console
+from isles.monitor.follow import RunFollower
 from isles.monitor.live.model import Snapshot
 from isles.monitor.live.rows import MOST_RANKS
 from isles.monitor.live.several import HubAnswer, SeveralView
 from isles.monitor.logs import LineTail
-from isles.run.records import read_metrics
-from isles.run.restarts import current_restart, last_restart
+from isles.run.begin import new_attempt
+from isles.run.outcome import end_failed, error_record
+from isles.run.records import read_metrics, read_record
+from isles.run.relay import unpack
+from isles.run.restarts import (
+    current_restart,
+    last_restart,
+    list_restarts,
+    record_restart,
+    restart_from,
+)
 from isles.track.local import JsonlTracker
+from isles.train.record import Recorder
 from tests.run_records import GONE, recorded_run
 
 _ROOM_BYTES = 2 * 2**30
@@ -113,7 +128,9 @@ def test_a_run_with_large_records_says_so_and_hides_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded_run(tmp_path / "y-1", {"launcher": "local", "device": "cpu", **GONE})
-    _, attempt = recorded_run(tmp_path / "x-1", {"launcher": "local", "device": "cpu", **GONE})
+    run_dir, attempt = recorded_run(
+        tmp_path / "x-1", {"launcher": "local", "device": "cpu", **GONE}
+    )
     first = attempt.restart(1)
     first.write_text(json.dumps(restart(1, root_cause={"a": [{}] * 500_000})))
     for number in range(2, 60):
@@ -122,7 +139,76 @@ def test_a_run_with_large_records_says_so_and_hides_no_other(
     said = capsys.readouterr()
     assert "y-1" in said.out and "Traceback" not in said.err
     assert main(["status", str(tmp_path / "x-1")]) == 0
-    assert "restart-001.json: a record has 1" in capsys.readouterr().out
+    assert "restart-059.json cannot be read" in capsys.readouterr().out
+    os.link(first, attempt.outcome)
+    assert main(["status", str(tmp_path / "x-1")]) == 0
+    assert "outcome.json: a record has 1" in capsys.readouterr().out
+    with pytest.raises(UserError, match="a record has 1"):
+        new_attempt(run_dir)
+
+
+def test_restarts_are_counted_over_records_that_cannot_be_read(tmp_path: Path) -> None:
+    run_dir, attempt = recorded_run(tmp_path / "x-1", {"launcher": "local"})
+    for number in range(1, 301):
+        attempt.restart(number).write_text(json.dumps(restart(number)))
+    attempt.restart(250).write_text(" " * 2**21)
+    listed = list_restarts(attempt)
+    assert [entry.number for entry in listed] == list(range(201, 301))
+    made = record_restart(run_dir, attempt, 301, "w", max_restarts=400, is_counted=True)
+    assert made.count == 301 and last_restart(attempt) == made
+    attempt.restart(301).write_text("{")
+    made = record_restart(run_dir, attempt, 302, "w", max_restarts=400)
+    assert made.count == 301
+
+
+def test_records_of_long_errors_are_read(tmp_path: Path) -> None:
+    _, attempt = recorded_run(tmp_path / "x-1", {"launcher": "local"})
+    long = "\U0001f600" * 2**20
+    error = error_record(long, id="", kind="E", code=ExitCode.TRAINING, traceback=long)
+    end_failed(attempt, error)
+    outcome = read_record(attempt.outcome)
+    assert outcome is not None and outcome["reason"].endswith("\U0001f600")
+    attempt.restart(1).write_text(json.dumps(restart(1, root_cause=error, why=error["what"])))
+    assert restart_from(read_record(attempt.restart(1))) is not None
+
+
+def test_a_status_keeps_the_newest_notes_and_a_follower_shows_each_once(tmp_path: Path) -> None:
+    run_dir, attempt = recorded_run(tmp_path / "x-1", {"launcher": "local", "begun_at": 1.0})
+    recorder = Recorder(run_dir, is_main=True, world_size=1)
+    out = io.StringIO()
+    follower = RunFollower(run_dir, attempt, Console(file=out, width=80), Console(file=out))
+    try:
+        for number in range(150):
+            recorder.note(f"[{number}] " + "x" * 5000)
+            if number in (9, 139):
+                follower.look()
+    finally:
+        recorder.close()
+    follower.look()
+    status = read_record(run_dir.status)
+    assert status is not None and len(status["notes"]) == 100 and status["num_notes"] == 150
+    shown = [int(number) for number in re.findall(r"\[(\d+)\]", out.getvalue())]
+    assert shown == [*range(10), *range(40, 150)]
+
+
+def test_a_follower_shows_the_newest_of_very_many_rows(tmp_path: Path) -> None:
+    run_dir, attempt = recorded_run(tmp_path / "x-1", {"launcher": "local", "begun_at": 1.0})
+    row = '{"kind": "train", "step": %d, "at": %d}\n'
+    run_dir.metrics.write_text("".join(row % (n, n + 10) for n in range(20_000)))
+    out = io.StringIO()
+    RunFollower(run_dir, attempt, Console(file=out, width=80), Console(file=out)).look()
+    text = out.getvalue()
+    assert "19,000 earlier rows are not shown" in text and "step 19999 " in text
+    assert text.count("\n") < 1100
+
+
+def test_records_of_clusters_are_kept_within_bounds() -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    texts = [packed({"status": {"n": n, "a": [{}] * 250_000}}) for n in range(16)]
+    for _ in range(2):
+        assert [unpack(text)["status"]["n"] for text in texts] == list(range(16))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 200 * 1024
+    assert unpack(texts[-1]) is unpack(texts[-1])
 
 
 def test_the_newest_restart_tells_how_many_there_were(tmp_path: Path) -> None:

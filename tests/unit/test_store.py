@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,12 +145,17 @@ training: {max_steps: 20, global_batch_size: 4}
 """
 
 
-def card_of(folder: Path, tokenizer: Any, *overrides: str, **options: Any) -> str:
+KINDS = ("train", "eval")
+EVAL_ROW = {"kind": "eval", "step": 20, "loss": 5.2}
+
+
+def card_of(
+    folder: Path, tokenizer: Any, *overrides: str, rows: Sequence[Any] = (EVAL_ROW,), **options: Any
+) -> str:
     """The card of a run that has trained 20 steps and evaluated."""
     run_dir = RunDir(folder / "tiny-1")
     run_dir.path.mkdir(exist_ok=True)
-    row = {"kind": "eval", "step": 20, "loss": 5.2}
-    run_dir.metrics.write_text(json.dumps(row) + "\n")
+    run_dir.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     resolved = resolve(load(folder, RUN, *overrides), num_gpus=0, world_size=1)
     manifest = {"tokens": 6441, "samples": 80, "elapsed_s": 3.0, "world_size": 1, "versions": {}}
     checkpoint = CheckpointInfo(folder, 20, Manifest(manifest, {}))
@@ -299,3 +305,19 @@ def test_what_is_no_export_is_not_replaced(tmp_path):
     with pytest.raises(UserError, match="not a model"):
         export_model(small_model(), None, thesis.parent, max_shard_bytes=10**9)
     assert thesis.read_text() == "years of work" and not list(tmp_path.glob(".partial*"))
+
+
+def test_a_card_of_odd_metrics_has_the_figures_that_are_numbers(tmp_path):
+    odd = (None, True, -1, 1e308, "x", "\ud800", [], {}, [1], {"a": 1}, 10**400, float("nan"))
+    rows: list[Any] = [*odd]
+    for key in ("kind", "step", "loss", "perplexity"):
+        rows += [{**EVAL_ROW, "kind": kind, key: odd_one} for odd_one in odd for kind in KINDS]
+    wrong = []
+    for row in rows:
+        try:
+            card_of(tmp_path, None, rows=[row]).encode()
+        except Exception as error:
+            wrong.append(f"{row}: {error!r:.200}")
+    assert not wrong, "\n".join(wrong)
+    card = card_of(tmp_path, None, rows=[*rows * 200, {**EVAL_ROW, "perplexity": "|\n# x"}])
+    assert "| validation loss | 5.2000 |" in card and "# x" not in card

@@ -79,9 +79,9 @@ def decide(
     `restart`: how often the ranks were started again before; `stop`: the exit code of a stop that
     was asked for meanwhile.
     """
-    before = [entry for entry in list_restarts(attempt) if entry.is_counted]
+    counted = [entry for entry in list_restarts(attempt) if entry.is_counted]
     reached, saved = read_last_step(attempt, restart), newest_step(run_dir)
-    last = before[-1] if before else None
+    last = counted[-1] if counted else None
     note = ""
     decision: Decision = "restart" if stop is None else "stop"
     # A script on another host cannot see there that it has reported steps.
@@ -98,7 +98,7 @@ def decide(
             f"it is the second loss of a rank without progress: {_at(last.reached)} before, "
             f"{_at(reached)} now; starting once more would change nothing"
         )
-    elif decision == "restart" and len(before) >= max_restarts:
+    elif decision == "restart" and (last.count if last else 0) >= max_restarts:
         decision = "fail"
         note = f"all {max_restarts} restarts of this start are used up" if max_restarts else ""
     recorded = record_restart(

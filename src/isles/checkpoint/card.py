@@ -15,6 +15,7 @@ from isles.facts.units import format_count, format_duration
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.records import read_metrics
+from isles.run.state import number_of
 
 _SHOWN_VERSIONS = ("isles", "torch", "transformers", "peft")
 _METRICS_BYTES = 256 * 2**20
@@ -145,9 +146,9 @@ def _figures(run_dir: RunDir, checkpoint: CheckpointInfo, config: RunConfig) -> 
         "steps": f"{checkpoint.step:,}",
         "tokens": format_count(tokens),
         "samples": f"{manifest['samples']:,}",
-        "last training loss": _number(train.get("loss"), 4),
-        "validation loss": _number(evaluation.get("loss"), 4),
-        "validation perplexity": _number(evaluation.get("perplexity"), 2),
+        "last training loss": _number(train, "loss", 4),
+        "validation loss": _number(evaluation, "loss", 4),
+        "validation perplexity": _number(evaluation, "perplexity", 2),
         "tokens per second": format_count(tokens / elapsed_s) if elapsed_s > 0 else None,
         "training time": format_duration(elapsed_s),
         "devices": f"{manifest['world_size']} x {device}",
@@ -157,7 +158,8 @@ def _figures(run_dir: RunDir, checkpoint: CheckpointInfo, config: RunConfig) -> 
     return "\n".join(("## Training", "", "| | |", "|---|---|", *lines))
 
 
-def _number(value: float | None, digits: int) -> str | None:
+def _number(row: dict[str, Any], key: str, digits: int) -> str | None:
+    value = number_of(row, key)  # the rows may come from a bucket
     return None if value is None else f"{value:.{digits}f}"
 
 

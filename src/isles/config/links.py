@@ -1,4 +1,4 @@
-"""Links that isles follows: those of this user and of root, and links of others to their own files.
+"""isles follows links of this user and of root, and links of other users to their own files.
 
 `follow` opens every file that a run file names, and the files of models and of runs. `check_found`
 looks at files that a glob or a folder has given.
@@ -116,10 +116,10 @@ def _place(handle: int) -> str:
 def check_found(files: Iterable[Path], folder: Path) -> None:
     """Refuse private files outside a folder that only a link in this folder leads to.
 
-    For files that isles has found below `folder`. A folder that somebody sends may have links to
-    the secrets of whoever unpacks it.
+    For files that isles has found below `folder`. A folder from somebody else may have links to
+    the secrets of the user who unpacks it.
 
-    LinkRefused: nobody but its owner may read such a file; `filename` has its real path.
+    LinkRefused: only the owner of such a file may read it; `filename` has its real path.
     """
     home = os.path.realpath(folder)
     # The hub's cache has each file in a folder beside its snapshots.

@@ -10,6 +10,7 @@ import json
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,8 @@ _DELETED_S = 60.0
 # These come and go with every evaluation and save; their results have lines of their own.
 _QUIET_PHASES = ("training", "evaluating", "saving", "stopped", "finished")
 _ROWS = ("train", "eval", "outer")
+_MOST_NEWS = 1000
+"""Rows, restarts and notes of one look. If there are more rows, only the newest are shown."""
 _BAR_CHARS = 42
 """Width of the spinner, the phase and the bar."""
 
@@ -248,16 +251,26 @@ class _Watch:
     def news(self) -> list[tuple[str, str]]:
         """Pairs of kind (phase, train, eval, outer, save, restart or note) and line, in order."""
         self.status = current_status(self._run_dir, self._begun_at) or self.status
-        found = [(str(row["kind"]), row_text(row, self.status)) for row in self._new_rows()]
-        while (restart := read_restart(self._attempt, self._num_restarts + 1)) is not None:
-            if restart.decision != "restart" or not restart.world_size:
+        rows = deque[tuple[str, str]](maxlen=_MOST_NEWS)
+        num_rows = 0
+        for row in self._new_rows():
+            rows.append((str(row["kind"]), row_text(row, self.status)))
+            num_rows += 1
+        skipped = num_rows - len(rows)
+        found = [("note", f"{skipped:,} earlier rows are not shown")] if skipped else []
+        found += rows
+        for _ in range(_MOST_NEWS):  # the next look shows the others
+            restart = read_restart(self._attempt, self._num_restarts + 1)
+            if restart is None or restart.decision != "restart" or not restart.world_size:
                 break  # the run ends, or the nodes have not met yet
             self._num_restarts += 1
             found.append(("restart", restart.text))
         notes = self.status.get("notes")
         notes = notes if isinstance(notes, list) else []
-        found += [("note", f"note: {text}") for text in notes[self._num_notes :]]
-        self._num_notes = len(notes)  # ranks that were started again begin anew
+        num_notes = int(number_of(self.status, "num_notes") or len(notes))
+        if (num_new := min(num_notes - self._num_notes, _MOST_NEWS)) > 0:
+            found += [("note", f"note: {text}") for text in notes[-num_new:]]
+        self._num_notes = num_notes  # ranks that were started again begin anew
         phase = str(self.status.get("phase") or "starting")
         line = f"{phase}: {self.status['detail']}" if self.status.get("detail") else phase
         if phase not in _QUIET_PHASES and line != self._phase:

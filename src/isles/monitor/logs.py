@@ -52,7 +52,7 @@ class LineTail:
     def lines(self, *, final: bool = False) -> Iterator[str]:
         """The lines added since the last call, without their ends.
 
-        What is added during the read waits for the next call, so each read has an end. The caller
+        Lines that come during the read wait for the next call, so each read has an end. The caller
         must take all lines before the next call.
 
         A progress bar rewrites its line many times; only its last state is returned.

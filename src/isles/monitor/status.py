@@ -23,7 +23,7 @@ from isles.run.find import typed_command, typed_name
 from isles.run.nodes import read_fleet
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import MAX_LIST_BYTES, read_record, refuse_long
+from isles.run.records import MAX_SHOWN_BYTES, read_record, refuse_long
 from isles.run.restarts import current_restart, last_restart
 from isles.run.state import (
     NEVER_STARTED,
@@ -146,7 +146,7 @@ def collect(
         UserError: a record of the run is too long to be read.
     """
     attempt = run_dir.last_attempt()
-    refuse_long(_short_records(run_dir, attempt))
+    refuse_long(run_dir, attempt)
     job = None
     if attempt is not None and jobs is not None:
         job = jobs.get(attempt.path)
@@ -207,14 +207,6 @@ def collect(
     )
 
 
-def _short_records(run_dir: RunDir, attempt: Attempt | None) -> list[Path]:
-    # Records that isles reads to show a run, and that are as short whatever the run's size.
-    found = [run_dir.status, run_dir.node_of]
-    if attempt is not None:
-        found += [attempt.launch, attempt.outcome, attempt.job, attempt.restart(1)]
-    return found
-
-
 def _whole(record: dict[str, Any], key: str) -> int | None:
     value = number_of(record, key)
     return None if value is None else int(value)
@@ -273,7 +265,7 @@ def node_reports(attempt: Attempt, now_s: float) -> tuple[NodeReport, ...]:
     fleet = None
     with suppress(UserError):  # of another version: what else is known of it is shown
         fleet = read_fleet(attempt)
-    recorded = (read_record(attempt.nodes, MAX_LIST_BYTES) or {}).get("nodes")
+    recorded = (read_record(attempt.nodes, MAX_SHOWN_BYTES) or {}).get("nodes")
     if isinstance(recorded, list) and recorded:
         found = []
         for record in recorded[:_MOST_NODES]:
@@ -332,7 +324,7 @@ def hang_texts(attempt: Attempt) -> tuple[str, ...]:
 
 
 def _checked_text(attempt: Attempt) -> str:
-    found = (read_record(attempt.findings, MAX_LIST_BYTES) or {}).get("findings")
+    found = (read_record(attempt.findings, MAX_SHOWN_BYTES) or {}).get("findings")
     texts: dict[str, list[str]] = {"error": [], "warning": []}
     for entry in found if isinstance(found, list) else []:
         if isinstance(entry, dict) and (level := text_of(entry, "level")) in texts:

@@ -18,7 +18,7 @@ from isles.plan.machines import Device
 from isles.plan.step import Job, Outcome, RankPlan
 from isles.run.find import list_runs
 from isles.run.paths import RunDir
-from isles.run.records import MAX_LIST_BYTES, read_metrics, read_record
+from isles.run.records import MAX_SHOWN_BYTES, read_metrics, read_record
 from isles.run.resolved import read_resolved
 
 _LOOKED_AT = 50
@@ -74,7 +74,7 @@ def _measured(run: RunDir, job: Job, own: Outcome) -> Measured | None:
 
 def _read(run: RunDir, job: Job, own: Outcome) -> Measured | None:
     attempt = run.last_attempt()
-    if attempt is None or not _is_alike(read_record(attempt.live, MAX_LIST_BYTES) or {}, own):
+    if attempt is None or not _is_alike(read_record(attempt.live, MAX_SHOWN_BYTES) or {}, own):
         return None
     try:
         config = read_resolved(run).config

@@ -26,6 +26,7 @@ from isles.run.process import ProcessId
 from isles.run.records import (
     clear_errors,
     read_record,
+    refuse_long,
     write_record,
     write_secret,
     write_text_atomic,
@@ -128,7 +129,7 @@ def new_attempt(
         token: by which its agents know one another; empty: a new one.
 
     Raises:
-        UserError: the run is running, or the folder cannot be written.
+        UserError: the run is running, the folder cannot be written, or a record is too long.
     """
     folder = run_dir.path / "attempts"
     with clear_errors(folder):
@@ -138,6 +139,7 @@ def new_attempt(
             # One look decides both, so that nobody can start in between.
             last = run_dir.last_attempt()
             if last:
+                refuse_long(run_dir, last)
                 refuse_running(run_dir, attempt_state(run_dir, last, now), now)
             attempt = run_dir.attempt(last.number + 1 if last else 1)
             staged = Path(tempfile.mkdtemp(prefix=f".{attempt.path.name}-", dir=folder))

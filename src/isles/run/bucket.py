@@ -390,7 +390,7 @@ class Found:
 
     Args:
         steps: of all its checkpoints.
-        manifest: of the newest checkpoint whose manifest is sound; None: there is none.
+        manifest: of the newest checkpoint whose manifest is sound; None: no manifest is.
     """
 
     def __init__(self, copy: RunStore, number: int) -> None:
@@ -403,7 +403,7 @@ class Found:
 
 
 def find_newest(url: str, name: str) -> Found | None:
-    """The newest run of a name that has a sound checkpoint there; None where there is none.
+    """The newest run of a name that has a sound checkpoint there; None if no run has.
 
     Raises:
         UserError: the bucket does not answer, or not as it should.

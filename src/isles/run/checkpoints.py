@@ -22,7 +22,7 @@ from isles.run.records import MAX_LIST_BYTES, read_record
 PARTIAL_PREFIX = ".partial-"
 
 _TRIES = 16
-"""So many folders are tried for the newest checkpoint."""
+"""Folders that are tried for the newest checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def each_checkpoint(run_dir: RunDir) -> Iterator[CheckpointInfo]:
 
 
 def newest_checkpoint(run_dir: RunDir) -> CheckpointInfo | None:
-    """The newest whole checkpoint; None if there is none, or if many damaged ones are newer."""
+    """The newest whole checkpoint; None if none is whole or many damaged ones are newer."""
     for folder in _folders(run_dir)[:_TRIES]:
         with suppress(TrainingError):
             return read_checkpoint(folder)

@@ -22,7 +22,7 @@ _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def make_own_folder(path: Path, mode: int = 0o777) -> bool:
-    """Make a folder, or take one that is there and belongs to this user. Returns whether it is new.
+    """Make a folder, or use the present folder of this user. Returns whether it is new.
 
     The folder above must exist. `mode` is for a new folder, less the umask.
 

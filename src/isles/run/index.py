@@ -24,7 +24,7 @@ INDEXES = INDEX, OLD_INDEX = "tensors.json", ".metadata"
 _FORMAT = 1
 _LONGEST_BYTES, _LEAST_BYTES, _LEAST_OPCODES = 1 << 30, 16 << 20, 1 << 20
 _DATA_EACH = 512
-"""The limits of an index grow by one byte or opcode for so many bytes of data.
+"""The limits of an index grow by one byte or opcode for this many bytes of data.
 
 A piece takes about 110 bytes of JSON, or 150 bytes and 70 opcodes of a pickle. With AdamW, a model
 of 70 billion parameters on 64 ranks has 140,000 pieces of 6 MB, which are 15 MB of JSON.

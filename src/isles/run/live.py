@@ -10,7 +10,7 @@ from typing import Any
 
 from isles.run.owner import not_own
 from isles.run.paths import Attempt
-from isles.run.records import MAX_LIST_BYTES, read_record, write_record
+from isles.run.records import MAX_LIST_BYTES, MAX_SHOWN_BYTES, read_record, write_record
 
 SUMS = {
     "gpu_use": "gpu_use",
@@ -65,7 +65,7 @@ class SampledMeans:
         return {}
 
     def _read(self) -> dict[str, float | None]:
-        nodes = (read_record(self._path, MAX_LIST_BYTES) or {})["nodes"]
+        nodes = (read_record(self._path, MAX_SHOWN_BYTES) or {})["nodes"]
         before = self._sums
         self._sums = now = {node: of["sums"] for node, of in nodes.items() if of["sums"]}
         found: dict[str, list[float]] = {name: [] for name in SUMS}

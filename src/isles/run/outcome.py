@@ -20,6 +20,10 @@ AGAIN = "`isles train` again goes on from the last checkpoint"
 
 ErrorRecord = dict[str, Any]
 
+_LONGEST_WHAT, _LONGEST_TRACEBACK = 8192, 32768
+"""Characters. A message may name each weight of a model, and a record has a limit; see
+`isles.run.records.MAX_RECORD_BYTES`. The log of the rank has all of it."""
+
 
 def error_record(
     what: str,
@@ -30,6 +34,7 @@ def error_record(
     fix: str = "",
     where: str = "",
     rank: int | None = None,
+    traceback: str | None = None,
     **more: Any,
 ) -> ErrorRecord:
     """Describe an error of this host, as `isles status` and `isles logs` show it.
@@ -40,7 +45,7 @@ def error_record(
         code: exit code of the run if it ends because of this.
         where: file and line, key, or rank; left out: this host, or the rank on it.
         rank: the rank that has failed; None: an agent, or a launcher.
-        more: `traceback`; `is_communication`: only a consequence of what happened to another rank;
+        more: `is_communication`: only a consequence of what happened to another rank;
             `will_recur`: starting again would change nothing; `is_script`; `restart`.
     """
     host = os.uname().nodename
@@ -49,15 +54,25 @@ def error_record(
         "host": host,
         "at": time.time(),
         "kind": kind,
-        "what": what,
+        "what": _shortened(what, _LONGEST_WHAT),
         "where": where or (f"host {host}" if rank is None else f"rank {rank} on {host}"),
         "fix": fix,
         "id": id,
         "exit_code": int(code),
         "is_communication": code is ExitCode.COMMUNICATION,
-        "traceback": None,
+        "traceback": _shortened(traceback, _LONGEST_TRACEBACK) if traceback else None,
         **more,
     }
+
+
+def _shortened(text: str, most_chars: int) -> str:
+    # Without the middle: a traceback tells most at its ends.
+    if len(text) <= most_chars:
+        return text
+    half = most_chars // 2
+    return (
+        f"{text[:half]}\n... {len(text) - 2 * half:,} characters are in the log ...\n{text[-half:]}"
+    )
 
 
 def agent_error(

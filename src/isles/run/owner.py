@@ -18,6 +18,7 @@ from isles.config.foreign import open_foreign
 from isles.errors import PreflightError
 
 _LONGEST_BYTES = 64 << 20
+_LONGEST_OF_OTHERS_BYTES = 16 << 20
 
 _FOLDERS = ("attempts", "checkpoints", "logs", "model", "outer", "telemetry", "tokenizer", "track")
 """The folders of a run directory. Its owner may replace each with a link to a private folder of the
@@ -52,15 +53,17 @@ def read_text(path: Path, most_bytes: int = _LONGEST_BYTES) -> tuple[str, str]:
 
     Raises:
         OSError: it cannot be read; see `open_shown`.
-        ValueError: it is not text, not a regular file, or longer than `most_bytes`.
+        ValueError: it is not text, not a regular file, or longer than `most_bytes` or, if it is
+            another user's, than 16 MiB.
     """
     stream, is_link = _open(path)
     with stream:
         facts = os.fstat(stream.fileno())
+        is_own = facts.st_uid == os.geteuid() and not is_link
+        most_bytes = most_bytes if is_own else min(most_bytes, _LONGEST_OF_OTHERS_BYTES)
         if facts.st_size > most_bytes:
             raise ValueError("it is longer than any record")
         text = stream.read(most_bytes).decode("utf-8")
-    is_own = facts.st_uid == os.geteuid() and not is_link
     return text, "" if is_own else user_name(facts.st_uid)
 
 

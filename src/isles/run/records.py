@@ -18,7 +18,7 @@ from typing import Any
 from isles.errors import TrainingError, UserError
 from isles.facts.units import format_bytes
 from isles.run.owner import OwnRecord, Record, open_shown, read_text, record_of
-from isles.run.paths import Attempt
+from isles.run.paths import Attempt, RunDir
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,13 @@ limit is enough for two million rows."""
 MAX_RECORD_BYTES = 1 << 20
 """Limit of a JSON record. The parsed values may take thirty times as much memory."""
 
-MAX_LIST_BYTES = 16 << 20
-"""Limit of a record that has an entry for each rank, host or file, such as live.json."""
+MAX_LIST_BYTES = 64 << 20
+"""Limit of a record that has an entry for each rank, host or file, such as a manifest. isles would
+take a longer one as absent, so the limit is far above what any run needs. `read_text` reads less
+of another user's file."""
+
+MAX_SHOWN_BYTES = 16 << 20
+"""Limit of such a record if it is only shown, such as live.json: enough for 8,000 ranks."""
 
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _TRIES = 3
@@ -155,17 +160,21 @@ def read_any(path: Path, most_bytes: int = MAX_RECORD_BYTES) -> Record | None:
     return None
 
 
-def refuse_long(paths: Iterable[Path], most_bytes: int = MAX_RECORD_BYTES) -> None:
+def refuse_long(run_dir: RunDir, attempt: Attempt | None) -> None:
     """Raise a UserError if a record is too long to be read, so that isles would take it as absent.
 
-    For a command that shows a run: the user then sees why the rest of the run is not shown.
+    For a command that shows a run or starts it again: whether the run is running, and how it ended,
+    is in these records. Their length does not depend on the size of the run.
     """
+    paths = [run_dir.status, run_dir.node_of]
+    if attempt is not None:
+        paths += [attempt.launch, attempt.outcome, attempt.job]
     for path in paths:
         with suppress(OSError):
-            if (size_bytes := path.stat().st_size) > most_bytes:
+            if (size_bytes := path.stat().st_size) > MAX_RECORD_BYTES:
                 raise UserError(
                     f"a record has {format_bytes(size_bytes)}, and isles reads at most "
-                    f"{format_bytes(most_bytes)} of it",
+                    f"{format_bytes(MAX_RECORD_BYTES)} of it",
                     where=str(path),
                     fix="if the run is yours, delete this file: isles has not written it",
                 )
@@ -203,7 +212,7 @@ def read_own(path: Path, most_bytes: int = MAX_RECORD_BYTES) -> OwnRecord | None
 def read_rows(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """The rows of a JSON-lines file, one at a time, since all of them may not fit into memory.
 
-    A last line that is still being written is skipped, and so is what is added during the read.
+    A last line that is still being written is skipped, and so are rows that come during the read.
 
     Args:
         last_bytes: read at most this much of its end; None: all of the file, or the last

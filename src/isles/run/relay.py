@@ -4,9 +4,9 @@ status.json, live.json and last restart, packed into one text."""
 from __future__ import annotations
 
 import base64
+import threading
 import zlib
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ LONGEST = 256 * 2**10
 
 _MOST_BYTES = 2**20
 """Limit of an unpacked text; 96 nodes of 8 GPUs need less."""
-_MOST_KEPT = 16
-"""Texts whose records are kept: each look at all clusters sees the same ones for a while."""
+_KEPT_BYTES = 4 * 2**20
+"""Limit of the unpacked texts whose records are kept, because each look at all clusters sees the
+same texts for a while. Small objects take thirty times as much memory as their text."""
 _PARTS = ("status", "live", "restart")
 
 
@@ -48,15 +49,34 @@ def pack(run_dir: RunDir) -> str:
     return ""
 
 
-@lru_cache(_MOST_KEPT)
 def unpack(text: str) -> dict[str, dict[str, Any]]:
-    """The records in such a text, by `status`, `live` and `restart`; those that cannot be read are
-    left out. It comes from another site: whatever is in it may be wrong."""
+    """The records in such a text, by `status`, `live` and `restart`, without those that cannot be
+    read. The text comes from another site, so any value in it may be wrong."""
+    with _keeping:
+        if (kept := _kept.pop(text, None)) is None:
+            kept = _unpack(text)
+        _kept[text] = kept  # the text of the last use is at the end
+        while sum(size for _, size in _kept.values()) > _KEPT_BYTES:
+            del _kept[next(iter(_kept))]
+    return kept[0]
+
+
+_Unpacked = tuple[dict[str, dict[str, Any]], int]
+_kept: dict[str, _Unpacked] = {}
+_keeping = threading.Lock()
+
+
+def _unpack(text: str) -> _Unpacked:
+    # The records, and the size of the text that is kept for them.
+    size_bytes = len(text)
     try:
         # Of a small text that would fill the memory only the beginning is unpacked, which is none.
         packed = base64.b64decode(text, validate=True)
-        found = parse_record(zlib.decompressobj().decompress(packed, _MOST_BYTES))
+        data = zlib.decompressobj().decompress(packed, _MOST_BYTES)
+        size_bytes += len(data)
+        found = parse_record(data)
     except (ValueError, zlib.error, RecursionError):
-        return {}
+        return {}, size_bytes
     parts = found.items() if isinstance(found, dict) else ()
-    return {name: part for name, part in parts if name in _PARTS and isinstance(part, dict)}
+    known = {name: part for name, part in parts if name in _PARTS and isinstance(part, dict)}
+    return known, size_bytes

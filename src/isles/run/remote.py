@@ -22,7 +22,7 @@ from isles.run.entry import is_own, make_own_folder
 from isles.run.nodes import Host
 from isles.run.owner import not_own
 from isles.run.paths import is_file
-from isles.run.records import MAX_LIST_BYTES, clear_errors, read_any, read_own, write_record
+from isles.run.records import MAX_SHOWN_BYTES, clear_errors, read_any, read_own, write_record
 
 RUNS = Path("runs")
 """Where runs are looked for by default."""
@@ -164,7 +164,7 @@ def last_report(output_dir: Path, run: RemoteRun) -> tuple[float, dict[str, Any]
     """When a run's machine has last sent its status, and that status; None: never."""
     files = [folder / "last" / _file_name(run) for folder in _folders(output_dir)]
     record: dict[str, Any] = next(
-        filter(None, (read_own(file, MAX_LIST_BYTES) for file in files)), {}
+        filter(None, (read_own(file, MAX_SHOWN_BYTES) for file in files)), {}
     )
     at, report = record.get("at"), record.get("report")
     return (at, report) if isinstance(at, float) and isinstance(report, dict) else None

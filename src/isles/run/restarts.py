@@ -19,8 +19,8 @@ from isles.run.records import read_record, write_record
 Decision = Literal["restart", "stop", "fail"]
 """restart: all ranks are started again. stop: a stop had been asked for. fail: the run ends."""
 
-_TRIES = 8
-"""If the newest record cannot be read, so many are tried."""
+_MOST_LISTED = 100
+"""Decisions that `list_restarts` reads. Each record has the count of all before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ class Restart:
 
     @property
     def text(self) -> str:
+        if not self.at:
+            return self.why  # nothing else is known
         at = f" at step {self.reached}" if self.reached is not None else ""
         number = f" (restart {self.count} of {self.max_restarts})" if self.is_counted else ""
         if (self.root_cause or {}).get("is_script"):
@@ -85,6 +87,7 @@ def record_restart(
     present = read_restart(attempt, number)
     if present is not None:
         return present
+    before = last_restart(attempt)
     restart = Restart(
         number=number,
         at=time.time(),
@@ -93,7 +96,7 @@ def record_restart(
         why=why,
         reached=read_last_step(attempt, number - 1),
         saved=newest_step(run_dir),
-        count=sum(entry.is_counted for entry in list_restarts(attempt)) + is_counted,
+        count=(before.count if before is not None else 0) + is_counted,
         max_restarts=max_restarts,
         is_counted=is_counted,
         world_size=world_size,
@@ -114,22 +117,44 @@ def restart_from(record: dict[str, Any] | None) -> Restart | None:
 
 
 def list_restarts(attempt: Attempt) -> list[Restart]:
-    """Every decision of an attempt, oldest first; only the last can be other than `restart`."""
-    found: list[Restart] = []
-    while (restart := read_restart(attempt, len(found) + 1)) is not None:
-        found.append(restart)
-    return found
+    """The last hundred decisions of an attempt, oldest first.
+
+    Only the last can be other than `restart`. A record that cannot be read counts as a restart.
+    """
+    count = num_restarts(attempt)
+    return [_read(attempt, number) for number in range(1, count + 1)[-_MOST_LISTED:]]
 
 
 def last_restart(attempt: Attempt) -> Restart | None:
-    """The newest decision of an attempt. `list_restarts` would read any number of records."""
+    """The newest decision of an attempt; None if nothing was decided."""
+    count = num_restarts(attempt)
+    return _read(attempt, count) if count else None
+
+
+def num_restarts(attempt: Attempt) -> int:
+    """How many decisions an attempt has, without reading them."""
     number = 0
     while os.path.lexists(attempt.restart(number + 1)):
         number += 1
-    for known in range(number, max(0, number - _TRIES), -1):
-        if (restart := read_restart(attempt, known)) is not None:
-            return replace(restart, number=known)
-    return None
+    return number
+
+
+def _read(attempt: Attempt, number: int) -> Restart:
+    # With its number from the name of the file: another user may have written the record.
+    if (restart := read_restart(attempt, number)) is not None:
+        return replace(restart, number=number)
+    return Restart(
+        number=number,
+        at=0.0,
+        decision="restart",
+        root_cause=None,
+        why=f"{attempt.restart(number).name} cannot be read",
+        reached=None,
+        saved=None,
+        count=number,
+        max_restarts=number,
+        is_counted=True,
+    )
 
 
 def current_restart(attempt: Attempt) -> int:

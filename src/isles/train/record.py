@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, assert_never
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 _STATUS_EVERY_S = 0.5
 _HEARTBEAT_S = 5.0
 """status.json is written so often at least, so that it can be seen from afar that rank 0 lives."""
+_MOST_NOTES, _LONGEST_NOTE = 100, 2000
+"""Notes in status.json, the newest, and their characters. The log has all notes."""
 
 
 class Recorder:
@@ -72,7 +75,8 @@ class Recorder:
         self._trackers = Trackers([])
         self._written_at = 0.0
         self._progress_at = time.time()
-        self._notes: list[str] = []
+        self._notes = deque[str](maxlen=_MOST_NOTES)
+        self._num_notes = 0
         self._writing = threading.Lock()
         self._is_closed = threading.Event()
         self._summary: dict[str, Any] | None = None
@@ -106,7 +110,8 @@ class Recorder:
     def note(self, text: str) -> None:
         """A line for the user, logged and shown once. Any thread may call this."""
         log.warning("%s", text)
-        self._notes.append(text)
+        self._notes.append(text[:_LONGEST_NOTE])
+        self._num_notes += 1
         if self._is_main and threading.current_thread() is threading.main_thread():
             self._write()  # a note of another thread is in the next status
 
@@ -151,7 +156,7 @@ class Recorder:
             self._written_at = time.time()
             record = {name: _finite(value) for name, value in list(self.status.items())}
             if self._notes:
-                record["notes"] = list(self._notes)
+                record |= {"notes": list(self._notes), "num_notes": self._num_notes}
             record |= {"progress_at": self._progress_at, "updated_at": self._written_at}
             try:
                 write_record(self._run_dir.status, record, durable=False)

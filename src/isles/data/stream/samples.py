@@ -268,7 +268,7 @@ class StreamSamples(Samples):
                 line = self._producer.line
                 if self._producer.error is not None:
                     raise self._producer.error
-            elif (failed := read_record(self._folder / _FAILED)) is not None:
+            elif (failed := read_record(self._folder / _FAILED, MAX_LIST_BYTES)) is not None:
                 raise DataError(**failed)
             if self._is_closed:
                 raise _Closed

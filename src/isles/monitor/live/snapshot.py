@@ -38,7 +38,7 @@ from isles.monitor.status import RunReport, collect
 from isles.run.links import read_links
 from isles.run.owner import shown_only
 from isles.run.paths import RunDir
-from isles.run.records import MAX_LIST_BYTES, read_record
+from isles.run.records import MAX_SHOWN_BYTES, read_record
 from isles.run.resolved import read_resolved
 from isles.run.restarts import Restart, last_restart
 from isles.run.state import FRESH_S, QUEUES, number_of
@@ -78,7 +78,7 @@ class RunReader:
         return self._view.snapshot(
             report,
             now,
-            live=(read_record(attempt.live, MAX_LIST_BYTES) if attempt else None) or {},
+            live=(read_record(attempt.live, MAX_SHOWN_BYTES) if attempt else None) or {},
             restart=last_restart(attempt) if attempt else None,
             pairs=read_links(run_dir.path.parent),
             row=self._history.newest,

@@ -67,7 +67,7 @@ _JOIN_S, _HEARTBEAT_S = 60.0, 30.0
 """At least, whatever is asked for: a request to a bucket may take seconds."""
 _AGAIN_S = 1.0
 _CODED = 1.1
-"""An average may be so many times as large as its contributions are, since it is encoded again."""
+"""Largest ratio of an average to its contributions: the average is encoded again."""
 
 
 class BucketApi:

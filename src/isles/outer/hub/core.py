@@ -291,7 +291,7 @@ class Core:
     def measured(self, outer_step: int, found: Mapping[int, float | str]) -> bool:
         """Apply the rules to what the files of a closed round's contributions hold.
 
-        The norm in the journal is the sender's word where nobody has measured it before.
+        If nobody has measured the norm in the journal before, the sender alone vouches for it.
 
         Args:
             found: see `files.measure`.
@@ -378,7 +378,7 @@ class Core:
 
 
 def differences(run: Join, own: Join) -> dict[str, tuple[str, str]]:
-    """What must be equal on all clusters and differs, by key: the run's value, and its own."""
+    """Settings that differ from those of the run and must not, by key: both values."""
     there, here = {**run.identity, "codec": run.codec}, {**own.identity, "codec": own.codec}
     return {
         key: (there.get(key, "nothing"), here.get(key, "nothing"))
