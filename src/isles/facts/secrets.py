@@ -359,7 +359,7 @@ _HOOKS = (
     r"(?P<VALUE>(?=[\w-]{0,200}\d)[\w-]{16,})",
     # An index of packages: conda's and Cloudsmith's. A forum's topic is at /t/ too, in words.
     rf"{_ADDRESS}/t/"
-    r"(?P<VALUE>tk-[\w-]{(12,)}|(?:\w\w-)?[0-9a-f]{8}-[0-9a-f-]{(20,)}"
+    r"(?P<VALUE>tk-[\w-]{12,}|(?:\w\w-)?[0-9a-f]{8}-[0-9a-f-]{20,}"
     r"|(?=[A-Za-z]{0,200}\d)[A-Za-z0-9]{20,})",
     r"https?://dl\.cloudsmith\.io/(?P<VALUE>(?=[A-Za-z]{0,20}\d)[A-Za-z0-9]{12,})/",
     r"https?://[^\s\"'<>?]{1,300}\?(?:[^\s\"'<>]{0,300}?&)?(?:key|code|auth|sig)="
