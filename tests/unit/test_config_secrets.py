@@ -12,6 +12,7 @@ import yaml
 
 from isles.cli import main
 from isles.config.load import load_run_file
+from isles.config.secrets import secret_errors
 from isles.errors import ConfigErrors
 from isles.facts.secrets import Redactor, secrets_in, without_secrets
 from tests.run_files import faults
@@ -196,6 +197,11 @@ BAD_LINES = (
     ),
     *(f"rclone config create r webdav pass {PW}", f"kaggle config set -n key -v {HEX}"),
     *(f"b2 authorize-account 0012ab {PW}", f"sed -i 's/^token = .*$/token = {PW}/' f"),
+    *(f"curl --oauth2-bearer {PW} https://x", f"skopeo copy --src-creds u:{PW} a b"),
+    *(f"twine upload -u u -p {PW} dist/x", f"poetry config http-basic.foo u {PW}"),
+    *(f"poetry config pypi-token.pypi {PW}", f"ngrok config add-authtoken {PW}"),
+    *("echo password | sudo -S ls", "echo abc1 | sudo -S ls", f"curl -o curl -u a:{PW} https://x"),
+    *(f"docker login -u oc -p {PW}", f"docker login -u login -p {PW}"),
     # A here-string, also beside a reference.
     *(f"docker login $REG --password-stdin <<< {PW}", f"docker login --password-stdin $R <<< {PW}"),
     # These look like placeholders, or have names of data.
@@ -286,6 +292,7 @@ GOOD_LINES = (
     *(
         "docker login --password-stdin < ~/.secrets/reg",
         "echo hello | tee a1.txt",
+        "echo hello | sudo -S true",
         "cd $PWD && pwd",
     ),
     *(
@@ -381,6 +388,12 @@ GOOD_LINES = (
 )
 
 
+REPEATED = (
+    *("curl -u ", "docker login ", "--from-literal=", "--from-literal a", "echo a | "),
+    *("sqlplus ", "mysql -", "redis-cli ", "https://", "u", "ldapsearch ", "sshpass "),
+)
+
+
 def with_value(key: str, value: Any) -> str:
     """A run file in which a key has a value."""
     data: Any = yaml.safe_load(BASE)
@@ -464,6 +477,18 @@ def test_each_kind_of_secret_is_refused_as_a_line_and_taken_out_of_a_report(tmp_
         ):
             wrong.append((line, fault, redacted))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_a_long_line_of_one_word_takes_no_longer_than_others() -> None:
+    # Not timed: with quadratic patterns, these would take minutes.
+    for text in REPEATED:
+        list(secrets_in(f"curl -{text * ((64 << 10) // len(text))}"))
+    list(secrets_in("wandb login" + " --host" * 200))
+    list(secrets_in("htpasswd -" + "b" * (64 << 10)))
+    words = ["docker", "login", "-p", "a1"] * 9_000
+    data = {"training": {"script_args": words}}
+    errors = secret_errors(data, [], {}, "", "run.yaml")
+    assert len(errors) == 9_000
 
 
 def test_the_fix_of_a_refused_value_says_what_may_stand_there(tmp_path: Path) -> None:

@@ -108,6 +108,16 @@ def test_what_is_written_reads_back_the_same(data: dict[str, object]) -> None:
     assert repr(read) == repr(data)  # 1 is not 1.0 is not True
 
 
+def test_a_run_whose_resolved_values_are_too_many_is_refused(tmp_path: Path) -> None:
+    sources = "".join(f"  - {{path: /data/texts/part-{n:05}.txt}}\n" for n in range(1500))
+    head = "model: {name_or_path: m}\ntraining: {max_steps: 5}\n"
+    text = f"{head}data:\n  sources:\n{sources}"
+    loaded = load_run_file(tmp_path / "run.yaml", text=text)
+    with pytest.raises(ConfigError, match="more values than isles reads") as caught:
+        resolve(loaded)
+    assert caught.value.where == f"{tmp_path}/run.yaml:4 data.sources" and "*" in caught.value.fix
+
+
 def test_a_run_of_many_sources_and_a_long_variable_is_read_back() -> None:
     sources = "".join(f"  - {{path: /data/texts/part-{n:04}.txt, weight: 1}}\n" for n in range(700))
     variable = f"clusters: [{{environment: {{variables: {{A: {'a:' * 50_000}b}}}}}}]\n"

@@ -122,6 +122,10 @@ def test_a_cluster_needs_no_run_file(line, tmp_path):
     for members in (5, [1], {"a": 1}, "abc", [{"name": 3, "state": "living"}]):
         warn_of({"members": members, "is_over": {"a": 1}}, line, found, "home", said.append)
     assert len(said) == 1, "what is not a list of members says nothing"
+    for folder in ("~nobody-of-this-name/runs", "n" * 300):
+        unlisted = replace(found, config=found.config.model_copy(update={"output_dir": folder}))
+        warn_of(answer, line, unlisted, "home", said.append)
+        assert "home takes part already" in said.pop()
     (tmp_path / "tiny-home-1").mkdir()
     warn_of(answer, line, found, "home", said.append)
     assert len(said) == 1, "it may be this one that goes on"

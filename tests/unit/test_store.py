@@ -196,6 +196,38 @@ def test_a_prompt_that_the_model_cannot_read(tmp_path, monkeypatch):
         verbs._generate(options, RunDir(tmp_path), SimpleNamespace(config=config))
 
 
+def test_generate_uses_its_own_settings_alone(tmp_path, monkeypatch, capsys):
+    config = SimpleNamespace(adapter=SimpleNamespace(type="none"), data=None)
+    config.training = SimpleNamespace(precision="fp32")
+    monkeypatch.setattr(verbs, "_tokenizer", lambda *_: tiny_tokenizer())
+
+    def generated(temperature, top_p=0.95, **changes):
+        model = small_model(**changes).eval()
+        for name, value in changes.items():
+            setattr(model.generation_config, name, value)
+        monkeypatch.setattr(verbs, "_load", lambda *_: (model, 1))
+        options = SimpleNamespace(step=None, seed=0, prompt="Once upon", chat=False)
+        options.max_new_tokens, options.temperature, options.top_p = 12, temperature, top_p
+        verbs._generate(options, RunDir(tmp_path), SimpleNamespace(config=config))
+        return capsys.readouterr().out
+
+    odd = [{"penalty_alpha": 0.6, "top_k": 4}, {"num_return_sequences": 2, "num_beams": 10**6}]
+    odd += [{"bad_words_ids": "x"}, {"prompt_lookup_num_tokens": 3}, {"stop_strings": "a"}]
+    odd += [{"cache_implementation": "nonsense"}, {"custom_generate": "a/b"}, {"max_length": 1}]
+    for temperature in (0.0, 0.8):
+        plain = generated(temperature)
+        wrong = [changes for changes in odd if generated(temperature, **changes) != plain]
+        assert not wrong, wrong
+    for temperature, top_p, changes in (
+        (0.0, 0.9, {"is_encoder_decoder": True}),
+        (0.8, -1.0, {}),
+        (float("nan"), 0.9, {}),
+    ):
+        with pytest.raises(UserError, match="cannot generate with this model") as caught:
+            generated(temperature, top_p, **changes)
+        assert "--temperature" in caught.value.fix
+
+
 def test_merging_is_refused_where_there_is_no_adapter(tmp_path):
     run_dir, resolved = RunDir(tmp_path / "tiny-1"), resolve(load(tmp_path, RUN), num_gpus=0)
     add_checkpoint(run_dir, 20)

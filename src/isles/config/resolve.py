@@ -15,10 +15,13 @@ from isles.config.issues import nearest_multiples
 from isles.config.layout import Layout, make_layout
 from isles.config.load import COMMAND_LINE, Loaded
 from isles.config.sections.run import RunConfig
-from isles.config.yaml import dump_yaml, is_leaf, parse_yaml
+from isles.config.yaml import MAX_NODES, dump_yaml, is_leaf, parse_yaml
 from isles.errors import ConfigError
 
 Derived = dict[str, int | float | str]
+
+_SURELY_READ = 50_000
+"""A shorter text is within the limits of YAML, whatever it holds, and is not read to find out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ def resolve(
 
     Raises:
         ConfigError: several clusters, more ranks than GPUs, rows that do not divide among the
-            ranks, or shares of ranks that there are not.
+            ranks, shares of ranks that there are not, or too many values for resolved.yaml.
     """
     if len(loaded.config.clusters) > 1:
         raise ConfigError(
@@ -86,7 +89,8 @@ def resolve(
         ranks, how["world_size"] = _world_size(loaded, num_gpus, world_size)
     if config.training.script is not None:
         facts: Derived = {"device": device, "world_size": ranks}
-        return Resolved(config, ranks, device, 0, _origins(loaded, facts, how), facts)
+        found = Resolved(config, ranks, device, 0, _origins(loaded, facts, how), facts)
+        return _checked(found, loaded)
     try:
         layout = _layout(config, ranks, nproc, is_planned=world_size is None)
     except ConfigError as error:
@@ -109,7 +113,26 @@ def resolve(
     if isinstance(micro, int):
         derived["grad_accum_steps"] = -(-rows // micro)
         how["grad_accum_steps"] = "rows_per_rank / micro_batch_size"
-    return Resolved(config, ranks, device, rows, _origins(loaded, derived, how), derived)
+    found = Resolved(config, ranks, device, rows, _origins(loaded, derived, how), derived)
+    return _checked(found, loaded)
+
+
+def _checked(resolved: Resolved, loaded: Loaded) -> Resolved:
+    # resolved.yaml has all values of each source and their origins: it is longer than the run file.
+    text = dump_resolved(resolved)
+    if len(text) < _SURELY_READ:
+        return resolved
+    try:
+        load_resolved(text)
+    except ConfigError:
+        raise ConfigError(
+            "with defaults and origins, this run has more values than isles reads from one file "
+            f"({MAX_NODES} values, or 1 MiB of text)",
+            where=loaded.where("data.sources"),
+            fix="name several files by one source, such as path: 'data/*.jsonl', or shorten the "
+            "longest list or text of the run file",
+        ) from None
+    return resolved
 
 
 def dump_resolved(resolved: Resolved) -> str:

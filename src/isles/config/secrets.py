@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from isles.config import keys
@@ -114,9 +115,11 @@ def _split_in(items: Sequence[object]) -> set[int]:
     # An item with a blank is a line of its own: it begins no command and continues none.
     words = [str(item) if not re.search(r"\s", str(item)) else "\n" for item in items]
     line, found, start = " ".join(words), set[int](), 0
-    places = list(secrets_in(line))
+    places = deque(secrets_in(line))
     for index, word in enumerate(words):
-        if any(start < end and begin < start + len(word) for begin, end in places):
+        while places and places[0][1] <= start:
+            places.popleft()
+        if places and places[0][0] < start + len(word):
             found.add(index)
         start += len(word) + 1
     return found

@@ -268,26 +268,26 @@ _ISSUED = (
 """Keys that their issuers mark by a prefix. Each repetition in the middle of a pattern has a
 bound. Without it, a text with many beginnings of a key would take quadratic time."""
 
-_LINE = r"[^\n|;&]{0,300}?"
-"""The words between a program and its option."""
 _GIVEN = r"""(?:"[^"\n<]+"|'[^'\n<]+'|[^\s"'<>|;&,-][^\s"'<>|;&]*)"""
-_PRINTS = rf"\b(?:echo|printf)\s+(?:-\w+\s+|[\"']?%s(?:\\n)?[\"']?\s+)*(?P<VALUE>{_GIVEN})\s*\|"
+_PRINTS = r"\b(?:echo|printf)\s+(?:-\w+\s+|[\"']?%s(?:\\n)?[\"']?\s+)*(?P<VALUE>"
+_PIPED = rf"{_GIVEN})\s*(?=\|)[^\n;]{{0,300}}?[\s|/(\"']"
 _READS = (
-    r"(?:--(?:password|token|pass|api-key)-stdin|--with-token|\bsudo\s+(?:-\w+\s+)*-\w*S|\bkinit\b"
-    r"|\bchpasswd\b|passphrase-fd\s+0)"
+    r"(?:--(?:(?:password|token|pass|api-key)-stdin|with-token|passphrase-fd\s+0)"
+    r"|kinit\b|chpasswd\b)"
 )
+_SUDO = r"sudo\s+(?:-\w+\s+)*-\w{0,9}S"
 _COMMANDS = (
     # User and password in one word.
-    r"\b(?:curl|wget|https?(?=\s)|xh)\bLINE\s(?:-\w*[uU]|--(?:proxy-)?user|-a|--auth)(?:\s*|=)[\"']?[\w.@%+-]+:"
-    r"(?P<VALUE>(?!//)[^\s\"'<]+)",
-    r"\blftp\bLINE\s(?:-u|--user)\s*[\"']?[\w.@-]+,(?P<VALUE>[^\s\"'<]+)",
+    r"\b(?:curl|wget|https?(?=\s)|xh)\bLINE\s(?:-\w{0,9}[uU]|--(?:proxy-)?user|-a|--auth)(?:\s*|=)[\"']?"
+    r"[\w.@%+-]{1,80}:(?P<VALUE>(?!//)[^\s\"'<]+)",
+    r"\blftp\bLINE\s(?:-u|--user)\s*[\"']?[\w.@-]{1,80},(?P<VALUE>[^\s\"'<]+)",
     # mount -t cifs -o
     r"(?:[\s,\"']|-o)user(?:name)?=[\w.@\\-]{1,80}%(?P<VALUE>[^\s,\"'<]{4,})",
-    r"\b(?:smbclient|rpcclient|smbget|net)\bLINE\s(?:-U|--user)[\s=]*[\"']?[\w.@\\-]+%(?P<VALUE>[^\s\"'<]+)",
-    r"\bcurl\bLINE\s(?:-\w*b|--cookie)(?:\s*|=)[\"']?[\w.-]+=(?P<VALUE>[^\s\"'<]+)",
-    r"\b(?:curl|wget|https?(?=\s)|xh)\bLINE\s(?:-\w*H|--header)(?:\s*|=)[\"']?"
-    r"[\w-]*(?i:key|token|secret|password)\s*:\s*(?P<VALUE>[^\s\"'<]+)",
-    r"\b(?:sqlplus|sqlldr|expdp|impdp|rman)\bLINE\s[\w.$#]+/(?P<VALUE>[^\s/@\"'<]+)@",
+    r"\b(?:smbclient|rpcclient|smbget|net)\bLINE\s(?:-U|--user)[\s=]*[\"']?[\w.@\\-]{1,80}%(?P<VALUE>[^\s\"'<]+)",
+    r"\bcurl\bLINE\s(?:-\w{0,9}b|--cookie)(?:\s*|=)[\"']?[\w.-]{1,80}=(?P<VALUE>[^\s\"'<]+)",
+    r"\b(?:curl|wget|https?(?=\s)|xh)\bLINE\s(?:-\w{0,9}H|--header)(?:\s*|=)[\"']?"
+    r"[\w-]{0,80}(?i:key|token|secret|password)\s*:\s*(?P<VALUE>[^\s\"'<]+)",
+    r"\b(?:sqlplus|sqlldr|expdp|impdp|rman)\bLINE\s[\w.$#]{1,80}/(?P<VALUE>[^\s/@\"'<]+)@",
     # A password that is glued to its option, since another word would be a database or a file.
     r"\b(?:mysql\w*|mariadb[\w-]*|mycli)\bLINE\s-p(?P<VALUE>GIVEN)",
     r"\b(?:7z[ar]?|7zz|unrar|rar)\bLINE\s-h?p(?P<VALUE>GIVEN)",
@@ -295,7 +295,7 @@ _COMMANDS = (
     r"\bsshpass\b[\"']?,?LINE\s*[\"']?-p[\"']?,?\s*(?P<VALUE>GIVEN)",
     r"\b(?:docker|podman|nerdctl|buildah|skopeo|helm|oras|crane|regctl|apptainer|singularity|az|oc|cf"
     r"|ibmcloud|argocd|harbor)\bLINE\slogin\bLINE\s-p(?:\s*|=)(?P<VALUE>GIVEN)",
-    r"\b(?:mongo\w*|cqlsh|ncftp\w*|influx|impala-shell)\bLINE\s-p\s+(?P<VALUE>GIVEN)",
+    r"\b(?:mongo\w*|cqlsh|ncftp\w*|influx|impala-shell|twine)\bLINE\s-p\s+(?P<VALUE>GIVEN)",
     r"\b(?:redis-cli|valkey-cli|keydb-cli)\bLINE\s(?:-a|--pass)(?:\s*|=)(?P<VALUE>GIVEN)",
     r"\bldap(?:search|add|modify|delete|passwd|whoami)\bLINE\s-w\s*(?P<VALUE>GIVEN)",
     r"\b(?:sqlcmd|bcp|ipmitool|unzip|zip|tsql)\bLINE\s-P\s*(?P<VALUE>GIVEN)",
@@ -303,16 +303,21 @@ _COMMANDS = (
     r"\s[\"']?-{1,2}pass(?:in|out)?[\s=]+[\"']?pass:(?P<VALUE>[^\s\"'<]+)",
     # A word without an option.
     r"\b(?:wandb|vault|comet|swanlab|neptune|replicate|tailscale)\s+login"
-    r"(?:\s+--?(?:host|base-url)\s+\S+|\s+-[\w-]+(?:=\S+)?)*\s+[\"']?"
+    r"(?:\s+--?(?:host|base-url)\s+[^\s-]\S*|\s+-(?!-?(?:host|base-url)\s)[\w-]+(?:=\S+)?)*\s+[\"']?"
     r"(?P<VALUE>(?=\S*\d)[\w.-]{6,})(?![\w.=-])",
     r"\blogin\(\s*(?:\w+\s*=\s*)?\\*[\"'](?P<VALUE>(?=[\w.-]*\d)[\w.-]{6,})",
     r"\bvault\s+login\s+(?P<VALUE>hv[sbr]\.[\w-]+)",
-    r"\bhtpasswd\s+-\w*b\w*\s+(?:-\w+\s+)*\S+\s+\S+\s+(?P<VALUE>GIVEN)",
+    r"\bhtpasswd\s+-\w{0,9}b\w{0,9}\s+(?:-\w+\s+)*\S+\s+\S+\s+(?P<VALUE>GIVEN)",
     r"\brequirepass\s+(?P<VALUE>GIVEN)",
     r"\bmachine\s+\S+\s+login\s+\S+\s+password\s+(?P<VALUE>[^\s\"'<\\]+)",
-    r"(?:--from-literal[=\s]\S+?|\bvault\s+(?:kv\s+put|write)\s+\S+\s+\w+)=(?P<VALUE>GIVEN)",
+    r"(?:--from-literal[=\s]\S{1,200}?|\bvault\s+(?:kv\s+put|write)\s+\S+\s+\w+)=(?P<VALUE>GIVEN)",
     r"\bmc\s+(?:alias\s+set|config\s+host\s+add)(?:\s+\S+){3}\s+(?P<VALUE>GIVEN)",
-    r"\b(?:rclone\s+obscure|(?:useradd|usermod)\bLINE\s-p)\s+(?P<VALUE>GIVEN)",
+    r"\b(?:useradd|usermod)\bLINE\s-p\s+(?P<VALUE>GIVEN)",
+    r"\brclone\s+obscure\s+(?P<VALUE>GIVEN)",
+    r"\bcurl\bLINE\s--oauth2-bearer[\s=]+(?P<VALUE>GIVEN)",
+    r"--(?:src-|dest-)?creds[\s=]+[\"']?[^\s:\"'<]{1,80}:(?P<VALUE>[^\s\"'<]+)",
+    r"\bpoetry\s+config\s+(?:http-basic\.\S+\s+\S+|pypi-token\.\S+)\s+(?P<VALUE>GIVEN)",
+    r"\bngrok\s+(?:config\s+add-)?authtoken\s+(?P<VALUE>GIVEN)",
     r"\brclone\s+config\s+\w+\s\S+(?:\s\S+)?\s+pass\s+(?P<VALUE>GIVEN)",
     r"\bkaggle\s+config\s+set\s+-n\s+key\s+-v\s+(?P<VALUE>GIVEN)",
     r"\bb2\s+(?:account\s+)?authorize(?:[-_]account)?\s+\w+\s+(?P<VALUE>GIVEN)",
@@ -325,8 +330,10 @@ _COMMANDS = (
     r"[^\"'\n]{0,100}[\"']\s+"
     r"(?=\S{6})(?=\S{0,200}\d)(?P<VALUE>GIVEN)",
     # A program that reads it from its input.
-    rf"{_PRINTS}[^\n;]{{0,300}}?{_READS}",
-    rf"{_READS}LINE<<<\s*(?P<VALUE>GIVEN)",
+    f"{_PRINTS}{_PIPED}{_READS}",
+    # sudo may need no password, so that a short word is for its command.
+    rf"{_PRINTS}(?=[^\s|]{{6}}|[^\s|]{{0,5}}[^a-z\s|]){_PIPED}{_SUDO}",
+    rf"(?<!\w)(?:{_READS}|{_SUDO})LINE<<<\s*(?P<VALUE>GIVEN)",
 )
 """Programs that take a secret by a short option, or without one."""
 
@@ -334,22 +341,25 @@ _PROGRAMS = (
     "curl wget http xh lftp smb rpcclient net mysql mariadb mycli 7z rar sshpass login mongo cqlsh"
     " ncftp influx impala -cli ldap sqlcmd bcp ipmitool zip tsql openssl pass htpasswd stdin"
     " with-token sudo kinit chpasswd sqlplus sqlldr expdp impdp rman machine from-literal vault mc"
-    " user= username= kaggle authorize rclone useradd usermod setenv printf <<<"
+    " user= username= kaggle authorize rclone useradd usermod setenv printf <<< creds twine poetry"
+    " ngrok"
 )
 """Each text that matches `_COMMANDS` has one of these words, and the search for words is fast."""
 
 _WORDS = re.compile(r"""(?:["'][^\s"',]+["'],\s*)+["'][^\s"',]+["']""")
 """A command as a list of words, as JSON and Python write it."""
 
+_ADDRESS = r"https?://(?:(?!://)[^\s\"'<>]){1,200}?"
 _HOOKS = (
     r"https?://(?:hooks\.slack\.com/\w+/|(?:\w+\.)?discord(?:app)?\.com/api/webhooks/"
     r"|[\w.-]+\.webhook\.office\.com/|outlook\.office\.com/webhook/|hooks\.zapier\.com/"
     r"|maker\.ifttt\.com/[^\s\"'<>]*key/|open\.(?:feishu\.cn|larksuite\.com)/[^\s\"'<>]*hook/)"
     r"(?P<VALUE>[\w@/%.-]{8,})",
-    r"https?://[^\s\"'<>]{1,200}?/(?:web)?hooks?/(?:catch/|incoming/|\d+/)*"
+    rf"{_ADDRESS}/(?:web)?hooks?/(?:catch/|incoming/|\d+/)*"
     r"(?P<VALUE>(?=[\w-]{0,200}\d)[\w-]{16,})",
     # An index of packages: conda's and Cloudsmith's. A forum's topic is at /t/ too, in words.
-    r"https?://[^\s\"'<>]{1,200}?/t/(?P<VALUE>tk-[\w-]{12,}|(?:\w\w-)?[0-9a-f]{8}-[0-9a-f-]{20,}"
+    rf"{_ADDRESS}/t/"
+    r"(?P<VALUE>tk-[\w-]{12,}|(?:\w\w-)?[0-9a-f]{8}-[0-9a-f-]{20,}"
     r"|(?=[A-Za-z]{0,200}\d)[A-Za-z0-9]{20,})",
     r"https?://dl\.cloudsmith\.io/(?P<VALUE>(?=[A-Za-z]{0,20}\d)[A-Za-z0-9]{12,})/",
     r"https?://[^\s\"'<>?]{1,300}\?(?:[^\s\"'<>]{0,300}?&)?(?:key|code|auth|sig)="
@@ -364,11 +374,16 @@ _PGPASS = (
 
 
 def _joined(parts: Iterable[str]) -> str:
-    # One pattern, whose groups have names of their own.
-    return "|".join(
-        part.replace("LINE", _LINE).replace("GIVEN", _GIVEN).replace("VALUE", f"value{number}")
-        for number, part in enumerate(parts)
-    )
+    # One pattern, whose groups have names of their own. LINE is the words between a program and its
+    # option. It ends where the program stands again: that place is tried by itself, and a line that
+    # repeats the program would take long.
+    joined = []
+    for number, part in enumerate(parts):
+        *programs, option = part.split("LINE")
+        lines = (rf"{each}(?:(?!{each})[^\n|;&]){{0,300}}?" for each in programs)
+        whole = "".join([*lines, option])
+        joined.append(whole.replace("GIVEN", _GIVEN).replace("VALUE", f"value{number}"))
+    return "|".join(joined)
 
 
 _KEY = re.compile(

@@ -10,6 +10,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from getpass import getpass
 from pathlib import Path
@@ -21,10 +22,11 @@ from isles.config.files import named_files
 from isles.config.load import Base, Loaded, load_run_file
 from isles.config.resume import unlike
 from isles.config.sections.cluster import ClusterConfig
+from isles.config.sections.run import RunConfig
 from isles.config.yaml import dump_yaml, read_text, scan_yaml
 from isles.errors import ConfigError, ConfigErrors, DataError, PreflightError
 from isles.facts.units import printable
-from isles.run.find import numbered_runs
+from isles.run.find import numbered_runs, other_owner
 from isles.run.join_line import JoinLine, ask_hub
 
 _ASK_S = 20.0
@@ -138,12 +140,19 @@ def _warn(
         for each in (members if isinstance(members, list) else ())
         if isinstance(each, dict) and each.get("state") == "living"
     ]
-    output_dir = Path(mine.config.output_dir).expanduser()
-    if own in living and not numbered_runs(output_dir, mine.config.name):
+    if own in living and not _has_run(mine.config):
         warn(
             f"a cluster called {own} takes part already, and two of one name cannot: "
             "unless it is this one, type --name and another"
         )
+
+
+def _has_run(config: RunConfig) -> bool:
+    # The hub's run file may name the folder. If nobody can list it, the start says so.
+    with suppress(OSError, RuntimeError):
+        found = numbered_runs(Path(config.output_dir).expanduser(), config.name)
+        return any(not other_owner(run) for _, run in found)
+    return False
 
 
 def _theirs(line: JoinLine, name: str) -> Loaded:

@@ -22,6 +22,7 @@ from isles.checkpoint.load import load_tensors, sound_checkpoint
 from isles.config.resolve import Resolved
 from isles.config.sections.output import HubId
 from isles.config.sections.strategy import DDPStrategyConfig
+from isles.config.yaml import shorten
 from isles.data.chat.template import chat_prompt
 from isles.data.loader import evaluation_batches
 from isles.data.mix import build_validation
@@ -176,6 +177,29 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
                 fix="leave it out, or train with the tokenizer that belongs to the model",
                 id="data.tokenizer",
             )
+    # A frozen model of 16 bits and its adapter of 32 meet as they did in training.
+    dtype = MIXED_DTYPE.get(resolved.config.training.precision) if has_adapter else None
+    try:
+        with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            output = _continue(model, inputs["input_ids"], tokenizer, options)
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise UserError(
+            f"transformers cannot generate with this model: {shorten(str(error), 300)}",
+            where=str(run_dir.path),
+            fix="check --temperature and --top-p, and whether the model's config.json is as its "
+            "author published it",
+            id="model",
+        ) from error
+    # An answer stands alone; a text is shown with what it continues.
+    first = inputs["input_ids"].shape[1] if options.chat else 0
+    with clear_panics(str(run_dir.tokenizer)):
+        text = tokenizer.decode(output[0][first:], skip_special_tokens=True)
+    sys.stdout.write(text.strip("\n") + "\n")
+
+
+def _continue(model: Any, ids: torch.Tensor, tokenizer: Any, options: argparse.Namespace) -> Any:
     greedy = options.temperature <= 0
     # The model's files may ask for beams, other programs or any other way to generate.
     model.generation_config = GenerationConfig()
@@ -187,19 +211,8 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
     )
-    # A frozen model of 16 bits and its adapter of 32 meet as they did in training.
-    dtype = MIXED_DTYPE.get(resolved.config.training.precision) if has_adapter else None
-    with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-        output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=torch.ones_like(inputs["input_ids"]),
-            generation_config=settings,
-        )
-    # An answer stands alone; a text is shown with what it continues.
-    first = inputs["input_ids"].shape[1] if options.chat else 0
-    with clear_panics(str(run_dir.tokenizer)):
-        text = tokenizer.decode(output[0][first:], skip_special_tokens=True)
-    sys.stdout.write(text.strip("\n") + "\n")
+    mask = torch.ones_like(ids)
+    return model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
 
 
 def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> None:
