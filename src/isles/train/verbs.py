@@ -190,7 +190,7 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
             where=str(run_dir.path),
             fix="check --temperature and --top-p, and whether the model's config.json is as its "
             "author published it",
-            id="model",
+            id="model.config",
         ) from error
     # An answer stands alone; a text is shown with what it continues.
     first = inputs["input_ids"].shape[1] if options.chat else 0
