@@ -129,7 +129,7 @@ def test_a_resolved_file_of_a_bucket_is_not_read_without_limit(
         with pytest.raises(UserError, match=r"resolved\.yaml cannot be used") as raised:
             begin(run_file, tmp_path / f"{number}", remote)
         assert raised.value.where == f"{remote}/tiny-1"
-        assert ("this is no run file" in raised.value.what) == (len(text) > 100)
+        assert ("this is not a run file" in raised.value.what) == (len(text) > 100)
         new = begin(run_file, tmp_path / f"{number}", remote, resume="no")
         assert new.run_dir.name == "tiny-2"
 

@@ -38,7 +38,7 @@ _LOOKED_AT = 1000
 """Names in a folder, to see of which kind its files are."""
 
 _MOST_NAMES = 5_000_000
-"""Names in all folders that `**` of a glob stands for; ten seconds on a local disk."""
+"""Limit for the names in all folders of `**`. A local disk needs ten seconds for this number."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TEXTS = (".txt", ".text", ".md", ".rst", ".py")
@@ -172,7 +172,7 @@ def folder_issue(path: Path) -> tuple[str, str] | None:
 
 
 def named_files(name: str) -> list[Path]:
-    """The files of this machine that a source names: one, all in a folder, or those of a glob.
+    """The files that a source names on this machine: one file, a folder, or the matches of a glob.
 
     DataError: a glob finds a private file over a link (see `check_found`), or too many names.
     """

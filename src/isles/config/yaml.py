@@ -26,11 +26,11 @@ KeyPath = tuple[str | int, ...]
 
 MAX_DEPTH = 32
 MAX_NODES = 40_000
-"""Limit for the values that a text stands for, with those that its aliases repeat."""
+"""Limit for the values in a text; a value that an alias repeats counts again."""
 
 _MAX_DIGITS = 40
 _MAX_BYTES, _NODE_BYTES = 1 << 20, 20
-"""Limit for a text, in which each value counts as so many bytes more: the time to read it follows.
+"""Limit for a text, and the bytes that each value in it adds: together they limit the time.
 
 The longest texts take PyYAML two seconds, be they values, comments or lines. A run of 900 sources,
 whose `resolved.yaml` has all their values and where they come from, is not too long.
@@ -381,7 +381,7 @@ def _line(node: yaml.Node) -> int:
 def _too_large(name: str, line: int) -> ConfigError:
     return ConfigError(
         f"more than {MAX_DEPTH} levels or {MAX_NODES} values, or longer than 1 MiB (each value "
-        f"counts as {_NODE_BYTES} bytes more): this is no run file",
+        f"counts as {_NODE_BYTES} bytes more): this is not a run file",
         where=f"{name}:{line}",
         fix="check the path, and the brackets of this line",
     )

@@ -32,7 +32,7 @@ from isles.run.join_line import JoinLine, ask_hub
 _ASK_S = 20.0
 _LONGEST = 200
 _MOST_LETTERS = 2**20
-"""Of a run file from elsewhere; those of people have some thousand."""
+"""Limit for a run file from elsewhere. People write run files of some thousand letters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -350,5 +350,5 @@ def _unusable(why: str, place: str) -> UserError:
     return UserError(
         f"resolved.yaml cannot be used: {why}",
         where=place,
-        fix="go on with the isles that wrote it, or `--resume no` starts a new run",
+        fix="resume with the version of isles that wrote it, or start a new run with `--resume no`",
     )

@@ -62,8 +62,8 @@ def read_pickle(data: bytes, most_opcodes: int = 1000) -> Any:
     """Build what a pickle describes, of plain values, `Made` and names.
 
     Args:
-        most_opcodes: limit for the opcodes, each of which takes time and memory. The default is for
-            one tensor, which has about 60.
+        most_opcodes: limit for the opcodes: each takes time and memory. The default is for one
+            tensor, which has about 60.
 
     Raises:
         PickleFault: it is damaged or too long, or names what no file of isles 0.1.0 names.

@@ -85,7 +85,7 @@ def decode(block: bytes, path: Path, offset: int, line: int) -> str:
 def unreadable(path: Path, error: OSError) -> DataError:
     """The error for a file that the system does not let us read."""
     what = f"cannot be read: {error.strerror or error}"
-    fix = "look at the disk or the network that it lies on"
+    fix = "check the disk or the network of this file"
     if isinstance(error, LinkRefused):
         fix = "name the file itself in the run file, if it is yours to use"
         return DataError(str(error), where=str(path), fix=fix, id="files.data")

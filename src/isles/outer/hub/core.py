@@ -291,7 +291,7 @@ class Core:
     def measured(self, outer_step: int, found: Mapping[int, float | str]) -> bool:
         """Apply the rules to what the files of a closed round's contributions hold.
 
-        If nobody has measured the norm in the journal before, the sender alone vouches for it.
+        Until somebody has measured the norm in the journal, it is only the sender's claim.
 
         Args:
             found: see `files.measure`.
