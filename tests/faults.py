@@ -148,8 +148,8 @@ agent/failure.py unit/test_agent_failure.py
 + and _furthest(reached, saved) < _furthest(last.reached, last.saved)
 = there is one restart too many
 agent/failure.py unit/test_agent_failure.py
-- decision == "restart" and len(before) >= max_restarts
-+ decision == "restart" and len(before) > max_restarts
+- decision == "restart" and (last.count if last else 0) >= max_restarts
++ decision == "restart" and (last.count if last else 0) > max_restarts
 = a frozen process takes its own pause for the silence of the others
 agent/protocol.py
 unit/test_agent_coordinator.py::test_a_process_that_was_frozen_does_not_take_the_others_for_lost

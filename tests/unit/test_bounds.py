@@ -16,14 +16,20 @@ from typing import Any
 import pytest
 
 from isles.cli import main
+from isles.config.foreign import parse_json
 from isles.errors import ExitCode, UserError
 from isles.facts.console import Console
+from isles.facts.secrets import Redactor
+from isles.monitor.bundle import Bundle
 from isles.monitor.follow import RunFollower
 from isles.monitor.live.model import Snapshot
 from isles.monitor.live.rows import MOST_RANKS
 from isles.monitor.live.several import HubAnswer, SeveralView
 from isles.monitor.logs import LineTail
 from isles.run.begin import new_attempt
+from isles.run.bucket import RunStore
+from isles.run.checkpoints import _folders
+from isles.run.manifest import MAX_MANIFEST_BYTES
 from isles.run.outcome import end_failed, error_record
 from isles.run.records import read_metrics, read_record
 from isles.run.relay import unpack
@@ -204,7 +210,7 @@ def test_a_follower_shows_the_newest_of_very_many_rows(tmp_path: Path) -> None:
 
 def test_records_of_clusters_are_kept_within_bounds() -> None:
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    texts = [packed({"status": {"n": n, "a": [{}] * 250_000}}) for n in range(16)]
+    texts = [packed({"status": {"n": n, "a": [{}] * 60_000}}) for n in range(16)]
     for _ in range(2):
         assert [unpack(text)["status"]["n"] for text in texts] == list(range(16))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 200 * 1024
@@ -254,3 +260,44 @@ def test_a_resumed_run_keeps_its_rows_without_all_of_them_in_memory(tmp_path: Pa
     assert next(rows)["step"] == 0  # one at a time
     assert [row["step"] for row in rows] == list(range(1, 20_001))
     assert not list(tmp_path.glob(".metrics*"))
+
+
+_SMALL = "[]," * 400_000 + "[]"
+
+
+def test_very_many_small_values_are_not_parsed(tmp_path: Path) -> None:
+    """An empty list of two bytes becomes an object of fifty."""
+    junk = '{"junk": [' + _SMALL + "]}"
+    path = tmp_path / "manifest.json"
+    path.write_text(junk)
+    assert read_record(path, MAX_MANIFEST_BYTES) is None
+    with pytest.raises(ValueError, match="more than 4,000,000 values"):
+        parse_json("[" + "[]," * 2_000_001 + "[]]")
+    store = tmp_path / "bucket" / "x-1" / "checkpoints" / "step-00000003"
+    store.mkdir(parents=True)
+    (store / "manifest.json").write_text(junk)
+    copy = RunStore(f"file://{tmp_path / 'bucket'}", "x-1")
+    assert copy.record("checkpoints/step-00000003/manifest.json") is None
+    # A run of a thousand ranks has long manifests and records.
+    honest = {f"tensors-{n:05d}.bin": {"size_bytes": n, "sha256": "0" * 64} for n in range(20_000)}
+    path.write_text(json.dumps({"files": honest}))
+    assert (read_record(path, MAX_MANIFEST_BYTES) or {})["files"] == honest
+
+
+def test_a_step_has_one_folder(tmp_path: Path) -> None:
+    run_dir, _ = recorded_run(tmp_path / "x-1", {"launcher": "local"})
+    for name in ("step-a0", "step-3", "step-00000003.old", "step-00000003"):
+        (run_dir.checkpoints / name).mkdir(parents=True)
+    assert [path.name for path in _folders(run_dir)] == ["step-00000003"]
+
+
+def test_a_full_report_reads_no_more_files(tmp_path: Path) -> None:
+    bundle = Bundle(Redactor([]), 100_000)
+    for number in range(50):
+        path = tmp_path / f"{number}.json"
+        path.write_text('{"token": "hf_' + "a" * 20_000 + '"}\n')
+        bundle.add_end(f"{number}.json", path, 1 << 20)
+    assert len(bundle.files) <= 12
+    assert [text for text in bundle.left_out if "the report is full" in text] == [
+        bundle.left_out[-1]
+    ]

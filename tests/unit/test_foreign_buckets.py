@@ -18,10 +18,9 @@ from isles.config.load import load_run_file
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.errors import ConfigError, DataError, UserError
 from isles.outer.bucket import chain
-from isles.run import objects
 from isles.run.begin import new_attempt
 from isles.run.bucket import RunStore, find_named, find_newest
-from isles.run.manifest import Manifest, number_of, step_of
+from isles.run.manifest import MAX_MANIFEST_BYTES, Manifest, number_of, step_of
 from isles.run.objects import Folder, StoreError
 from isles.run.paths import RunDir
 from isles.run.records import read_metrics, read_rows, write_record
@@ -346,10 +345,9 @@ def test_no_name_leaves_a_folder(name: str, *, tmp_path: Path):
     assert names_in(tmp_path) <= {"here"}
 
 
-def test_a_record_that_is_too_long_is_not_read(remote: Path, run_file: Path, monkeypatch: Any):
-    monkeypatch.setattr(objects, "RECORD_BYTES", 100_000)
+def test_a_record_that_is_too_long_is_not_read(remote: Path, run_file: Path):
     path = remote / "tiny-1" / "checkpoints" / "step-00000040" / "manifest.json"
-    path.write_text('{"files": {' + " " * 200_000 + "}}")
+    path.write_text('{"files": {' + " " * MAX_MANIFEST_BYTES + "}}")
     with pytest.raises(UserError, match=r"does not accept: .*manifest.json is longer than"):
         find_newest(str(remote), "tiny")
 

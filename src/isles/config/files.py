@@ -192,7 +192,9 @@ def named_files(name: str) -> list[Path]:
         raise DataError(
             str(error),
             where=name,
-            fix=f"remove the link; if the file is data, name {error.filename} in data.sources",
+            fix="if the file is not data, remove the link. If it is, write a glob over the folder "
+            f"{Path(error.filename).parent} into data.sources, replace the links to files by a "
+            "link to that folder, or let your group read the files (chmod g+r)",
             id="files.data",
         ) from None
     return files

@@ -24,6 +24,9 @@ MAX_JSON_BYTES = 64 * 2**20
 """The largest known tokenizer.json has 35 MiB, and the largest index of weights has 15 MiB."""
 
 MAX_CONFIG_BYTES = 10 * 2**20
+MAX_VALUES = 4_000_000
+"""The largest known tokenizer.json has half as many."""
+
 _MAX_DEPTH = 64
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
@@ -74,11 +77,24 @@ _ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "attention_fac
 _SECTIONS = ("rope_parameters", "rope_scaling", "text_config")
 
 
-def parse_json(text: bytes | str) -> Any:
+def check_values(text: bytes | str, most: int) -> None:
+    """Raise a ValueError if a JSON text may have more than `most` values.
+
+    To be called before the text is parsed: an empty list of two bytes becomes an object of fifty.
+    Each value but the first follows a comma or a bracket; those in strings are counted too.
+    """
+    marks: tuple[Any, ...] = (b",", b"[", b"{") if isinstance(text, bytes) else (",", "[", "{")
+    if sum(map(text.count, marks)) > most:
+        raise ValueError(f"it has more than {most:,} values")
+
+
+def parse_json(text: bytes | str, most_values: int = MAX_VALUES) -> Any:
     """Parse foreign JSON.
 
-    ValueError: it is not JSON, or nested deeper than any file that isles knows.
+    ValueError: it is not JSON, has too many values, or is nested deeper than any file that isles
+    knows.
     """
+    check_values(text, most_values)
     try:
         value = json.loads(text)
     except RecursionError:

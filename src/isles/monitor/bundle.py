@@ -94,19 +94,31 @@ class Bundle:
     files: dict[str, bytes] = field(default_factory=dict)
     about: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    _is_cut: bool = False
 
     def add(self, name: str, text: str, about: str = "") -> None:
         """Add one text; one that is too large is cut at its beginning."""
+        if self._is_full(name):
+            return
         data = self.redact(text).encode("utf-8", errors="replace")
         if len(data) > self.left:
-            data = data[len(data) - self.left :] if self.left > _LEAST_BYTES else b""
+            data = data[len(data) - self.left :]
             data = data.partition(b"\n")[2]
             self.left_out.append(
                 f"{name}: all but its last {format_bytes(len(data))}, for the size"
             )
         if data:
-            self.left -= len(data)
+            self.left -= max(len(data), len(text) // 2)  # the search for secrets takes time
             self.files[name], self.about[name] = data, about
+
+    def _is_full(self, name: str) -> bool:
+        # Then no more files are read: there may be very many.
+        if self.left > _LEAST_BYTES:
+            return False
+        if not self._is_cut:
+            self._is_cut = True
+            self.left_out.append(f"{name} and all files after it: the report is full")
+        return True
 
     def add_end(self, name: str, path: Path, most: int, about: str = "") -> None:
         """Add the last lines of a file, if the file exists.
@@ -114,6 +126,8 @@ class Bundle:
         `name` has as many folders as `path` has below the run directory. A link that leads out of
         that directory is skipped, because somebody else will read the report.
         """
+        if self._is_full(name):
+            return
         try:
             root = path.parents[name.count("/")].resolve(strict=True)
             resolved = path.resolve(strict=True)

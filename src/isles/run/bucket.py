@@ -35,6 +35,7 @@ from isles.run.checkpoints import (
 from isles.run.find import NUMBERED
 from isles.run.manifest import (
     MANIFEST,
+    MAX_MANIFEST_BYTES,
     Manifest,
     ManifestError,
     number_of,
@@ -43,7 +44,7 @@ from isles.run.manifest import (
 from isles.run.objects import StoreError, open_store, within
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
-from isles.run.records import clear_errors, read_record, write_bytes_atomic
+from isles.run.records import clear_errors, parse_record, read_record, write_bytes_atomic
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ class RunStore:
     def record(self, name: str) -> dict[str, Any] | None:
         """A JSON record; None where there is none."""
         with suppress(ValueError, RecursionError):
-            found = json.loads(self.store.read(name) or b"null")
+            data = self.store.read(name, MAX_MANIFEST_BYTES)
+            found = parse_record(data or b"null", MAX_MANIFEST_BYTES)
             return found if isinstance(found, dict) else None
         return None
 

@@ -15,14 +15,21 @@ from typing import Any
 from isles.config.foreign import open_regular
 from isles.errors import TrainingError, UserError
 from isles.run.index import INDEXES, IndexFault, has_index, read_index
-from isles.run.manifest import MANIFEST, READ_VERSIONS, Manifest, ManifestError, step_of
+from isles.run.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    READ_VERSIONS,
+    Manifest,
+    ManifestError,
+    step_of,
+)
 from isles.run.paths import RunDir
-from isles.run.records import MAX_LIST_BYTES, read_record
+from isles.run.records import read_record
 
 PARTIAL_PREFIX = ".partial-"
 
 _TRIES = 16
-"""Folders that are tried for the newest checkpoint."""
+"""Limit for the folders that isles reads to find the newest checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,7 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
     Raises:
         TrainingError: the folder holds no manifest of this version.
     """
-    record = read_record(path / MANIFEST, MAX_LIST_BYTES) or {}
+    record = read_record(path / MANIFEST, MAX_MANIFEST_BYTES) or {}
     version, versions = record.get("version"), record.get("versions")
     if isinstance(record.get("files"), dict) and version not in READ_VERSIONS:
         writer = versions.get("isles") if isinstance(versions, dict) else None
@@ -123,9 +130,10 @@ def newest_checkpoint(run_dir: RunDir) -> CheckpointInfo | None:
 def _folders(run_dir: RunDir) -> list[Path]:
     if not run_dir.checkpoints.is_dir():
         return []
-    found = [path for path in run_dir.checkpoints.iterdir() if path.name.startswith("step-")]
-    found = [path for path in found if path.is_dir()]
-    return sorted(found, key=lambda path: (step_of(path.name) or 0, path.name), reverse=True)
+    steps = ((step_of(path.name), path) for path in run_dir.checkpoints.iterdir())
+    # One folder for each step: another name of the same step would be read for nothing.
+    named = [(n, path) for n, path in steps if n is not None and path.name == checkpoint_name(n)]
+    return [path for _, path in sorted(named, reverse=True) if path.is_dir()]
 
 
 def find_checkpoint(run_dir: RunDir, step: int | None) -> CheckpointInfo:

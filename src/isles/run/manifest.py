@@ -15,6 +15,8 @@ from isles.config.foreign import is_plain
 from isles.errors import TrainingError
 
 MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 8 << 20
+"""Limit of a manifest. Each of its files takes 150 bytes, and each rank writes one or two."""
 MANIFEST_VERSION = 2
 """2: the index of the tensors is JSON. 1: the index of isles 0.1.0, a pickle of torch."""
 

@@ -15,6 +15,7 @@ from io import UnsupportedOperation
 from pathlib import Path
 from typing import Any
 
+from isles.config.foreign import check_values
 from isles.errors import TrainingError, UserError
 from isles.facts.units import format_bytes
 from isles.run.owner import OwnRecord, Record, open_shown, read_text, record_of
@@ -39,6 +40,9 @@ MAX_LIST_BYTES = 64 << 20
 """Limit of a record that has an entry for each rank, host or file, such as a manifest. isles would
 take a longer one as absent, so the limit is far above what any run needs. `read_text` reads less
 of another user's file."""
+
+_VALUES, _VALUE_BYTES = 1 << 17, 32
+"""Limits of the values in a record: this number, or one for so many bytes of its limit."""
 
 MAX_SHOWN_BYTES = 16 << 20
 """Limit of such a record if it is only shown, such as live.json: enough for 8,000 ranks."""
@@ -142,7 +146,7 @@ def read_any(path: Path, most_bytes: int = MAX_RECORD_BYTES) -> Record | None:
     for _ in range(_TRIES):
         try:
             text, owner = read_text(path, most_bytes)
-            record = parse_record(text)
+            record = parse_record(text, most_bytes)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, RecursionError):  # it is no record of ours
@@ -180,16 +184,20 @@ def refuse_long(run_dir: RunDir, attempt: Attempt | None) -> None:
                 )
 
 
-def parse_record(text: str | bytes) -> Any:
+def parse_record(text: str | bytes, most_bytes: int = MAX_RECORD_BYTES) -> Any:
     """Parse JSON that another user or another machine may have written.
 
     Each lone surrogate in it becomes a question mark, because no stream can encode it.
 
+    Args:
+        most_bytes: the limit that the text was read with; the number of values has a limit, too.
+
     Raises:
-        ValueError: it is not JSON.
+        ValueError: it is not JSON, or has too many values.
         RecursionError: it is nested too deeply.
     """
     text = text if isinstance(text, str) else text.decode("utf-8")
+    check_values(text, max(_VALUES, most_bytes // _VALUE_BYTES))
     found = json.loads(text)
     has_surrogates = "\\u" in text and _ESCAPED_SURROGATE.search(text)  # the search alone is slow
     return _encodable(found) if has_surrogates else found

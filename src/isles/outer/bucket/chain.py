@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 _FORMAT = 1
 _FIX = "is it the url of another thing, or of another version of isles? take an empty prefix"
-_MOST_BYTES = 64 * 2**20
-"""Limit of an unpacked entry. A run of a hundred clusters needs less than one MiB."""
+_MOST_BYTES, _MOST_VALUES = 16 * 2**20, 2**19
+"""Limits of an unpacked entry. A run of a hundred clusters needs less than one MiB."""
 
 _POINTER_BYTES = 20
 
@@ -340,7 +340,7 @@ def _name(number: int) -> str:
 
 def _decode(data: bytes, where: str) -> dict[str, Any]:
     try:
-        entry = parse_json(_unpacked(data))
+        entry = parse_json(_unpacked(data), _MOST_VALUES)
         if entry["format"] != _FORMAT:
             shown = ascii(entry["format"])[:20]
             what = f"this journal is of another version of isles ({shown})"
