@@ -8,7 +8,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.as_it_was import State, changes
-from tests.inputs import write_model, write_words
+from tests.inputs import OTHER, write_model, write_words
 
 # Before anything imports the hub's library, which reads it once: no test reaches for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -221,3 +221,16 @@ balance: even
 checkpoint: {every_steps: null, every_minutes: null, export_on_finish: false}
 track: [jsonl]
 """
+
+
+@pytest.fixture
+def give() -> Callable[..., None]:
+    """Gives files to the user OTHER."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files to another user")
+
+    def to_another(*paths: Path) -> None:
+        for path in paths:
+            os.chown(path, OTHER, OTHER, follow_symlinks=False)
+
+    return to_another

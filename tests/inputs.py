@@ -20,6 +20,9 @@ TINY = {
     "attention_dropout": 0.0,
 }
 
+OTHER = 5
+"""The user games, whom every Debian has."""
+
 
 def write_model(folder: Path) -> Path:
     """A Llama, as a config.json in the folder `tiny`."""

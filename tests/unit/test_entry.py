@@ -33,21 +33,9 @@ from tests.deadline import at_once
 from tests.each import each
 from tests.unit.test_remote_checkpoints import begin, sent
 
-OTHER, USER = 5, 65534  # games and nobody, on every Debian
+USER = 65534  # nobody, on every Debian
 FLEET = Fleet("ssh", (FleetNode(0, "a1", "a1", "10.0.0.1", 1),), 29500, 1, "cpu", 10.0, "digest")
 FAR = RemoteRun("far-1", "me@h", "/x", (), "python3", "ssh", ("me@h",), 1.0)
-
-
-@pytest.fixture
-def give() -> Callable[..., None]:
-    if os.geteuid() != 0:
-        pytest.skip("only root can give files to another user")
-
-    def to_another(*paths: Path) -> None:
-        for path in paths:
-            os.chown(path, OTHER, OTHER, follow_symlinks=False)
-
-    return to_another
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,10 +32,10 @@ from isles.run.remote import list_remotes
 from isles.run.resolved import read_resolved
 from isles.run.restarts import read_last_step
 from isles.run.stop import request_stop, send_signal
+from tests.inputs import OTHER
 from tests.run_records import GONE, recorded_run, two_hosts
 from tests.runs import bare_run
 
-OTHER = 5  # games, on every Debian
 RUN_FILE = """
 name: theirs
 output_dir: /zz
@@ -54,18 +53,6 @@ clusters:
   workdir: /zz
   environment: {setup: [touch zz], python: ./zz, variables: {LD_PRELOAD: zz}, container: zz}
 """
-
-
-@pytest.fixture
-def give() -> Callable[..., None]:
-    if os.geteuid() != 0:
-        pytest.skip("only root can give files to another user")
-
-    def to_another(*paths: Path) -> None:
-        for path in paths:
-            os.chown(path, OTHER, OTHER, follow_symlinks=False)
-
-    return to_another
 
 
 def test_a_record_is_own_by_the_file_that_was_read(tmp_path: Path, give) -> None:

@@ -388,7 +388,7 @@ def _boot() -> str:
 
 
 class Found:
-    """A run that a bucket has, as far as it is needed to choose whether to go on with it.
+    """A run in a bucket: the part of it that decides whether a start resumes it.
 
     Args:
         steps: of all its checkpoints.

@@ -21,9 +21,9 @@ _LONGEST_BYTES = 64 << 20
 _LONGEST_OF_OTHERS_BYTES = 16 << 20
 
 _FOLDERS = ("attempts", "checkpoints", "logs", "model", "outer", "telemetry", "tokenizer", "track")
-"""The folders of a run directory. Its owner may replace each with a link to a private folder of the
-user who looks. So isles checks who made each link below the run directory. It does not check links
-above: administrators make them, and users type them."""
+"""The folders of a run directory. The owner of the run may replace each folder with a link to a
+private folder of the user who looks. So isles checks who made each link below the run directory. It
+does not check links above: administrators make them, and users type them."""
 
 
 class Record(dict[str, Any]):

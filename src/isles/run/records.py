@@ -41,11 +41,12 @@ MAX_LIST_BYTES = 64 << 20
 take a longer one as absent, so the limit is far above what any run needs. `read_text` reads less
 of another user's file."""
 
-_VALUES, _VALUE_BYTES = 1 << 17, 32
-"""Limits of the values in a record: this number, or one for so many bytes of its limit."""
-
 MAX_SHOWN_BYTES = 16 << 20
 """Limit of such a record if it is only shown, such as live.json: enough for 8,000 ranks."""
+
+_VALUES, _VALUE_BYTES = 1 << 17, 32
+"""A record has at most `_VALUES` values, or one value for each 32 bytes of its limit if that number
+is larger."""
 
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _TRIES = 3

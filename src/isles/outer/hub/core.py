@@ -378,7 +378,7 @@ class Core:
 
 
 def differences(run: Join, own: Join) -> dict[str, tuple[str, str]]:
-    """Settings that differ from those of the run and must not, by key: both values."""
+    """The forbidden differences from the settings of the run: for each key, both values."""
     there, here = {**run.identity, "codec": run.codec}, {**own.identity, "codec": own.codec}
     return {
         key: (there.get(key, "nothing"), here.get(key, "nothing"))
