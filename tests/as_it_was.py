@@ -32,6 +32,8 @@ _BY_LIBRARIES = (
 tests start: it is taken out again."""
 _END_S = 60.0
 """What a test has told to end may take so long on a busy machine."""
+_EVENT_LOOP_OF_FSSPEC = "fsspecIO", "asyncio_"
+"""fsspec's own threads, by how their names begin: they run code of the standard library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +121,13 @@ def _settings() -> Iterator[tuple[str, Any]]:
 
 
 def _is_of_a_library(thread: threading.Thread) -> bool:
-    """Whether it runs a library's own code, such as fsspec's event loop or tqdm's monitor.
+    """Whether a library has started it for itself: fsspec its event loop, tqdm its monitor.
 
     A library starts such a thread once, for the rest of the process. Threads of ours, and those
     that run code of the standard library for somebody (servers, executors), must end.
     """
+    if thread.name.startswith(_EVENT_LOOP_OF_FSSPEC):
+        return True
     package = _code_of(thread).partition(".")[0]
     return package not in ("isles", "tests", "__main__") and package not in sys.stdlib_module_names
 

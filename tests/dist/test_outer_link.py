@@ -138,9 +138,10 @@ def test_faults_of_a_bucket_end_in_patience(tmp_path: Path) -> None:
         ("forbidden", {}, "the bucket is away, training goes on: it is forbidden"),
         ("away", {}, "the bucket is away, training goes on"),
     ]
+    rules = {"min_clusters": 3, "dead_after_s": 60.0}  # the first turn has all three, too
     with (
         bucket(tmp_path / "s3") as there,
-        in_bucket(tmp_path / "run", f"{there.url}/test", dead_after_s=60.0) as clusters,
+        in_bucket(tmp_path / "run", f"{there.url}/test", **rules) as clusters,
     ):
         clusters.begin("abc")
         for turn, (kind, more, words) in enumerate(faults, start=1):

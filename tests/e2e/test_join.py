@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import psutil
@@ -40,7 +41,7 @@ def test_two_sites_train_one_model_and_the_hub_dies(run_file: Path, tmp_path: Pa
         for name, how in (("a", str(state / "join")), ("b", line.secret_text())):
             folder = tmp_path / name
             folder.mkdir()
-            (folder / "tiny").symlink_to(tmp_path / "tiny")
+            shutil.copytree(tmp_path / "tiny", folder / "tiny")
             clusters[name] = Command("join", how, "--name", name, "device=cpu", cwd=folder)
         runs = {name: RunDir(tmp_path / name / "runs" / f"tiny-{name}-1") for name in clusters}
         clusters["b"].until(runs["b"].join_line.exists)
