@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -168,6 +167,8 @@ def test_what_is_exported_answers_as_it_was_trained(run_file: Path, base: Path, 
 
 def with_adapter(base: Path, run_dir: RunDir) -> Any:
     """The base model with the adapter that a run has exported, as peft puts it together."""
+    from peft import PeftModel  # three seconds for each worker that only collects this file
+
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run_dir.model)
 
 
