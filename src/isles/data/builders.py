@@ -258,7 +258,7 @@ def _count_trained(store: TokenStore, starts: Int64Array, ends: Int64Array) -> I
         low, high = int(starts[documents].min()), int(ends[documents].max())
         # One more, as a border may lie behind the last token.
         trained = np.zeros(high - low + 1, dtype=np.int32)
-        trained[:-1] = store.trained[low:high]
+        trained[:-1] = store.trained[low:high] != 0
         borders = np.stack([starts[documents] + 1, ends[documents]], 1).ravel() - low
         counts[documents] = np.add.reduceat(trained, borders)[::2]
     return counts

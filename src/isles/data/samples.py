@@ -220,6 +220,8 @@ class SampleTable(Samples):
             elif place == span_end and self._tail == "next":
                 targets_T[at - 1] = tokens[span_end + int(self._shift[span + 1])]
             span += 1
+        self._store.check_ids(input_ids_T[:at])
+        self._store.check_ids(targets_T[:at])
         input_ids_T[at:] = self._store.end_of_text_id
         targets_T[at:] = IGNORE_INDEX
         return [*borders, at]

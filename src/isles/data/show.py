@@ -64,7 +64,7 @@ def figures_of(data: DataConfig, source: SourceConfig, store: TokenStore) -> Fig
     ranges = Ranges.of(store)
     lengths = ranges.ends - ranges.starts
     manifest = store.manifest
-    trained = len(store.tokens) if store.trained is None else int(store.trained.sum())
+    trained = len(store.tokens) if store.trained is None else int(np.count_nonzero(store.trained))
     return Figures(
         rows=manifest.get("rows", 0),
         empty=manifest.get("empty", 0),
@@ -95,6 +95,7 @@ def shown_documents(
             name = f"{store.kind} {item + 1} of {num_items}"
             if each == 2:
                 name += ", rejected" if number else ", chosen"
+            store.check_ids(store.tokens[start:end])
             ids = store.tokens[start:end].tolist()
             yield shown_document(name, ids, trained, decode, seq_length)
 

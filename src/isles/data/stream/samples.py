@@ -407,7 +407,7 @@ def _shared_folder(world: World | None, me: Place, cache_dir: Path) -> Path:
             folder = cache_dir / f"stream-{uuid.uuid4().hex[:8]}"
             remove_stale(folder, locked=False)
             temporary = temporary_beside(folder, "stream")
-            temporary.mkdir()
+            temporary.mkdir(0o700)  # only the ranks of this run write and read there
             name = temporary.name
     if world is not None:
         name = world.gather(name, group=world.work)[me.leader]

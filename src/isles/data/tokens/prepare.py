@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from isles.config.files import BUILT_IN, named_files
 from isles.config.sections.data import DataConfig, SourceConfig
@@ -38,6 +38,7 @@ from isles.dist.files import broadcast_folder
 from isles.dist.world import Place, World, place_of, work_together
 from isles.errors import CommunicationError, DataError
 from isles.run.checkpoints import hash_file
+from isles.run.entry import open_own_file
 from isles.run.records import MAX_LIST_BYTES, read_record
 
 log = logging.getLogger(__name__)
@@ -75,13 +76,19 @@ def prepare(
     depends = {"source": identity, "encoder": encoder.identity(), "format": FORMAT}
     digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
     folder = cache_dir / f"tokens-{digest[:32]}"
-    with disk_errors(cache_dir):
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        lock = (cache_dir / f".{folder.name}.lock").open("a")
-    with lock:
-        if find_damage(folder) is not None:
-            remove_stale(folder, locked=_lock(lock, folder, source.name, progress, no_progress_s))
-            damage = find_damage(folder)
+    # Nothing is written if the tokens are there: another user, or a mount, may have closed the
+    # cache.
+    if find_damage(folder, encoder) is not None:
+        # Each user has a lock of its own, as nobody can lock another user's file everywhere. Two
+        # users may both prepare, and the first rename counts.
+        path = cache_dir / f".{folder.name}.{os.geteuid()}.lock"
+        with disk_errors(cache_dir):
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            lock = open_own_file(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        with lock:
+            is_locked = _lock(lock, path, folder, source.name, progress, no_progress_s)
+            remove_stale(folder, locked=is_locked)
+            damage = find_damage(folder, encoder)
             if damage is not None:
                 if folder.exists():
                     log.warning("prepared tokens=%s damaged: %s; preparing anew", folder, damage)
@@ -96,9 +103,17 @@ def prepare(
     return folder
 
 
-def _lock(stream: IO[str], folder: Path, name: str, progress: Report, no_progress_s: float) -> bool:
-    # Wait until no other process that shares the cache prepares this folder; a process that dies
-    # lets it go. False where the file system has no locks: both prepare, the first rename counts.
+def _lock(
+    stream: BinaryIO,
+    path: Path,
+    folder: Path,
+    name: str,
+    progress: Report,
+    no_progress_s: float,
+) -> bool:
+    # Wait until no other process of this user that shares the cache prepares this folder; a process
+    # that dies lets it go. False if the file system has no locks: both prepare, the first rename
+    # counts.
     began = since = time.monotonic()
     shown = (-1, 0)
     while True:
@@ -117,12 +132,12 @@ def _lock(stream: IO[str], folder: Path, name: str, progress: Report, no_progres
                     f"another process prepares {name} and has written nothing for "
                     f"{no_progress_s:.0f} s",
                     where=str(folder.parent),
-                    fix=f"look for it: fuser {stream.name} names it on its own machine",
+                    fix=f"look for it: fuser {path} names it on its own machine",
                     id="data.waiting",
                 ) from None
             time.sleep(_LOOK_EVERY_S)
         except OSError as error:
-            log.warning("no file locks at %s: %s", stream.name, error)
+            log.warning("no file locks at %s: %s", path, error)
             return False
 
 
@@ -210,7 +225,7 @@ def _prepare_anew(
                 raise no_documents(name, encoder.kind)
             writer.finish(name, identity, tally.record())
         with disk_errors(folder.parent):
-            publish(temporary, folder)
+            publish(temporary, folder, encoder)
     except BaseException:  # of any kind: nothing stays
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,8 +27,9 @@ import numpy.typing as npt
 from isles.config.foreign import open_regular
 from isles.data.order import Int64Array
 from isles.data.tokens.encode import Encoded, Encoder
-from isles.errors import DataError
+from isles.errors import DataError, PreflightError
 from isles.run.checkpoints import sync_folder
+from isles.run.entry import is_own
 from isles.run.process import ProcessId
 from isles.run.records import MAX_LIST_BYTES, read_record, used_up
 
@@ -43,30 +43,55 @@ DOCUMENTS = "docs.npy"
 TRAINED = "trained.bin"
 MANIFEST = "manifest.json"
 _FILES = {TOKENS, DOCUMENTS, TRAINED}
+_MOST_HEADER_BYTES = 256
+_ENDS_AT_ONCE = 2**20
 _COUNTS = ("num_documents", "num_tokens", "end_of_text_id", "max_token_id")
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
+_OTHER_FOLDER = "set data.cache_dir to a folder of yours"
 _CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})
 
 
-def find_damage(folder: Path) -> str | None:
-    """Why this folder is not whole, or None: the manifest is there and the sizes are right."""
+def find_damage(folder: Path, encoder: Encoder | None = None) -> str | None:
+    """Why this folder cannot be used, or None. See `_whole`, which says what is checked."""
+    try:
+        _whole(folder, encoder)
+    except OSError as error:
+        return f"{Path(error.filename or folder).name}: {error.strerror or error}"
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    manifest: dict[str, Any]
+    tokens: TokenArray
+    document_ends: Int64Array
+    trained: npt.NDArray[np.uint8] | None
+
+
+def _whole(folder: Path, encoder: Encoder | None = None) -> _Whole:
+    # Map the files of a folder. ValueError: a value, a size, or an end of a document is odd, or the
+    # tokens are not of this encoder. Token ids are not read here, as there may be terabytes: see
+    # `TokenStore.check_ids`.
     manifest = read_record(folder / MANIFEST, MAX_LIST_BYTES)
     if manifest is None or folder.is_symlink():
-        return f"{MANIFEST} is missing or damaged, or the folder is a link"
+        raise ValueError(f"{MANIFEST} is missing or damaged, or the folder is a link")
     if manifest.get("format") != FORMAT:
-        return f"{MANIFEST} has format {manifest.get('format')}, not {FORMAT}"
+        raise ValueError(f"{MANIFEST} has format {str(manifest.get('format'))[:20]}, not {FORMAT}")
     if not _is_sound(manifest):
-        return f"{MANIFEST} has odd values"
-    for name, facts in manifest["files"].items():
-        try:
-            found = (folder / name).lstat()
-        except FileNotFoundError:
-            return f"{name} is missing"
-        if not stat.S_ISREG(found.st_mode) or found.st_size != facts["size_bytes"]:
-            return f"{name} is not a file of {facts['size_bytes']} bytes"
-    return None
+        raise ValueError(f"{MANIFEST} has odd values")
+    if encoder is not None and not _is_of(manifest, encoder):
+        raise ValueError(f"{MANIFEST} names another type or another tokenizer")
+    sizes = {name: facts["size_bytes"] for name, facts in manifest["files"].items()}
+    tokens = _mapped(folder / TOKENS, sizes[TOKENS], manifest["dtype"])
+    ends = _mapped(folder / DOCUMENTS, sizes[DOCUMENTS], "<i8", manifest["num_documents"])
+    if not _are_in_order(ends, len(tokens)):
+        raise ValueError(f"{DOCUMENTS} does not belong to {TOKENS}")
+    trained = _mapped(folder / TRAINED, sizes[TRAINED], "u1") if TRAINED in sizes else None
+    return _Whole(manifest, tokens, ends, trained)
 
 
 def _is_sound(manifest: dict[str, Any]) -> bool:
@@ -89,9 +114,21 @@ def _is_sound(manifest: dict[str, Any]) -> bool:
         all(isinstance(manifest.get(key), str) for key in ("name", "kind"))
         and files[TOKENS]["size_bytes"] == width * manifest["num_tokens"] > 0
         and (TRAINED not in files or files[TRAINED]["size_bytes"] == manifest["num_tokens"])
+        and manifest["end_of_text_id"] <= manifest["max_token_id"]
+        and (manifest["kind"] != "preference" or manifest["num_documents"] % 2 == 0)
         and manifest.get("rows", 0) >= manifest.get("bad", 0) >= len(first_bad)
         and bool(first_bad) == bool(manifest.get("bad", 0))
         and all(isinstance(each, list) and list(map(type, each)) == [str] * 3 for each in first_bad)
+    )
+
+
+def _is_of(manifest: dict[str, Any], encoder: Encoder) -> bool:
+    # The name of the folder says it, but whoever shares the cache chooses the names.
+    return (
+        manifest["kind"] == encoder.kind
+        and (TRAINED in manifest["files"]) == encoder.has_mask
+        and manifest["end_of_text_id"] == encoder.end_of_text_id
+        and manifest["max_token_id"] < encoder.vocab_size
     )
 
 
@@ -116,35 +153,30 @@ class TokenStore:
 
     @classmethod
     def open(cls, folder: Path) -> TokenStore:
-        """A folder that `prepare` returned. DataError: it is not whole."""
-        trained, damage = None, find_damage(folder)
-        manifest = cast("dict[str, Any]", read_record(folder / MANIFEST, MAX_LIST_BYTES))
+        """A folder that `prepare` returned. DataError: it is not whole or not sound."""
         try:
-            if damage is not None:
-                raise ValueError(damage)
-            tokens = _mapped(folder / TOKENS, manifest["dtype"])
-            ends = _mapped(folder / DOCUMENTS, "<i8")
-            if len(ends) != manifest["num_documents"] or ends[-1] != len(tokens):
-                raise ValueError(f"{DOCUMENTS} does not belong to {TOKENS}")
-            if TRAINED in manifest["files"]:
-                trained = _mapped(folder / TRAINED, "?")
+            found = _whole(folder)
         except (OSError, ValueError) as error:
-            raise DataError(
-                f"the prepared tokens are not whole: {error}",
-                where=str(folder),
-                fix="start again: they are prepared anew",
-                id="data.damaged",
-            ) from error
+            raise _damaged(f"the prepared tokens are not whole: {error}", folder) from error
         return cls(
             folder=folder,
-            name=manifest["name"],
-            tokens=tokens,
-            document_ends=ends,
-            end_of_text_id=manifest["end_of_text_id"],
-            max_token_id=manifest["max_token_id"],
-            trained=trained,
-            kind=manifest["kind"],
+            name=found.manifest["name"],
+            tokens=found.tokens,
+            document_ends=found.document_ends,
+            end_of_text_id=found.manifest["end_of_text_id"],
+            max_token_id=found.manifest["max_token_id"],
+            trained=found.trained,
+            kind=found.manifest["kind"],
         )
+
+    def check_ids(self, ids: npt.NDArray[Any]) -> None:
+        """Check ids of this store before they are used. To check all of them first would be slow.
+
+        DataError: an id is larger than `max_token_id`.
+        """
+        if ids.size and (largest := int(ids.max())) > self.max_token_id:
+            what = f"the prepared tokens hold id {largest}, and {MANIFEST} names at most "
+            raise _damaged(f"{what}{self.max_token_id}", self.folder)
 
     @property
     def digest(self) -> str:
@@ -161,23 +193,59 @@ class TokenStore:
         return cast("dict[str, Any]", read_record(self.folder / MANIFEST, MAX_LIST_BYTES))
 
 
-def _mapped(path: Path, dtype: str) -> Any:
+def _damaged(what: str, folder: Path) -> DataError:
+    return DataError(
+        what,
+        where=str(folder),
+        fix="delete this folder, or set data.cache_dir to a folder of yours, and start again: "
+        "isles then prepares the tokens again",
+        id="data.damaged",
+    )
+
+
+def _mapped(path: Path, size_bytes: int, dtype: str, count: int | None = None) -> Any:
+    # `count`: numbers in a file of NumPy; None: the file has nothing but numbers.
     with open_regular(path, os.O_NOFOLLOW) as stream:
-        if path.name == DOCUMENTS:
-            np.lib.format.read_magic(stream)
-            np.lib.format.read_array_header_1_0(stream)
-        found = np.memmap(stream, dtype=dtype, mode="r", offset=stream.tell())
-    return found.view(np.ndarray)  # slicing a memmap object is slow
+        if os.fstat(stream.fileno()).st_size != size_bytes:
+            raise ValueError(f"{path.name} is not a file of {size_bytes} bytes")
+        offset = 0
+        if count is not None:
+            offset = size_bytes - count * np.dtype(dtype).itemsize
+            # NumPy parses the header as Python, and a long one could be nested too deep.
+            if count == 0 or not 0 < offset <= _MOST_HEADER_BYTES:
+                raise ValueError(f"{path.name} does not hold {count} numbers")
+            header = io.BytesIO(stream.read(offset))
+            np.lib.format.read_magic(header)
+            shape, _, found = np.lib.format.read_array_header_1_0(header)
+            if (shape, found, header.tell()) != ((count,), np.dtype(dtype), offset):
+                raise ValueError(f"{path.name} does not hold {count} numbers of type {dtype}")
+        mapped = np.memmap(stream, dtype=dtype, mode="r", offset=offset)
+    return mapped.view(np.ndarray)  # slicing a memmap object is slow
+
+
+def _are_in_order(ends: Int64Array, total: int) -> bool:
+    # Whether each document has a token, and the last ends with the tokens. In pieces, as a
+    # comparison of all would take as much memory again.
+    last = 0
+    for start in range(0, len(ends), _ENDS_AT_ONCE):
+        piece = ends[start : start + _ENDS_AT_ONCE]
+        if piece[0] <= last or not (piece[1:] > piece[:-1]).all():
+            return False
+        last = int(piece[-1])
+    return last == total
 
 
 @contextmanager
 def disk_errors(cache_dir: Path) -> Iterator[None]:
     """Turns the system's errors about a full or closed disk into ours.
 
-    DataError: full, or closed to us. Other errors pass through.
+    DataError: full, closed to us, or another user's entry is in the way. Other errors pass
+    through.
     """
     try:
         yield
+    except PreflightError as error:
+        raise DataError(error.what, where=error.where, fix=_OTHER_FOLDER, id=error.id) from error
     except OSError as error:
         if limit := used_up(error, cache_dir):
             usage = shutil.disk_usage(cache_dir)
@@ -192,7 +260,7 @@ def disk_errors(cache_dir: Path) -> Iterator[None]:
             raise DataError(
                 f"the cache folder cannot be written: {error.strerror}",
                 where=str(error.filename or cache_dir),
-                fix="set data.cache_dir to a folder of yours",
+                fix=_OTHER_FOLDER,
                 id="files.output",
             ) from error
         raise
@@ -277,7 +345,8 @@ class TokenWriter:
                 (DOCUMENTS, ends),
                 (MANIFEST, json.dumps(manifest, indent=1).encode()),
             ):
-                with (self._folder / file).open("wb") as stream:
+                # A new file, as other users of a group may have put a link into this folder.
+                with (self._folder / file).open("xb") as stream:
                     stream.write(data)
                     stream.flush()
                     os.fsync(stream.fileno())
@@ -292,7 +361,7 @@ class _Column:
         self.size_bytes = 0
         self.hash = hashlib.sha256()
         # Unbuffered: a write fails where it is made, not when the file is closed.
-        self.stream = io.FileIO(path, "w")
+        self.stream = io.FileIO(path, "x")
 
     def append(self, numbers: npt.NDArray[Any]) -> None:
         data = memoryview(numbers.astype(self.dtype).tobytes())
@@ -310,9 +379,10 @@ def temporary_beside(folder: Path, kind: str = "new") -> Path:
 
 
 def remove_stale(folder: Path, *, locked: bool) -> None:
-    """Remove what dead processes of this machine left beside a folder.
+    """Remove what dead processes of this user left beside a folder, on this machine.
 
-    `locked`: nobody else makes it now, so that what others left of it goes as well.
+    `locked`: no other process of this user makes it now, so that what those of other machines left
+    of it goes as well.
     """
     for entry in folder.parent.glob(".tmp-*"):
         parts = re.fullmatch(r"\.tmp-[a-z]+-(.+?)@(.+)@(\d+)@([\d.]+)", entry.name)
@@ -320,19 +390,25 @@ def remove_stale(folder: Path, *, locked: bool) -> None:
             continue
         owner = ProcessId(parts[2], int(parts[3]), float(parts[4]))
         stale = not owner.is_alive() if owner.is_here() else locked and parts[1] == folder.name
-        if stale:
+        if stale and is_own(entry):
             log.info("removing leftovers=%s", entry)
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def publish(temporary: Path, folder: Path) -> None:
+def publish(temporary: Path, folder: Path, encoder: Encoder) -> None:
     """Give a whole folder its name, in the place of a damaged one."""
-    if os.path.lexists(folder):
-        if find_damage(folder) is None:  # without file locks, or from elsewhere: another was first
-            shutil.rmtree(temporary)
-            return
+    if os.path.lexists(folder) and find_damage(folder, encoder) is not None:
         old = temporary_beside(folder, "old")
         folder.rename(old)
-        old.unlink() if old.is_symlink() else shutil.rmtree(old)
-    temporary.rename(folder)
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old, ignore_errors=True)  # another user's files may stay
+        else:
+            old.unlink()
+    try:
+        temporary.rename(folder)
+    except OSError:
+        # Without a common lock, as between users or hosts, another process may have been first.
+        if find_damage(folder, encoder) is not None:
+            raise
+        shutil.rmtree(temporary)
     sync_folder(folder.parent)
