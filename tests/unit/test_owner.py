@@ -194,7 +194,10 @@ def test_the_run_of_another_is_neither_resumed_nor_written_into(
     theirs.path.rename(theirs.path.with_name("tiny-7"))
     again = choose_run(resolved, "auto")
     assert (again.resumed, again.run_dir.name) == (True, "tiny-2")
-    assert choose_run(resolved, "no").run_dir.name == "tiny-8"
+    # Nobody uses up the numbers of others.
+    (theirs.path.parent / f"tiny-{'9' * 200}").mkdir()
+    give(theirs.path.with_name("tiny-7"))
+    assert choose_run(resolved, "no").run_dir.name == "tiny-3"
 
 
 def test_a_log_of_another_shows_no_file_of_this_user(tmp_path: Path, give) -> None:

@@ -420,7 +420,8 @@ def test_links_that_check_has_measured_are_those_of_a_plan(here, capsys):
 
     assert network()[0]["confidence"] == "guess"
     names = {"me@10.0.0.1": "a1", "me@10.0.0.2": "a2"}
-    first = {"a1": {"a2": {"bytes_per_s": 118e6, "rtt_s": 0.001}, "a3": {"bytes_per_s": 1.0}}}
+    third = {"bytes_per_s": 1.0, "rtt_s": 0.001}
+    first = {"a1": {"a2": {"bytes_per_s": 118e6, "rtt_s": 0.001}, "a3": third}}
     keep_links(Path("runs"), first, names, 1.7e9)
     assert network()[0]["confidence"] == "guess", "one way only"
     keep_links(Path("runs"), {"a2": {"a1": {"bytes_per_s": 60e6, "rtt_s": 0.003}}}, names, 1.8e9)

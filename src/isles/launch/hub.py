@@ -29,7 +29,7 @@ from isles.errors import ConfigError, MissingDependencyError, PreflightError
 from isles.launch.ssh.shell import start_detached
 from isles.run.entry import is_own, make_own_folder, open_own_file, require_own
 from isles.run.env import inherited
-from isles.run.find import numbered_runs
+from isles.run.find import next_run, numbered_runs
 from isles.run.join_line import JoinLine
 from isles.run.owner import Record, owner_of
 from isles.run.process import ProcessId
@@ -115,7 +115,7 @@ def _state_directory(loaded: Loaded, *, is_anew: bool) -> Path:
     ours = [path for path, file in settings if not owner_of(file)]
     if ours and not is_anew:
         return ours[-1]
-    return folder / f"{name}-{taken[-1][0] + 1 if taken else 1}"
+    return next_run(folder, name)
 
 
 def _outer_with_hub(loaded: Loaded) -> DiLoCoConfig:

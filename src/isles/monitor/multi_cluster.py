@@ -39,10 +39,10 @@ from isles.monitor.hub import HubNews
 from isles.monitor.stop import WORDS
 from isles.run.claim import claimed
 from isles.run.entry import make_own_folder
-from isles.run.find import NUMBERED, numbered_runs, typed_name
+from isles.run.find import NUMBERED, next_run, numbered_runs, typed_name
 from isles.run.join_line import JoinLine
 from isles.run.records import clear_errors, read_record, write_secret, write_text_atomic
-from isles.run.remote import ClusterRun, MultiClusterRun, is_multi_cluster, read_multi_cluster
+from isles.run.remote import ClusterRun, MultiClusterRun, read_multi_cluster
 
 _HUB_POLL_S = 1.0
 _QUIET_NEWS = ("started", "round")
@@ -79,9 +79,7 @@ def choose(loaded: Loaded, resume: str) -> Choice:
     config = loaded.config
     assert config.diloco is not None
     output_dir = Path(config.output_dir).expanduser()
-    numbered = numbered_runs(output_dir, config.name)
-    number = numbered[-1][0] + 1 if numbered else 1
-    path, now = (output_dir / f"{config.name}-{number}").absolute(), time.time()
+    path, now = next_run(output_dir, config.name).absolute(), time.time()
     clusters = tuple(ClusterRun(c.name, c.launcher.kind) for c in config.clusters)
     values, hub = config.model_dump(mode="json"), config.diloco.hub or ""
     run = MultiClusterRun(path, clusters, now, now, values, hub)
@@ -89,10 +87,12 @@ def choose(loaded: Loaded, resume: str) -> Choice:
     if resume == "no":
         return fresh
     if resume == "auto":
-        places = [run.path for _, run in numbered if is_multi_cluster(run.path)][-1:]
+        places = [run.path for _, run in numbered_runs(output_dir, config.name)]
     else:
         places = [Path(resume).expanduser(), output_dir / resume]
     found = [old for place in places if (old := read_multi_cluster(place.absolute())) is not None]
+    if resume == "auto":
+        found = [old for old in found if not old.owner][-1:]
     if not found and resume != "auto":
         raise UserError(
             f"{resume} is no multi-cluster run",
@@ -100,7 +100,7 @@ def choose(loaded: Loaded, resume: str) -> Choice:
             fix="give the folder that has clusters.json, or `--resume no` for a new run",
             id="run.unknown",
         )
-    if not found or (found[0].owner and resume == "auto"):
+    if not found:
         return fresh
     found[0].require_own("resume another user's run")
     choice = _go_on(loaded, found[0], run, may_change=resume != "auto")

@@ -24,6 +24,7 @@ from isles.run.checkpoints import CheckpointInfo, checkpoint_name, list_checkpoi
 from isles.run.find import (
     find_any,
     is_run_dir,
+    next_run,
     numbered_runs,
     own_runs,
     refuse_others,
@@ -126,9 +127,7 @@ def refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
 def _next_run(resolved: Resolved, found: Found | None = None) -> RunDir:
     output_dir, name = Path(resolved.config.output_dir).expanduser(), resolved.config.name
     with clear_errors(output_dir):
-        taken = [number for number, _ in numbered_runs(output_dir, name)]
-    taken += [found.number] if found is not None else []
-    return RunDir(output_dir / f"{name}-{max(taken, default=0) + 1}")
+        return RunDir(next_run(output_dir, name, above=found.number if found is not None else 0))
 
 
 def _choose_auto(resolved: Resolved, now: Clock) -> Begun:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import os
 import re
 import shlex
 from contextlib import suppress
 from pathlib import Path
 
 from isles.errors import UserError
-from isles.run.entry import require_own, shows_owner
+from isles.run.entry import is_own, require_own, shows_owner
 from isles.run.env import named_elsewhere
 from isles.run.owner import not_own, read_text
 from isles.run.paths import Attempt, RunDir, is_file
@@ -28,7 +30,8 @@ from isles.run.remote import (
 )
 from isles.run.state import QUEUES, number_of
 
-NUMBERED = re.compile(r"(?P<name>.+)-(?P<number>\d+)")
+NUMBERED = re.compile(r"(?P<name>.+)-(?P<number>[0-9]{1,18})")
+"""The name of a run. Longer numbers are not counted: other users and buckets may have any name."""
 _LISTED = 8
 
 Run = RunDir | RemoteRun | MultiClusterRun
@@ -56,6 +59,24 @@ def numbered_runs(output_dir: Path, name: str) -> list[tuple[int, RunDir]]:
         if match and match["name"] == name:
             found.append((int(match["number"]), RunDir(path)))
     return sorted(found, key=lambda entry: entry[0])
+
+
+def next_run(output_dir: Path, name: str, above: int = 0) -> Path:
+    """The path of a new run NAME-N, of the first N that is free above each run of this user.
+
+    The runs of other users do not count, so nobody can use up the numbers.
+
+    Args:
+        above: the number of a run that is elsewhere, such as in a bucket; N is greater.
+    """
+    for number, run in reversed(numbered_runs(output_dir, name)):
+        if number <= above:
+            break
+        # Several users may start a run in turn, so the owner of the folder alone does not decide.
+        if is_own(run.path) or (run.attempts() and not run.owner):
+            above = number
+    paths = (output_dir / f"{name}-{number}" for number in itertools.count(above + 1))
+    return next(path for path in paths if not os.path.lexists(path))
 
 
 def own_runs(output_dir: Path, name: str) -> list[RunDir]:

@@ -1,7 +1,12 @@
-"""What `isles check` has measured between hosts: `.links.json` in the output folder."""
+"""Speeds that `isles check` has measured between hosts: a record in the output folder.
+
+The record is `.links.json`, or if another user has made that, a file with the id of this user. Only
+records of this user are read: whoever writes the speeds decides what a plan says.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,10 +14,13 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from isles.run.records import MAX_LIST_BYTES, read_record, write_record
+from isles.run.entry import is_own
+from isles.run.owner import OwnRecord
+from isles.run.records import MAX_LIST_BYTES, read_own, write_record
 from isles.run.state import number_of
 
-_FILE = ".links.json"
+_LATEST_S = 2.5e11
+"""The year 9892; a calendar ends soon after."""
 
 Pairs = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """By host and host: bytes_per_s (None: not measured), rtt_s, at."""
@@ -35,23 +43,21 @@ def keep_links(output_dir: Path, pairs: Pairs, names: Mapping[str, str], at: flo
         names: those names, by the names by which ssh reaches the hosts.
         at: now, seconds since the epoch.
     """
-    older = read_record(output_dir / _FILE, MAX_LIST_BYTES) or {}
-    merged = {host: dict(others) for host, others in read_links(output_dir).items()}
+    older = _read(output_dir)
+    merged = {host: dict(others) for host, others in _pairs_of(older).items()}
     for host, others in pairs.items():
         dated = {other: {**link, "at": at} for other, link in others.items()}
         merged[host] = merged.get(host, {}) | dated
-    known = older.get("names")
-    names = {**(known if isinstance(known, dict) else {}), **names}
+    record = {"at": at, "names": {**_names_of(older), **names}, "pairs": merged}
     with suppress(OSError):  # without it a plan guesses, as before
         output_dir.mkdir(parents=True, exist_ok=True)
-        record = {"at": at, "names": names, "pairs": merged}
-        write_record(output_dir / _FILE, record, durable=False)
+        shared, own = _paths(output_dir)
+        write_record(shared if is_own(shared) else own, record, durable=False)
 
 
 def read_links(output_dir: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """All pairs that were measured."""
-    pairs = (read_record(output_dir / _FILE, MAX_LIST_BYTES) or {}).get("pairs")
-    return pairs if isinstance(pairs, dict) else {}
+    """All pairs that this user has measured."""
+    return _pairs_of(_read(output_dir))
 
 
 def measured_links(output_dir: Path, hosts: Sequence[str]) -> MeasuredLinks | None:
@@ -60,9 +66,9 @@ def measured_links(output_dir: Path, hosts: Sequence[str]) -> MeasuredLinks | No
     Args:
         hosts: as ssh reaches them, or as they name themselves.
     """
-    names = (read_record(output_dir / _FILE, MAX_LIST_BYTES) or {}).get("names")
-    known = names if isinstance(names, dict) else {}
-    pairs, own = read_links(output_dir), [str(known.get(host, host)) for host in hosts]
+    record = _read(output_dir)
+    pairs, names = _pairs_of(record), _names_of(record)
+    own = [names.get(host, host) for host in hosts]
     found = {
         (a, b): link
         for a, b in permutations(own, 2)
@@ -77,3 +83,37 @@ def measured_links(output_dir: Path, hosts: Sequence[str]) -> MeasuredLinks | No
         max(number_of(link, "rtt_s") or 0.0 for link in links),
         min(number_of(link, "at") or 0.0 for link in links),
     )
+
+
+def _paths(output_dir: Path) -> tuple[Path, Path]:
+    return output_dir / ".links.json", output_dir / f".links.{os.geteuid()}.json"
+
+
+def _read(output_dir: Path) -> OwnRecord:
+    shared, own = _paths(output_dir)
+    return read_own(shared, MAX_LIST_BYTES) or read_own(own, MAX_LIST_BYTES) or OwnRecord()
+
+
+def _names_of(record: OwnRecord) -> dict[str, str]:
+    names = record.get("names")
+    found = names.items() if isinstance(names, dict) else ()
+    return {name: own for name, own in found if isinstance(own, str)}
+
+
+def _pairs_of(record: OwnRecord) -> dict[str, dict[str, dict[str, Any]]]:
+    # A damaged link counts as not measured.
+    pairs = record.get("pairs")
+    found = pairs.items() if isinstance(pairs, dict) else ()
+    return {
+        host: {other: link for other, link in others.items() if _is_link(link)}
+        for host, others in found
+        if isinstance(others, dict)
+    }
+
+
+def _is_link(link: object) -> bool:
+    if not isinstance(link, dict):
+        return False
+    rate, rtt_s, at = (number_of(link, key) for key in ("bytes_per_s", "rtt_s", "at"))
+    is_rate = link.get("bytes_per_s") is None or (rate is not None and rate >= 1)
+    return is_rate and rtt_s is not None and rtt_s >= 0 and at is not None and 0 <= at < _LATEST_S
