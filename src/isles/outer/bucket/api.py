@@ -162,7 +162,7 @@ class BucketApi:
         answer = await self._change("joining", lambda: core.join(join), deadline_s)
         self._leases = 0
         self._asks, replica.joined = "", join
-        replica.number = (await self._read(lambda: core.membership.find(self.id)))["number"]
+        replica.number = await self._read(lambda: int(core.membership.find(self.id)["number"]))
         self._looking = asyncio.create_task(replica.look())
         return answer
 

@@ -15,7 +15,6 @@ import json
 import logging
 import re
 import secrets
-import sqlite3
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,9 +24,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from isles.config.foreign import is_plain, parse_json
-from isles.errors import ConfigError
+from isles.errors import ConfigError, UserError
 from isles.outer.hub.core import Core
 from isles.outer.hub.rules import Refusal
+from isles.outer.hub.samples import AVERAGED
 from isles.run.manifest import number_of
 from isles.run.objects import Store, StoreError
 
@@ -47,56 +47,67 @@ _AGAIN_S = 0.2
 _EVENTS = 50
 """So many are kept."""
 
-_NUMBER, _REAL, _TEXT, _NAME, _DIGEST = "number", "real", "text", "name", "digest"
-_TOKENS = "tokens"
+_REAL, _TEXT, _NAME, _DIGEST = "real", "text", "name", "digest"
+_COUNT, _FLAG, _END, _OWNER = "count", "flag", "end", "owner"
+_SAMPLE, _SIZE, _TOKENS = "sample", "size", "tokens"
+_WHOLE = {
+    _COUNT: range(10**12),
+    _FLAG: range(2),
+    _OWNER: range(AVERAGED, 10**12),
+    _SAMPLE: range(2**62),
+    _SIZE: range(2**60 + 1),
+    _TOKENS: range(1, 2**62),
+}
+"""Each kind of whole number. The limits leave room: sqlite takes no sum that is 2**63 or larger,
+and no message has an outer step above 10**12."""
 _TABLES = {
     "meta": {"key": _TEXT, "value": _TEXT},
     "members": {
-        "number": _NUMBER,
+        "number": _COUNT,
         "id": _TEXT,
         "name": _NAME,
         "state": _TEXT,
-        "is_behind": _NUMBER,
-        "from_round": _NUMBER,
-        "version": _NUMBER,
-        "refusals": _NUMBER,
+        "is_behind": _FLAG,
+        "from_round": _COUNT,
+        "version": _COUNT,
+        "refusals": _COUNT,
         "command": _TEXT,
         "command_reason": _TEXT,
-        "claim": _NUMBER,
+        "claim": _COUNT,
         "claimed": _TEXT,
-        "has_finished": _NUMBER,
-        "ended": _NUMBER,
+        "has_finished": _FLAG,
+        "ended": _END,
         "refusal": _TEXT,
     },
     "rounds": {
-        "round": _NUMBER,
+        "round": _COUNT,
         "state": _TEXT,
         "digest": _DIGEST,
-        "size": _NUMBER,
+        "size": _SIZE,
         "outer_params": _TEXT,
         "committed_at": _REAL,
         "seconds": _REAL,
     },
     "parts": {
-        "round": _NUMBER,
-        "member": _NUMBER,
+        "round": _COUNT,
+        "member": _COUNT,
         "tokens": _TOKENS,
         "norm": _REAL,
         "spans": _TEXT,
         "reason": _TEXT,
     },
-    "objects": {"round": _NUMBER, "member": _NUMBER, "digest": _DIGEST, "size": _NUMBER},
-    "blocks": {"start": _NUMBER, "stop": _NUMBER, "owner": _NUMBER},
-    "applied": {"round": _NUMBER, "member": _NUMBER, "outer_params": _TEXT},
+    "objects": {"round": _COUNT, "member": _COUNT, "digest": _DIGEST, "size": _SIZE},
+    "blocks": {"start": _SAMPLE, "stop": _SAMPLE, "owner": _OWNER},
+    "applied": {"round": _COUNT, "member": _COUNT, "outer_params": _TEXT},
     "states": {
-        "number": _NUMBER,
-        "member": _NUMBER,
-        "version": _NUMBER,
+        "number": _COUNT,
+        "member": _COUNT,
+        "version": _COUNT,
         "content": _TEXT,
-        "is_complete": _NUMBER,
+        "is_complete": _FLAG,
     },
-    "events": {"number": _NUMBER, "at": _REAL, "member": _TEXT, "kind": _TEXT, "what": _TEXT},
-    "sqlite_sequence": {"name": _TEXT, "seq": _NUMBER},
+    "events": {"number": _COUNT, "at": _REAL, "member": _TEXT, "kind": _TEXT, "what": _TEXT},
+    "sqlite_sequence": {"name": _TEXT, "seq": _COUNT},
 }
 """The columns of each table and the types of their values, since others can write to the bucket."""
 
@@ -230,16 +241,20 @@ class Chain:
 
     @contextmanager
     def _sound(self) -> Iterator[None]:
-        # Who can write to the bucket can write values that the core never had.
+        # Who can write to the bucket can write values that the core never had, and what Python then
+        # raises has no limit: any error but those of this machine and of the store is of a value.
         try:
             yield
-        except (sqlite3.Error, ValueError, TypeError, LookupError, AssertionError) as error:
+        except (Refusal, UserError, StoreError, OSError, MemoryError):
+            raise
+        except Exception as error:
             why = str(error)
             if isinstance(error, ValidationError):
                 first = error.errors(include_input=False)[0]
                 why = f"{error.title} {'.'.join(map(str, first['loc']))}: {first['msg']}"
+            why = ascii(why)[1:-1][:300] or type(error).__name__
             raise ConfigError(
-                f"the journal holds a value that isles does not write: {ascii(why)[1:-1][:300]}",
+                f"the journal holds a value that isles does not write: {why}",
                 where=self._store.url,
                 fix=_FIX,
                 id="bucket.refused",
@@ -349,8 +364,9 @@ def _decode(data: bytes, where: str) -> dict[str, Any]:
             raise ValueError("chain")
         for name, columns in _TABLES.items():
             for row in entry["tables"][name]:
-                if not all(_is_sound(v, k) for v, k in zip(row, columns.values(), strict=True)):
-                    raise ValueError(f"table {name}")
+                for (column, kind), value in zip(columns.items(), row, strict=True):
+                    if not _is_sound(value, kind):
+                        raise ValueError(f"{name}.{column} is {ascii(value)[:60]}")
     except (ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
         what = f"this is no entry of a journal of isles: {error}"
         raise ConfigError(what, where=where, fix=_FIX, id="bucket.refused") from None
@@ -369,15 +385,17 @@ def _unpacked(data: bytes) -> bytes:
 
 def _is_sound(value: object, kind: str) -> bool:
     match kind:
-        case "number":
-            return value is None or (type(value) is int and abs(value) < 2**63)
-        case "tokens":  # weights, of which a sum must be one, too
-            return type(value) is int and 0 < value < 2**62
-        case "real":
-            return isinstance(value, (int, float)) and abs(value) < 1e300
+        case "end":  # of a member that has not ended
+            return value is None or _is_sound(value, _COUNT)
+        case "real":  # sqlite takes an int of 64 bits only
+            return (type(value) is float and abs(value) < 1e300) or (
+                type(value) is int and value in range(-(2**62), 2**62)
+            )
         case "digest":
             return isinstance(value, str) and bool(_DIGESTS.fullmatch(value))
         case "name":
             return is_plain(value)
-        case _:
+        case "text":
             return value is None or isinstance(value, str)
+        case _:
+            return type(value) is int and value in _WHOLE[kind]
