@@ -101,6 +101,14 @@ def test_all_members_of_a_hub_share_the_rows() -> None:
     assert sum("more ranks" in note for note in shown.notes) == 2
 
 
+def test_names_that_a_hub_no_longer_shows_are_forgotten() -> None:
+    view = SeveralView("r", "/r", {})
+    for number in range(9):
+        member = {"name": f"c{number}", "state": "living", "step": 1, "heard_s": 0.1, "slow": ""}
+        view.snapshot({}, {}, HubAnswer("h:1", {"round": 1, "members": [member]}))
+    assert len(view._views) == 1
+
+
 def test_any_answer_of_a_hub_is_shown() -> None:
     odd = (None, 1, 1.5, "x", "\ud800", [], {}, [1], [[]], {"a": 1}, {"\ud800": "\ud800"}, 10**400)
     member = {"name": "a", "state": "living", "step": 1, "heard_s": 0.1, "slow": ""}

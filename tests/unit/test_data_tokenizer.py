@@ -239,6 +239,34 @@ def test_a_damaged_folder_is_noticed_and_prepared_anew(file, size, *, source, tm
     assert leftovers(tmp_path) == [folder.name]
 
 
+@each("link", "fifo")
+def test_a_lock_that_another_has_planted_is_refused(kind, *, source, tmp_path):
+    cache, other = tmp_path / "shared", tmp_path / "other"
+    folder = prepare(source, letters(), cache, progress=quiet)
+    lock = cache / f".{folder.name}.{os.geteuid()}.lock"
+    lock.unlink(missing_ok=True)
+    lock.symlink_to(other) if kind == "link" else os.mkfifo(lock)
+    assert prepare(source, letters(), cache, progress=quiet) == folder, "whole: no lock"
+    (folder / "manifest.json").unlink()
+    with pytest.raises(DataError, match=lock.name) as caught:
+        prepare(source, letters(), cache, progress=quiet)
+    assert "data.cache_dir" in caught.value.fix and not other.exists()
+
+
+def test_ends_and_ids_that_another_has_written_are_named_with_their_folder(source, tmp_path):
+    folder = prepare(source, letters(), tmp_path, progress=quiet)
+    kept = (folder / "docs.npy").read_bytes()
+    for ends in ([-3, 5, 22], [9, 5, 22], [5, 9, 21]):
+        np.save(folder / "docs.npy", np.array(ends, "<i8"))
+        with pytest.raises(DataError, match="does not belong to") as caught:
+            TokenStore.open(folder)
+        assert caught.value.where == str(folder)
+    (folder / "docs.npy").write_bytes(kept)
+    store = TokenStore.open(folder)
+    with pytest.raises(DataError, match="hold id 60000"):
+        store.check_ids(np.array([1, 60000], np.uint16))
+
+
 def test_a_source_that_changes_meanwhile_and_a_cache_that_cannot_be_a_folder(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("text")

@@ -47,6 +47,9 @@ GROWING = {
         "normalizer": in_turn("normalizers", in_turn("normalizers", replace("e", "e" * 999)))
     },
     "many": {"pre_tokenizer": in_turn("pretokenizers", *[{"type": "Whitespace"}] * 9999)},
+    "much text": {
+        "normalizer": in_turn("normalizers", *(replace(f"{n}" * 60, "e") for n in range(400)))
+    },
     "affix": {"model": {"type": "WordPiece", "continuing_subword_prefix": "#" * 9999}},
     "no object": {"normalizer": None, "_": 1},
 }

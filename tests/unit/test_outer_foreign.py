@@ -109,6 +109,20 @@ def test_a_journal_of_another_layout_is_refused(tmp_path):
     assert "pieces into which the weights are cut differ" in asyncio.run(look())
 
 
+@pytest.mark.parametrize("number", [2**63 - 1, 2**63, -1, True, 1.5])
+def test_a_round_that_no_run_has_is_refused_with_its_value(tmp_path, number):
+    async def look() -> str:
+        async with member_of(tmp_path / "a") as member:
+            row = [number, "open", "", 16, "", 1.0, 1.0]
+            member.write(lambda tables: tables["rounds"].append(row))
+            looking = member.api._looking
+            assert looking is not None
+            await asyncio.wait({looking}, timeout=DEADLINE_S)
+            return str(looking.exception())
+
+    assert f"rounds.round is {number}" in asyncio.run(look())
+
+
 def test_a_long_heartbeat_is_not_read_and_the_others_are_heard(tmp_path):
     async def look() -> None:
         async with member_of(tmp_path / "a") as member:

@@ -24,6 +24,7 @@ from isles.monitor.live.history import History
 from isles.monitor.logs import LineTail, LogChoice, log_lines
 from isles.run.begin import begin_run, new_attempt
 from isles.run.choose import choose_run, refuse_second
+from isles.run.links import keep_links, measured_links, read_links
 from isles.run.nodes import read_fleet, read_own_fleet
 from isles.run.owner import OwnRecord
 from isles.run.process import ProcessId
@@ -299,3 +300,19 @@ def test_a_link_in_place_of_a_record_opens_no_other_file(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "fsync", swap)
     write_record(tmp_path / "record.json", {})
     assert secret.stat().st_mode & 0o777 == 0o600
+
+
+def test_speeds_of_links_are_those_that_this_user_has_measured(tmp_path: Path, give) -> None:
+    path = tmp_path / ".links.json"
+    for pairs in ({"a": "x", "b": "y"}, {"a": {"b": [1]}}, {"a": {"b": {"rtt_s": "x"}}}, [], 3):
+        write_record(path, {"at": 1.0, "names": 3, "pairs": pairs})
+        assert not any(read_links(tmp_path).values()), pairs
+        assert measured_links(tmp_path, ("a", "b")) is None
+    link = {"bytes_per_s": 1e6, "rtt_s": 0.1}
+    keep_links(tmp_path, {"a": {"b": link}, "b": {"a": link}}, {}, 1.0)
+    assert measured_links(tmp_path, ("a", "b")) is not None
+    give(path)
+    assert measured_links(tmp_path, ("a", "b")) is None
+    before = path.read_bytes()
+    keep_links(tmp_path, {"a": {"b": link}, "b": {"a": link}}, {}, 2.0)
+    assert measured_links(tmp_path, ("a", "b")) is not None and path.read_bytes() == before

@@ -20,6 +20,7 @@ from isles.errors import ExitCode
 from isles.facts.secrets import Redactor, may_be_secret
 from isles.monitor import bundle
 from isles.monitor.bundle import MOST_BYTES
+from isles.monitor.remote import ANSWER, reports_of_all
 from isles.run.join_line import encode
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record, write_secret
@@ -292,3 +293,40 @@ def test_names_of_another_machine_stay_in_the_folder(here: Path) -> None:
     run = RemoteRun("t-1", "me@far", path, (), sys.executable, "ssh", ("me@far",), time.time())
     files = set(bundle.gather(run, here).files)
     assert files == {"versions-here.json", "ok.txt", "a/ok.log", "README.txt"}
+
+
+def test_a_damaged_archive_of_another_machine_is_left_out_in_words(here: Path) -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("ok.txt", "text" * 999)
+    whole = stream.getvalue()
+    local, central = whole.index(b"PK\x03\x04"), whole.index(b"PK\x01\x02")
+    odd = {"encrypted": bytearray(whole), "unknown": bytearray(whole), "deflate": bytearray(whole)}
+    for flags, at in ((6, local), (8, central)):
+        odd["encrypted"][at + flags] |= 1
+        odd["unknown"][at + flags + 2] = 99
+    odd["deflate"][40:44] = b"\xff" * 4
+    path = str(here / "far" / "t-1")
+    run = RemoteRun("t-1", "me@far", path, (), sys.executable, "ssh", ("me@far",), time.time())
+    for name, data in odd.items():
+        line = bundle.ANSWER + base64.b64encode(data).decode()
+        write_program(here / "bin" / "ssh", f'[ "$1" = -G ] || echo "{line}"')
+        gathered = bundle.gather(run, here)
+        assert "ok.txt" not in gathered.files, name
+        assert any("cannot be asked" in text for text in gathered.left_out), name
+
+
+def test_odd_answers_of_another_machine_hide_no_run(here: Path) -> None:
+    path = str(here / "far" / "t-1")
+    write_remote(
+        here, RemoteRun("t-1", "me@far", path, (), sys.executable, "ssh", ("me@far",), 1.0)
+    )
+    recorded_run(here / "own-1", {"launcher": "local", **GONE})
+    record = '{"name": "t-1", "state": NaN}'
+    odd = ("{", "[]", "{}", '{"reports": 3}', '{"reports": []}', '{"reports": [3]}', "[" * 9999)
+    for text in (*odd, f'{{"reports": [{record}]}}', f'{{"reports": [{record}, {record}]}}'):
+        (here / "answer").write_text(ANSWER + text + "\n")
+        write_program(here / "bin" / "ssh", f'[ "$1" = -G ] || cat "{here}/answer"')
+        shown = {report.name: report for report in reports_of_all(here)}
+        assert set(shown) == {"t-1", "own-1"}, text
+        assert "no answer of isles" in shown["t-1"].reason, (text, shown["t-1"])

@@ -16,6 +16,7 @@ import os
 import platform
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -66,6 +67,8 @@ _ATTEMPTS = 4
 
 _LINES_ELSEWHERE = 500
 _STACKS_S, _LOOK_S, _THERE_S = 10.0, 0.1, 120.0
+_NO_ARCHIVE = zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, OSError
+"""What zipfile raises for a damaged archive, and (RuntimeError) for an encrypted one."""
 
 _RUN_FILES = {
     "run.yaml": "the run file as it was given",
@@ -373,7 +376,7 @@ def _gather_remote(bundle: Bundle, run: RemoteRun, output_dir: Path) -> None:
         data = base64.b64decode(answers[-1].removeprefix(ANSWER))
         for name, text in _unpacked(data):
             bundle.add("README-there.txt" if name == "README.txt" else name, text)
-    except (UserError, ValueError, zipfile.BadZipFile) as error:
+    except (UserError, ValueError, *_NO_ARCHIVE) as error:
         what = error.what if isinstance(error, UserError) else str(error)
         bundle.left_out.append(f"all that is on {run.host}, which cannot be asked: {what}")
         known = last_report(output_dir, run)

@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from isles import __version__
+from isles.config.foreign import parse_json
 from isles.errors import ExitCode, PreflightError, UserError, cut_more
 from isles.facts.console import Console
 from isles.facts.terminal import copy_drawn
@@ -129,11 +130,14 @@ def _ask(runs: Sequence[RemoteRun], output_dir: Path) -> list[RunReport]:
             words = noise.strip().splitlines()
             what = words[-1] if words else "no answer"
             raise failure or PreflightError(what, where=first.host, id=id or "host.answers")
-        answer = json.loads(answers[-1].removeprefix(ANSWER))
+        version, records = _read_answer(answers[-1].removeprefix(ANSWER), len(runs))
     except UserError as error:
         return [_last_known(run, output_dir, error) for run in runs]
+    except ValueError as error:
+        wrong = PreflightError(f"no answer of isles: {error}", where=first.host, id="host.answers")
+        return [_last_known(run, output_dir, wrong) for run in runs]
     reports = []
-    for run, record in zip(runs, answer["reports"], strict=True):
+    for run, record in zip(runs, records, strict=True):
         if record.get("gone"):
             forget_remote(output_dir, run)
             hint = "its directory is no longer there; it will not be shown again"
@@ -142,13 +146,25 @@ def _ask(runs: Sequence[RemoteRun], output_dir: Path) -> list[RunReport]:
         try:
             report = RunReport(**{**record, "on": run.ssh})
         except ValidationError:
-            what = f"isles {answer.get('version')} there and {__version__} here differ"
+            what = f"isles {version} there and {__version__} here differ"
             differs = UserError(what, fix="install the same isles on both: isles setup")
             reports.append(_last_known(run, output_dir, differs))
             continue
         keep_report(output_dir, run, record)
         reports.append(report)
     return reports
+
+
+def _read_answer(text: str, count: int) -> tuple[object, list[dict[str, Any]]]:
+    # The version of isles there, and a record for each run. ValueError: they have another form.
+    answer = parse_json(text)
+    json.dumps(answer, allow_nan=False)  # no number of a report may be NaN or infinite
+    records = answer.get("reports") if isinstance(answer, dict) else None
+    if not isinstance(records, list) or len(records) != count:
+        raise ValueError(f"it does not have the records of {count} runs")
+    if not all(isinstance(record, dict) for record in records):
+        raise ValueError("a record in it is not an object")
+    return answer.get("version"), records
 
 
 def _shown_only(run: RemoteRun) -> RunReport:

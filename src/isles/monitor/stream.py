@@ -61,7 +61,7 @@ def shown_lines(
         if isinstance(found, RunDir) and len(sources) == 1:
             return local_lines(found, choose_attempt(found, choice.attempt), choice)
         return _merged_lines(sources, choice, note)
-    width = max(len(cluster.name) for cluster in found.clusters)
+    width = max((len(cluster.name) for cluster in found.clusters), default=0)
     sources = []
     for cluster in found.clusters:
         run = run_of(found, cluster)

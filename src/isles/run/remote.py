@@ -237,7 +237,9 @@ class MultiClusterRun:
     @property
     def engine(self) -> str:
         """How its clusters meet: `outer.engine`."""
-        return str(dict(self.config.get("outer") or {}).get("engine") or "hub")
+        outer = self.config.get("outer")
+        engine = outer.get("engine") if isinstance(outer, dict) else None
+        return engine if isinstance(engine, str) and engine else "hub"
 
     @property
     def join_file(self) -> Path:

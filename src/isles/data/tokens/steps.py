@@ -21,6 +21,9 @@ _CHARSMAP_BYTES = 40
 """The longest replacement in the character maps of SentencePiece has 33 bytes."""
 
 _MOST_STEPS = 500
+_MOST_TEXT = 50_000
+"""Characters of all steps of a part: each text is put through each step. Published tokenizers have
+some dozens."""
 _AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 
@@ -42,6 +45,8 @@ def check_steps(path: Path) -> None:
         steps = list(_steps(found.get(part)))
         if len(steps) > _MOST_STEPS:
             raise ValueError(f"its {part} has {len(steps)} steps, more than {_MOST_STEPS}")
+        if (size := sum(map(len, map(_texts, steps)))) > _MOST_TEXT:
+            raise ValueError(f"the steps of its {part} have {size} characters of text")
         if (growth := _growth(steps)) > MOST_GROWTH:
             raise ValueError(
                 f"its {part} makes a text more than {MOST_GROWTH:.0f} times as long "
@@ -99,6 +104,10 @@ def _grown(seed: str, steps: list[dict[str, Any]]) -> float:
 def _text(step: dict[str, Any], key: str) -> str:
     value = step.get(key)
     return value if isinstance(value, str) else ""
+
+
+def _texts(step: dict[str, Any]) -> str:
+    return _pattern(step)[0] + _text(step, "content") + _text(step, "prepend")
 
 
 def _pattern(step: dict[str, Any]) -> tuple[str, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import tempfile
 import threading
@@ -195,6 +196,8 @@ class There:
             return  # what a login prints
         with suppress(ValidationError):
             found = Snapshot.model_validate_json(raw)
+            if not math.isfinite(found.at):
+                return  # a time that equals no time, so whoever waits for a newer one never waits
             place = f"{self._run.ssh}:{self._run.path}"
             run = found.run.model_copy(update={"path": place})
             self._latest = found.model_copy(update={"run": run})

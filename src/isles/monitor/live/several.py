@@ -133,6 +133,8 @@ class SeveralView:
                 room = max(0, left_hosts), max(0, left_ranks)
                 part = known[name] = self._shown(name, member, shown, at, *room)
                 left_hosts, left_ranks = left_hosts - len(part.hosts), left_ranks - len(part.ranks)
+        # A hub may show other names each time.
+        self._views = {name: view for name, view in self._views.items() if name in known}
         rows = [self._row(n, known.get(n), errors.get(n, ""), hub) for n in self._names(known)]
         rows = [r.model_copy(update={"state": "asked"}) if r.name in asked else r for r in rows]
         rows = _with_slow(rows)
