@@ -114,6 +114,10 @@ def _pairs_of(record: OwnRecord) -> dict[str, dict[str, dict[str, Any]]]:
 def _is_link(link: object) -> bool:
     if not isinstance(link, dict):
         return False
-    rate, rtt_s, at = (number_of(link, key) for key in ("bytes_per_s", "rtt_s", "at"))
-    is_rate = link.get("bytes_per_s") is None or (rate is not None and rate >= 1)
-    return is_rate and rtt_s is not None and rtt_s >= 0 and at is not None and 0 <= at < _LATEST_S
+    rate, rtt_s, at = (
+        0.0 if link.get(key) is None else number_of(link, key)
+        for key in ("bytes_per_s", "rtt_s", "at")
+    )
+    if rate is None or rtt_s is None or at is None:
+        return False
+    return (rate == 0 or rate >= 1) and rtt_s >= 0 and 0 <= at < _LATEST_S
