@@ -111,6 +111,20 @@ def test_tokens_get_to_the_nodes_that_lack_the_data_once(tmp_path):
     assert not one.exists() and not list(one.parent.glob(".partial-*"))
 
 
+def test_tokens_are_not_sent_through_a_link_of_another_user(tmp_path, give):
+    node_of(tmp_path, 1, TEXT)
+    (key,) = [name for name in build(tmp_path, 2)[0][3] if name.startswith("tokens-")]
+    cache, outside = tmp_path / "node-0" / "cache", tmp_path / "outside"
+    shutil.rmtree(cache / key)
+    outside.mkdir()
+    planted = cache / f".partial-{key}-{os.geteuid()}-0"
+    planted.symlink_to(outside)
+    give(planted)
+    errors = build(tmp_path, 2)
+    assert errors[0] == errors[1] and planted.name in errors[0], errors
+    assert "data.cache_dir" in errors[0] and not list(outside.iterdir())
+
+
 @pytest.mark.long
 @each(
     ("", "", {}, ["there is no such file", "(rank 0)", "(rank 1)"]),

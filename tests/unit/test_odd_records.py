@@ -155,3 +155,22 @@ def test_a_stop_at_once_waits_no_longer_than_it_is_told(
     write_record(attempt.job, {"state": "running", "at": attempt.launch.stat().st_mtime})
     assert main(["stop", str(run_dir.path), "--now", "--timeout", "0.1s"]) != 0
     assert "has not ended within" in capsys.readouterr().err
+
+
+def test_odd_settings_of_several_clusters_end_in_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "m-1"
+    run.mkdir()
+    whole = {"started_at": 1.0, "begun_at": 1.0, "hub": ""}
+    cluster = {"name": "a", "launcher": "local", "ssh": "", "path": str(tmp_path / "none")}
+    engines: tuple[object, ...] = ("x", 3, [1], {"engine": 3}, {"engine": "bucket", "url": 3})
+    odd = [{"clusters": [cluster], "config": {"outer": outer}} for outer in engines]
+    for record in (*odd, {"clusters": [], "config": {}}):
+        write_record(run / "clusters.json", {**whole, **record})
+        for words in (["status"], ["status", str(run)], ["logs", str(run)]):
+            named = words if len(words) > 1 else [*words, "--output-dir", str(tmp_path)]
+            code = main(named)
+            said = capsys.readouterr()
+            assert code in range(8) and "bug in isles" not in said.err, (record, words, said.err)
+            assert "Traceback" not in said.err, (record, words)

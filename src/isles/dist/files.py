@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import shutil
 import time
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from isles.dist.world import Place, World, place_of, raise_first
 from isles.errors import TrainingError, UserError
 from isles.facts.units import format_bytes
 from isles.run.checkpoints import PARTIAL_PREFIX, hash_file, sync_folder
+from isles.run.entry import make_own_folder, open_own_file
 
 PIECE_BYTES = 4 * 2**20
 """Sent at once: even a link of 1 Mbit/s takes half a minute, far below every time-out."""
@@ -138,7 +140,8 @@ def broadcast_folder(
     if not takers:
         return []
     mine = world.rank in takers
-    partial = folder.with_name(f"{PARTIAL_PREFIX}{folder.name}-{world.rank}")
+    # Two users of a shared cache may receive the same tokens at the same time.
+    partial = folder.with_name(f"{PARTIAL_PREFIX}{folder.name}-{os.geteuid()}-{world.rank}")
     transfers = [_Transfer(n, size, src, takers, sha256) for n, (size, sha256) in wanted.items()]
     try:
         if mine:
@@ -266,9 +269,14 @@ class _End:
         path = self._folder / name
         if mode == "wb":
             # No folder further up: a deleted run directory must not come back.
-            for parent in (self._folder.parent, self._folder, path.parent):
-                parent.mkdir(exist_ok=True)
-        self._stream = path.open(mode)
+            self._folder.parent.mkdir(exist_ok=True)
+            # Other users may write to the folder above, such as a shared data.cache_dir.
+            for folder in (self._folder, path.parent):
+                make_own_folder(folder)
+            raw = open_own_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            self._stream = io.BufferedWriter(cast("io.RawIOBase", raw))  # raw writes may be short
+        else:
+            self._stream = path.open(mode)
 
     def read(self, piece: torch.Tensor) -> None:
         if self._stream.readinto(piece.numpy()) < len(piece):

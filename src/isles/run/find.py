@@ -64,7 +64,7 @@ def numbered_runs(output_dir: Path, name: str) -> list[tuple[int, RunDir]]:
 def next_run(output_dir: Path, name: str, above: int = 0) -> Path:
     """The path of a new run NAME-N, of the first N that is free above each run of this user.
 
-    The runs of other users do not count, so nobody can use up the numbers.
+    isles ignores the runs of other users here. Otherwise another user could use up the numbers.
 
     Args:
         above: the number of a run that is elsewhere, such as in a bucket; N is greater.

@@ -1,7 +1,7 @@
 """Speeds that `isles check` has measured between hosts: a record in the output folder.
 
-The record is `.links.json`, or if another user has made that, a file with the id of this user. Only
-records of this user are read: whoever writes the speeds decides what a plan says.
+The record is `.links.json`. If another user has made that file, the record is `.links.UID.json`
+with the id of this user. isles reads only records of this user, because a plan depends on them.
 """
 
 from __future__ import annotations

@@ -335,9 +335,10 @@ def _send(
     def report(done: int, total: int) -> None:
         progress(f"sending {name}: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
 
-    takers = broadcast_folder(
-        folder, world, src=src.rank, needs=needs, files=files, progress=report
-    )
+    with disk_errors(folder.parent):
+        takers = broadcast_folder(
+            folder, world, src=src.rank, needs=needs, files=files, progress=report
+        )
     if world.is_main and takers:
         hosts = ", ".join(str(place) for place in lacking if place.rank in takers)
         log.info("data=%s from=%s to=%s seconds=%.1f", name, src, hosts, time.monotonic() - began)

@@ -54,7 +54,11 @@ _CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errn
 
 
 def find_damage(folder: Path, encoder: Encoder | None = None) -> str | None:
-    """Why this folder cannot be used, or None. See `_whole`, which says what is checked."""
+    """Why this folder cannot be used, or None.
+
+    The check covers the manifest, the sizes and types of the files, and the ends of the documents.
+    If `encoder` is given, the tokens must be of its type and its tokenizer.
+    """
     try:
         _whole(folder, encoder)
     except OSError as error:
@@ -372,17 +376,18 @@ class _Column:
 
 
 def temporary_beside(folder: Path, kind: str = "new") -> Path:
-    """A name beside a folder that has its owner's process in it, for `remove_stale`."""
+    """A name next to a folder that has its owner's process in it, for `remove_stale`."""
     process = ProcessId.of(os.getpid())
     owner = f"{process.host}@{process.pid}@{process.started}"
     return folder.with_name(f".tmp-{kind}-{folder.name}@{owner}")
 
 
 def remove_stale(folder: Path, *, locked: bool) -> None:
-    """Remove what dead processes of this user left beside a folder, on this machine.
+    """Remove the temporary folders that dead processes of this user left next to a folder.
 
-    `locked`: no other process of this user makes it now, so that what those of other machines left
-    of it goes as well.
+    Args:
+        locked: no other process of this user makes the folder now. The temporary folders from other
+            machines are then removed too.
     """
     for entry in folder.parent.glob(".tmp-*"):
         parts = re.fullmatch(r"\.tmp-[a-z]+-(.+?)@(.+)@(\d+)@([\d.]+)", entry.name)
