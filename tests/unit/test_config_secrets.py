@@ -234,6 +234,8 @@ BAD_LINES = (
     f"https://chat.example/hooks/{'a1b2' * 6}",
     f"https://api.telegram.org/bot123456789:AA{'aB1' * 11}/sendMessage",
     f"https://chat.googleapis.com/v1/spaces/A/messages?key={'aB1' * 8}",
+    f"https://h.example/a?key={'ab-' * 4}{'a1b2' * 4}",
+    f"export SIGNATURE={'a1b2' * 8}",
     # Private keys.
     *("-----BEGIN PGP PRIVATE KEY BLOCK-----", "---- BEGIN SSH2 ENCRYPTED PRIVATE KEY ----"),
     "PuTTY-User-Key-File-3: ssh-ed25519",
@@ -327,6 +329,10 @@ GOOD_LINES = (
     ),
     *(
         "https://h.example/a?key=short",
+        "https://h.example/a?part=2&key=train-shards-0001",
+        "https://h.example/a?key=corpora/web_text/train-00012.parquet",
+        "export SIGNATURE=sha256",
+        "X_AMZ_SIGNATURE: AWS4-HMAC-SHA256",
         "https://github.com/a/hooks/tree/main",
         "https://h/docs/webhooks/",
     ),

@@ -50,10 +50,8 @@ _DOUBTFUL = re.compile(
     r"""|(?!.*(?i:db|sql|pg|ftp|mail|smtp|ldap|vnc|ssh|redis|root|user|admin|proxy|key|store)pass)"""
     r""".*[A-Za-z](?i:pass)|-{0,2}(?:[Pp]ass|[Pp]wd|pw))[\s"'\\\]:=]*"""
 )
-_OF_DOUBTFUL = re.compile(
-    r"""(?=[^\s]{6})(?=[^\s]*\d)(?![\d.]+$)"""
-    r"""(?!(?i:(?:[a-z]+-)*(?:oauth|sha|md|v|x|krb|ed|rsa|hs|rs|es)-?\d{1,5}(?:-[a-z]+)*)$)"""
-)
+_ALGORITHM = r"(?i:(?:[a-z]+\d?-)*(?:oauth|sha|md|v|x|krb|ed|rsa|hs|rs|es)-?\d{1,5}(?:-[a-z]+)*)"
+_OF_DOUBTFUL = re.compile(rf"(?=[^\s]{{6}})(?=[^\s]*\d)(?![\d.]+$)(?!{_ALGORITHM}$)")
 """Names such as `auth` and `pat` often mean another thing: their value must look like a secret."""
 _NOTHING = ("", "[]", "[", "{", "|", ">", "|-", ">-", "true", "false", "null", "none", "yes", "no")
 _TOKEN = re.compile(r"token\W*(?:\\n\s+)?")
@@ -363,6 +361,8 @@ _HOOKS = (
     r"|(?=[A-Za-z]{0,200}\d)[A-Za-z0-9]{20,})",
     r"https?://dl\.cloudsmith\.io/(?P<VALUE>(?=[A-Za-z]{0,20}\d)[A-Za-z0-9]{12,})/",
     r"https?://[^\s\"'<>?]{1,300}\?(?:[^\s\"'<>]{0,300}?&)?(?:key|code|auth|sig)="
+    # Words and a number name an object of a store.
+    r"(?!(?:[a-z]{1,40}[-_./]){1,8}\d{1,8}(?![\w%+=-]))"
     r"(?P<VALUE>(?=[\w%.-]{0,200}\d)[\w%.~+/=-]{12,})",
 )
 """Addresses that are keys: who knows them may post there, or read."""
@@ -468,6 +468,8 @@ def is_secret(name: str, value: str) -> bool:
     if inner.isdecimal() and len(inner) < (2 if "pass" in name.lower() else _LEAST):
         return False
     if _DOUBTFUL.fullmatch(name) and not _OF_DOUBTFUL.match(inner):
+        return False
+    if "signature" in name.lower() and re.fullmatch(_ALGORITHM, inner):
         return False
     is_assigned = name.rstrip().endswith("=") or name.startswith("-")
     return is_assigned or (len(inner) >= _LEAST and any(c.isdigit() for c in inner))
