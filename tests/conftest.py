@@ -29,9 +29,8 @@ hypothesis.settings.load_profile("isles")
 # All that tests import stays: it is not searched for garbage, neither now nor in any test.
 gc.disable()
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-if _IS_WORKER:
-    # Tests run side by side: a thread per core in each of them would fight for the cores.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests and ranks run side by side: a thread per core in each of them would fight for the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 _DURATIONS = Path(__file__).with_name("durations.json")

@@ -141,7 +141,6 @@ def start_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Ga
     log = folder / "log"
     log.touch()
     processes, pipes = [], []
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     for rank in range(world_size):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
         env = rank_env(rank, world_size, folder / "store")
