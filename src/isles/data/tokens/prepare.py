@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from isles.config.files import BUILT_IN, named_files
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.sources.rows import Rows, Source, Tally, judge_bad_rows
+from isles.data.sources.rows import Rows, Source, Tally, judge_bad_rows, log_unread
 from isles.data.tokens.encode import Encoder, encode_rows
 from isles.data.tokens.store import (
     FORMAT,
@@ -94,10 +94,12 @@ def prepare(
                     log.warning("prepared tokens=%s damaged: %s; preparing anew", folder, damage)
                 tally = Tally(source.name, max_bad_fraction)
                 _prepare_anew(source, identity, encoder, folder, progress, tally)
+                log_unread(source.name, tally.record())
                 return folder
     # It may have been made when more rows were allowed to be bad.
     facts = read_record(folder / MANIFEST, MAX_LIST_BYTES) or {}
     judge_bad_rows(source.name, facts, max_bad_fraction)
+    log_unread(source.name, facts)
     documents, tokens = facts.get("num_documents", 0), facts.get("num_tokens", 0)
     progress(f"{count_message(source.name, documents, tokens)} (prepared before)")
     return folder
