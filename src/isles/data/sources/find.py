@@ -26,9 +26,16 @@ from isles.config.files import (
 )
 from isles.config.foreign import open_foreign
 from isles.config.sections.data import SourceConfig
-from isles.data.sources.arrow import check_saved, damaged, one_of_each, table_rows, undecoded
+from isles.data.sources.arrow import (
+    check_saved,
+    damaged,
+    one_of_each,
+    table_rows,
+    undecoded,
+    without_nulls,
+)
 from isles.data.sources.files import unreadable
-from isles.data.sources.read import file_chunks
+from isles.data.sources.read import check_endings, file_chunks
 from isles.data.sources.rows import (
     CHUNK_ROWS,
     PLAIN,
@@ -72,6 +79,7 @@ def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
                 raise DataError(found[0], where=str(path), fix=found[1], id="files.data")
             return _open_saved(path.absolute(), source.split)
         if files := named_files(name):
+            check_endings(files)
             return Files(name, tuple(file.absolute() for file in files))
     except OSError as error:
         raise unreadable(path, error) from error
@@ -262,16 +270,19 @@ class HubStream(Source):
         state, number = (begin["state"], begin["number"]) if begin else (None, 0)
         if state is not None:
             dataset.load_state_dict(state)
-        rows = iter(dataset)
-        while chunk := self._next(rows, number):
+        rows, features = iter(dataset), dataset.features or {}
+        while chunk := self._next(rows, features, number):
             begin = {"state": state, "number": number}
             named = _numbered(self.name, number, chunk)
             state, number = dataset.state_dict(), number + len(chunk)
             yield Chunk(begin, {"state": state, "number": number}, named)
 
-    def _next(self, rows: Iterator[Any], number: int) -> list[Any]:
+    def _next(self, rows: Iterator[Any], features: Any, number: int) -> list[Any]:
         try:
-            return list(islice(rows, CHUNK_ROWS))
+            return [
+                {name: without_nulls(value, features.get(name)) for name, value in row.items()}
+                for row in islice(rows, CHUNK_ROWS)
+            ]
         # The library lets whatever the files provoke pass through, and those come from elsewhere.
         except Exception as error:
             raise DataError(
