@@ -235,7 +235,8 @@ class DatasetSource(Source):
             rows = table_rows(table, where)
             if has_json:
                 rows = [_with_json(features, row, f"{self.name} row {number}") for row in rows]
-            yield from _numbered(self.name, number, rows)
+            skipped = [name for name in names if name not in wanted]
+            yield from _numbered(self.name, number, rows, skipped)
 
 
 def _with_json(features: Any, row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -292,8 +293,10 @@ class HubStream(Source):
             ) from error
 
 
-def _numbered(name: str, first: int, rows: Sequence[Any]) -> list[Row | DataError]:
-    return [Row(f"{name} row {first + i}", row) for i, row in enumerate(rows)]
+def _numbered(
+    name: str, first: int, rows: Sequence[Any], skipped: Sequence[str] = ()
+) -> list[Row | DataError]:
+    return [Row(f"{name} row {first + i}", row, skipped) for i, row in enumerate(rows)]
 
 
 def _open_saved(folder: Path, split: str) -> DatasetSource:
