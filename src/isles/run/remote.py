@@ -21,7 +21,7 @@ from isles.errors import UserError
 from isles.run.entry import is_own, make_own_folder
 from isles.run.nodes import Host
 from isles.run.owner import not_own
-from isles.run.paths import is_file
+from isles.run.paths import RunDir, is_file
 from isles.run.records import MAX_SHOWN_BYTES, clear_errors, read_any, read_own, write_record
 
 RUNS = Path("runs")
@@ -293,12 +293,19 @@ def list_multi_cluster(output_dir: Path) -> list[MultiClusterRun]:
 
 
 def parent_of(
-    runs: list[MultiClusterRun], path: Path | str, ssh: str = ""
+    runs: list[MultiClusterRun], found: RunDir | RemoteRun
 ) -> tuple[MultiClusterRun, ClusterRun] | None:
-    """The run of several clusters that a run belongs to, and as which of them."""
+    """The run of several clusters that a run belongs to, and as which of them.
+
+    A record of another user counts only for the runs of that user.
+    """
+    path, ssh = str(Path(found.path).absolute()), ""
+    if isinstance(found, RemoteRun):
+        path, ssh = found.path, found.ssh
     for run in reversed(runs):
         for cluster in run.clusters:
             # A folder that another machine shares with this one is seen here.
-            if cluster.path == str(path) and ssh in ("", cluster.ssh):
+            is_named = cluster.path == path and ssh in ("", cluster.ssh)
+            if is_named and run.owner in ("", found.owner):
                 return run, cluster
     return None
