@@ -23,12 +23,7 @@ from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, UserError
 from isles.facts.console import Console
 from isles.launch.base import StartOptions
-from isles.launch.hub import (
-    end_hub,
-    hub_process,
-    open_hub,
-    reopen_hub,
-)
+from isles.launch.hub import end_hub, hub_process, open_hub, reopen_hub
 from isles.launch.multi_cluster import hub_place, local_environs, refuse_peers
 from isles.launch.remote.login import STARTED, LoginError
 from isles.launch.ssh.start import interruptible
@@ -347,8 +342,15 @@ class MultiClusterStart:
         # Clusters that start together also average together from the first round on; only those
         # in a queue may take hours to come.
         if hub_process(self.run.state) is not None:  # they have begun
-            record = read_record(self.run.state / "process.json") or {}
-            had = {k: v for k, v in record["settings"].items() if k.startswith("gather")}
+            file = self.run.state / "process.json"
+            settings = (read_record(file) or {}).get("settings")
+            if not isinstance(settings, dict):
+                raise UserError(
+                    f"the record of the hub has no settings, but {ascii(settings)[:60]}",
+                    where=str(file),
+                    fix=f"stop all with `isles stop {typed_name(self.run)}`, and start again",
+                )
+            had = {k: v for k, v in settings.items() if k.startswith("gather")}
             return {**self._outer.hub_settings, **had}
         names = [*self.choice.todo, *self.choice.running]
         waits = (QueueSection, ManualLauncherConfig, SkypilotLauncherConfig)
