@@ -342,8 +342,15 @@ class MultiClusterStart:
         # Clusters that start together also average together from the first round on; only those
         # in a queue may take hours to come.
         if hub_process(self.run.state) is not None:  # they have begun
-            record = read_record(self.run.state / "process.json") or {}
-            had = {k: v for k, v in record["settings"].items() if k.startswith("gather")}
+            file = self.run.state / "process.json"
+            settings = (read_record(file) or {}).get("settings")
+            if not isinstance(settings, dict):
+                raise UserError(
+                    f"the record of the hub has no settings, but {ascii(settings)[:60]}",
+                    where=str(file),
+                    fix=f"stop all with `isles stop {typed_name(self.run)}`, and start again",
+                )
+            had = {k: v for k, v in settings.items() if k.startswith("gather")}
             return {**self._outer.hub_settings, **had}
         names = [*self.choice.todo, *self.choice.running]
         waits = (QueueSection, ManualLauncherConfig, SkypilotLauncherConfig)
