@@ -253,6 +253,14 @@ def test_a_lock_that_another_has_planted_is_refused(kind, *, source, tmp_path):
     assert "data.cache_dir" in caught.value.fix and not other.exists()
 
 
+def test_an_odd_name_in_a_shared_cache_is_left_alone(source, tmp_path):
+    odd = [tmp_path / f".tmp-new-x@h@1@{number}" for number in ("1.2.3", ".", "9" * 200)]
+    for folder in odd:
+        folder.mkdir()
+    prepare(source, letters(), tmp_path, progress=quiet)
+    assert all(folder.is_dir() for folder in odd)
+
+
 def test_ends_and_ids_that_another_has_written_are_named_with_their_folder(source, tmp_path):
     folder = prepare(source, letters(), tmp_path, progress=quiet)
     kept = (folder / "docs.npy").read_bytes()

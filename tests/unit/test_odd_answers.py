@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -22,6 +23,8 @@ from isles.launch.ray.jobs import RayJobs
 from isles.launch.remote.login import start_on_login
 from isles.launch.remote.setup import setup
 from isles.launch.skypilot.start import start_skypilot
+from isles.launch.ssh.channel import READY, Channel
+from isles.launch.ssh.shell import Shell
 from isles.monitor.children import Line, run_all
 from isles.monitor.multi_cluster import MultiClusterStart
 from isles.run.paths import Attempt
@@ -245,3 +248,39 @@ def test_odd_answers_of_a_rank(text: str, *, tmp_path: Path) -> None:
         found = ranks._answer(process, noise, time.monotonic() + 60)
     os.close(noise)
     assert found["stage"] == "died" and len(found["failure"]) < 200
+
+
+@each("", " >&2")
+def test_an_answer_without_end(where: str) -> None:
+    with pytest.raises(PreflightError, match="more than 64 MiB") as caught:
+        Shell().run(["bash", "-c", f"yes{where}"])
+    assert caught.value.id == "host.answers"
+
+
+def test_odd_replies_of_a_node() -> None:
+    """They answer no question, and do not end the thread that reads."""
+    good = {"id": 1, "result": {"a": 1}}
+    odd = (
+        "[]",
+        "3",
+        "null",
+        "{}",
+        DEEP,
+        '{"id": 1}',
+        '{"id": "1", "result": {}}',
+        '{"id": 1, "error": {}}',
+        "\xff",
+    )
+    lines = [READY, *odd, json.dumps(good)]
+    reader, writer = os.pipe()
+    channel = Channel(
+        "far",
+        os.fdopen(reader, "rb"),
+        io.BytesIO(),
+        lost=lambda _: UserError("lost"),
+        end=lambda: None,
+    )
+    future = channel.ask("look")
+    with os.fdopen(writer, "wb") as stream:
+        stream.write("\n".join([*lines, ""]).encode("latin-1"))
+    assert future.result(timeout=60) == {"a": 1}

@@ -23,7 +23,7 @@ from isles.errors import ExitCode, UserError
 from isles.facts.console import Console
 from isles.launch.answers import STARTED, read_started
 from isles.launch.base import StartOptions
-from isles.launch.hub import end_hub, hub_process, open_hub, reopen_hub
+from isles.launch.hub import end_hub, open_hub, reopen_hub, running_settings
 from isles.launch.multi_cluster import hub_place, local_environs, refuse_peers
 from isles.launch.remote.login import LoginError
 from isles.launch.ssh.start import interruptible
@@ -36,7 +36,7 @@ from isles.run.claim import claimed
 from isles.run.entry import make_own_folder
 from isles.run.find import NUMBERED, next_run, numbered_runs, typed_name
 from isles.run.join_line import JoinLine
-from isles.run.records import clear_errors, read_record, write_secret, write_text_atomic
+from isles.run.records import clear_errors, write_secret, write_text_atomic
 from isles.run.remote import ClusterRun, MultiClusterRun, read_multi_cluster
 
 _HUB_POLL_S = 1.0
@@ -341,16 +341,9 @@ class MultiClusterStart:
     def _hub_settings(self) -> dict[str, str | int | float]:
         # Clusters that start together also average together from the first round on; only those
         # in a queue may take hours to come.
-        if hub_process(self.run.state) is not None:  # they have begun
-            file = self.run.state / "process.json"
-            settings = (read_record(file) or {}).get("settings")
-            if not isinstance(settings, dict):
-                raise UserError(
-                    f"the record of the hub has no settings, but {ascii(settings)[:60]}",
-                    where=str(file),
-                    fix=f"stop all with `isles stop {typed_name(self.run)}`, and start again",
-                )
-            had = {k: v for k, v in settings.items() if k.startswith("gather")}
+        begun = running_settings(self.run.state, typed_name(self.run))
+        if begun is not None:
+            had = {key: value for key, value in begun.items() if key.startswith("gather")}
             return {**self._outer.hub_settings, **had}
         names = [*self.choice.todo, *self.choice.running]
         waits = (QueueSection, ManualLauncherConfig, SkypilotLauncherConfig)

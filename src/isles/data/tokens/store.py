@@ -390,7 +390,9 @@ def remove_stale(folder: Path, *, locked: bool) -> None:
             machines are then removed too.
     """
     for entry in folder.parent.glob(".tmp-*"):
-        parts = re.fullmatch(r"\.tmp-[a-z]+-(.+?)@(.+)@(\d+)@([\d.]+)", entry.name)
+        parts = re.fullmatch(
+            r"\.tmp-[a-z]+-(.+?)@(.+)@(\d{1,10})@(\d{1,20}(?:\.\d{1,20})?)", entry.name
+        )
         if parts is None:
             continue
         owner = ProcessId(parts[2], int(parts[3]), float(parts[4]))
