@@ -114,6 +114,7 @@ class Core:
         if len(join.outer_params) != len(join.pieces):
             what = f"{len(join.outer_params)} digests for {len(join.pieces)} fragments"
             raise Refusal("malformed", what)
+        self.membership.refuse_new(join)
         first = self.rounds.first
         changes = {} if first is None else self._changes(join, first)
         self.membership.check(join)

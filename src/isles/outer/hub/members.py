@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from isles.outer.hub.journal import Journal
-from isles.outer.hub.rules import Refusal, Settings
+from isles.outer.hub.rules import FINISHED, FINISHED_FIX, FINISHED_WHAT, Refusal, Settings
 from isles.outer.hub.samples import Samples
 from isles.outer.messages import Heartbeat, Join
 
@@ -156,6 +156,21 @@ class Membership:
         ):
             return "over"
         return "" if any(row["state"] == "living" for row in members) else "alone"
+
+    def refuse_new(self, join: Join) -> None:
+        """Refuse a cluster that begins the run anew after the others have finished it.
+
+        The averages that are kept would make the old model of it without any step of its own. A
+        cluster that had a part in the run may come back, for example to train longer.
+
+        Raises:
+            Refusal: the run is finished, and this cluster begins it.
+        """
+        sql = "SELECT 1 FROM members WHERE id = ?"
+        if join.version or self.db.row(sql, join.id) is not None:
+            return
+        if self.end_kind() and (names := self._have_done_their_part()):
+            raise Refusal(FINISHED, f"{FINISHED_WHAT} ({', '.join(sorted(names))})", FINISHED_FIX)
 
     def _have_done_their_part(self) -> set[str]:
         # The names of those that have finished after they had a part in an average.
