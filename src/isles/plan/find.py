@@ -14,7 +14,6 @@ A card is named as `isles.facts.gpus.named_gpu` takes it.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import socket
@@ -61,7 +60,8 @@ from isles.plan.machines import (
     Machines,
     rate_text,
 )
-from isles.run.env import inherited
+from isles.run.env import inherited, usable_cores
+from isles.run.limits import memory
 from isles.run.links import measured_links
 
 _NAMED_RATES = {"ethernet": 125e6, "wifi": 12.5e6, "ndr": 50e9, "hdr": 25e9, "edr": 12.5e9}
@@ -249,23 +249,23 @@ def _here(cluster: ClusterConfig, environ: Mapping[str, str]) -> Machines:
     notes = (finding.warning,) if finding.warning else ()
     wanted = cluster.gpus_per_node
     disk = shutil.disk_usage(Path.cwd()).free
-    name, memory = socket.gethostname(), psutil.virtual_memory()
+    name, main = socket.gethostname(), memory()
     if finding.gpus and cluster.device != "cpu":
         gpus = finding.gpus if wanted == "auto" else finding.gpus[:wanted]
         free = free_bytes()
         devices = tuple(Device.reported(g.name, g.memory_bytes, free.get(g.uuid)) for g in gpus)
     else:
         count = (1 if wanted == "auto" else wanted) * cluster.max_nodes
-        devices = (_cpu(count, memory.total, memory.available),) * count
+        devices = (_cpu(count, main.total, main.available),) * count
         if cluster.device == "cuda":
             notes = (*notes, "device: cuda, and no GPU is visible here")
-    host = Host(name, devices, memory.total, disk)
+    host = Host(name, devices, main.total, disk)
     return Machines(cluster.name, (host,), GUESSED_NETWORK, GUESSED_LINE, notes)
 
 
 def _cpu(processes: int, total: float, available: float) -> Device:
     # Its speed is its clock times what a core does in a cycle, shared among the processes.
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    cores = min(psutil.cpu_count(logical=False) or usable_cores(), usable_cores())
     frequency = psutil.cpu_freq()
     megahertz = (frequency.max or frequency.current) if frequency else 2500.0
     flops = cores * megahertz * 1e6 * _CPU_FLOPS_PER_CYCLE / processes

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import UserError
+from isles.run.limits import cores
 
 RUN_DIR = "ISLES_RUN_DIR"
 ATTEMPT = "ISLES_ATTEMPT"
@@ -270,13 +271,39 @@ def rank_defaults(
     added = {}
     if device == "cpu" or nproc > 1:
         # Without it every rank starts a thread per core, and they fight for the cores.
-        is_linux = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
-        added["OMP_NUM_THREADS"] = str(max(1, cores // nproc))
+        added["OMP_NUM_THREADS"] = str(max(1, usable_cores(environ) // nproc))
     if interface is not None:
         added["GLOO_SOCKET_IFNAME"] = interface
         added["NCCL_SOCKET_IFNAME"] = interface
-    return {key: value for key, value in added.items() if key not in environ}
+    return {
+        key: value
+        for key, value in added.items()
+        if key not in environ or (key == "OMP_NUM_THREADS" and _is_set_by_pbs(environ))
+    }
+
+
+def usable_cores(environ: Mapping[str, str] = os.environ) -> int:
+    """Cores that this process and its children may keep busy.
+
+    A queue that binds no cores lets a job see all cores of its node, which other jobs use: then
+    only the variables of the queue say how many the job has.
+    """
+    names = ["NCPUS", "PBS_NUM_PPN"] if pbs_job(environ) is not None else []
+    if allocation(environ) is not None:
+        # A step of srun has one task of isles on a node; a batch script has all tasks of the node.
+        names = ["SLURM_CPUS_ON_NODE"]
+        names += ["SLURM_CPUS_PER_TASK"] if environ.get("SLURM_STEP_ID", "").isdecimal() else []
+    given = (environ.get(name, "") for name in names)
+    return min([cores(), *(max(1, int(value)) for value in given if value.isdecimal())])
+
+
+def _is_set_by_pbs(environ: Mapping[str, str]) -> bool:
+    # PBS sets it to all cores of the job on the node, not to the cores of a rank.
+    value = environ.get("OMP_NUM_THREADS")
+    return pbs_job(environ) is not None and value in (
+        environ.get("NCPUS"),
+        environ.get("PBS_NUM_PPN"),
+    )
 
 
 def named_elsewhere(environ: Mapping[str, str] = os.environ) -> str | None:
