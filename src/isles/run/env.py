@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from typing import Any
 
 from isles.errors import UserError
 from isles.run.limits import cores
+from isles.run.owner import has_name
 
 RUN_DIR = "ISLES_RUN_DIR"
 ATTEMPT = "ISLES_ATTEMPT"
@@ -26,6 +29,8 @@ SKY_TOKEN = "ISLES_TOKEN"
 """Token of a start, which a task of SkyPilot gets as a secret."""
 SKY_JOIN = "ISLES_JOIN"
 """Join line of a start, the same way."""
+
+_HOME = "isles-home-"
 
 SET_BY_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
 """Variables of torchrun's ranks that no other module here sets."""
@@ -127,14 +132,69 @@ def num_restarts(environ: Mapping[str, str] = os.environ) -> int:
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def home(environ: Mapping[str, str] = os.environ) -> Path:
+    """The user's home folder, or a folder below TMPDIR in its place.
+
+    In a container the user may be a bare number, without a name and a home, or with the home /,
+    which only root can write to.
+    """
+    found = Path(environ["HOME"]) if environ.get("HOME") else None
+    if found is None:
+        with suppress(RuntimeError):
+            found = Path.home()
+    if found is not None and _may_keep(found):
+        return found
+    folder = Path(environ.get("TMPDIR") or tempfile.gettempdir()) / f"{_HOME}{os.getuid()}"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        # Others can write to this folder's parent, and might have made it.
+        own = folder.lstat()
+        if stat.S_ISDIR(own.st_mode) and own.st_uid == os.getuid() and not own.st_mode & 0o022:
+            return folder
+    return Path(tempfile.mkdtemp(prefix=_HOME))
+
+
+def _may_keep(folder: Path) -> bool:
+    # Whether caches can be made below it, or are there already.
+    above = folder / ".cache"
+    if not above.exists():
+        above = next(path for path in (folder, *folder.parents) if path.exists())
+        return os.access(above, os.W_OK | os.X_OK)
+    return True
+
+
+def settle_home() -> str:
+    """Give this process and its children a home and a user name, as libraries expect them.
+
+    To be called by each process that no other process of isles has started.
+
+    Returns:
+        A line for the user if the caches lie in a folder for temporary files now; else empty.
+    """
+    found, before = home(), os.environ.get("HOME", "")
+    names = ("LOGNAME", "USER", "LNAME", "USERNAME")
+    if not any(os.environ.get(name) for name in names) and not has_name(os.getuid()):
+        os.environ["USER"] = str(os.getuid())
+    if before == str(found) or os.environ.get("XDG_CACHE_HOME") == f"{found}/.cache":
+        return ""
+    if before in ("", "/") or not Path(before).is_dir():
+        os.environ["HOME"] = str(found)
+    else:  # it may have files to read, such as .netrc
+        os.environ.setdefault("XDG_CACHE_HOME", f"{found}/.cache")
+    if not found.name.startswith(_HOME):
+        return ""
+    why = f"HOME is {before}, which cannot be written to" if before else "this user has no HOME"
+    return f"{why}: caches are in {found}. To keep them, set HOME, or XDG_CACHE_HOME and HF_HOME"
+
+
 def cache_home(environ: Mapping[str, str] = os.environ) -> Path:
     """Where caches belong by the XDG base directory specification."""
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isles"
+    return Path(environ.get("XDG_CACHE_HOME") or home(environ) / ".cache") / "isles"
 
 
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:
     """Where what a user's programs remember belongs by the XDG base directory specification."""
-    return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "isles"
+    return Path(environ.get("XDG_STATE_HOME") or home(environ) / ".local" / "state") / "isles"
 
 
 def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str] | None:
@@ -188,8 +248,10 @@ def _is_on(environ: Mapping[str, str], name: str) -> bool:
 
 
 def _hub_home(environ: Mapping[str, str]) -> Path:
-    caches = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(environ.get("HF_HOME") or f"{caches}/huggingface").expanduser()
+    if environ.get("HF_HOME"):
+        return Path(environ["HF_HOME"]).expanduser()
+    caches = environ.get("XDG_CACHE_HOME") or home(environ) / ".cache"
+    return Path(caches, "huggingface").expanduser()
 
 
 def has_mlflow_server(environ: Mapping[str, str] = os.environ) -> bool:
