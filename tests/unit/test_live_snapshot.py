@@ -276,6 +276,16 @@ def test_goodput_counts_each_step_once_and_no_time_between_attempts(tmp_path: Pa
     assert goodput(90.0, spans_of(run_dir, now, is_alive=True)) == pytest.approx(90 / 150)
 
 
+def test_goodput_counts_the_time_in_a_queue(tmp_path: Path) -> None:
+    """A job that is queued again stays one attempt, whose ranks began a moment ago."""
+    now = time.time()
+    launch = {"launcher": "slurm", "begun_at": now - 268}
+    run_dir, attempt = recorded_run(tmp_path / "x-1", launch)
+    record = {"rank": 0, "host": "n1", "pid": 9, "started": now - 30}
+    write_record(attempt.rank_record(0), record)
+    assert goodput(205.0, spans_of(run_dir, now, is_alive=True)) == pytest.approx(205 / 268)
+
+
 def cluster_snapshot(path: Path, **changes: Any) -> tuple[RunDir, Attempt, Snapshot]:
     """One of several clusters."""
     run_dir, attempt = running(path, **{"outer": OUTER, "tokens_per_second": 900.0, **changes})
