@@ -20,6 +20,10 @@ RUN_DIR = "ISLES_RUN_DIR"
 ATTEMPT = "ISLES_ATTEMPT"
 NAMED = "ISLES_NAMED"
 """Suffix of a run's name on the machine that shows the output of this one."""
+IN_POD = "kubernetes:"
+"""Begins a destination that is reached by kubectl, in a pod: see `launch/kubernetes/reach.py`."""
+MACHINE = "ISLES_MACHINE"
+"""This machine, as `Shell` reaches it from the machine that shows the output of this process."""
 CONTAINER = "ISLES_CONTAINER"
 """Set inside a container: number and start of the process of the host that has entered it."""
 TELEMETRY = "ISLES_TELEMETRY"
@@ -371,6 +375,22 @@ def _is_set_by_pbs(environ: Mapping[str, str]) -> bool:
 def named_elsewhere(environ: Mapping[str, str] = os.environ) -> str | None:
     """Suffix of a run's name on the machine that shows the output of this one; None: it is this."""
     return environ.get(NAMED)
+
+
+def machine_elsewhere(environ: Mapping[str, str] = os.environ) -> str:
+    """This machine, as `Shell` reaches it from the machine that shows the output; empty: no other
+    machine shows it."""
+    return environ.get(MACHINE, "")
+
+
+def shown_place(path: Path, machine: str | None = None) -> str:
+    """A path as the user at the machine that shows the output types it: with this machine before it
+    if that is another one. In a pod the path stays, as scp does not reach it."""
+    machine = machine_elsewhere() if machine is None else machine
+    if not machine:
+        return str(path)
+    text = str(path.absolute())
+    return text if machine.startswith(IN_POD) else f"{machine}:{text}"
 
 
 @contextmanager
