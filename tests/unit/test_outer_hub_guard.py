@@ -205,6 +205,21 @@ def test_a_cluster_that_trained_no_step_is_not_finished():
         finish_together(parts)
 
 
+def test_a_cluster_that_went_without_a_word_stays_dropped_for_people(tmp_path):
+    world = World(tmp_path, "ab", dead_after_s=10.0)
+
+    def shown() -> dict[str, str]:
+        return {each["name"]: each["state"] for each in status(world.core)["members"]}
+
+    world.drop("b")
+    assert shown() == {"a": "living", "b": "dropped"}
+    world.drop("b", for_long=True)
+    assert shown()["b"] == "dropped" and not world.core.membership.has(member_id("b"))
+    world.join("b")
+    world.leave("b")
+    assert shown()["b"] == "left", "it pauses, and has said so"
+
+
 def test_all_end_together_when_nothing_is_left_of_any(tmp_path):
     world = World(tmp_path, "abc", min_clusters=2, dead_after_s=10.0)
     assert world.end("a") is None

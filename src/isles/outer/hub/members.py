@@ -19,6 +19,8 @@ _SHOWN_BYTES = 24 * 2**20
 """All that members show of themselves."""
 _STANDS_IN = "stands in for "
 """What the id of a stand-in begins with; ids of members are hexadecimal."""
+LOST = "lost"
+"""The command of a member that has gone without a word; to others it is dropped still."""
 _GONE = 20
 """A member that is not heard for so many times `dead_after` has gone: its samples are leased to
 others, and it joins anew when it comes back. Until then it may go on with them."""
@@ -314,6 +316,7 @@ class Membership:
                 row["state"] == "dropped" or self.samples.has_any(number)
             ):
                 self.retire(row, "left", f"not heard for {silent_s:.0f} s", frees=True)
+                self.command(number, LOST)
 
     def end(self, number: int, rounds: int, *, is_decided: bool) -> int | None:
         """A member has nothing left that is in no average; after how many rounds all end, if so.
