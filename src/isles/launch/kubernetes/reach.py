@@ -23,8 +23,8 @@ from pydantic import TypeAdapter, ValidationError
 from isles.errors import PreflightError, UserError
 from isles.facts.terminal import show_streams
 from isles.launch.kubernetes.kubectl import Kubectl, not_running
-from isles.launch.ssh.shell import IN_POD, SSH_FAILED
-from isles.run.env import state_home
+from isles.launch.ssh.shell import SSH_FAILED
+from isles.run.env import IN_POD, state_home
 from isles.run.records import clear_errors, read_own, write_record
 
 _READER_S = 180.0

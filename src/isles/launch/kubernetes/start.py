@@ -24,8 +24,8 @@ from isles.launch.kubernetes.kubectl import Kubectl, Pod, not_running
 from isles.launch.kubernetes.manifest import KINDS, Manifest, job_name, pod_lines, python_of
 from isles.launch.kubernetes.reach import Place
 from isles.launch.remote.login import started_elsewhere
-from isles.launch.ssh.shell import IN_POD
 from isles.launch.ssh.start import interruptible
+from isles.run.env import IN_POD
 from isles.run.remote import RUNS
 
 _LOOK_S = 1.0

@@ -26,7 +26,7 @@ from isles.launch.answers import STARTED, Announced, read_started
 from isles.launch.base import Started, StartOptions
 from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.shell import SSH_FAILED, Result, Shell, not_started, python_failure
-from isles.run.env import NAMED
+from isles.run.env import MACHINE, NAMED
 from isles.run.paths import RunDir
 from isles.run.remote import RemoteRun, write_remote
 
@@ -207,7 +207,8 @@ def remote_script(run: RemoteRun, words: Sequence[str]) -> str:
     """
     run.require_own()
     command = shlex.join([run.python, "-m", "isles", *words])
-    return "\n".join([*run.lines, f"export {NAMED}={shlex.quote(run.behind)}", f"exec {command}"])
+    told = f"export {NAMED}={shlex.quote(run.behind)} {MACHINE}={shlex.quote(run.ssh)}"
+    return "\n".join([*run.lines, told, f"exec {command}"])
 
 
 def remote_isles(

@@ -23,7 +23,7 @@ from isles.launch.base import check_packages, make_fleet, resolve_for_nodes
 from isles.launch.manual import node_environ
 from isles.launch.ssh.environment import path_elsewhere
 from isles.run.begin import begin_attempt, write_launch
-from isles.run.env import SkyStart, take_sky_start
+from isles.run.env import SkyStart, settle_home, take_sky_start
 from isles.run.find import find_attempt
 from isles.run.nodes import FleetNode
 from isles.run.process import ProcessId
@@ -38,6 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", default="auto")
     parser.add_argument("--typed", default="")
     options = parser.parse_args(words)
+    settle_home()
     try:
         command = _begin(options, take_sky_start(), sys.stdin.read())
     except UserError as error:

@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from isles.errors import PreflightError, UserError
+from isles.run.env import IN_POD
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 SSH_FAILED = 255
 """Exit status of ssh itself where it cannot connect."""
-
-IN_POD = "kubernetes:"
-"""Begins a destination that is reached by kubectl, in a pod: see `launch/kubernetes/reach.py`."""
 
 _POD_S = 180.0
 """How long a pod may take to be there, where none of a run runs."""
