@@ -17,7 +17,6 @@ from isles.config.layout import Strategy
 from isles.config.memory import step_memory
 from isles.config.resolve import Resolved
 from isles.config.sections.run import RunConfig
-from isles.config.sections.training import length_in_steps
 from isles.data.loader import Loader
 from isles.dist.files import Disks
 from isles.dist.mesh import Mesh
@@ -31,6 +30,7 @@ from isles.run.upload import Uploader
 from isles.strategies.base import Engine
 from isles.train.balance import make_balancer, watch_speed
 from isles.train.data import make_data
+from isles.train.length import run_length
 from isles.train.metrics import StepMeter
 from isles.train.model import (
     ModelSize,
@@ -82,12 +82,12 @@ def build(
     tokenizer, training, validation = make_data(
         config, run_dir, world, recorder, resume_from, disks
     )
+    total_steps = run_length(resolved, training.samples_per_epoch, recorder.note)
     recorder.phase("building model")
     base = agree_on_base(config, world, resume_from)
     strategy, mesh, balancer, engine, model_size = _make_engine(
         config, run_dir, world, recorder, tokenizer, resume_from
     )
-    total_steps = length_in_steps(config.training, training.samples_per_epoch)
     if config.training.method == "dpo":
         # With the weights that the run begins with, so before any checkpoint is loaded.
         pairs = pairs_read(config, total_steps)

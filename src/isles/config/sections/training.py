@@ -67,8 +67,9 @@ class TrainingConfig(Section):
     lr_scheduler_type: Scheduler = "cosine"
     """Shape of the learning rate after the warm-up. wsd: warm-up, stable, then a linear decay."""
 
-    warmup_steps: Annotated[int, Field(ge=0, le=10**12)] = 0
-    """Steps over which the learning rate rises linearly to its peak."""
+    warmup_steps: Annotated[int, Field(ge=0, le=10**12)] | Fraction = 0
+    """Steps over which the learning rate rises linearly to its peak; or their share of the run,
+    below 1, such as 0.05."""
 
     decay_steps: PositiveInt | None = None
     """wsd only: steps of the final decay. null: a fifth of the run."""
@@ -177,6 +178,19 @@ def length_in_steps(config: TrainingConfig, samples_per_epoch: int | None) -> in
     return max(1, -(-int(samples) // config.global_batch_size))
 
 
+def warmup_in_steps(config: TrainingConfig, total_steps: int | None) -> int:
+    """The warm-up of a run in inner steps; a share always leaves one step at the peak.
+
+    Args:
+        config: the run file's section.
+        total_steps: length of the run; None only if the warm-up is not a share.
+    """
+    if isinstance(config.warmup_steps, int):
+        return config.warmup_steps
+    assert total_steps is not None, "rules refuse a share of a run without a last step"
+    return min(math.ceil(config.warmup_steps * total_steps), total_steps - 1)
+
+
 def learning_rate(config: TrainingConfig, step: int, total_steps: int | None) -> float:
     """The learning rate of an inner step.
 
@@ -189,7 +203,7 @@ def learning_rate(config: TrainingConfig, step: int, total_steps: int | None) ->
         The rate. Falling shapes reach `min_lr_ratio` of the peak just after the last step, so that
         no step is wasted on a rate of zero.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
+    peak, warmup = config.learning_rate, warmup_in_steps(config, total_steps)
     if step <= warmup:
         return peak * step / (warmup + 1)
     if config.lr_scheduler_type == "constant":
