@@ -104,7 +104,8 @@ def test_a_run_whose_loss_did_not_move_says_so(tmp_path: Path) -> None:
 
     for losses in ([2.558, 2.556], [2.0, 1.0, 2.1], [3.0 - i / 10_000 for i in range(100)]):
         text = said(losses)
-        assert "loss did not fall" in text and "learning_rate" in text
+        assert "did not move" in text or "loss rose" in text
+        assert "learning_rate" in text
     for losses in ([], [2.0], [2.0, 1.5], [None, 2.0], [3.0 - i / 100 for i in range(100)]):
         assert said(losses) == ""
     # A noisy training loss is no witness where there is a better one.

@@ -44,6 +44,7 @@ from isles.train.model import (
 from isles.train.optimizer import make_optimizers
 from isles.train.parts import Parts
 from isles.train.progress import Progress
+from isles.train.reach import adapter_notes
 from isles.train.record import Recorder, make_trackers
 from isles.train.reference import pairs_read, score_reference
 from isles.train.stop import Agreement, StopSignals
@@ -88,6 +89,9 @@ def build(
     strategy, mesh, balancer, engine, model_size = _make_engine(
         config, run_dir, world, recorder, tokenizer, resume_from
     )
+    if config.adapter.type != "none" and world.is_main and resume_from is None:
+        for line in adapter_notes(config, engine.model, tokenizer, training):
+            recorder.note(line)
     if config.training.method == "dpo":
         # With the weights that the run begins with, so before any checkpoint is loaded.
         pairs = pairs_read(config, total_steps)

@@ -82,8 +82,9 @@ def unmoved(
     last = sum(loss for _, loss in found[-count:]) / count
     if last < first * (1 - _LEAST_FALL):
         return ""
+    verb = "rose" if last > first * (1 + _LEAST_FALL) else f"did not move by {_LEAST_FALL:.0%}"
     return (
-        f"the {name} loss did not fall: {first:.4f} at step {found[0][0]}, {last:.4f} at step "
+        f"the {name} loss {verb}: {first:.4f} at step {found[0][0]}, {last:.4f} at step "
         f"{found[-1][0]}. The model has learned little or nothing: give it more steps (a larger "
         "training.num_train_epochs or max_steps, a smaller training.global_batch_size), or change "
         f"training.learning_rate ({config.training.learning_rate:g})"
