@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from isles.config.sections.model import ModelConfig
+from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.data.mix import build_datasets
+from isles.models.adapter import import_peft
 from isles.models.build import build_empty_model
 from isles.train.reach import adapter_notes
 from tests.data import quiet, write_rows
@@ -27,6 +28,12 @@ data: {sources: [{path: rows.jsonl, type: chat}], seq_length: 32, validation_fra
 training: {max_steps: 1}
 """
 START, END = "<|im_start|>", "<|im_end|>"
+
+
+@pytest.fixture(autouse=True)
+def _peft() -> None:
+    """Imported before there is data: records of what it logs keep the frames that import it."""
+    import_peft(AdapterConfig(type="lora"))
 
 
 @pytest.fixture
