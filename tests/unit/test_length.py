@@ -32,7 +32,7 @@ def resolved(folder: Path, *values: str) -> Resolved:
 
 def refused(run: Resolved, samples: int) -> str:
     with pytest.raises(ConfigErrors) as raised:
-        run_length(run, samples, print)
+        run_length(run, samples, None, print)
     return str(raised.value)
 
 
@@ -46,7 +46,7 @@ def test_a_schedule_that_is_longer_than_the_epochs_is_refused(tmp_path: Path) ->
     # One step that warms up would end at half the rate.
     assert "the 1 step of" in refused(resolved(tmp_path, "training.warmup_steps=1"), 3)
     for values in (("training.warmup_steps=4",), ("training.warmup_steps=0.9",), wsd[:2]):
-        assert run_length(resolved(tmp_path, *values), 20, print) == 5
+        assert run_length(resolved(tmp_path, *values), 20, None, print) == 5
 
 
 def test_a_share_that_warms_up_leaves_a_step_at_the_peak() -> None:
@@ -81,7 +81,7 @@ def test_every_template_reaches_its_rate_or_says_what_to_change(tmp_path: Path) 
                 kept if is_apart or training.method == "dpo" else kept * TOKENS // data.seq_length
             )
             notes: list[str] = []
-            steps = run_length(run, max(1, samples), notes.append)
+            steps = run_length(run, max(1, samples), None, notes.append)
             assert steps is not None
             rates = [
                 learning_rate(training, step, steps) for step in range(1, min(steps, 2000) + 1)

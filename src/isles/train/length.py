@@ -11,6 +11,7 @@ from isles.config.rules.training import schedule_rules
 from isles.config.sections.run import RunConfig
 from isles.config.sections.training import length_in_steps, warmup_in_steps
 from isles.errors import ConfigError, ConfigErrors
+from isles.run.checkpoints import CheckpointInfo
 
 log = logging.getLogger(__name__)
 
@@ -22,20 +23,26 @@ _LEAST_FALL = 0.01
 
 
 def run_length(
-    resolved: Resolved, samples_per_epoch: int, note: Callable[[str], None]
+    resolved: Resolved,
+    samples_per_epoch: int,
+    resume_from: CheckpointInfo | None,
+    note: Callable[[str], None],
 ) -> int | None:
     """The length of a run in steps; None: it is a time.
 
     Args:
         resolved: the run.
         samples_per_epoch: training samples in one pass over the data.
+        resume_from: the checkpoint that the run goes on from.
         note: takes a line for the user if epochs make few steps.
 
     Raises:
         ConfigErrors: the warm-up or the decay is longer than the run.
     """
     training, origins = resolved.config.training, resolved.origins
-    steps = length_in_steps(training, samples_per_epoch)
+    done = {"step": 0, "samples": 0} if resume_from is None else resume_from.manifest
+    step, cursor = int(done["step"]), int(done["samples"])
+    steps = length_in_steps(training, samples_per_epoch, step=step, cursor=cursor)
     if issues := [*schedule_rules(training, steps)]:
         places = (f"{origins[issue.keys[0]]} {issue.keys[0]}" for issue in issues)
         raise ConfigErrors(
