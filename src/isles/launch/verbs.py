@@ -64,6 +64,7 @@ def show_config(run_file: Path, /, *overrides: str) -> int:
         overrides: Values that replace those in the file, such as training.max_steps=5.
     """
     from isles.config.clusters import named_cluster
+    from isles.config.interop.deepspeed import deepspeed_notes
     from isles.config.load import load_run_file
     from isles.config.show import show
     from isles.launch.base import resolve_here
@@ -73,6 +74,8 @@ def show_config(run_file: Path, /, *overrides: str) -> int:
     for name in names:
         own = named_cluster(loaded, name) if len(names) > 1 else loaded
         head = f"# === cluster {name} ===\n" if len(names) > 1 else ""
+        for note in deepspeed_notes(own.config):
+            _warn(note)
         sys.stdout.write(head + show(resolve_here(own, _warn, needs_data=False)) + "\n")
     return ExitCode.OK
 

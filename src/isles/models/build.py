@@ -33,6 +33,7 @@ from isles.models.fill import (
     fill_fresh,
     fill_magnitudes,
     fill_pretrained,
+    untied,
     with_home,
 )
 
@@ -403,6 +404,10 @@ def _load_pretrained(
         names = sorted(report.get(keys) or ())
         if names:
             raise _mixed(config, f"{what} {len(names)} weights, the first {names[0]!r}")
+    # transformers keeps two weights that the config says are one, if they differ in the files.
+    for other, first in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter(other) is not model.get_parameter(first):
+            raise untied(config, first, other)
     if not options:
         return model.to(device)
     # On a CPU with AVX512-BF16 bitsandbytes packs the weights anew at the first forward pass in

@@ -23,6 +23,7 @@ from isles.models.build import converts_weights, load_model_config, take_generat
 from isles.run.checkpoints import find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_metrics, write_record
+from isles.train.length import unmoved
 from isles.train.model import base_of, empty_model, whole_model, with_base
 from isles.train.parts import Parts
 from isles.train.strategy import holds_whole_model
@@ -57,6 +58,8 @@ def finish(parts: Parts) -> None:
         "perplexity": evals[-1][2] if evals else None,
         "world_size": parts.world.world_size,
     }
+    if note := unmoved(parts.config, losses, evals):
+        parts.recorder.note(note)
     parts.recorder.finished(summary)
     write_record(run_dir.summary, summary | ({"hub": pushed} if pushed else {}))
     _plot_loss(curves, run_dir.name, run_dir.loss_plot)
