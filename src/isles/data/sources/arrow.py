@@ -26,8 +26,11 @@ MOST_BATCH_BYTES = 2**30
 _SAVE_AGAIN = "save it again with save_to_disk of the datasets library"
 
 
-def table_rows(table: Any, where: str) -> list[dict[str, Any]]:
+def table_rows(table: Any, where: str, *, keeps_nulls: bool = False) -> list[dict[str, Any]]:
     """The rows of a table or record batch of pyarrow, as Python's values.
+
+    A struct has all fields that any row has, and null in place of a missing field. So nulls in
+    structs are removed, unless `keeps_nulls`.
 
     DataError: the table is damaged, or holds a value that Python has no type for.
     """
@@ -50,15 +53,14 @@ def table_rows(table: Any, where: str) -> list[dict[str, Any]]:
             id="data.damaged",
         ) from error
     for field in table.schema:
-        if strip := _stripper(field.type):
+        if not keeps_nulls and (strip := _stripper(field.type)):
             for row in rows:
                 row[field.name] = strip(row[field.name])
     return rows
 
 
 def _stripper(type: Any) -> Callable[[Any], Any] | None:
-    # What takes the nulls out of the structs of a value: a struct has all fields that any row has,
-    # and cannot tell a null that was meant from a field that was not there. None: it has none.
+    # What takes the nulls out of the structs of a value; None: it has no struct.
     import pyarrow as pa
 
     if pa.types.is_struct(type):
@@ -85,10 +87,7 @@ def _stripper(type: Any) -> Callable[[Any], Any] | None:
 
 
 def without_nulls(value: Any, feature: Any) -> Any:
-    """A value of the datasets library without the nulls that its structs hold.
-
-    JSON keeps its own, which are meant.
-    """
+    """A value of the datasets library without the nulls in its structs. Nulls in JSON stay."""
     if type(feature).__name__ == "Json":
         return value
     if isinstance(value, dict):

@@ -50,7 +50,7 @@ ROW_BYTES = 64 * 2**20
 """A line, or a row of CSV, a JSON array or a table, has this size at most."""
 
 ROW_LINES = 2**20
-"""A row of CSV has so many lines at most."""
+"""Limit for the lines of a row of CSV."""
 
 UNPACKED_BYTES = 2**30
 """What a packed Parquet or Arrow file may unpack to, on the disk of temporary files."""
