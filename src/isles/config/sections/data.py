@@ -23,7 +23,7 @@ class SourceConfig(Section):
     path: Text | None = None
     """A file, a glob (**/*.txt), a folder saved by datasets, a hub id, python-docs or
     python-stdlib. Files: .jsonl, .json (objects, one a line or in an array), .csv, .tsv, .parquet,
-    each also with .gz; anything else is read as UTF-8 text."""
+    .arrow and text, each also packed (.gz, .bz2, .xz, .zst); docs/data.md has all endings."""
 
     type: Literal["text", "chat", "instruct", "tokens", "preference", "fake"] = "text"
     """text: documents. chat: messages with roles, also with from and value (human, gpt). instruct:
@@ -91,8 +91,8 @@ class DataConfig(Section):
     """Share of the documents held out for evaluation, by document. 0: no evaluation."""
 
     cache_dir: Text | None = None
-    """Folder for prepared tokens. Default: $XDG_CACHE_HOME/isles, or ~/.cache/isles, which isles
-    closes to other users."""
+    """Folder for prepared tokens. Default: data in $XDG_CACHE_HOME/isles, or in ~/.cache/isles,
+    which isles closes to other users. `isles data prune` deletes old tokens."""
 
 
 def isolates(data: DataConfig, source: SourceConfig) -> bool:

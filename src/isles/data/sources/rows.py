@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from threading import Event
 from typing import Any, NamedTuple
 
 from isles.errors import DataError
@@ -194,6 +196,17 @@ class Source(ABC):
     def content(self) -> dict[str, Any]:
         """What the rows depend on, alike on every machine that has the same; plain JSON."""
         return self.identity()
+
+    def near(self, identity: dict[str, Any]) -> dict[str, Any]:
+        """What sources with equal rows have in common, and is cheap to see, by `identity`."""
+        return self.content()
+
+    def digest(self, is_over: Event) -> str:
+        """A hash that equal rows have in common, and no others; it may take as long as reading.
+
+        Once `is_over` is set, the answer does not matter. DataError: something cannot be read.
+        """
+        return hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()
 
     @abstractmethod
     def chunks(self, parser: Parser, begin: ChunkStart | None = None) -> Iterator[Chunk]:
