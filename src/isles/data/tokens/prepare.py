@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from isles.config.files import BUILT_IN, named_files
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.sources.rows import Rows, Source, Tally, judge_bad_rows
+from isles.data.sources.rows import Rows, Source, Tally, judge_bad_rows, log_unread
 from isles.data.tokens.encode import Encoder, encode_rows
 from isles.data.tokens.store import (
     FORMAT,
@@ -99,11 +99,13 @@ def prepare(
                 tally = Tally(source.name, max_bad_fraction)
                 folder = _prepare_anew(order, progress, tally)
                 note_use(folder, order.key)
+                log_unread(source.name, tally.record())
                 return folder
     note_use(folder, order.key)
     # It may have been made when more rows were allowed to be bad, and of files elsewhere.
     facts = read_record(folder / MANIFEST, MAX_LIST_BYTES) or {}
     judge_bad_rows(source.name, _of_here(facts, order.identity), max_bad_fraction)
+    log_unread(source.name, facts)
     documents, tokens = facts.get("num_documents", 0), facts.get("num_tokens", 0)
     progress(f"{count_message(source.name, documents, tokens)} (prepared before)")
     return folder

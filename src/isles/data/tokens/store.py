@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from isles.config.foreign import open_regular
 from isles.data.order import Int64Array
+from isles.data.sources.rows import MOST_UNREAD
 from isles.data.tokens.encode import Encoded, Encoder
 from isles.errors import DataError, PreflightError
 from isles.run.checkpoints import sync_folder
@@ -33,7 +34,7 @@ from isles.run.records import MAX_LIST_BYTES, read_record, used_up
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Of the files, and of how rows become tokens; another number is another key."""
 
 DOCUMENTS = "docs.npy"
@@ -119,6 +120,9 @@ def _is_sound(manifest: dict[str, Any]) -> bool:
         and manifest.get("rows", 0) >= manifest.get("bad", 0) >= len(first_bad)
         and bool(first_bad) == bool(manifest.get("bad", 0))
         and all(isinstance(each, list) and list(map(type, each)) == [str] * 3 for each in first_bad)
+        and isinstance(unread := manifest.get("unread", {}), dict)
+        and len(unread) <= MOST_UNREAD
+        and all(type(n) is int and 0 < n <= manifest.get("rows", 0) for n in unread.values())
     )
 
 
