@@ -259,6 +259,21 @@ def test_a_null_that_is_meant_stays(tmp_path):
         assert found == {"city": "Bonn", "unit": None}, name
 
 
+def test_json_of_the_datasets_library_keeps_its_nulls(tmp_path):
+    import datasets
+
+    if not hasattr(datasets, "Json"):
+        pytest.skip("this version has no type for JSON")
+    called = {"name": "weather", "arguments": {"unit": None}}
+    kind = {"name": datasets.Value("string"), "id": datasets.Value("string")}
+    features = datasets.Features({"text": {**kind, "arguments": datasets.Json()}})
+    rows = [{"text": {**called, "id": None}}]
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "saved")
+    source = open_source(SourceConfig(path=str(tmp_path / "saved")))
+    [row] = source.rows(make_parser(SourceConfig()))
+    assert isinstance(row, Row) and row.columns["text"] == called
+
+
 def test_a_null_in_a_list_and_a_map_of_a_table_stay(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -298,6 +313,10 @@ def test_marks_line_ends_empty_parts_and_uneven_parts(tmp_path):
     for name in ("b.jsonl", "b.json", "b.csv", "b.txt", "b.jsonl.gz", "b.jsonl.zst", "b"):
         (tmp_path / name).write_bytes(b"")
         assert items(tmp_path / name) == [], name
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/_SUCCESS").touch()
+    (tmp_path / "parts/part-00000").write_bytes(lines(ROWS["chat"]))
+    assert len(items(tmp_path / "parts/*", "chat")) == 2
 
 
 def parquet_without_rows() -> bytes:
@@ -355,6 +374,8 @@ def test_what_is_not_text_is_refused_with_what_it_is(tmp_path):
         ("a.jsonl", text.encode("utf-16"), "iconv -f UTF-16 "),
         ("a.md", bytes(100), "not text"),
         ("a.csv", b"text;n\na;1\n", "separated by semicolons"),
+        ("a.json", b'{\n "data": [{"text": "a"}]\n}\n', "jq -c '.KEY[]'"),
+        ("a.csv", b"text\rone\rtwo\r", "tr "),
         ("a.tsv", b"text,n\na,1\n", "separated by commas"),
     ):
         (tmp_path / name).write_bytes(data)

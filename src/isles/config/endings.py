@@ -1,4 +1,4 @@
-"""Endings of data files: which format a name stands for, whatever the case of its letters."""
+"""Endings of data files, in small or capital letters, and the format that each of them means."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _NUMBER = re.compile(r"[-_.]?(?:part)?[-_.]?\d+(?:-of-\d+)?$")
 
 
 class Ending(NamedTuple):
-    """What a file's name says of the file.
+    """The format of a file by its name.
 
     Args:
-        suffix: the ending that says it, such as .jsonl; "" if no ending does.
-        format: None: the name does not say it, or isles does not read the format.
+        suffix: the ending that means a format, such as .jsonl; "" if the name has none.
+        format: None if the name has no such ending, or if isles does not read the format.
         fix: how to get the rows into a format that isles reads; "" if it may read this one.
-        packing: the ending that says how the file is packed, such as .gz; "" if none does.
+        packing: the ending of a packed file, such as .gz; "" if the name has none.
     """
 
     suffix: str
@@ -57,7 +57,7 @@ class Ending(NamedTuple):
 
 
 def ending_of(name: str) -> Ending:
-    """What a name says: of a.JSONL.gz, a.jsonl.1 and a.jsonl-00001-of-00007 that it has lines."""
+    """The ending of a name. a.JSONL.gz, a.jsonl.1 and a.jsonl-00001-of-00007 are all .jsonl."""
     packing, rest = "", PurePath(name).name.lower()
     while True:
         stem, dot, last = rest.rpartition(".")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from isles.checkpoint.export import save_tokenizer
+from isles.checkpoint.readable import save_tokenizer
 from isles.config.files import CHATML
 from isles.config.rules.shape import check_shape
 from isles.config.sections.data import DataConfig

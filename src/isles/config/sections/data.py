@@ -104,8 +104,8 @@ class DataConfig(Section):
     """Share of the documents held out for evaluation, by document. 0: no evaluation."""
 
     cache_dir: Text | None = None
-    """Folder for prepared tokens. Default: $XDG_CACHE_HOME/isles, or ~/.cache/isles, which isles
-    closes to other users."""
+    """Folder for prepared tokens. Default: data in $XDG_CACHE_HOME/isles, or in ~/.cache/isles,
+    which isles closes to other users. `isles data prune` deletes old tokens."""
 
 
 def isolates(data: DataConfig, source: SourceConfig) -> bool:

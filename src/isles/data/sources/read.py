@@ -107,7 +107,7 @@ def _rows_in(head: bytes) -> Literal["json", "lines"] | None:
     if _ARRAY.match(text):
         return "json"
     lines = [line for line in text.split(b"\n") if line.strip()]
-    if len(head) == _HEAD_BYTES:  # the last line goes on behind it
+    if lines and len(head) == _HEAD_BYTES:  # the last line goes on behind it
         if len(lines) == 1:
             return "lines" if _OBJECT.match(text) else None
         lines.pop()
@@ -152,7 +152,8 @@ def _text_chunks(path: Path, parser: Parser, begin: ChunkStart) -> Iterator[Chun
                 fix=f"name it {path.name}.{'jsonl' if rows == 'lines' else 'json'}: isles then "
                 "reads the rows; or take it out of data.sources",
             )
-        parser.check((PLAIN,), str(path))
+        if block:
+            parser.check((PLAIN,), str(path))
         whole = not offset and len(block) <= WHOLE_BYTES
         while block:
             piece = block if whole else block[: _border(block)]
@@ -193,6 +194,9 @@ def _json_row(line: bytes, path: Path, offset: int, number: int) -> Row | DataEr
         fix = _OBJECTS
         if number == 1 and line.lstrip().startswith(b"["):
             fix += "; name a file that is one JSON array NAME.json"
+        if number == 1 and line.strip() == b"{":
+            fix += "; `jq -c . FILE > NEW.jsonl` writes each object on a line, `jq -c '.KEY[]'` "
+            fix += "each object of its list KEY"
         if is_cut:
             fix += "; the file ends here: if it is cut off, fetch or write it again"
         return DataError(f"not JSON: {error}", where=where, fix=fix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from threading import Event
 from typing import Any, NamedTuple
 
 from isles.errors import DataError
@@ -229,6 +231,17 @@ class Source(ABC):
         """What the rows depend on, alike on every machine that has the same; plain JSON."""
         return self.identity()
 
+    def near(self, identity: dict[str, Any]) -> dict[str, Any]:
+        """What sources with equal rows have in common, and is cheap to see, by `identity`."""
+        return self.content()
+
+    def digest(self, is_over: Event) -> str:
+        """A hash that equal rows have in common, and no others; it may take as long as reading.
+
+        Once `is_over` is set, the answer does not matter. DataError: something cannot be read.
+        """
+        return hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()
+
     @abstractmethod
     def chunks(self, parser: Parser, begin: ChunkStart | None = None) -> Iterator[Chunk]:
         """The chunks from this one, which this method has given, to the last; None: from the first.
@@ -273,12 +286,13 @@ class Tally:
 
     def record(self) -> dict[str, Any]:
         """The counts and the first bad rows, as plain JSON."""
+        unread = sorted(self._unread.items(), key=lambda entry: (-entry[1], entry[0]))
         return {
             "rows": self.num_rows,
             "empty": self.num_empty,
             "bad": self.num_bad,
             "first_bad": [[error.where, error.what, error.fix] for _, error in self._first],
-            "unread": {name[:100]: n for name, n in self._unread.most_common(MOST_UNREAD)},
+            "unread": {name[:100]: count for name, count in unread[:MOST_UNREAD]},
         }
 
 
