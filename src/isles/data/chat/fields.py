@@ -59,6 +59,8 @@ def kind_of(chat: Chat) -> object:
     """
     kinds = set()
     for message in chat.messages:
+        if len(message) == 2 and type(message["content"]) is str:
+            continue
         if calls := message.get("tool_calls"):
             has_arguments = any("arguments" in call["function"] for call in calls)
             kinds.add((message["role"], bool(message["content"]), has_arguments))
@@ -211,11 +213,12 @@ class FieldProbe:
             if len(message) > 2:
                 for field in _more_fields(index, message):
                     self._sort(field, text, unread, doubtful)
-        for field in _fields_of_tools(chat.tools or ()):
-            self._sort(field, text, unread, doubtful)
+        if chat.tools:
+            for field in _fields_of_tools(chat.tools):
+                self._sort(field, text, unread, doubtful)
         if doubtful:
             unread |= self._probe(doubtful, chat, text, render, is_named)
-        return sorted(unread)
+        return sorted(unread) if unread else ()
 
     def _sort(self, field: _Field, text: str, unread: set[str], doubtful: list[_Field]) -> None:
         key = field.role, field.name

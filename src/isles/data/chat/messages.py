@@ -66,8 +66,10 @@ def read_messages(
     if not value:
         raise DataError(f"column {name!r} holds no message", where=where, fix="remove that row")
     lost: set[str] = set() if unread is None else unread
+    if ignored:
+        value = [_without(message, ignored) for message in value]
     messages = [
-        _read_message(_without(message, ignored), f"{name}[{index}]", where, keys or {}, lost)
+        _read_message(message, f"{name}[{index}]", where, keys or {}, lost)
         for index, message in enumerate(value)
     ]
     if "content" in ignored:
@@ -78,7 +80,7 @@ def read_messages(
 
 def _without(message: Any, ignored: frozenset[str]) -> Any:
     # A message, and its calls, without these fields.
-    if not ignored or not isinstance(message, Mapping):
+    if not isinstance(message, Mapping):
         return message
     kept = {k: value for k, value in message.items() if k not in ignored or k == "content"}
     if isinstance(calls := kept.get("tool_calls"), list):
@@ -96,13 +98,13 @@ def _read_message(
     # Columnar files fill what a message lacks with null.
     message = {k: v for k, v in value.items() if v is not None and k != role_key}
     message["role"] = role
-    calls, calls_at = message.pop("tool_calls", None), f"{at}.tool_calls"
+    calls, calls_key = message.pop("tool_calls", None), "tool_calls"
     if not calls and role == "assistant" and message.get("function_call"):
-        calls, calls_at = [message.pop("function_call")], f"{at}.function_call"
+        calls, calls_key = [message.pop("function_call")], "function_call"
     content_key = keys.get("content") or next((k for k in _CONTENT_NAMES if k in value), None)
     if value[role_key] in _CALLS and not calls:
         content_key = _key(value, keys.get("content"), _CONTENT_NAMES, "content", at, where)
-        calls, calls_at = message.pop(content_key, None), f"{at}.{content_key}"
+        calls, calls_key = message.pop(content_key, None), content_key
         message["content"] = ""
     elif not (role == "assistant" and calls) or message.get(content_key) is not None:
         content_key = _key(value, keys.get("content"), _CONTENT_NAMES, "content", at, where)
@@ -112,7 +114,7 @@ def _read_message(
     else:
         message["content"] = ""
     if calls:
-        message["tool_calls"] = _tool_calls(calls, calls_at, where)
+        message["tool_calls"] = _tool_calls(calls, f"{at}.{calls_key}", where)
     return message
 
 
@@ -151,14 +153,14 @@ def _role(value: object, at: str, where: str) -> str:
 
 
 def _content(value: object, at: str, where: str, role: str, unread: set[str]) -> Any:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    if role == "tool" and value is not None and not isinstance(value, str | bytes):
+    if isinstance(value, str | bytes) or value is None:
+        return checked_text(value, at, where)
+    if role == "tool":
         parts = value if isinstance(value, Sequence) else ()
         if not parts or not all(isinstance(p, Mapping) and p.get("type") == "text" for p in parts):
             return value  # a result as the tool gave it
-    if not is_list:
+    if not isinstance(value, Sequence):
         return checked_text(value, at, where)
-    assert isinstance(value, Sequence)
     texts = []
     for index, part in enumerate(value):
         if isinstance(part, str):
@@ -212,6 +214,8 @@ def take_masks(
     """
     masked = set()
     for index, message in enumerate(messages):
+        if len(message) == 2:
+            continue  # most have a role and content alone
         for key in (train_key,) if train_key else _TRAIN_NAMES:
             if key not in message:
                 continue
