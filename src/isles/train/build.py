@@ -224,11 +224,12 @@ def _make_model(
     if config.training.torch_compile:
         compile_model(model, strategy)
     log.info(
-        "model=%s parameters=%d trained=%d ranks=%d",
+        "model=%s parameters=%d trained=%d ranks=%d threads=%d",
         config.model.name_or_path,
         count_parameters(model),
         count_parameters(model, trained=True),
         world.world_size,
+        torch.get_num_threads(),
     )
     return model
 

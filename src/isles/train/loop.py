@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from isles.config.sections.training import learning_rate
-from isles.errors import ExitCode
+from isles.errors import ExitCode, TrainingError
+from isles.outer.hub.rules import FINISHED_FIX, FINISHED_WHAT
 from isles.train.parts import Parts
 from isles.train.stop import NOW, TIME_IS_UP, Decision, StopBeforeTraining
 
@@ -110,7 +111,17 @@ def finish_together(parts: Parts) -> int:
 
     Returns:
         As `end_together`; where it is a stop, everything is saved.
+
+    Raises:
+        TrainingError: other clusters have trained every step, so there is nothing of this run.
     """
+    if parts.progress.step == parts.total_steps and not parts.progress.tokens:
+        raise TrainingError(
+            f"this cluster has trained none of the {parts.total_steps} steps, so it exports no "
+            f"model: {FINISHED_WHAT}",
+            where="outer",
+            fix=FINISHED_FIX,
+        )
     stop = end_together(parts) if parts.progress.step == parts.total_steps else 0
     if stop:
         parts.save(wait=True)
