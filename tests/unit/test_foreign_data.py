@@ -362,6 +362,40 @@ def test_a_bomb_is_refused_in_bounded_memory(tmp_path):
     assert said.count("of more than 64 MiB") == 9, said
 
 
+@each("null", "bool", "fields")
+def test_many_values_of_few_bytes_are_counted(kind, *, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 2**24 + 1
+    values: Any = pa.nulls(number)
+    if kind == "bool":
+        values = pa.array([True]).take(pa.nulls(number, pa.int8()).fill_null(0))
+    if kind == "fields":
+        number = 2**20
+        values = pa.StructArray.from_arrays([pa.nulls(number)] * 16, [f"f{n}" for n in range(16)])
+    row = pa.ListArray.from_arrays(pa.array([0, number], pa.int32()), values)
+    pq.write_table(pa.table({"text": row}), tmp_path / "a.parquet")
+    assert "more than 64 MiB" in refusal(tmp_path / "a.parquet").what
+
+
+def test_a_file_that_is_exchanged_after_the_check_is_not_read(tmp_path, monkeypatch):
+    import pyarrow.parquet as pq
+
+    path, private = tmp_path / "a.parquet", tmp_path / "private.parquet"
+    write_parquet(path, {"text": ["public"]})
+    write_parquet(private, {"text": ["private"]})
+    read = pq.ParquetFile
+
+    def exchange(*args: Any, **more: Any) -> Any:
+        path.unlink()
+        path.symlink_to(private)
+        return read(*args, **more)
+
+    monkeypatch.setattr(pq, "ParquetFile", exchange)
+    assert "private" not in str(rows_of(path))
+
+
 def test_files_that_hold_secrets_of_isles_are_no_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = f"isles://127.0.0.1:1/t#{'T' * 43}.{'T' * 43}\n"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from isles.config.foreign import MAX_CONFIG_BYTES, folder_below, is_plain, open_regular, read_json
+from isles.data.sources.files import ROW_BYTES, too_large
 from isles.errors import DataError
 
 ARROW_MAGIC = b"ARROW1\0\0"
@@ -57,6 +58,56 @@ def table_rows(table: Any, where: str, *, keeps_nulls: bool = False) -> list[dic
             for row in rows:
                 row[field.name] = strip(row[field.name])
     return rows
+
+
+def _size_of(batch: Any) -> int:
+    """Bytes of a record batch, with at least four for each value.
+
+    Arrow needs no memory for a null, and a bit for a boolean: Python needs eight bytes and more.
+    """
+    return max(int(batch.nbytes), 4 * sum(map(_num_values, batch.columns)))
+
+
+def small_parts(batch: Any, name: str, first: int) -> Iterator[tuple[int, Any]]:
+    """Slices of a batch that are small enough to become Python's values, with their first rows.
+
+    Args:
+        name: of what the rows are from.
+        first: the number of the first row of the batch.
+
+    Raises:
+        DataError: the batch is damaged, or a row is too large.
+    """
+    try:
+        batch.validate()
+    except Exception as error:  # whatever damaged buffers provoke
+        raise damaged(error, f"{name} row {first}") from error
+    step = max(batch.num_rows, 1) if _size_of(batch) < ROW_BYTES // 4 else 1
+    for begin in range(0, batch.num_rows, step):
+        part = batch.slice(begin, step)
+        if step == 1 and _size_of(part) > ROW_BYTES:
+            raise too_large("row", f"{name} row {first + begin}")
+        yield first + begin, part
+
+
+def _num_values(array: Any) -> int:
+    # Of an array, and of all arrays in it. By offsets only: others may still be wrong.
+    import pyarrow as pa
+
+    kind, inner = array.type, []
+    if isinstance(array, pa.ChunkedArray):
+        return sum(map(_num_values, array.chunks))
+    if isinstance(array, pa.ExtensionArray):
+        return _num_values(array.storage)
+    if pa.types.is_struct(kind):
+        inner = [array.field(number) for number in range(kind.num_fields)]
+    elif pa.types.is_fixed_size_list(kind):
+        size = kind.list_size
+        inner = [array.values.slice(array.offset * size, len(array) * size)]
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind):
+        begin, end = (array.offsets[place].as_py() for place in (0, len(array)))
+        inner = [array.values.slice(begin, end - begin)]
+    return len(array) + sum(map(_num_values, inner))
 
 
 def _stripper(type: Any) -> Callable[[Any], Any] | None:

@@ -83,16 +83,16 @@ def opened_raw(path: Path) -> Iterator[io.BufferedReader]:
 
 
 @contextmanager
-def opened_whole(path: Path) -> Iterator[tuple[IO[bytes], Any]]:
-    """A file to read from any place, such as a Parquet file, and what to give to a library for it.
+def opened_whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file to read from any place, such as a Parquet file; unpacked into a temporary file.
 
-    That is its path, or the temporary file into which it was unpacked. DataError: it cannot be
-    read, or unpacks to more than `UNPACKED_BYTES`.
+    Give it to a library instead of the path, which somebody may replace by a link meanwhile.
+    DataError: it cannot be read, or unpacks to more than `UNPACKED_BYTES`.
     """
     with opened_raw(path) as raw:
         packing = packing_of(path, raw)
         if not packing:
-            yield raw, path
+            yield raw
             return
         with tempfile.TemporaryFile() as file:
             with _damages(path, packing):
@@ -107,7 +107,7 @@ def opened_whole(path: Path) -> Iterator[tuple[IO[bytes], Any]]:
                         )
                     file.write(block)
             file.seek(0)
-            yield file, file
+            yield file
 
 
 def packing_of(path: Path, raw: io.BufferedReader) -> str:

@@ -29,9 +29,11 @@ from isles.config.files import (
 from isles.config.foreign import open_foreign
 from isles.config.sections.data import SourceConfig
 from isles.data.sources.arrow import (
+    check_plain,
     check_saved,
     damaged,
     one_of_each,
+    small_parts,
     table_rows,
     undecoded,
     without_nulls,
@@ -258,10 +260,13 @@ class DatasetSource(Source):
                 table = dataset[number : number + CHUNK_ROWS]
             except Exception as error:  # whatever damaged buffers provoke
                 raise damaged(error, where) from error
-            rows = table_rows(table, where, keeps_nulls=has_json)
-            if has_json:
-                rows = [_with_json(features, row, f"{self.name} row {number}") for row in rows]
-            yield from _numbered(self.name, number, rows)
+            check_plain(table, self.name)
+            for begin, part in small_parts(table, self.name, number):
+                where = f"{self.name} row {begin}"
+                rows = table_rows(part, where, keeps_nulls=has_json)
+                if has_json:
+                    rows = [_with_json(features, row, where) for row in rows]
+                yield from _numbered(self.name, begin, rows)
 
 
 def _with_json(features: Any, row: dict[str, Any], where: str) -> dict[str, Any]:

@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from isles.data.sources.arrow import arrow_batches, check_plain, damaged, one_of_each, table_rows
+from isles.data.sources.arrow import (
+    arrow_batches,
+    check_plain,
+    damaged,
+    one_of_each,
+    small_parts,
+    table_rows,
+)
 from isles.data.sources.files import ROW_BYTES, opened_whole, too_large, unreadable
 from isles.data.sources.rows import Parser, Row, Rows
 from isles.errors import DataError
@@ -19,9 +26,9 @@ def parquet_rows(path: Path, parser: Parser, first: int) -> Rows:
     import pyarrow.parquet as pq
 
     row = first
-    with opened_whole(path) as (stream, place):
+    with opened_whole(path) as stream:
         try:
-            file = pq.ParquetFile(place)
+            file = pq.ParquetFile(stream)
             names = file.schema_arrow.names
         # Its classes let whatever a damaged file provokes pass through.
         except Exception as error:
@@ -52,7 +59,7 @@ def parquet_rows(path: Path, parser: Parser, first: int) -> Rows:
 def arrow_rows(path: Path, parser: Parser, first: int) -> Rows:
     """The rows of an Arrow file or stream from this number on. DataError: as `file_chunks`."""
     row = 0
-    with opened_whole(path) as (stream, _):
+    with opened_whole(path) as stream:
         batches = arrow_batches(stream, str(path))
         while True:
             try:
@@ -77,25 +84,21 @@ def _wanted_columns(path: Path, parser: Parser, names: Sequence[str]) -> list[st
 
 
 def _rows_of(path: Path, batch: Any, first: int) -> Iterator[Row]:
-    # A large batch becomes Python's values row by row: they take as much memory again.
-    step = max(batch.num_rows, 1) if batch.nbytes < _BATCH_BYTES // 4 else 1
-    for begin in range(0, batch.num_rows, step):
-        where = f"{path} row {first + begin}"
-        part = batch.slice(begin, step)
-        if step == 1 and part.nbytes > ROW_BYTES:
-            raise too_large("row", where)
-        for number, values in enumerate(table_rows(part, where), start=first + begin):
+    for begin, part in small_parts(batch, str(path), first):
+        for number, values in enumerate(table_rows(part, f"{path} row {begin}"), start=begin):
             yield Row(f"{path} row {number}", values)
 
 
 def _batch_rows(
     path: Path, stream: IO[bytes], metadata: Any, groups: list[int], wanted: list[str]
 ) -> int:
-    # How many rows to unpack at once. Each of them may be a value of the dictionary, which the file
-    # holds once: its size is in the header of the first page, and all else may be false.
+    # How many rows to unpack at once: by the mean size of a row, as the file says it. Each of them
+    # may be a value of the dictionary, which the file holds once: its size is in the header of the
+    # first page, and all else may be false.
     largest = 1
     for group in groups:
         columns = metadata.row_group(group)
+        largest = max(largest, columns.total_byte_size // max(columns.num_rows, 1))
         for number in range(columns.num_columns):
             column = columns.column(number)
             if not f"{column.path_in_schema}.".startswith(tuple(f"{name}." for name in wanted)):
