@@ -27,6 +27,15 @@ class ModelConfig(Section):
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
 
+OWN_VARIABLES = frozenset(
+    (
+        *("messages", "tools", "add_generation_prompt", "continue_final_message"),
+        *("chat_template", "conversations", "return_assistant_tokens_mask"),
+    )
+)
+"""Variables of a chat template that isles and transformers give to it."""
+
+
 class TokenizerConfig(Section):
     """Which tokenizer; left out, the model's own."""
 

@@ -260,13 +260,14 @@ class DatasetSource(Source):
                 table = dataset[number : number + CHUNK_ROWS]
             except Exception as error:  # whatever damaged buffers provoke
                 raise damaged(error, where) from error
+            skipped = [name for name in names if name not in wanted]
             check_plain(table, self.name)
             for begin, part in small_parts(table, self.name, number):
                 where = f"{self.name} row {begin}"
                 rows = table_rows(part, where, keeps_nulls=has_json)
                 if has_json:
                     rows = [_with_json(features, row, where) for row in rows]
-                yield from _numbered(self.name, begin, rows)
+                yield from _numbered(self.name, begin, rows, skipped)
 
 
 def _with_json(features: Any, row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -323,8 +324,10 @@ class HubStream(Source):
             ) from error
 
 
-def _numbered(name: str, first: int, rows: Sequence[Any]) -> list[Row | DataError]:
-    return [Row(f"{name} row {first + i}", row) for i, row in enumerate(rows)]
+def _numbered(
+    name: str, first: int, rows: Sequence[Any], skipped: Sequence[str] = ()
+) -> list[Row | DataError]:
+    return [Row(f"{name} row {first + i}", row, skipped) for i, row in enumerate(rows)]
 
 
 def _open_saved(folder: Path, split: str) -> DatasetSource:

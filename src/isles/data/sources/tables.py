@@ -35,6 +35,7 @@ def parquet_rows(path: Path, parser: Parser, first: int) -> Rows:
             raise _damaged("the Parquet file is damaged", path, error, row) from error
         with file:
             wanted = _wanted_columns(path, parser, names)
+            unread = [name for name in names if name not in wanted]
             # The row groups before the first row are not read.
             sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
             skipped = group = 0
@@ -52,7 +53,7 @@ def parquet_rows(path: Path, parser: Parser, first: int) -> Rows:
                     return
                 kept = batch.slice(min(first - skipped, batch.num_rows))
                 skipped += batch.num_rows - kept.num_rows
-                yield from _rows_of(path, kept, row)
+                yield from _rows_of(path, kept, row, unread)
                 row += kept.num_rows
 
 
@@ -73,7 +74,8 @@ def arrow_rows(path: Path, parser: Parser, first: int) -> Rows:
             wanted = _wanted_columns(path, parser, batch.schema.names)
             kept = batch.select(wanted).slice(min(max(first - row, 0), batch.num_rows))
             check_plain(kept, str(path))
-            yield from _rows_of(path, kept, row + batch.num_rows - kept.num_rows)
+            unread = [name for name in batch.schema.names if name not in wanted]
+            yield from _rows_of(path, kept, row + batch.num_rows - kept.num_rows, unread)
             row += batch.num_rows
 
 
@@ -83,10 +85,10 @@ def _wanted_columns(path: Path, parser: Parser, names: Sequence[str]) -> list[st
     return [name for name in names if name in parser.wanted]
 
 
-def _rows_of(path: Path, batch: Any, first: int) -> Iterator[Row]:
+def _rows_of(path: Path, batch: Any, first: int, skipped: Sequence[str]) -> Iterator[Row]:
     for begin, part in small_parts(batch, str(path), first):
         for number, values in enumerate(table_rows(part, f"{path} row {begin}"), start=begin):
-            yield Row(f"{path} row {number}", values)
+            yield Row(f"{path} row {number}", values, skipped)
 
 
 def _batch_rows(
