@@ -35,8 +35,8 @@ def parquet_rows(path: Path, parser: Parser, first: int) -> Rows:
             raise _damaged("the Parquet file is damaged", path, error, row) from error
         with file:
             wanted = _wanted_columns(path, parser, names)
-            skipped_names = [name for name in names if name not in wanted]
-            skipped_names = [name for name in skipped_names if not _is_null(file.metadata, name)]
+            others = [field for field in file.schema_arrow if field.name not in wanted]
+            skipped_names = [f.name for f in others if not _is_null(file.metadata, f)]
             # The row groups before the first row are not read.
             sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
             skipped = group = 0
@@ -90,11 +90,13 @@ def _wanted_columns(path: Path, parser: Parser, names: Sequence[str]) -> list[st
     return [name for name in names if name in parser.wanted]
 
 
-def _is_null(metadata: Any, name: str) -> bool:
+def _is_null(metadata: Any, field: Any) -> bool:
     # Whether a column has nothing but nulls, as far as the file says it without being read.
+    if str(field.type) == "null":
+        return True
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         columns = map(group.column, range(group.num_columns))
-        found = [column.statistics for column in columns if column.path_in_schema == name]
+        found = [column.statistics for column in columns if column.path_in_schema == field.name]
         if not found or found[0] is None or found[0].null_count != group.num_rows:
             return False
     return True
