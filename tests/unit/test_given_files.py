@@ -344,7 +344,9 @@ def test_a_packed_file_that_is_damaged_is_named_so(tmp_path):
     for ending, pack in PACKED.items():
         packed = pack(data)
         half = packed[: len(packed) // 2]
-        for bad in (half, packed[:-3], half + bytes(50) + half, packed + b"more", b"junk"):
+        (tmp_path / f"b.jsonl{ending}").write_bytes(data)
+        assert f"it is not packed with {tests[ending]}" in refusal(tmp_path / f"b.jsonl{ending}")
+        for bad in (half, packed[:-3], half + bytes(50) + half, packed + b"more"):
             (tmp_path / f"a.jsonl{ending}").write_bytes(bad)
             said = refusal(tmp_path / f"a.jsonl{ending}")
             assert f"{tests[ending]} file is damaged" in said, said
