@@ -30,11 +30,12 @@ from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import write_record
 from isles.run.relay import LONGEST, pack, unpack
-from isles.run.remote import ClusterRun, MultiClusterRun
+from isles.run.remote import ClusterRun, MultiClusterRun, RemoteRun
 from isles.run.restarts import record_restart
 from tests import live_records
 from tests.deadline import DEADLINE_S, until
 from tests.live_records import gpu_record, metrics_row, node_record, rank_record, write_live
+from tests.programs import write_program
 from tests.run_records import GONE, recorded_run, two_hosts
 
 STATUS = {"phase": "training", "step": 40, "total_steps": 100, "loss": 0.2, "world_size": 4}
@@ -429,6 +430,21 @@ def test_a_watch_gives_one_snapshot_after_the_other_logs_and_stacks(tmp_path: Pa
         run_dir.path.rename(tmp_path / "elsewhere")
         until(lambda: "was deleted or moved away" in watch.error)
         assert watch.latest is not None and len(watch.latest.ranks) == 4
+
+
+def test_a_snapshot_with_an_odd_time_is_not_taken(tmp_path: Path, monkeypatch) -> None:
+    """NaN equals no time: a page that waited for a newer snapshot sent this one without end."""
+    times = ("5.0", "NaN", "Infinity", "-Infinity", "1e308", "-1e308", "1e999", '"x"', "null", "[]")
+    (tmp_path / "said").write_text("".join(f'{{"at": {at}}}\n' for at in times))
+    write_program(tmp_path / "ssh", f"cat {tmp_path}/said; exit 3")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    far = RemoteRun("x-1", "me@h", "/x-1", (), "python3", "ssh", ("me@h",), 1.0)
+    with Watch(far, tmp_path, 0.2) as watch:
+        until(lambda: "exit status 3" in watch.error)  # all lines are read
+        shown = watch.wait(0.0, DEADLINE_S)
+        assert shown is not None and shown.at == 5.0
+        assert watch.wait(shown.at, 0.0) is None
+        assert_fits(shown)
 
 
 def test_sixty_four_nodes_of_eight_cards_are_a_small_snapshot(tmp_path: Path) -> None:

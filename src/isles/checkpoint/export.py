@@ -15,7 +15,7 @@ import os
 import shutil
 import stat
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from isles.checkpoint.load import load_tensors, save_readable
-from isles.errors import DataError, TrainingError, UserError
+from isles.checkpoint.readable import save_config, save_tokenizer
+from isles.checkpoint.reread import answer, read_again
+from isles.errors import TrainingError, UserError
 from isles.run.env import hidden
 from isles.run.records import NO_SPACE, refusal, used_up
 
@@ -32,8 +34,11 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
 """What peft's own models put before every name."""
 
-_PROBE = (2, 16)
-"""Rows and tokens that a merged model is tried with."""
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_NOTHING: Mapping[str, Any] = {}
+
+Verify = Callable[[Path, Tensor | None], None]
+"""Reads a folder that is written, before it is called an export; see `read_again`."""
 
 
 def export_checkpoint(
@@ -43,13 +48,19 @@ def export_checkpoint(
     folder: Path,
     *,
     max_shard_bytes: int,
+    base: Mapping[str, Any] = _NOTHING,
+    dtype: torch.dtype | None = None,
     card: str | None = None,
+    verify: Verify = read_again,
 ) -> None:
     """Export a checkpoint file by file, so that the model is never in memory as a whole.
 
     Args:
         model: the Hugging Face model on the meta device: names, shapes, types and config.
         max_shard_bytes: weights in one file, and so in memory; a larger tensor has its own.
+        base: the config.json that the run began with.
+        dtype: of the weights in the files; None: as they were trained.
+        verify: reads the folder before it takes its place.
 
     Raises:
         UserError: the folder holds something that is not an export.
@@ -57,12 +68,9 @@ def export_checkpoint(
     """
     with _whole_folder(folder, card) as partial:
         _give_special_tokens(model, tokenizer)
+        _cast(model, dtype)  # without memory
         model.config.architectures = [type(model).__name__]
-        model.config.dtype = model.dtype
-        model.config.save_pretrained(partial)
-        _save_generation_config(model, partial)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, partial)
+        _save_files(model, tokenizer, partial, base)
         shards = _plan_shards(model, max_shard_bytes)
         where: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
@@ -78,6 +86,7 @@ def export_checkpoint(
             index = {"metadata": {"total_size": size}, "weight_map": where}
             text = json.dumps(index, indent=2, sort_keys=True)
             (partial / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
+        verify(partial, None)
 
 
 def export_model(
@@ -86,13 +95,18 @@ def export_model(
     folder: Path,
     *,
     max_shard_bytes: int,
+    base: Mapping[str, Any] = _NOTHING,
+    dtype: torch.dtype | None = None,
     card: str | None = None,
+    verify: Verify = read_again,
 ) -> None:
     """Write config, safetensors and tokenizer; load them again; compare every weight; rename.
 
     Args:
+        model: afterwards its weights have the type of the export.
         folder: the result; an earlier export there is replaced once the new one is verified.
         max_shard_bytes: weights in one file; a larger tensor has its own.
+        base, dtype, verify: as for `export_checkpoint`.
 
     Raises:
         UserError: the folder holds something that is not an export.
@@ -100,6 +114,7 @@ def export_model(
     """
     with _whole_folder(folder, card) as partial:
         _give_special_tokens(model, tokenizer)
+        _cast(model, dtype)
         # accelerate looks whether this is DeepSpeed's engine, and imports all of it, with MLflow.
         settings, model.generation_config = model.generation_config, type(model.generation_config)()
         try:
@@ -110,15 +125,50 @@ def export_model(
         mode = stat.S_IMODE((partial / "config.json").stat().st_mode)
         for file in partial.glob("*.safetensors"):
             file.chmod(mode)  # see `save_readable`
-        _save_generation_config(model, partial)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, partial)
+        _save_files(model, tokenizer, partial, base)
         again = type(model).from_pretrained(partial, dtype=model.dtype, use_safetensors=True)
         written = again.state_dict()
         for name, value in model.state_dict().items():
             if name not in written or not torch.equal(written[name], value.cpu()):
                 what = f"the exported weight {name!r} does not load to what was trained"
                 raise _differs(what, folder)
+        del again, written
+        verify(partial, answer(model.eval()))
+
+
+def _save_files(model: Any, tokenizer: Any, folder: Path, base: Mapping[str, Any]) -> None:
+    # All that lies beside the weights.
+    model.config.dtype = model.dtype
+    save_config(model.config, folder, base)
+    # Not save_pretrained: it refuses settings that many published models have, such as a
+    # temperature without do_sample, once anything else of them was changed.
+    if model.can_generate():
+        path = folder / "generation_config.json"
+        model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, folder)
+
+
+@torch.no_grad()
+def _cast(model: Any, dtype: torch.dtype | None) -> None:
+    # In place, weight by weight; those that a model holds in 32 bits anyway stay so.
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, weight in model.named_parameters():
+        if dtype is not None and weight.is_floating_point() and kept.isdisjoint(name.split(".")):
+            weight.data = weight.data.to(dtype)
+            if not weight.is_meta:
+                _check_range(name, weight)
+
+
+def _check_range(name: str, weight: Tensor) -> None:
+    if weight.dtype == torch.float16 and not bool(torch.isfinite(weight).all()):
+        raise TrainingError(
+            f"the trained weight {name!r} has numbers beyond float16, the type of the base",
+            where="checkpoint.export_dtype",
+            fix="set checkpoint.export_dtype: bfloat16 (or float32)",
+        )
 
 
 def read_trained(model: nn.Module, checkpoint: Path) -> None:
@@ -157,52 +207,49 @@ def export_adapter(
         _write_verified(read, partial / _ADAPTER_WEIGHTS)
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer's files into a folder.
-
-    Raises:
-        OSError: the disk does not take them.
-        DataError: a value in the files that it was loaded from cannot be written.
-    """
-    try:
-        tokenizer.save_pretrained(folder)
-    except OSError:
-        raise
-    # Its values come from elsewhere, and may have any type.
-    except Exception as error:
-        raise DataError(
-            f"the tokenizer cannot be written: {type(error).__name__}: {str(error)[:300]}",
-            where=str(tokenizer.name_or_path or type(tokenizer).__name__),
-            fix="repair its tokenizer_config.json, or name another in tokenizer.name_or_path",
-            id="data.tokenizer",
-        ) from error
-
-
 def export_merged(
-    model: Any, tokenizer: Any, folder: Path, *, max_shard_bytes: int, card: str | None
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    max_shard_bytes: int,
+    base: Mapping[str, Any] = _NOTHING,
+    dtype: torch.dtype | None = None,
+    card: str | None,
+    verify: Verify = read_again,
 ) -> None:
     """Merge a model's adapter into its weights, and export it as one whole model.
 
     Args:
         model: a Hugging Face model with a trained adapter, whole on one device, not quantised;
             afterwards it is the merged model.
-        folder, max_shard_bytes, card: as for `export_model`.
+        folder, max_shard_bytes, base, dtype, card, verify: as for `export_model`.
 
     Raises:
         UserError: the folder holds something that is not an export.
         TrainingError: the merged model does not answer as the model with the adapter does.
     """
     model.eval()
-    dtype = next(p.dtype for p in model.parameters() if not p.requires_grad)
-    wanted = _logits(model, dtype)
+    held = next(p.dtype for p in model.parameters() if not p.requires_grad)
+    mixed = held if held != torch.float32 else None
+    wanted = answer(model, autocast=mixed)
     _merge(model)
-    model.to(dtype)
-    found = _logits(model, dtype)
+    model.to(held)
+    found = answer(model, autocast=mixed)
     # Merged weights are rounded once more: in bf16 to three digits.
-    tolerance = (1e-3 if dtype == torch.float32 else 0.1) * float(wanted.abs().max())
+    tolerance = (1e-3 if held == torch.float32 else 0.1) * float(wanted.abs().max())
     if not bool(torch.isfinite(found).all()) or float((found - wanted).abs().max()) > tolerance:
         raise _differs("the merged model does not answer as the model with the adapter", folder)
-    export_model(model, tokenizer, folder, max_shard_bytes=max_shard_bytes, card=card)
+    export_model(
+        model,
+        tokenizer,
+        folder,
+        max_shard_bytes=max_shard_bytes,
+        base=base,
+        dtype=dtype,
+        card=card,
+        verify=verify,
+    )
 
 
 @contextlib.contextmanager
@@ -273,6 +320,7 @@ def _write_verified(read: Callable[[], dict[str, Tensor]], file: Path) -> None:
     save_readable(read(), file)
     with safe_open(file, "pt") as written:
         for name, value in read().items():
+            _check_range(name, value)
             if not torch.equal(written.get_tensor(name), value):
                 what = f"the exported weight {name!r} does not read back"
                 raise _differs(what, file.parent)
@@ -289,14 +337,20 @@ def _read_shard(checkpoint: Path, names: dict[str, Tensor]) -> dict[str, Tensor]
 def _give_special_tokens(model: Any, tokenizer: Any) -> None:
     # A model trained with its own tokenizer must know where a text ends.
     # Ids that are special to the tokenizer stay; others are those of another tokenizer, such as the
-    # ones that a class of models has by default.
+    # ones that a class of models has by default. A model with an id that it lacks does not load.
+    text = model.config.get_text_config()
+    for holder in (model.config, text, model.generation_config):
+        for name in _TOKEN_IDS:
+            setattr(holder, name, _known(getattr(holder, name, None), text.vocab_size))
     if tokenizer is None:
         return
     special = set(tokenizer.all_special_ids)
     special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        own = getattr(tokenizer, name, None)
+    for name in _TOKEN_IDS:
+        own = _known(getattr(tokenizer, name, None), text.vocab_size)
         for holder in (model.config, model.generation_config):
+            if name == "pad_token_id" and holder is model.config:
+                continue  # as it was trained: that row of the embedding has no gradient
             ids = getattr(holder, name, None)
             has_own = not special.isdisjoint(ids if isinstance(ids, list) else [ids])
             if ids is None or (own is not None and not has_own):
@@ -304,17 +358,16 @@ def _give_special_tokens(model: Any, tokenizer: Any) -> None:
     # Generation stops at the tokenizer's end too: it may be that of a turn, learnt just now.
     known = model.generation_config.eos_token_id
     ids = known if isinstance(known, list) else [known]
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ids:
-        kept = [i for i in ids if i is not None]
-        model.generation_config.eos_token_id = [*kept, tokenizer.eos_token_id]
+    end = _known(tokenizer.eos_token_id, text.vocab_size)
+    if end is not None and end not in ids:
+        model.generation_config.eos_token_id = [*(i for i in ids if i is not None), end]
 
 
-def _save_generation_config(model: Any, folder: Path) -> None:
-    # Not save_pretrained: it refuses settings that many published models have, such as a
-    # temperature without do_sample, once anything else of them was changed.
-    if model.can_generate():
-        path = folder / "generation_config.json"
-        model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
+def _known(ids: Any, vocab_size: int) -> Any:
+    # Ids of tokens that the model has. -1 stands for none in some published models.
+    if isinstance(ids, list):
+        return [i for i in ids if i < vocab_size] or None
+    return ids if ids is None or ids < vocab_size else None
 
 
 def _named_by_peft(model: Any, checkpoint: Path) -> dict[str, Tensor]:
@@ -326,19 +379,6 @@ def _named_by_peft(model: Any, checkpoint: Path) -> dict[str, Tensor]:
     named = get_peft_model_state_dict(model, own, save_embedding_layers=False)
     assert len(named) == len(own), sorted(own)
     return {f"{_PEFT_PREFIX}{name}": value for name, value in named.items()}
-
-
-@torch.no_grad()
-def _logits(model: Any, dtype: torch.dtype) -> Tensor:
-    # Of the same few tokens every time, [B, T, V] in fp32.
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(0)
-    vocab_size = int(model.config.get_text_config().vocab_size)
-    tokens = torch.randint(vocab_size, _PROBE, generator=generator).to(device)
-    is_mixed = dtype != torch.float32
-    with torch.autocast(device.type, dtype=dtype if is_mixed else None, enabled=is_mixed):
-        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
-    return logits.float()
 
 
 @torch.no_grad()

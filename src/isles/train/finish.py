@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,16 @@ from isles.checkpoint.export import (
 from isles.checkpoint.hub import push
 from isles.config.resolve import Resolved
 from isles.errors import UserError
-from isles.models.build import converts_weights, load_model_config, take_generation_config
+from isles.models.build import (
+    base_files,
+    converts_weights,
+    load_model_config,
+    take_generation_config,
+)
 from isles.run.checkpoints import find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_metrics, write_record
+from isles.train.length import unmoved
 from isles.train.model import base_of, empty_model, whole_model, with_base
 from isles.train.parts import Parts
 from isles.train.strategy import holds_whole_model
@@ -35,14 +43,11 @@ def finish(parts: Parts) -> None:
     if not parts.world.is_main:
         return
     run_dir, progress = parts.run_dir, parts.progress
-    pushed, elapsed_s = None, progress.elapsed_s  # an export is no training
+    failed, pushed = None, None
+    elapsed_s = progress.elapsed_s  # an export is no training
     if parts.config.checkpoint.export_on_finish:
-        parts.recorder.phase("exporting", str(run_dir.model))
-        is_whole = holds_whole_model(parts.strategy) and parts.config.adapter.type == "none"
-        model = parts.engine.model if is_whole else None
-        step, folder = progress.step, run_dir.model
-        export_step(run_dir, parts.resolved, parts.tokenizer, step, folder, model=model)
-        pushed = _push(parts)
+        failed = _export(parts)
+        pushed = None if failed else _push(parts)
     curves = _read_losses(run_dir.metrics)
     losses, evals = curves["train"], curves["eval"]
     summary: dict[str, Any] = {
@@ -57,9 +62,35 @@ def finish(parts: Parts) -> None:
         "perplexity": evals[-1][2] if evals else None,
         "world_size": parts.world.world_size,
     }
+    if note := unmoved(parts.config, losses, evals):
+        parts.recorder.note(note)
     parts.recorder.finished(summary)
-    write_record(run_dir.summary, summary | ({"hub": pushed} if pushed else {}))
+    notes = {"hub": pushed, "export_error": failed}
+    write_record(run_dir.summary, summary | {k: v for k, v in notes.items() if v is not None})
     _plot_loss(curves, run_dir.name, run_dir.loss_plot)
+
+
+def _export(parts: Parts) -> str | None:
+    # The error, if there was one. The run has trained all its steps, and its checkpoint is whole:
+    # whatever an export meets is not the run's failure.
+    run_dir, step = parts.run_dir, parts.progress.step
+    parts.recorder.phase("exporting", str(run_dir.model))
+    is_whole = holds_whole_model(parts.strategy) and parts.config.adapter.type == "none"
+    model = parts.engine.model if is_whole else None
+    try:
+        export_step(run_dir, parts.resolved, parts.tokenizer, step, run_dir.model, model=model)
+    except Exception as error:
+        known = error if isinstance(error, UserError) else None
+        if known is None:
+            log.exception("export step=%d", step)
+        what = f"{known.where}: {known.what}" if known else f"{type(error).__name__}: {error}"
+        fix = f"{known.fix}; then " if known and known.fix else ""
+        parts.recorder.note(
+            f"the model is not exported: {what}. The checkpoint of step {step} is whole: {fix}"
+            f"`isles checkpoint export {run_dir.name}` exports it"
+        )
+        return what
+    return None
 
 
 _Curves = dict[str, list[tuple[int, Any, Any]]]
@@ -106,13 +137,18 @@ def export_step(
     merges = has_adapter and (config.checkpoint.merge_adapter if merge is None else merge)
     kind: ExportKind = "adapter" if has_adapter and not merges else "model"
     size = int(config.checkpoint.max_shard_gb * 10**9)
+    export_dtype = config.checkpoint.export_dtype
     if has_adapter:
         config = with_base(config, checkpoint)
     card = card_text(run_dir, resolved, checkpoint, tokenizer, kind=kind, repo=repo)
     if kind == "adapter":
         model, base = empty_model(config, tokenizer), base_of(config)["name"]
         export_adapter(checkpoint.path, model, tokenizer, folder, base=base, card=card)
-    elif has_adapter:
+        return
+    base_config, dtype = base_files(config.model)
+    if export_dtype != "base":
+        dtype = getattr(torch, export_dtype)
+    if has_adapter:
         frozen = None
         if config.adapter.type == "qlora":
             frozen = load_model_config(config.model).dtype or torch.float32
@@ -121,9 +157,9 @@ def export_step(
             config = config.model_copy(update={"adapter": plain})
         model = whole_model(config, tokenizer, torch.device("cpu"), frozen=frozen)
         read_trained(model, checkpoint.path)
-        export_merged(model, tokenizer, folder, max_shard_bytes=size, card=card)
+        write: Callable[..., None] = export_merged
     elif model is not None:
-        export_model(model, tokenizer, folder, max_shard_bytes=size, card=card)
+        write = export_model
     else:
         model = empty_model(config, tokenizer)
         take_generation_config(model, config.model)
@@ -133,9 +169,8 @@ def export_step(
                 "export` writes them one by one, as on the hub, and needs memory for the whole "
                 "model"
             )
-        export_checkpoint(
-            checkpoint.path, model, tokenizer, folder, max_shard_bytes=size, card=card
-        )
+        write = functools.partial(export_checkpoint, checkpoint.path)
+    write(model, tokenizer, folder, max_shard_bytes=size, base=base_config, dtype=dtype, card=card)
 
 
 def _push(parts: Parts) -> dict[str, str] | None:

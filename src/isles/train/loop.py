@@ -50,7 +50,7 @@ def train(parts: Parts) -> ExitCode:
         decision = parts.agreement.decide()
         stop = outer_step(parts, decision) or decision.stop
 
-        parts.rebalance()
+        parts.rebalance(data.next_sample - data.first_sample)
         evaluates = parts.is_due(config.eval_steps) and progress.step != parts.total_steps
         saves = decision.save or stop or parts.is_due(parts.config.checkpoint.every_steps)
         if is_recorded or evaluates or saves or parts.checks_every_step:

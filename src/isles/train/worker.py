@@ -140,7 +140,8 @@ def _train(
     parts.checkpoints.close()
     if code is ExitCode.OK:
         finish(parts)
-    finish_copy(uploader, code, recorder, has_model=saving.export_on_finish)
+    has_model = saving.export_on_finish and run_dir.model.is_dir()
+    finish_copy(uploader, code, recorder, has_model=has_model)
     if code is ExitCode.OK:
         reason = "finished"
     elif code is ExitCode.HANDOVER:

@@ -37,9 +37,13 @@ class CheckpointConfig(Section):
     export_on_finish: bool = True
     """At the end, write RUN/model: a Hugging Face folder that from_pretrained loads."""
 
+    export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
+    """Type of the weights in an exported model. base: the type of the files that training began
+    with; a model from scratch is exported in the type that it was trained in."""
+
     merge_adapter: bool = False
-    """Export a whole model with the adapter merged into it, in the type that the frozen model is
-    held in (of qlora: that of its files). false: the adapter alone, as peft loads it."""
+    """Export a whole model with the adapter merged into it. false: the adapter alone, as peft loads
+    it."""
 
     max_shard_gb: Annotated[float, Field(ge=1e-6, le=1000)] = 5.0
     """Largest file of weights in an export, in GB (10^9 bytes), and so the memory that it needs."""

@@ -7,10 +7,10 @@ import json
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isles.config.foreign import (
     MAX_CONFIG_BYTES,
@@ -21,8 +21,10 @@ from isles.config.foreign import (
 )
 from isles.data.tokens.steps import check_steps
 from isles.errors import DataError, UserError
+from isles.facts.probe import PROBE
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ _LOCAL_FILES = (
 )
 _CONFIG = "tokenizer_config"
 _HUB_FILES = ("tokenizer.json", *TOKENIZER_FILES, "added_tokens.json")
+_NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _SLOW_S = 20.0
 _SLOW = "tokenizer=%s takes long for a short text: its tokenizer.json may have a rule without end"
 _FIX = (
@@ -87,7 +90,7 @@ def load_tokenizer(
         raise DataError(
             "there is no such folder", where=name_or_path, fix=_FIX, id="data.tokenizer"
         )
-    _check_files(path, name_or_path)
+    folder = _check_files(path, name_or_path)
     slow = threading.Timer(_SLOW_S, log.warning, [_SLOW, name_or_path])
     slow.daemon = True
     slow.start()
@@ -96,6 +99,7 @@ def load_tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(
                 name_or_path, trust_remote_code=trust_remote_code
             )
+            tokenizer = _as_its_file(tokenizer, name_or_path, folder)
         # A model type without tokenizer files yields an empty vocabulary instead of an error.
         if not encode(tokenizer, ["The quick brown fox."])[0]:
             raise DataError(
@@ -116,11 +120,12 @@ def load_tokenizer(
     return tokenizer
 
 
-def _check_files(folder: Path, name: str) -> None:
+def _check_files(folder: Path, name: str) -> Path | None:
+    # The folder of the files, if there are any.
     if not folder.is_dir():
         fetched = _fetch(name, _HUB_FILES)
         if not fetched:
-            return  # it has none, or the hub does not answer: loading it says so
+            return None  # it has none, or the hub does not answer: loading it says so
         folder = fetched[0].parent
         if versions := _versions(folder):
             _fetch(name, versions)
@@ -141,6 +146,84 @@ def _check_files(folder: Path, name: str) -> None:
                 fix=_FIX,
                 id="data.tokenizer",
             ) from None
+    return folder
+
+
+def _as_its_file(
+    tokenizer: PreTrainedTokenizerBase, name: str, folder: Path | None
+) -> PreTrainedTokenizerBase:
+    # For some model types and classes transformers 5 takes only the vocabulary of a tokenizer.json,
+    # and normalizes and splits a text by its own rules (transformers#45488). The file wins.
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+    from transformers.tokenization_utils_base import get_fast_tokenizer_file
+
+    kind = type(tokenizer)
+    is_foreign = not kind.__module__.startswith("transformers.")
+    if folder is None or not tokenizer.is_fast or kind is PreTrainedTokenizerFast or is_foreign:
+        return tokenizer
+    file = folder / get_fast_tokenizer_file(_versions(folder))
+    # With this setting transformers repairs a wrong file.
+    if not file.is_file() or getattr(tokenizer, "fix_mistral_regex", False):
+        return tokenizer
+    own = Tokenizer.from_file(str(file))
+    own.no_truncation()
+    own.no_padding()
+    vocab = own.get_vocab()
+    asked = set(vocab).union(*map(_texts_in, _settings(folder)))
+    added = sorted(set(tokenizer.get_added_vocab()) - asked)
+    different = _probe_ids(tokenizer.backend_tokenizer) != _probe_ids(own)
+    if not added and not different and _cut(tokenizer.backend_tokenizer) == _cut(own):
+        return tokenizer
+    named = {f"{key}_token": getattr(tokenizer, f"{key}_token", None) for key in _NAMED_TOKENS}
+    plain = PreTrainedTokenizerFast.from_pretrained(
+        str(folder), **{key: token for key, token in named.items() if token in vocab}
+    )
+    if plain.backend_tokenizer.post_processor is None:
+        plain.backend_tokenizer.post_processor = tokenizer.backend_tokenizer.post_processor
+    if _probe_ids(plain.backend_tokenizer) != _probe_ids(own):
+        raise DataError(
+            "transformers makes other ids of a text than its tokenizer.json",
+            where=str(file),
+            fix=_FIX,
+            id="data.tokenizer",
+        )
+    if different or added:
+        what = "makes other ids of a text" if different else f"adds the token {added[0]!r}"
+        text = "tokenizer=%s is read as its tokenizer.json is: %s of transformers %s"
+        log.warning(text, name, kind.__name__, what)
+    plain.name_or_path = tokenizer.name_or_path
+    return plain
+
+
+def _probe_ids(backend: Tokenizer) -> list[list[int]]:
+    # Special tokens stand in the middle of the second text: some rules look at what follows one.
+    special = [t.content for t in backend.get_added_tokens_decoder().values() if t.special]
+    texts = [PROBE, f" a{special[0]}b {special[0]} c" if special else ""]
+    return [backend.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def _cut(backend: Tokenizer) -> list[str]:
+    # What a vocabulary is applied to. It differs also where a small vocabulary gives the same ids.
+    text = PROBE if backend.normalizer is None else backend.normalizer.normalize_str(PROBE)
+    if backend.pre_tokenizer is None:
+        return [text]
+    return [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+
+def _settings(folder: Path) -> Iterator[Any]:
+    for name in (*TOKENIZER_FILES, "added_tokens.json"):
+        with suppress(OSError, ValueError):  # it need not be there
+            yield read_json(folder / name, MAX_CONFIG_BYTES)
+
+
+def _texts_in(value: Any) -> set[str]:
+    # Every text in JSON, keys among them.
+    if isinstance(value, dict):
+        return set(value).union(*map(_texts_in, value.values()))
+    if isinstance(value, list):
+        return set().union(*map(_texts_in, value))
+    return {value} if isinstance(value, str) else set()
 
 
 def _fetch(name: str, files: Sequence[str]) -> list[Path]:

@@ -1,0 +1,128 @@
+"""Read an export in a process of its own: `python -m isles.checkpoint.reread FOLDER LOGITS`.
+
+What a run holds in memory may hide what its files lack. So a fresh process loads the folder as
+anybody would, and answers a probe, which the run compares with its own answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from isles.config.foreign import read_json
+from isles.errors import TrainingError
+from isles.facts.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+PROBE = (2, 16)
+"""Rows and tokens of the probe."""
+
+_ANSWER = "logits"
+
+
+@torch.no_grad()
+def answer(model: Any, *, autocast: torch.dtype | None = None) -> Tensor:
+    """Logits of a model for the same few tokens every time, [B, T, V] in fp32 on the CPU."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    tokens = torch.randint(vocab_size, PROBE, generator=generator).to(device)
+    with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits.float().cpu()
+
+
+def read_again(folder: Path, wanted: Tensor | None) -> None:
+    """Load an exported model in a fresh process, and try it.
+
+    Args:
+        folder: the export.
+        wanted: what the trained model answers, see `answer`; None: it is not in memory. Then the
+            export must load whole and give numbers.
+
+    Raises:
+        TrainingError: it cannot be loaded, or answers otherwise.
+    """
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    free = psutil.virtual_memory().available
+    why = ""
+    if size * 1.2 > free:
+        why = f"it has {format_bytes(size)}, and {format_bytes(free)} of memory is free"
+    elif "auto_map" in read_json(folder / "config.json"):
+        why = "its code is not part of transformers"
+    if why:
+        log.warning("the export is not read again: %s", why)
+        return
+    timeout_s = 600 + size / 5e7
+    with tempfile.TemporaryDirectory(prefix="isles-export-") as place:
+        file = Path(place) / "answer.safetensors"
+        command = [sys.executable, "-m", "isles.checkpoint.reread", str(folder), str(file)]
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        try:
+            done = subprocess.run(
+                command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise _unread(folder, f"reading it takes more than {timeout_s:.0f} s") from None
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise _unread(folder, lines[-1][:500])
+        found = load_file(file)[_ANSWER]
+    if not bool(torch.isfinite(found).all()):
+        raise _unread(folder, "it gives no numbers")
+    if wanted is None:
+        return
+    # bf16 has three digits, and another device adds them up in another order.
+    is_short = any("32" not in str(dtype) for dtype in _types(folder))
+    tolerance = (0.05 if is_short else 1e-3) * float(wanted.abs().max())
+    if (apart := float((found - wanted).abs().max())) > tolerance:
+        raise _unread(folder, f"its logits are up to {apart:.3g} from those of the trained model")
+
+
+def _unread(folder: Path, why: str) -> TrainingError:
+    return TrainingError(
+        f"the export does not load as it was trained: {why}",
+        where=str(folder),
+        fix="the checkpoints are untouched; look at the base model's config.json",
+    )
+
+
+def _types(folder: Path) -> set[str]:
+    from safetensors import safe_open
+
+    found = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as reader:
+            found |= {reader.get_slice(name).get_dtype() for name in reader.keys()}  # noqa: SIM118  # no dict
+    return found
+
+
+def main() -> int:
+    """Load a folder, and write its answer into a file; returns the exit code."""
+    from transformers import AutoModelForCausalLM
+
+    folder, file = sys.argv[1:]
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", use_safetensors=True, output_loading_info=True
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, report.get(kind) or ())):
+            sys.stderr.write(f"{kind}: {len(names)}, the first {names[0]}\n")
+            return 1
+    save_file({_ANSWER: answer(model.eval()).contiguous()}, file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
