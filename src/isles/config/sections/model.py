@@ -37,6 +37,11 @@ class TokenizerConfig(Section):
     """How messages become text: a Jinja file, or chatml, which is built in and works with any
     tokenizer. Default: the tokenizer's own template, or chatml if isles trains the tokenizer."""
 
+    add_special_tokens: bool = True
+    """Begin and end a text as the tokenizer does: with BOS for Llama and Gemma, without for Qwen. A
+    chat is what its template writes. false: a text gets its end-of-text token alone, and so does
+    the tokenizer that the run keeps and exports."""
+
     train_vocab_size: Annotated[int, Field(ge=260, le=1_000_000)] | None = None
     """Train a byte-level BPE of this many tokens on the data, and keep it with the run."""
 
