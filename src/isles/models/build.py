@@ -278,8 +278,11 @@ def base_files(config: ModelConfig) -> tuple[dict[str, Any], torch.dtype | None]
         return model_config(file), None
     if dtype is None:
         folder, where = weights_folder(name)
-        with safe_open(folder / next(iter(where.values())), "pt") as reader:
-            dtype = reader.get_tensor(next(iter(reader.keys()))).dtype
+        for weight, held_in in where.items():
+            with safe_open(folder / held_in, "pt") as reader:
+                dtype = reader.get_tensor(weight).dtype
+            if dtype.is_floating_point:
+                break
     return model_config(file), dtype
 
 
