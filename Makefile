@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # What is installed: for training, and besides for the tests.
 TRAIN := $(VENV)/.train
 STAMP := $(VENV)/.installed
+# An old transformers, which reads what isles exports. It shares torch and all else.
+OLD := $(VENV)/old-transformers
 # Processes that run tests side by side; most of them wait most of the time.
 WORKERS ?= 4
 # `make test ORDER=random`, or of a seed that was printed: else the longest go first.
@@ -28,14 +30,14 @@ quickstart: $(TRAIN)
 	@$(BIN)/python examples/quickstart.py
 
 # The laws, and one path of every kind.
-test: $(STAMP)
+test: $(STAMP) $(OLD)/.installed
 	@echo "installing what the test clusters need (sshd, Slurm), where it is missing …"
 	@tests/lab/install.sh
 	@echo "tests of make test, on $(WORKERS) workers …"
 	@$(TESTS) -m "not gpu and not long"
 
 # All other cases of the same laws, in parts of about an hour.
-test-all: $(STAMP)
+test-all: $(STAMP) $(OLD)/.installed
 	@tests/lab/install.sh
 	@for part in $(PARTS); do echo "part $$part of make test-all …"; \
 		$(TESTS) -m "not gpu and long" --part $$part || exit; done
@@ -77,6 +79,16 @@ $(STAMP): $(TRAIN)
 	@$(INSTALL) -e '.[train,bucket,ray,qlora,torchao,deepspeed,wandb,mlflow,hivemind,bench,test,dev]' | $(SHOW)
 	@echo "compiling what is installed, as each of hundreds of commands would …"
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some is of newer Pythons
+	@touch $@
+
+$(OLD)/.installed: $(STAMP)
+	@echo "installing an old transformers, which a test reads exports with …"
+	@rm -rf $(OLD)
+	@$(BIN)/python -m venv --without-pip $(OLD)
+	@$(BIN)/python -c "import sys; print(*(p for p in sys.path if p.endswith('site-packages')), sep='\n')" \
+		> "$$(echo $(OLD)/lib/python3*/site-packages)/shared.pth"
+	@$(BIN)/python -m pip --python $(OLD)/bin/python install --no-compile --progress-bar off \
+		--disable-pip-version-check --no-warn-conflicts transformers==4.57.6 | $(SHOW)
 	@touch $@
 
 clean:

@@ -30,7 +30,7 @@ def read(folder, text):
     if (folder / "tokenizer.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(folder)
         found["ids"] = tokenizer(text)["input_ids"]
-        found["special"] = [tokenizer.eos_token, sorted(tokenizer.all_special_tokens)]
+        found |= {"end": tokenizer.eos_token, "special": tokenizer.all_special_tokens}
     return found
 
 
@@ -44,7 +44,7 @@ def main():
             answers[name] = read(Path(name), text)
         except Exception:
             answers[name] = {"error": traceback.format_exc()[-2000:]}
-    print(json.dumps({"version": transformers.__version__, "read": answers}))
+    sys.stdout.write(json.dumps({"version": transformers.__version__, "read": answers}) + "\n")
 
 
 if __name__ == "__main__":

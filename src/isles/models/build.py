@@ -278,8 +278,11 @@ def base_files(config: ModelConfig) -> tuple[dict[str, Any], torch.dtype | None]
         return model_config(file), None
     if dtype is None:
         folder, where = weights_folder(name)
-        with safe_open(folder / next(iter(where.values())), "pt") as reader:
-            dtype = reader.get_tensor(next(iter(reader.keys()))).dtype
+        for weight, held_in in where.items():
+            with safe_open(folder / held_in, "pt") as reader:
+                dtype = reader.get_tensor(weight).dtype
+            if dtype.is_floating_point:
+                break
     return model_config(file), dtype
 
 
@@ -345,48 +348,6 @@ def take_generation_config(model: Any, config: ModelConfig) -> None:
             except _SENSELESS as error:
                 text = "model=%s has a generation_config.json without sense: %s"
                 log.warning(text, config.name_or_path, error)
-
-
-def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:
-    """Recompute activations in the backward pass: `none`, `full`, or `selective`.
-
-    Selective keeps the results of matrix products and attention and recomputes the rest.
-
-    Raises:
-        UserError: the model does not support it.
-
-    Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 5, by the policies of
-    torch.utils.checkpoint.
-    """
-    if kind == "none":
-        return
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        raise UserError(
-            f"{type(model).__name__} does not support gradient checkpointing",
-            where="training.gradient_checkpointing",
-            fix="set training.gradient_checkpointing: none",
-        )
-    options: dict[str, Any] = {"use_reentrant": False}
-    if kind == "selective":
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-        options["context_fn"] = functools.partial(
-            create_selective_checkpoint_contexts, _keep_products
-        )
-    # transformers 5 renamed it on the way and takes the old name away in 6.
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
-    enable(options)
-
-
-def _keep_products(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> Any:
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    name = str(operation)
-    expensive = ("aten.mm", "aten.addmm", "aten.bmm", "aten.linear", "scaled_dot_product")
-    if any(sign in name for sign in expensive):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _load_pretrained(

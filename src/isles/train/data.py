@@ -22,6 +22,7 @@ from isles.data.tokens.prepare import rank_with_data
 from isles.data.tokens.store import disk_errors
 from isles.data.tokens.tokenizer import (
     OTHER_TOKENIZER,
+    add_nothing,
     check_vocabulary,
     load_tokenizer,
     train_tokenizer,
@@ -222,12 +223,15 @@ def write_tokenizer(config: RunConfig, folder: Path) -> None:
             documents_for_tokenizer(config.data),
             wanted.train_vocab_size,
             is_chat=template == CHATML,
+            model_type=str(load_model_config(config.model).model_type),
         )
     else:
         tokenizer = load_tokenizer(
             wanted.name_or_path or config.model.name_or_path,
             trust_remote_code=config.model.trust_remote_code,
         )
+    if not wanted.add_special_tokens:
+        add_nothing(tokenizer)
     if template is not None:
         use_template(tokenizer, template)
     if is_chat and tokenizer.chat_template is not None:

@@ -148,6 +148,7 @@ def export_step(
     base_config, dtype = base_files(config.model)
     if export_dtype != "base":
         dtype = getattr(torch, export_dtype)
+    log.info("export dtype=%s", dtype or "as trained")
     if has_adapter:
         frozen = None
         if config.adapter.type == "qlora":

@@ -27,7 +27,7 @@ from isles.config.yaml import shorten
 from isles.data.chat.template import chat_prompt
 from isles.data.loader import evaluation_batches
 from isles.data.mix import build_validation
-from isles.data.tokens.tokenizer import check_vocabulary, clear_panics
+from isles.data.tokens.tokenizer import affixes, check_vocabulary, clear_panics
 from isles.dist.batch import MIXED_DTYPE
 from isles.dist.world import join_world, leave_world
 from isles.errors import DataError, UserError
@@ -167,19 +167,16 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
     has_adapter = resolved.config.adapter.type != "none"
     model, _ = _load(run_dir, resolved, options.step, device)
     torch.manual_seed(options.seed)
-    prompt = options.prompt or tokenizer.eos_token or ""
-    if options.chat:
-        prompt = chat_prompt(tokenizer, options.prompt)
     with clear_panics(str(run_dir.tokenizer)):
-        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
-    if inputs["input_ids"].shape[1] == 0:
+        ids = prompt_ids(tokenizer, options.prompt, is_chat=options.chat)
+    if not ids:
         raise UserError(
             "the prompt is empty and the tokenizer has no end-of-text token to begin with",
             where="--prompt",
             fix="give a prompt",
         )
     known = int(model.config.get_text_config().vocab_size)
-    for token in inputs["input_ids"][0].tolist():
+    for token in ids:
         if token >= known:
             raise DataError(
                 f"the prompt holds {tokenizer.convert_ids_to_tokens(token)!r} (token {token}), the "
@@ -192,7 +189,7 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
     dtype = MIXED_DTYPE.get(resolved.config.training.precision) if has_adapter else None
     try:
         with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            output = _continue(model, inputs["input_ids"], tokenizer, options)
+            output = _continue(model, torch.tensor([ids], device=device), tokenizer, options)
     except torch.OutOfMemoryError:
         raise
     except (ValueError, TypeError, RuntimeError) as error:
@@ -204,10 +201,21 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
             id="model.config",
         ) from error
     # An answer stands alone; a text is shown with what it continues.
-    first = inputs["input_ids"].shape[1] if options.chat else 0
+    first = len(ids) if options.chat else 0
     with clear_panics(str(run_dir.tokenizer)):
         text = tokenizer.decode(output[0][first:], skip_special_tokens=True)
     sys.stdout.write(text.strip("\n") + "\n")
+
+
+def prompt_ids(tokenizer: Any, prompt: str, *, is_chat: bool) -> list[int]:
+    """The ids that a model continues: they begin as those of the rows that it was trained on."""
+    if is_chat:
+        text = chat_prompt(tokenizer, prompt)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    first, _ = affixes(tokenizer)
+    text = prompt if prompt or first else tokenizer.eos_token or ""
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return ids if first and ids[: len(first)] == first else [*first, *ids]
 
 
 def _continue(model: Any, ids: torch.Tensor, tokenizer: Any, options: argparse.Namespace) -> Any:

@@ -50,6 +50,11 @@ class TokenizerConfig(Section):
     """Variables for the chat template, such as {enable_thinking: false}, in training and in
     `isles generate --chat`. A row may set its own in the column chat_template_kwargs."""
 
+    add_special_tokens: bool = True
+    """Begin and end a text as the tokenizer does: with BOS for Llama and Gemma, without for Qwen. A
+    chat is what its template writes. false: a text gets its end-of-text token alone, and so does
+    the tokenizer that the run keeps and exports."""
+
     train_vocab_size: Annotated[int, Field(ge=260, le=1_000_000)] | None = None
     """Train a byte-level BPE of this many tokens on the data, and keep it with the run."""
 

@@ -250,6 +250,8 @@ class DatasetSource(Source):
         parser.check(names, self.name)
         one_of_each(names, parser.wanted, self.name)
         wanted = [name for name in names if name in parser.wanted]
+        cells = {name: self.dataset.data.column(name) for name in names if name not in wanted}
+        skipped = [name for name, each in cells.items() if each.null_count < len(each)]
         # As Arrow, so that the library opens nothing that a row names.
         dataset = self.dataset.with_format("arrow").select_columns(wanted)
         features = undecoded(dataset.features)

@@ -26,7 +26,13 @@ from isles.data.sources.rows import (
     checked_text,
     size_of,
 )
-from isles.data.tokens.tokenizer import encode, end_of_text_id, tokenizer_digest, vocabulary_size
+from isles.data.tokens.tokenizer import (
+    affixes,
+    encode,
+    end_of_text_id,
+    tokenizer_digest,
+    vocabulary_size,
+)
 from isles.errors import DataError
 
 if TYPE_CHECKING:
@@ -76,11 +82,9 @@ class Encoder:
         self.has_mask = source.type in MASKED and self.train_on != "all"
         self.parser = make_parser(source, has_template=has_template, vocab_size=self.vocab_size)
         self._source = source
-        # What the tokenizer itself puts before a text: the id that begins one, or nothing.
-        self._first_ids: list[int] = []
-        if source.type in MASKED:
-            begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-            self._first_ids = [tokenizer.bos_token_id] if begins else []
+        # A template writes all special tokens itself.
+        is_text = self.template is None and source.type != "tokens"
+        self._first_ids, self._last_ids = affixes(tokenizer) if is_text else ([], [])
 
     def identity(self) -> dict[str, Any]:
         """All that the documents of given rows depend on, for a key; plain JSON."""
@@ -89,6 +93,8 @@ class Encoder:
             "kind": self.kind,
             "tokenizer": tokenizer_digest(self.tokenizer),
         }
+        if self._last_ids or (self._first_ids and self.kind == "text"):
+            identity["around"] = [self._first_ids, self._last_ids]
         if self.kind == "text":
             return {**identity, "text_column": source.text_column}
         identity |= {"columns": dict(source.columns), "vocab_size": self.vocab_size}
@@ -103,7 +109,7 @@ class Encoder:
         self.unread = [()] * len(items)
         if self.kind == "text":
             ids = encode(self.tokenizer, [str(item) for _, item in items])
-            return [[Encoded([*document, self.end_of_text_id], None)] for document in ids]
+            return [[Encoded(self._around(document), None)] for document in ids]
         if self.kind == "tokens":
             parsed = [item for _, item in items if isinstance(item, Ids)]
             return [[Encoded(one.ids, np.array(one.trained, dtype=np.bool_))] for one in parsed]
@@ -131,6 +137,11 @@ class Encoder:
             ]
             documents.append(made if all(is_trained) else error)
         return documents
+
+    def _around(self, ids: list[int]) -> list[int]:
+        # A text may begin with the token that begins one, written out.
+        first = [] if ids[: len(self._first_ids)] == self._first_ids else self._first_ids
+        return [*first, *ids, *self._last_ids, self.end_of_text_id]
 
     def _render(self, item: Item, where: str) -> list[Rendered] | DataError:
         rendered = []
@@ -164,7 +175,7 @@ class Encoder:
             return_offsets_mapping=self.tokenizer.is_fast,
             verbose=False,  # a conversation may be longer than the model's context
         )
-        first = [] if self.template is not None else self._first_ids
+        first = self._first_ids
         for number, rendered in enumerate(texts):
             ids: list[int] = list(tokens["input_ids"][number])
             trained = np.zeros(len(ids), dtype=np.bool_)
@@ -180,12 +191,13 @@ class Encoder:
                     before = self.tokenizer(texts_before, add_special_tokens=False)["input_ids"]
                     start, end = (common_length(one, ids) for one in before)
                     trained[start:end] = True
-            if first:
+            if first and ids[: len(first)] != first:
                 ids = [*first, *ids]
                 trained = np.concatenate([np.zeros(len(first), dtype=np.bool_), trained])
             if rendered.ends_open:
-                ids.append(self.end_of_text_id)
-                trained = np.append(trained, bool(rendered.spans))
+                added = [*self._last_ids, self.end_of_text_id]
+                ids += added
+                trained = np.append(trained, [bool(rendered.spans)] * len(added))
             yield Encoded(ids, trained if self.has_mask else None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -280,13 +281,17 @@ def clear_panics(where: str) -> Iterator[None]:
 
 
 def train_tokenizer(
-    documents: Iterable[str], vocab_size: int, *, is_chat: bool = False
+    documents: Iterable[str], vocab_size: int, *, is_chat: bool = False, model_type: str = ""
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE of this many tokens; the same documents give the same tokenizer.
 
     Only about the first TRAINING_TEXT_BYTES of the documents are used. END_OF_TEXT, id 0, ends
     documents and pads; of chats TURN_ENDS ends them, so that generation stops where the assistant
     has spoken.
+
+    Args:
+        model_type: of the model that it will lie beside. For some, such as qwen2, transformers
+            splits a text by rules of its own, whatever the files say; then they are used here, too.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -296,6 +301,9 @@ def train_tokenizer(
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
+    read = _read_for(model_type, bpe) if model_type else None
+    if read is not None and _cut(read) != _cut(bpe):
+        bpe.normalizer, bpe.pre_tokenizer = read.normalizer, read.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=special,
@@ -316,6 +324,24 @@ def train_tokenizer(
         pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
     )
+
+
+def _read_for(model_type: str, backend: Tokenizer) -> Tokenizer | None:
+    # What transformers makes of a tokenizer.json beside a model of this type; None: no byte-level
+    # tokenizer, or a type that it does not know.
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory(prefix="isles-tokenizer-") as place:
+        folder = Path(place)
+        backend.save(str(folder / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+        for name, content in {_CONFIG: settings, "config": {"model_type": model_type}}.items():
+            (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+        try:
+            read: Tokenizer = AutoTokenizer.from_pretrained(place).backend_tokenizer
+        except (ValueError, OSError, KeyError):
+            return None
+    return read if '"ByteLevel"' in json.dumps(json.loads(read.to_str())["pre_tokenizer"]) else None
 
 
 def _first_pieces(documents: Iterable[str]) -> Iterator[str]:
@@ -384,6 +410,38 @@ def check_vocabulary(
     if is_trained or len(added) == len(unknown):
         return f"{what}; no text with one of them can be trained on or be a prompt"
     raise DataError(what, where="tokenizer.name_or_path", fix=OTHER_TOKENIZER, id="data.tokenizer")
+
+
+def affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Ids that the tokenizer itself puts before and behind a text, such as BOS of Llama and Gemma.
+
+    An end-of-text token is none of them, as every document ends with one.
+    """
+    bare: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole: list[int] = tokenizer("a")["input_ids"]
+    for at in range(len(whole) - len(bare) + 1):
+        if whole[at : at + len(bare)] == bare:
+            last = whole[at + len(bare) :]
+            is_end = last[-1:] == [tokenizer.eos_token_id]
+            return whole[:at], last[:-1] if is_end else last
+    return [], []
+
+
+def add_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a tokenizer put nothing before and behind a text.
+
+    DataError: its class does so anyway.
+    """
+    for name in ("add_bos_token", "add_eos_token"):
+        if hasattr(tokenizer, name):
+            setattr(tokenizer, name, False)
+    if affixes(tokenizer) != ([], []):
+        raise DataError(
+            "the tokenizer puts tokens around a text whatever it is told",
+            where="tokenizer.add_special_tokens",
+            fix="delete this key, or use another tokenizer",
+            id="data.tokenizer",
+        )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> list[list[int]]:
