@@ -262,7 +262,6 @@ class DatasetSource(Source):
                 table = dataset[number : number + CHUNK_ROWS]
             except Exception as error:  # whatever damaged buffers provoke
                 raise damaged(error, where) from error
-            skipped = [name for name in names if name not in wanted]
             check_plain(table, self.name)
             for begin, part in small_parts(table, self.name, number):
                 where = f"{self.name} row {begin}"
