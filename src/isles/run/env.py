@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import stat
 import sys
 import tempfile
@@ -13,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import UserError
-from isles.run.limits import cores
-from isles.run.owner import has_name
 
 RUN_DIR = "ISLES_RUN_DIR"
 ATTEMPT = "ISLES_ATTEMPT"
@@ -182,8 +181,11 @@ def settle_home() -> str:
     """
     found, before = home(), os.environ.get("HOME", "")
     names = ("LOGNAME", "USER", "LNAME", "USERNAME")
-    if not any(os.environ.get(name) for name in names) and not has_name(os.getuid()):
-        os.environ["USER"] = str(os.getuid())
+    if not any(os.environ.get(name) for name in names):
+        try:
+            pwd.getpwuid(os.getuid())
+        except KeyError:
+            os.environ["USER"] = str(os.getuid())
     if before == str(found) or os.environ.get("XDG_CACHE_HOME") == f"{found}/.cache":
         return ""
     if before in ("", "/") or not Path(before).is_dir():
@@ -359,6 +361,8 @@ def usable_cores(environ: Mapping[str, str] = os.environ) -> int:
     A queue that binds no cores lets a job see all cores of its node, which other jobs use: then
     only the variables of the queue say how many the job has.
     """
+    from isles.run.limits import cores  # psutil, which `isles --help` does not need
+
     names = ["NCPUS", "PBS_NUM_PPN"] if pbs_job(environ) is not None else []
     if allocation(environ) is not None:
         # A step of srun has one task of isles on a node; a batch script has all tasks of the node.
