@@ -96,6 +96,12 @@ too, otherwise by the ranks:
 - It has a layer for every stage of the pipeline, and a head of its own (no `tie_word_embeddings`).
 - It is of a kind for which that way of cutting is known to be exact, see below. `fsdp` without
   these sizes and `deepspeed` cut any model.
+- With rotary scaling of type `longrope`, `data.seq_length` is at most the model's
+  `original_max_position_embeddings`, unless every sample is full, as with packed text. transformers
+  gives all rows of a batch the frequencies of its longest document.
+
+The ranks check one rule before the first step, when they know the number of samples: `warmup_steps`,
+and with `wsd` also `decay_steps`, fit into the steps of `num_train_epochs`.
 
 Data that is named by a path or a glob must be there when the run is started.
 

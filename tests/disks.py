@@ -12,10 +12,10 @@ import pytest
 
 
 @contextmanager
-def closed(path: Path) -> Iterator[None]:
+def closed(path: Path, mode_within: int = 0) -> Iterator[None]:
     """As another user, if this is root, to whom this file or folder is closed."""
     mode, user = path.stat().st_mode, os.geteuid()
-    path.chmod(0)
+    path.chmod(mode_within)
     try:
         if user == 0:
             os.seteuid(65534)

@@ -24,6 +24,7 @@ from isles.facts.terminal import shown_streams
 from isles.launch.verbs import config, data, normalise_overrides, render, setup_app
 from isles.monitor import results, verbs
 from isles.monitor.live import verbs as live_verbs
+from isles.run.env import settle_home
 
 app = App(
     name="isles",
@@ -257,6 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     tokens = normalise_overrides(sys.argv[1:] if argv is None else argv)
+    if note := settle_home():
+        print(f"note: {note}", file=sys.stderr)
     try:
         code = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()

@@ -9,6 +9,7 @@ import pytest
 
 from isles.agent.failure import decide, failure_report, find_root_cause, oom_kills
 from isles.errors import ExitCode
+from isles.run import limits
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
 from isles.run.restarts import Restart
@@ -99,8 +100,12 @@ def test_a_rank_that_the_kernel_killed_for_its_memory_is_named_so(run: Run) -> N
     assert "memory_per_node" in found["fix"]
 
 
-def test_kills_for_memory_are_counted_in_both_kinds_of_cgroup(tmp_path: Path) -> None:
+def test_kills_for_memory_are_counted_in_both_kinds_of_cgroup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = tmp_path / "own"
+    monkeypatch.setattr(limits, "OWN", own)
+    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
     for line, name, text in (
         ("0::/job_7/step_0", "job_7/step_0/memory.events", "low 0\noom 3\noom_kill 2\n"),
         ("9:cpu,memory:/job_7", "memory/job_7/memory.oom_control", "under_oom 0\noom_kill 2\n"),
@@ -108,5 +113,6 @@ def test_kills_for_memory_are_counted_in_both_kinds_of_cgroup(tmp_path: Path) ->
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text)
         own.write_text(f"7:pids:/x\n{line}\n")
-        assert oom_kills(tmp_path, own) == 2
-    assert oom_kills(tmp_path / "nowhere", own) == 0
+        assert oom_kills() == 2
+    monkeypatch.setattr(limits, "CGROUPS", tmp_path / "nowhere")
+    assert oom_kills() == 0

@@ -94,7 +94,12 @@ ROWS: list[tuple[str, Any, str, str]] = [
     ("chat", {"message": []}, "no column 'messages'", "{messages: message}"),
     ("chat", chat(), "holds no message", "remove"),
     ("chat", chat({"role": "user", "text": "a"}), "has no content; it has: role", "content"),
-    ("chat", chat({**USER, "role": "asistant"}), "'asistant', which is no role", "assistant"),
+    (
+        "chat",
+        chat({**USER, "role": "asistant"}),
+        "'asistant', which is not the name of a role",
+        "assistant",
+    ),
     ("chat", chat(USER), "no message of the assistant to train on (roles: user)", "remove"),
     ("chat", chat(USER, SAID, tools="[1]"), "not a list of tools", "repair"),
     ("chat", said("Hello", tool_calls=3), "tool_calls holds int '3'", "repair"),

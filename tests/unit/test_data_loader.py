@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isles.config.sections.data import DataConfig
+from isles.config.sections.training import Epochs, TrainingConfig, length_in_steps
 from isles.data.builders import Ranges, packed, pairs, whole
 from isles.data.loader import Loader, StepData, evaluation_batches
 from isles.data.mix import Dataset, build_datasets, documents_for_tokenizer
@@ -41,9 +42,70 @@ def chats(lengths: list[int], seq_length: int = 64, *, packs: bool = False) -> S
     return whole(store, Ranges.of(store), seq_length, too_long="truncate", **how)
 
 
-def loader_of(dataset: Dataset, size: int, micro: int, *, rank: int = 0, ranks=1, device=CPU):
-    split = even_split(size, ranks, micro, in_step=False)
-    return Loader(dataset, split=split, dp_rank=rank, device=device)
+def loader_of(
+    dataset: Dataset,
+    size: int,
+    micro: int,
+    *,
+    rank=0,
+    ranks=1,
+    device=CPU,
+    in_step=False,
+    **options,
+):
+    split = even_split(size, ranks, micro, in_step=in_step)
+    return Loader(dataset, split=split, dp_rank=rank, device=device, **options)
+
+
+@given(
+    rows=st.integers(1, 12),
+    passes=st.sampled_from([0.3, 1, 1.5, 2]),
+    ranks=st.integers(1, 4),
+    extra=st.integers(0, 12),
+    micro=st.integers(1, 4),
+    in_step=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_an_epoch_reads_each_sample_once(rows, passes, ranks, extra, micro, in_step):
+    """By smaller steps at its end, whatever the ranks; some may have no row of these."""
+    dataset, size = dataset_of(chats(list(range(3, 3 + rows)))), ranks + extra
+    training = TrainingConfig(num_train_epochs=passes, global_batch_size=size)
+    epochs = Epochs.of(training, dataset.samples_per_epoch)
+    assert epochs is not None and epochs.end == max(1, round(passes * rows))
+    cursor, read, batches = 0, list[int](), list[int]()
+    loaders = [
+        loader_of(dataset, size, micro, rank=r, ranks=ranks, in_step=in_step, epochs=epochs)
+        for r in range(ranks)
+    ]
+    for step in range(length_in_steps(training, rows) or 0):
+        assert length_in_steps(training, rows, step=step, cursor=cursor) == (
+            length_in_steps(training, rows)
+        )
+        found = [loader.step(cursor) for loader in loaders]
+        assert len({(f.next_sample, f.loss_divisor, f.global_tokens) for f in found}) == 1
+        if in_step:
+            assert len({len(f.micro_batches) for f in found}) == 1
+        ids = [i for f in found for batch in f.micro_batches for i in batch.sample_ids]
+        assert ids == list(range(cursor, found[0].next_sample))
+        trained = sum(
+            int((b.targets_BT != IGNORE_INDEX).sum()) for f in found for b in f.micro_batches
+        )
+        assert trained == found[0].loss_divisor, "a rank without rows trains on nothing"
+        read += dataset.numbers(np.array(ids)).tolist()
+        batches.append(len(ids))
+        cursor = found[0].next_sample
+    for loader in loaders:
+        loader.close()
+    assert cursor == epochs.end and max(batches) <= size
+    for start in range(0, len(read), rows):
+        epoch = read[start : start + rows]
+        assert len(set(epoch)) == len(epoch)
+    assert length_in_steps(training, rows, step=9, cursor=cursor) == 9
+    # A run that an older isles began, whose cursor lies elsewhere, ends at the same sample.
+    at, steps = 1, 0
+    while more := epochs.batch_at(at):
+        at, steps = at + more, steps + 1
+    assert at == max(1, epochs.end) and steps == epochs.steps_from(1)
 
 
 @given(st.integers(1, 4), st.integers(0, 9), st.integers(1, 5), st.integers(0, 300), st.booleans())

@@ -133,6 +133,43 @@ def test_a_contradiction_is_named_with_both_values(content, training, words, *, 
     assert issue.keys[-1] == "strategy.config_file"
 
 
+def test_what_a_file_leaves_out_is_said_where_deepspeed_takes_it_otherwise(tmp_path: Path) -> None:
+    """Its warm-up is logarithmic unless the file says linear."""
+
+    def said(content: dict[str, Any], **training: Any) -> str:
+        path = write(tmp_path, content)
+        kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+        kind = kinds.get(content.get("scheduler", {}).get("type"), "linear")
+        config = run_config(path, warmup_steps=10, lr_scheduler_type=kind, **training)
+        assert deepspeed_file_issues(path, config) == []
+        return "\n".join(deepspeed.deepspeed_notes(config))
+
+    steps = {"warmup_num_steps": 10}
+    for kind, rest in (("WarmupLR", "max_lr"), ("WarmupDecayLR", "max_lr"), ("WarmupCosineLR", "")):
+        given = steps | ({"warmup_max_lr": "auto"} if rest else {"cos_min_ratio": 0})
+        text = said({"scheduler": {"type": kind, "params": given}})
+        assert "scheduler: " in text and "takes warmup_type log; this run takes linear" in text
+        linear = {"scheduler": {"type": kind, "params": given | {"warmup_type": "linear"}}}
+        assert said(linear) == ""
+    text = said({"scheduler": {"type": "WarmupDecayLR"}})
+    assert "warmup_type log, warmup_num_steps 1000, warmup_max_lr 0.001" in text
+    assert "linear, 10, 0.0004" in text
+    text = said({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+    assert "betas" in text and "weight_decay 0; this run takes" in text and "eps" not in text
+    assert said({}) == said({"zero_optimization": {"stage": 2}}) == ""
+    path = write(tmp_path, {"scheduler": DECAY})
+    (issue,) = deepspeed_file_issues(path, run_config(path, lr_scheduler_type="linear"))
+    assert issue.fix == "write linear", "without the key it is logarithmic again"
+
+
+def test_a_share_that_warms_up_is_compared_in_steps(tmp_path: Path) -> None:
+    path = write(tmp_path, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}})
+    training = {"lr_scheduler_type": "constant", "warmup_steps": 0.05}
+    assert deepspeed_file_issues(path, run_config(path, **training)) == []
+    (issue,) = deepspeed_file_issues(path, run_config(path, **training | {"warmup_steps": 0.1}))
+    assert "warmup_num_steps is 5, and training.warmup_steps is 10" in issue.what
+
+
 def test_every_contradiction_is_named_at_once_with_its_line(tmp_path: Path) -> None:
     path = write(tmp_path, EXAMPLE | {"zero_optimisation": {}})
     strategy = {"zero_stage": 3, "offload_optimizer": "nvme", "nvme_path": "/fast"}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -305,6 +308,12 @@ for path in sys.argv[1:]:
 """
 
 
+def pyarrow_zstd() -> Callable[[bytes], bytes]:
+    import pyarrow as pa
+
+    return partial(pa.Codec("zstd").compress, asbytes=True)
+
+
 def test_a_bomb_is_refused_in_bounded_memory(tmp_path):
     """What unpacks to 96 MiB, or has one line of eight GiB."""
     for name, begin, piece in (
@@ -317,6 +326,10 @@ def test_a_bomb_is_refused_in_bounded_memory(tmp_path):
             stream.write(begin)
             for _ in range(96):
                 stream.write(piece)
+    zstd = pyarrow_zstd()
+    for ending, pack in (("bz2", bz2.compress), ("xz", lzma.compress), ("zst", zstd)):
+        packed = pack(b'{"text": "') + 96 * pack(b"a" * MIB)
+        (tmp_path / f"line.jsonl.{ending}").write_bytes(packed)
     for name in ("sparse.jsonl", "sparse.csv", "sparse.json"):
         with (tmp_path / name).open("wb") as stream:
             stream.write(b'[{"text": "' if name.endswith("json") else b"text\n")
@@ -337,13 +350,50 @@ def test_a_bomb_is_refused_in_bounded_memory(tmp_path):
     said = done.stdout
     for name in (
         "line.jsonl.gz:1",
+        "line.jsonl.bz2:1",
+        "line.jsonl.xz:1",
+        "line.jsonl.zst:1",
         "cell.csv.gz:",
         "sparse.jsonl:2",
         "sparse.csv:2",
         "repeated.parquet 64",
     ):
         assert f"{name}" in said, said
-    assert said.count("of more than 64 MiB") == 6, said
+    assert said.count("of more than 64 MiB") == 9, said
+
+
+@each("null", "bool", "fields")
+def test_many_values_of_few_bytes_are_counted(kind, *, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 2**24 + 1
+    values: Any = pa.nulls(number)
+    if kind == "bool":
+        values = pa.array([True]).take(pa.nulls(number, pa.int8()).fill_null(0))
+    if kind == "fields":
+        number = 2**20
+        values = pa.StructArray.from_arrays([pa.nulls(number)] * 16, [f"f{n}" for n in range(16)])
+    row = pa.ListArray.from_arrays(pa.array([0, number], pa.int32()), values)
+    pq.write_table(pa.table({"text": row}), tmp_path / "a.parquet")
+    assert "more than 64 MiB" in refusal(tmp_path / "a.parquet").what
+
+
+def test_a_file_that_is_exchanged_after_the_check_is_not_read(tmp_path, monkeypatch):
+    import pyarrow.parquet as pq
+
+    path, private = tmp_path / "a.parquet", tmp_path / "private.parquet"
+    write_parquet(path, {"text": ["public"]})
+    write_parquet(private, {"text": ["private"]})
+    read = pq.ParquetFile
+
+    def exchange(*args: Any, **more: Any) -> Any:
+        path.unlink()
+        path.symlink_to(private)
+        return read(*args, **more)
+
+    monkeypatch.setattr(pq, "ParquetFile", exchange)
+    assert "private" not in str(rows_of(path))
 
 
 def test_files_that_hold_secrets_of_isles_are_no_data(tmp_path, monkeypatch):

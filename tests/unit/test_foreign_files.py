@@ -120,7 +120,7 @@ def test_a_template_is_refused_before_it_fills_memory_or_time():
     taken = []
     for name, text in ATTACKS.items():
         try:
-            taken.append((name, ChatTemplate(tokenizer(text), name).prompt(QUESTION)[:60]))
+            taken.append((name, ChatTemplate(tokenizer(text)).prompt(QUESTION)[:60]))
         except DataError:
             continue
     assert not taken
@@ -130,7 +130,7 @@ def test_a_template_does_the_work_that_long_conversations_need():
     text = "{% for m in messages %}{{ m.role | upper }}: {{ m.content | trim | replace('a', 'b') }}"
     text += "{% if loop.index0 == messages | length - 1 %}.{% endif %}\n{% endfor %}"
     messages = [{"role": "user", "content": "a" * 20_000}] * 300
-    rendered = ChatTemplate(tokenizer(text), "long").prompt(messages)
+    rendered = ChatTemplate(tokenizer(text)).prompt(messages)
     assert rendered.count("b") == 300 * 20_000 and rendered.endswith("b.")
 
 
@@ -157,7 +157,7 @@ def test_a_template_renders_what_transformers_renders():
 {{ range(3) | reverse | list }}{% filter upper %}a{% endfilter %}{{ dict(a=1).get('a') }}
 """
     want, _ = render_jinja_template([messages], chat_template=text, eos_token="</s>")
-    assert ChatTemplate(tokenizer(text), "here").prompt(messages) == want[0]
+    assert ChatTemplate(tokenizer(text)).prompt(messages) == want[0]
 
 
 PIECES = st.sampled_from(
@@ -174,7 +174,7 @@ PIECES = st.sampled_from(
 def test_any_template_renders_or_is_refused_in_words(text: str):
     template = None
     try:
-        template = ChatTemplate(tokenizer(text), "any")
+        template = ChatTemplate(tokenizer(text))
         shown = template.prompt(QUESTION)
     except DataError as error:
         assert error.what and error.where and str(error).strip()

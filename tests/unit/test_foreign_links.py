@@ -16,8 +16,9 @@ from isles.config.sections.data import SourceConfig
 from isles.data.chat.template import _read_template
 from isles.data.sources.find import open_source
 from isles.data.sources.parse import make_parser
-from isles.data.tokens.store import DOCUMENTS, FORMAT, MANIFEST, TOKENS, TokenStore
+from isles.data.tokens.store import DOCUMENTS, FORMAT, TokenStore
 from isles.errors import UserError
+from isles.run.prepared import MANIFEST, TOKENS
 
 OTHER = 12345
 

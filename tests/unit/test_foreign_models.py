@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from isles.cli import main
 from isles.config.sections.model import ModelConfig
@@ -135,3 +136,24 @@ def test_a_pipe_among_a_models_files_is_not_waited_for(tmp_path: Path) -> None:
             load_model_config(ModelConfig(name_or_path=str(tmp_path)))
         assert files_params(str(tmp_path)) is None
         (tmp_path / name).unlink()
+
+
+def test_a_file_that_is_exchanged_after_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers reads what isles has checked, even if another user can write to the folder."""
+    folder, private = tmp_path / "model", tmp_path / "private.json"
+    small_model().save_pretrained(folder)
+    folder.chmod(0o777)
+    private.write_text(json.dumps({**FINE, "architectures": ["private"], "note": "private"}))
+    config = ModelConfig(name_or_path=str(folder))
+    read = AutoConfig.from_pretrained
+
+    def exchange(*args: Any, **more: Any) -> Any:
+        (folder / "config.json").unlink()
+        (folder / "config.json").symlink_to(private)
+        return read(*args, **more)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", exchange)
+    found = load_model_config(config)
+    assert "private" not in found.to_json_string() and found.name_or_path == str(folder)

@@ -116,12 +116,20 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Any]:
     remote |= {"launcher": "ssh", "hosts": ["me@h"], "started_at": 1.0, "owner": ""}
     (folder / "runs" / ".remote").mkdir()
     write_record(folder / "runs" / ".remote" / "q.json", remote)
-    several = folder / "runs" / "m-1"
-    several.mkdir()
-    cluster = {"name": "a", "launcher": "local", "ssh": "", "path": str(run_dir.path)}
-    whole = {"clusters": [cluster], "started_at": 1.0, "begun_at": 1.0, "hub": ""}
-    whole["values"] = {"outer": {"engine": "bucket", "url": "file:///b"}}
-    write_record(several / "clusters.json", whole)
+    shared = {"started_at": 1.0, "begun_at": 1.0, "hub": "", "typed": "isles train m.yaml"}
+    here = {"name": "a", "launcher": "local", "ssh": "", "path": str(run_dir.path), "attempt": 1}
+    far = {"name": "b", "launcher": "ssh", "ssh": "me@h", "path": "/q", "attempt": 1}
+    bucket = {"outer": {"engine": "bucket", "url": "file:///b"}}
+    for name, clusters, config in (
+        ("m-1", [here, far], bucket),
+        ("n-1", [{**here, "path": str(folder / "runs" / "y-1")}], {"outer": {"engine": "hub"}}),
+    ):
+        (folder / "runs" / name / "hub").mkdir(parents=True)
+        whole = {**shared, "clusters": clusters, "config": config}
+        write_record(folder / "runs" / name / "clusters.json", whole)
+    hub = {**GONE, "run": "n-1", "settings": {"gather": 2}, "listen": "127.0.0.1:0"}
+    write_record(folder / "runs" / "n-1" / "hub" / "process.json", hub)
+    assert len(list_multi_cluster(folder / "runs")) == 2, "both are read"
     found = [*folder.rglob("*.json"), *folder.rglob("*.jsonl")]
     return {path: json.loads(path.read_text()) for path in sorted(found)}
 
@@ -147,7 +155,12 @@ def test_any_record_of_a_run_is_shown_or_treated_as_absent(
     path.write_text(text)
     try:
         with redirect_stdout(said), redirect_stderr(said):
-            named = next((run for run in ("m-1", "y-1") if run in str(path)), "x-1")
+            # A run of several clusters shows the records of its clusters, too.
+            own = path.relative_to(folder / "runs").parts[0]
+            above = {"x-1": "m-1", "y-1": "n-1", ".remote": "m-1"}
+            named = data.draw(
+                st.sampled_from([own if own[0] != "." else "x-1", above.get(own, own)])
+            )
             code = main([word.replace("x-1", named) for word in words])
     finally:
         path.write_text(kept)

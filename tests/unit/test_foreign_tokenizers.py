@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from isles.config.foreign import check_folder
 from isles.data.tokens.steps import check_steps
@@ -238,3 +241,29 @@ def test_a_link_of_another_user_leads_to_no_file_of_mine(name, *, tmp_path):
         check_folder(folder)
     os.chown(tmp_path / "secret", 12345, 12345)
     check_folder(folder)  # as in a cache of models that users share
+
+
+def test_a_file_that_is_exchanged_after_the_check_is_not_read(tmp_path, monkeypatch):
+    """If another user can write to the folder, transformers gets a copy, which then goes."""
+    folder, private, copies = tmp_path / "tokenizer", tmp_path / "private", tmp_path / "copies"
+    train_tokenizer(["a text of words"] * 9, 300).save_pretrained(folder)
+    template = folder / "chat_template.jinja"
+    template.write_text("public")
+    folder.chmod(0o777)
+    private.write_text("private")
+    copies.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(copies))
+    read = AutoTokenizer.from_pretrained
+
+    def exchange(*args: Any, **more: Any) -> Any:
+        template.unlink()
+        template.symlink_to(private)
+        return read(*args, **more)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", exchange)
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.chat_template == "public" and tokenizer.name_or_path == str(folder)
+    assert len(list(copies.iterdir())) == 1
+    tokenizer = None
+    gc.collect()
+    assert not list(copies.iterdir())

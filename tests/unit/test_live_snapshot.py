@@ -24,15 +24,18 @@ from isles.monitor.live.several import HubAnswer, SeveralView
 from isles.monitor.live.snapshot import RunReader
 from isles.monitor.live.source import Watch, snapshot
 from isles.monitor.live.waits import Stage, Step, Waits, late
+from isles.monitor.status import collect
+from isles.monitor.table import report_lines
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import write_record
 from isles.run.relay import LONGEST, pack, unpack
-from isles.run.remote import ClusterRun, MultiClusterRun
+from isles.run.remote import ClusterRun, MultiClusterRun, RemoteRun
 from isles.run.restarts import record_restart
 from tests import live_records
 from tests.deadline import DEADLINE_S, until
 from tests.live_records import gpu_record, metrics_row, node_record, rank_record, write_live
+from tests.programs import write_program
 from tests.run_records import GONE, recorded_run, two_hosts
 
 STATUS = {"phase": "training", "step": 40, "total_steps": 100, "loss": 0.2, "world_size": 4}
@@ -276,6 +279,16 @@ def test_goodput_counts_each_step_once_and_no_time_between_attempts(tmp_path: Pa
     assert goodput(90.0, spans_of(run_dir, now, is_alive=True)) == pytest.approx(90 / 150)
 
 
+def test_goodput_counts_the_time_in_a_queue(tmp_path: Path) -> None:
+    """A job that is queued again stays one attempt, whose ranks began a moment ago."""
+    now = time.time()
+    launch = {"launcher": "slurm", "begun_at": now - 268}
+    run_dir, attempt = recorded_run(tmp_path / "x-1", launch)
+    record = {"rank": 0, "host": "n1", "pid": 9, "started": now - 30}
+    write_record(attempt.rank_record(0), record)
+    assert goodput(205.0, spans_of(run_dir, now, is_alive=True)) == pytest.approx(205 / 268)
+
+
 def cluster_snapshot(path: Path, **changes: Any) -> tuple[RunDir, Attempt, Snapshot]:
     """One of several clusters."""
     run_dir, attempt = running(path, **{"outer": OUTER, "tokens_per_second": 900.0, **changes})
@@ -350,6 +363,36 @@ def test_a_cluster_that_only_the_hub_reaches_is_shown_by_what_it_sends(tmp_path:
     assert pack(RunDir(tmp_path / "nowhere")) == ""
 
 
+def test_a_cluster_that_was_dropped_stays_wrong(tmp_path: Path) -> None:
+    run_dir, attempt, _ = cluster_snapshot(tmp_path / "t-far-1")
+    write_live(attempt, *two_nodes())
+    view = SeveralView("t-hub-1", "/runs/t-hub-1", {})
+    for heard_s in (25.0, 4000.0):
+        status = {"round": 7, "members": [member("a"), member("far", heard_s=heard_s)]}
+        status["members"][1]["state"] = "dropped"
+        shown = view.snapshot(
+            {}, {}, HubAnswer("h:1", status, shown={"far": (heard_s, pack(run_dir))})
+        )
+        (row,) = (row for row in shown.clusters if row.name == "far")
+        assert (row.state, row.mark) == ("dropped", "silent")
+        age = {25.0: "25s", 4000.0: "1h 06m"}[heard_s]
+        assert shown.notes[0] == f"far: dropped by the hub, not heard of for {age}"
+        assert all(rank.mark == "silent" for rank in shown.ranks if rank.cluster == "far")
+        assert shown.run.tokens_per_second is None or shown.run.tokens_per_second < 900.0
+        assert all(link.state != "ok" for link in shown.links if link.cluster == "far")
+
+
+def test_what_is_known_of_a_bucket_ages(tmp_path: Path) -> None:
+    now = time.time()
+    members = [member("a", heard_s=1.0, slow=""), member("b", heard_s=10.0, slow="")]
+    outer = {**OUTER, "meeting": {"round": 7, "members": members, "at": now - 25.0}}
+    run_dir, _ = running(tmp_path / "t-a-1", outer=outer)
+    report = collect(run_dir, lambda: now)
+    text = "\n".join(report_lines(report))
+    assert "the bucket was last read 25s ago" in text
+    assert "heard 26s ago" in text and "heard 35s ago" in text
+
+
 def test_the_clusters_of_this_machine_are_read_from_their_directories(tmp_path: Path) -> None:
     clusters = [ClusterRun("c", "ssh")]
     for name in "ab":
@@ -387,6 +430,21 @@ def test_a_watch_gives_one_snapshot_after_the_other_logs_and_stacks(tmp_path: Pa
         run_dir.path.rename(tmp_path / "elsewhere")
         until(lambda: "was deleted or moved away" in watch.error)
         assert watch.latest is not None and len(watch.latest.ranks) == 4
+
+
+def test_a_snapshot_with_an_odd_time_is_not_taken(tmp_path: Path, monkeypatch) -> None:
+    """NaN equals no time: a page that waited for a newer snapshot sent this one without end."""
+    times = ("5.0", "NaN", "Infinity", "-Infinity", "1e308", "-1e308", "1e999", '"x"', "null", "[]")
+    (tmp_path / "said").write_text("".join(f'{{"at": {at}}}\n' for at in times))
+    write_program(tmp_path / "ssh", f"cat {tmp_path}/said; exit 3")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    far = RemoteRun("x-1", "me@h", "/x-1", (), "python3", "ssh", ("me@h",), 1.0)
+    with Watch(far, tmp_path, 0.2) as watch:
+        until(lambda: "exit status 3" in watch.error)  # all lines are read
+        shown = watch.wait(0.0, DEADLINE_S)
+        assert shown is not None and shown.at == 5.0
+        assert watch.wait(shown.at, 0.0) is None
+        assert_fits(shown)
 
 
 def test_sixty_four_nodes_of_eight_cards_are_a_small_snapshot(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from isles.errors import UserError
 from isles.launch.remote.login import remote_script
 from isles.monitor import stream
 from isles.monitor.logs import LogChoice
+from isles.monitor.outcome import finished_lines
 from isles.monitor.status import collect
 from isles.monitor.stream import shown_lines
 from isles.run.begin import new_attempt
@@ -27,6 +29,7 @@ from isles.run.remote import RemoteRun, forget_remote, list_remotes, write_remot
 from isles.run.stop import request_stop
 from isles.train.record import Recorder
 from isles.train.stop import NOW, StopBeforeTraining, StopSignals
+from isles.train.verbs import exported_lines
 from tests.deadline import DEADLINE_S, until
 from tests.run_records import FAR, recorded_run, two_hosts
 from tests.runs import bare_run
@@ -86,8 +89,31 @@ def test_what_is_to_be_typed_says_where_runs_are(tmp_path, monkeypatch) -> None:
     assert far.typed == "b-1@x --output-dir 'my out'"
     # What isles says on x is shown here, by the name that it has here.
     assert "export ISLES_NAMED='@x --output-dir '\"'\"'my out'\"'\"''" in remote_script(far, [])
+    assert "ISLES_MACHINE=me@x" in remote_script(far, [])
     monkeypatch.setenv("ISLES_NAMED", far.behind)
     assert typed_name(there) == "a-1@x --output-dir 'my out'"
+
+
+def test_an_export_elsewhere_says_where_it_is(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert exported_lines(9, Path("my-model")) == ["step 9 is exported to my-model"]
+    for machine in ("me@a1", "a1"):
+        typed = f"{machine}:{tmp_path}/my-model"
+        monkeypatch.setenv("ISLES_MACHINE", machine)
+        said, fix = exported_lines(9, Path("my-model"))
+        assert said.endswith(f"exported to {typed}") and f"scp -r {typed} ." in fix
+    launch = {"begun_at": time.time() - 172, "launcher": "ssh"}
+    run_dir, _ = recorded_run(tmp_path / "home-1", launch, {"state": "finished"})
+    write_record(run_dir.summary, {"steps": 600, "elapsed_s": 79.0})
+    run_dir.model.mkdir()
+    shown = "\n".join(finished_lines(run_dir))
+    assert (
+        f"model        a1:{run_dir.path}" in shown and f"scp -r a1:{run_dir.model} home-1" in shown
+    )
+    assert "600 steps in 1m 19s of training, 2m 52s after the first start" in shown
+    monkeypatch.setenv("ISLES_MACHINE", "kubernetes:ab12")
+    (said,) = exported_lines(9, Path("/m"))
+    assert said == "step 9 is exported to /m, on the volume of the run's pods"
 
 
 def test_a_fleet_of_another_version_hinders_only_what_needs_it(tmp_path: Path) -> None:

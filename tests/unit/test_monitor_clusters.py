@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from isles.check.verb import run_check
 from isles.config.clusters import named_cluster
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError, UserError
+from isles.launch.base import StartOptions
 from isles.launch.multi_cluster import hub_place, local_environs, refuse_peers
 from isles.monitor.clusters import (
     MultiClusterReport,
@@ -22,13 +24,15 @@ from isles.monitor.clusters import (
     multi_cluster_report,
     outcome_lines,
 )
-from isles.monitor.multi_cluster import choose
+from isles.monitor.multi_cluster import MultiClusterStart, choose
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.samples import Samples
 from isles.run.find import find_any, find_cluster, run_of
 from isles.run.paths import RunDir
+from isles.run.process import ProcessId
+from isles.run.records import write_record
 from isles.run.remote import ClusterRun, MultiClusterRun, RemoteRun, write_remote
 from tests.run_records import recorded_run
 from tests.runs import bare_run
@@ -138,6 +142,19 @@ def test_clusters_of_one_machine_share_its_gpus_and_meet_on_loopback(tmp_path, m
     assert hub_place(load(tmp_path, TWO)) == ("127.0.0.1:0", "")
     public = load(tmp_path, TWO, "outer.public=127.0.0.1:29400")
     assert hub_place(public) == ("127.0.0.1:29400", "127.0.0.1:29400")
+
+
+def test_a_damaged_record_of_the_own_hub_is_named(tmp_path: Path) -> None:
+    loaded = load(tmp_path, TWO)
+    run = several(loaded, cluster_run(tmp_path, "a"))
+    run.state.mkdir()
+    options = StartOptions(loaded.path, (f"clusters={TWO}",), "auto", False, print, print)
+    for damaged in ({}, {"settings": None}, {"settings": [1]}, {"settings": "gather"}):
+        record = {**ProcessId.of(os.getpid()).record(), **damaged}
+        write_record(run.state / "process.json", record)
+        with pytest.raises(UserError, match="record of the hub has no settings") as caught:
+            MultiClusterStart(loaded, options).start()
+        assert "process.json" in str(caught.value.where) and "isles stop" in caught.value.fix
 
 
 def test_a_cluster_is_chosen_by_name(tmp_path: Path) -> None:

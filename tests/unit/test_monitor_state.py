@@ -72,6 +72,25 @@ def test_a_sign_of_life_is_newer_than_the_queues_word(tmp_path: Path) -> None:
     assert later.state == "queued"
 
 
+def test_a_copy_of_a_run_that_has_ended_has_ended(tmp_path: Path) -> None:
+    """`cp -r` gives each file the time of now."""
+    for state in ("finished", "stopped", "failed"):
+        ended = {"state": state, "at": time.time() - 600}
+        status = {"step": 1, "updated_at": time.time() - 601}
+        for launcher in ("slurm", "pbs", "ray", "local"):
+            path = tmp_path / f"{state}-{launcher}-1"
+            run_dir, attempt = recorded_run(
+                path, {"launcher": launcher}, ended, status=status, began_s_ago=900
+            )
+            if launcher != "local":
+                write_record(attempt.job, {"at": time.time(), "state": "ended", "reason": "why"})
+            assert attempt_state(run_dir, attempt).state == state
+    # The same job was queued again, and runs: its ranks write newer times.
+    write_record(run_dir.status, {"step": 1, "updated_at": time.time()})
+    write_record(attempt.launch, {"launcher": "slurm"})
+    assert attempt_state(run_dir, attempt).state == "running"
+
+
 def test_a_run_stands_as_it_says_and_a_stop_that_is_not_heard_ends(tmp_path: Path) -> None:
     run_dir = bare_run(tmp_path / "a-1")
     # What an earlier attempt has left.

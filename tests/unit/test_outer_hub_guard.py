@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from isles.errors import ConfigError, UserError
+from isles.errors import ConfigError, TrainingError, UserError
 from isles.outer.hub.core import Core, live, status
 from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.work import AwakeClock
 from isles.outer.messages import Shown
 from isles.run.relay import LONGEST
+from isles.train.loop import finish_together
+from isles.train.progress import Progress
 from tests.outer_world import ZERO, World, after, joining, member_id, refused
 
 RUN = {"layout": "a", "outer.lr": "0.7", "steps of the run": "100"}
@@ -173,6 +177,47 @@ def test_it_is_over_when_all_have_finished_and_alone_when_the_rest_is_not_heard(
     ):
         happens()
         assert world.core.membership.end_kind() == kind
+
+
+def test_a_finished_run_is_not_given_to_a_new_cluster(tmp_path):
+    world = World(tmp_path, "ab")
+    world.turn("ab", 0)
+    world.leave("a", has_finished=True)
+    world.join("c"), world.leave("c", has_finished=True)  # b still trains
+    world.leave("b", has_finished=True)
+    for settings in ({}, {"identity": {"layout": "a", "outer.lr": "1"}}, {"name": "a"}):
+        refusal = refused(world.join, "d", **settings)
+        assert refusal.kind == "over" and "finished this run (a, b)" in refusal.what
+        assert "outer.url" in refusal.fix and "resume" in refusal.fix
+    world.restart()
+    assert refused(world.join, "d").kind == "over"
+    longer = {"layout": "a", "steps of the run": "700"}
+    world.join("a", version=1, identity=longer)
+    world.join("d", identity=longer)  # a trains again
+
+
+def test_a_cluster_that_trained_no_step_is_not_finished():
+    progress = Progress.fresh()
+    parts: Any = SimpleNamespace(progress=progress, total_steps=9, outer=None)
+    assert finish_together(parts) == 0
+    progress.skip_to(9)  # by averages of clusters that have ended meanwhile
+    with pytest.raises(TrainingError, match="none of the 9 steps"):
+        finish_together(parts)
+
+
+def test_a_cluster_that_went_without_a_word_stays_dropped_for_people(tmp_path):
+    world = World(tmp_path, "ab", dead_after_s=10.0)
+
+    def shown() -> dict[str, str]:
+        return {each["name"]: each["state"] for each in status(world.core)["members"]}
+
+    world.drop("b")
+    assert shown() == {"a": "living", "b": "dropped"}
+    world.drop("b", for_long=True)
+    assert shown()["b"] == "dropped" and not world.core.membership.has(member_id("b"))
+    world.join("b")
+    world.leave("b")
+    assert shown()["b"] == "left", "it pauses, and has said so"
 
 
 def test_all_end_together_when_nothing_is_left_of_any(tmp_path):

@@ -343,6 +343,34 @@ esac"""
     assert "whether it fits is not known" in shown and "no ssh server (" not in shown.split("\n")[0]
 
 
+def test_cpu_ranks_have_a_time_wherever_they_run(here):
+    lines = """case "$*" in
+*nvidia-smi*) exit 127;;
+*) echo 4; echo 8000000; echo 6000000;;
+esac"""
+    write_program(here / "bin" / "ssh", lines)
+    kind = "kind: slurm, cpus_per_node: 4, memory_per_node: 8G"
+    for launcher, cores, gib in (
+        ("kind: ssh, hosts: [me@desk1, me@desk2]", 2.0, 7.6),
+        (kind, 2.0, 8.0),
+        (kind.replace("slurm", "pbs").replace("8G", "8gb"), 2.0, 8.0),
+        ("kind: slurm", 1.0, None),
+    ):
+        plan = planned(f"clusters=[{{launcher: {{{launcher}}}, device: cpu, gpus_per_node: 2}}]")
+        machines = only(plan).job.machines
+        assert machines.devices[0].name == f"CPU process, {cores:g} cores"
+        assert not machines.devices[0].is_cuda and only(plan).own.time is not None, launcher
+        if gib is not None:
+            assert round(machines.hosts[0].memory_bytes / 2**30, 1) == gib
+        assert all("--gpus" not in note for note in machines.notes)
+    assert (
+        "2 threads for each rank"
+        in planned(f"clusters=[{{launcher: {{{kind}}}, device: cpu, gpus_per_node: 2}}]")
+        .machines[0]
+        .notes[0]
+    )
+
+
 def test_what_slurm_is_asked_for_names_the_cards(here):
     cluster = "nodes: 2, gpus_per_node: 8"
     named = f"clusters=[{{launcher: {{kind: slurm, gres: 'gpu:h100:8'}}, {cluster}}}]"

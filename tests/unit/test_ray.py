@@ -85,7 +85,7 @@ def test_what_a_dashboard_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             jobs.submit("new", "true")
         assert refused.value.id == "queue.refused"
         monkeypatch.setitem(ANSWERS, "/api/jobs/known", (200, "<html>a proxy</html>"))
-        with pytest.raises(PreflightError, match="is not Ray's dashboard"):
+        with pytest.raises(PreflightError, match="it is not JSON"):
             jobs.look(attempt, "known")
 
 

@@ -43,6 +43,7 @@ from isles.run.env import (
     is_sampled,
     job_node,
     rank_defaults,
+    settle_home,
 )
 from isles.run.nodes import Fleet, FleetNode, read_fleet, require_nodes
 from isles.run.outcome import agent_error, end_failed
@@ -70,6 +71,7 @@ def main() -> int:
     parser.add_argument("--output-dir", type=Path, help="where a run that comes from there is put")
     # A launcher that starts it before it knows them writes them to standard input.
     is_told = sys.argv[1:] == ["-"]
+    settle_home()
     options = parser.parse_args(shlex.split(sys.stdin.readline()) if is_told else None)
     try:
         log = options.log

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from isles.errors import ExitCode
+from isles.run.limits import cgroup_folders, read_words
 from isles.run.outcome import AGAIN, ErrorRecord, end_failed, end_stopped, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import signal_name
@@ -160,26 +160,16 @@ def failure_report(
     return {"errors": errors, "root_cause": root_cause, "tail": tail}
 
 
-def oom_kills(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def oom_kills() -> int:
     """How many processes of this one's cgroup the kernel has killed for their memory, ever.
 
     Source: Linux, Documentation/admin-guide/cgroup-v2.rst (memory.events) and
     cgroup-v1/memory.rst (memory.oom_control). 0 where neither can be read.
     """
-    with suppress(OSError, ValueError):
-        for line in own.read_text().splitlines():
-            number, controllers, path = line.split(":", 2)
-            inside = path.lstrip("/")
-            if number == "0" and not controllers:
-                events = cgroups / inside / "memory.events"
-            elif "memory" in controllers.split(","):
-                events = cgroups / "memory" / inside / "memory.oom_control"
-            else:
-                continue
-            if not events.exists():
-                continue
-            words = dict(entry.split(maxsplit=1) for entry in events.read_text().splitlines())
-            return int(words.get("oom_kill", 0))
+    for folder, is_v2 in cgroup_folders("memory"):
+        words = read_words(folder / ("memory.events" if is_v2 else "memory.oom_control"))
+        if words:
+            return words.get("oom_kill", 0)
     return 0
 
 

@@ -101,16 +101,20 @@ class Balancer:
         """Keep the split that is in use from now on. All ranks must call this."""
         self._meter = None
 
-    def after_step(self, step: int) -> RowSplit | None:
+    def after_step(self, step: int, *, is_whole: bool = True) -> RowSplit | None:
         """The split to use from now on, if it is another. All ranks must call this after each step.
 
         Waits for the others at looks, and for no GPU.
+
+        Args:
+            step: its number.
+            is_whole: whether it had all its rows. If not, it says nothing about the split.
         """
         before, self._step = self._step, step
         if self._history is None:
             return None
         if self._meter is not None:
-            self._meter.step_done()
+            self._meter.step_done(counts=is_whole)
             self._ends.append(self._clock())
         if step <= self._history.decided_to:
             known = self._history.at(step)

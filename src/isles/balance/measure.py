@@ -251,9 +251,9 @@ class ComputeMeter:
             module.register_forward_pre_hook(self._begin)
             module.register_forward_hook(self._end, prepend=True)
 
-    def step_done(self) -> None:
-        """A step is over."""
-        if self._step >= 0:
+    def step_done(self, *, counts: bool = True) -> None:
+        """A step is over; `counts`: whether it had all its rows."""
+        if self._step >= 0 and counts:
             if self._pairs:
                 self._events.append(self._pairs)
             if not self._cuda:

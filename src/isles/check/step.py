@@ -29,6 +29,7 @@ from isles.errors import CommunicationError, ExitCode, UserError
 from isles.facts.terminal import show_streams
 from isles.launch.ssh.channel import Channel, open_channel
 from isles.launch.ssh.shell import Shell
+from isles.run.env import settle_home
 from isles.run.paths import RunDir
 from isles.run.records import write_record
 
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--master", default="", help="ADDRESS:PORT of node 0")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds")
     options = parser.parse_args(argv)
+    settle_home()
     names, limit_s = options.hosts.split(","), options.timeout
     try:
         run_dir = RunDir(options.run_dir)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from isles.config.endings import ending_of
 from isles.config.foreign import model_config
 from isles.config.interop.deepspeed import deepspeed_file_issues
 from isles.config.links import LinkRefused, check_found
@@ -41,9 +42,6 @@ _MOST_NAMES = 5_000_000
 """Limit for the names in all folders of `**`. A local disk needs ten seconds for this number."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_TEXTS = (".txt", ".text", ".md", ".rst", ".py")
-_TABLES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq", ".csv", ".tsv", ".gz")
-_READ = _TEXTS + _TABLES[:-1]
 
 
 def shape_issues(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
@@ -145,6 +143,8 @@ def _missing_source(source: SourceConfig) -> tuple[str, str] | None:
 
 def _odd_file(path: Path) -> tuple[str, str] | None:
     try:
+        if path.is_file() and (fix := (ending := ending_of(path.name)).fix):
+            return f"isles does not read {ending.suffix} files: {path.absolute()}", fix
         if path.is_dir() or path.is_file() or not path.exists():
             return None
     except OSError:
@@ -160,12 +160,12 @@ def folder_issue(path: Path) -> tuple[str, str] | None:
             return None
         below = itertools.islice(path.rglob("*"), _LOOKED_AT)
         kinds = Counter(
-            "".join(file.suffixes[-2 if file.suffix == ".gz" else -1 :]) for file in below
+            "".join(file.suffixes[-2 if ending_of(file.name).packing else -1 :]) for file in below
         )
     except OSError:
         return None  # the rank that reads it says more
     # Not read as it is: a folder of data also holds readmes, archives and caches.
-    read = [kind for kind, _ in kinds.most_common() if kind.removesuffix(".gz").endswith(_READ)]
+    read = [kind for kind, _ in kinds.most_common() if ending_of(f"a{kind}").format]
     what = f"{path.absolute()} is a folder, and not one that save_to_disk of datasets wrote"
     glob_of_all = f"{path}/**/*{read[0] if read else '.jsonl'}"
     return what, f"name its files with a glob, such as {glob_of_all}"
@@ -261,7 +261,8 @@ def _exists(path: Path) -> bool:
 
 def may_be_hub_id(name: str) -> bool:
     """Whether a source may be a dataset of the Hugging Face hub, by its name alone."""
-    if not _HUB_ID.fullmatch(name) or name.endswith(_TEXTS + _TABLES):
+    ending = ending_of(name)
+    if not _HUB_ID.fullmatch(name) or ending.format or ending.packing:
         return False
     folder, slash, _ = name.partition("/")
     return not (slash and Path(folder).is_dir())

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -154,6 +155,48 @@ def open_foreign(path: Path, root: Path | None = None) -> tuple[io.BufferedReade
 
 
 @contextmanager
+def unchanging(folder: Path, names: Iterable[str] = ()) -> Iterator[Path]:
+    """A folder with the same small files, which no other user can change meanwhile.
+
+    A library opens the files of a model by their paths. If another user can write to the folder,
+    that user could replace a file by a link to a private file, after isles has checked it.
+
+    Args:
+        names: the files to take; empty: all that `check_folder` looks at. Weights are left out.
+
+    Yields:
+        `folder` itself if nobody else can write to it; else a copy, which this function deletes at
+        the end. Check the copy again: the files may have changed.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: a file is too large, or is not a regular file.
+    """
+    if not _is_open_to_others(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="isles-copy-") as made:
+        for path in [folder / name for name in names] or _files_to_check(folder):
+            if path.is_file() and (names or path.suffix in (".json", ".py", *_TEXTS)):
+                copy = Path(made) / path.relative_to(folder)
+                copy.parent.mkdir(exist_ok=True)
+                copy.write_bytes(read_bytes(path, MAX_JSON_BYTES))
+        yield Path(made)
+
+
+def _is_open_to_others(folder: Path) -> bool:
+    # Whether a user other than this one and root can replace files of the folder, or the folder.
+    absolute = folder.absolute()
+    for place in (absolute, folder.resolve()):
+        for above in (place, *place.parents):
+            found = above.stat()
+            is_sticky = above != place and found.st_mode & stat.S_ISVTX
+            if found.st_uid not in (0, os.geteuid()) or (found.st_mode & 0o022 and not is_sticky):
+                return True
+    return False
+
+
+@contextmanager
 def folder_below(root: Path, parts: Iterable[str], *, make: bool = False) -> Iterator[int]:
     """Open a folder below `root` and follow no link on the way. Yields a descriptor.
 
@@ -249,7 +292,7 @@ def check_folder(folder: Path) -> None:
     ConfigError: a JSON file is too large, too deep or odd, a text is too large, a tokenizer would
     read a file elsewhere, or a pipe, a socket or a device has the name of a file.
     """
-    for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
+    for path in _files_to_check(folder):
         try:
             is_file = path.is_file()
             if not is_file and path.exists() and not path.is_dir():
@@ -275,6 +318,10 @@ def check_folder(folder: Path) -> None:
             raise _refused(str(path), f"this file cannot be used: {error}") from None
         except OSError:
             continue  # the code that needs the file reports it
+
+
+def _files_to_check(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")])
 
 
 def _check_tokenizer(path: Path) -> None:

@@ -127,8 +127,8 @@ def changed_length(old: RunConfig, new: RunConfig, done: Mapping[str, Any]) -> l
 
     Args:
         old, new: the run files.
-        done: `step`, and as far as known `elapsed_s` and `samples_per_epoch`, as in the manifest
-            of a checkpoint.
+        done: `step`, and as far as known `elapsed_s`, `samples` and `samples_per_epoch`, as in the
+            manifest of a checkpoint.
 
     Returns:
         The changed values of the run file first, then what follows from them.
@@ -199,18 +199,26 @@ def _left(training: TrainingConfig, done: Mapping[str, Any]) -> float | None:
         if training.max_time is None or "elapsed_s" not in done:
             return None
         return max(0.0, training.max_time - float(done["elapsed_s"]))
-    steps = length_in_steps(training, done.get("samples_per_epoch"))
+    steps = _length(training, done)
     return None if steps is None else max(0, steps - int(done["step"]))
+
+
+def _length(training: TrainingConfig, done: Mapping[str, Any]) -> int | None:
+    samples = done.get("samples_per_epoch")
+    if "samples" not in done:
+        return length_in_steps(training, samples)
+    step, cursor = int(done["step"]), int(done["samples"])
+    return length_in_steps(training, samples, step=step, cursor=cursor)
 
 
 def _rate_change(
     before: TrainingConfig, after: TrainingConfig, done: Mapping[str, Any]
 ) -> Change | None:
     # What becomes of the learning rate of the next step; None: it stays, or is not known.
-    step, samples = int(done["step"]) + 1, done.get("samples_per_epoch")
+    step = int(done["step"]) + 1
     rates = []
     for training in (before, after):
-        steps = length_in_steps(training, samples)
+        steps = _length(training, done)
         if steps is None and training.lr_scheduler_type != "constant":
             return None
         rates.append(learning_rate(training, step, steps))

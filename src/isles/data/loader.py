@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isles.config.sections.training import Epochs
 from isles.data.mix import Dataset, Rows
 from isles.data.order import Float32Array, Int64Array
 from isles.dist.batch import IGNORE_INDEX, Batch, cu_seqlens
@@ -60,14 +61,17 @@ class Numbering(Protocol):
 class Loader:
     """The micro-batches of one rank, step by step; the next step is read in the background.
 
-    The global batch at cursor s holds the samples s to s+G-1, whatever the number of ranks; a split
-    assigns them in order. Each rank reads its own, and none communicates.
+    The global batch at cursor s holds the samples s to s+G-1, or to the end of the epoch, whatever
+    the number of ranks; a split assigns them in order. Each rank reads its own, and none
+    communicates.
 
     Args:
         split: the rows of each data-parallel rank, G in all.
         device: where the micro-batches go. Pages are pinned and copies run along on CUDA.
         numbering: of a cluster that shares the samples with others; cursors then count its own.
             None: they are global indices.
+        epochs: of a run whose length is in epochs, which says where batches are smaller. None: all
+            are equally large.
     """
 
     def __init__(
@@ -78,8 +82,10 @@ class Loader:
         dp_rank: int,
         device: torch.device,
         numbering: Numbering | None = None,
+        epochs: Epochs | None = None,
     ) -> None:
         self._numbering = numbering
+        self._epochs = epochs
         assert 0 <= dp_rank < len(split.rows)
         self._dataset = dataset
         self.split = split
@@ -103,9 +109,8 @@ class Loader:
         self._ahead = None
         on_host = future.result()
         following = on_host.next_sample
-        if self._numbering is None or self._numbering.covers(
-            following, self.split.global_batch_size
-        ):
+        size = self.batch_at(following)
+        if size and (self._numbering is None or self._numbering.covers(following, size)):
             self._ahead = (following, self._executor.submit(self._read, following))
         batches = tuple(_to_device(batch, self._device) for batch in on_host.micro_batches)
         return replace(on_host, micro_batches=batches)
@@ -124,9 +129,14 @@ class Loader:
             self._ahead[1].cancel()  # what has begun ends by itself
             self._ahead = None
 
+    def batch_at(self, samples_seen: int) -> int:
+        """Samples of the global batch at this cursor; 0: the run is over."""
+        size = self.split.global_batch_size
+        return size if self._epochs is None else min(size, self._epochs.batch_at(samples_seen))
+
     def sample_ids(self, samples_seen: int) -> Int64Array:
         """Global indices of the samples of the global batch at this cursor."""
-        size = self.split.global_batch_size
+        size = self.batch_at(samples_seen)
         if self._numbering is not None:
             return self._numbering.numbers(samples_seen, size)
         return np.arange(samples_seen, samples_seen + size)
@@ -149,8 +159,8 @@ class Loader:
         self._executor.shutdown(wait=True)
 
     def _read(self, first: int) -> StepData:
-        split = self.split
-        size = split.global_batch_size
+        size = self.batch_at(first)
+        split = self.split.shortened(size)
         start = split.first_row(self._dp_rank)
         sizes = split.micro_steps(self._dp_rank)
         sample_ids = self.sample_ids(first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -34,6 +35,16 @@ class RowSplit:
     def first_row(self, dp_rank: int) -> int:
         """Where a rank's rows begin in the global batch."""
         return sum(self.rows[:dp_rank])
+
+    def shortened(self, num_rows: int) -> RowSplit:
+        """The same shares of a smaller batch; some ranks may have no row of it."""
+        assert 0 < num_rows <= self.global_batch_size
+        edges = [
+            self.first_row(rank) * num_rows // self.global_batch_size
+            for rank in range(len(self.rows) + 1)
+        ]
+        rows = tuple(end - start for start, end in itertools.pairwise(edges))
+        return RowSplit(rows, self.micro_batch_sizes, self.in_step)
 
     def micro_steps(self, dp_rank: int) -> tuple[int, ...]:
         """Rows of each micro-step of a rank; a 0 is a step that only keeps the others company."""

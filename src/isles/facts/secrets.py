@@ -467,9 +467,8 @@ def is_secret(name: str, value: str) -> bool:
         return False
     if inner.isdecimal() and len(inner) < (2 if "pass" in name.lower() else _LEAST):
         return False
-    if _DOUBTFUL.fullmatch(name) and not _OF_DOUBTFUL.match(inner):
-        return False
-    if "signature" in name.lower() and re.fullmatch(_ALGORITHM, inner):
+    is_algorithm = "signature" in name.lower() and re.fullmatch(_ALGORITHM, inner)
+    if is_algorithm or (_DOUBTFUL.fullmatch(name) and not _OF_DOUBTFUL.match(inner)):
         return False
     is_assigned = name.rstrip().endswith("=") or name.startswith("-")
     return is_assigned or (len(inner) >= _LEAST and any(c.isdigit() for c in inner))

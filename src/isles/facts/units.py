@@ -88,6 +88,11 @@ def format_count(number: float) -> str:
     return f"{value:.1f}T"
 
 
+def plural(count: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def printable(text: str, *, keep: str = "\n\t", longest: int | None = None) -> str:
     """Text that does nothing to a terminal: control characters as JSON escapes them (`\\u001b`).
 

@@ -5,5 +5,6 @@
 nodes and other machines before a start (copying, installing). Of several clusters,
 `multi_cluster.py` gives each its GPUs, `hub.py` starts the hub through which they average, and
 `join.py` makes the run file of a cluster that joins from elsewhere. `render.py` writes files that
-run without isles. Open `start.py` first.
+run without isles. `answers.py` checks answers of other programs and machines. Open `start.py`
+first.
 """

@@ -25,7 +25,7 @@ import psutil
 from isles.config.clusters import shared_text
 from isles.config.load import Loaded, load_run_file
 from isles.config.sections.outer import DiLoCoConfig
-from isles.errors import ConfigError, MissingDependencyError, PreflightError
+from isles.errors import ConfigError, MissingDependencyError, PreflightError, UserError
 from isles.launch.ssh.shell import start_detached
 from isles.run.entry import is_own, make_own_folder, open_own_file, require_own
 from isles.run.env import inherited
@@ -141,6 +141,28 @@ def hub_process(state: Path) -> ProcessId | None:
     """The process that has a state directory; None where none does on this machine."""
     process = ProcessId.from_record(read_record(state / "process.json") or {})
     return process if process is not None and process.is_here() and process.is_alive() else None
+
+
+def running_settings(state: Path, name: str) -> dict[str, Any] | None:
+    """The settings of the hub that runs with a state directory; None: none runs.
+
+    Args:
+        name: what a user types for the run.
+
+    Raises:
+        UserError: its record is damaged.
+    """
+    if hub_process(state) is None:
+        return None
+    file = state / "process.json"
+    settings = (read_record(file) or {}).get("settings")
+    if not isinstance(settings, dict):
+        raise UserError(
+            f"the record of the hub has no settings, but {ascii(settings)[:60]}",
+            where=str(file),
+            fix=f"stop all with `isles stop {name}`, and start again",
+        )
+    return settings
 
 
 def open_hub(

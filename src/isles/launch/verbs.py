@@ -8,13 +8,17 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from isles.errors import ConfigError, ConfigErrors, ExitCode
+from isles.errors import ConfigError, ConfigErrors, ExitCode, UserError
+
+if TYPE_CHECKING:
+    from isles.run.prepared import Prepared
 
 config = App(name="config", help="Show the resolved run file, or its JSON schema.")
 data = App(name="data", help="Show the data as the model sees it.")
@@ -24,7 +28,7 @@ setup_app = App(name="setup", help="Make the Python environments of all hosts eq
 def normalise_overrides(tokens: Sequence[str]) -> list[str]:
     """Write `--training.max-steps 5` as `training.max_steps=5`, the one form of an override."""
     verbs = ("train", "check", "plan", "render", "hub", "rendezvous", "join", "setup")
-    groups = (["config", "show"], ["data", "show"])
+    groups = (["config", "show"], ["data", "show"], ["data", "prune"])
     if tuple(tokens[:1]) not in [(verb,) for verb in verbs] and list(tokens[:2]) not in groups:
         return list(tokens)
     result: list[str] = []
@@ -64,6 +68,7 @@ def show_config(run_file: Path, /, *overrides: str) -> int:
         overrides: Values that replace those in the file, such as training.max_steps=5.
     """
     from isles.config.clusters import named_cluster
+    from isles.config.interop.deepspeed import deepspeed_notes
     from isles.config.load import load_run_file
     from isles.config.show import show
     from isles.launch.base import resolve_here
@@ -73,6 +78,8 @@ def show_config(run_file: Path, /, *overrides: str) -> int:
     for name in names:
         own = named_cluster(loaded, name) if len(names) > 1 else loaded
         head = f"# === cluster {name} ===\n" if len(names) > 1 else ""
+        for note in deepspeed_notes(own.config):
+            _warn(note)
         sys.stdout.write(head + show(resolve_here(own, _warn, needs_data=False)) + "\n")
     return ExitCode.OK
 
@@ -127,6 +134,72 @@ def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
     with tempfile.TemporaryDirectory(prefix="isles-data-") as folder:
         RunDir(Path(folder)).resolved.write_text(dump_resolved(resolved), encoding="utf-8")
         return run_module("isles.train.data_show", folder, f"--samples={samples}")
+
+
+def _folders(found: Sequence[Prepared]) -> str:
+    from isles.facts.units import format_bytes
+
+    size = format_bytes(sum(each.size_bytes for each in found))
+    return f"{len(found)} folder{'s' * (len(found) != 1)} ({size})"
+
+
+@data.command(name="prune")
+def prune_data(
+    run_file: Path | None = None,
+    /,
+    *overrides: str,
+    unused_for: str = "30d",
+    max_size: str = "",
+    yes: bool = False,
+) -> int:
+    """List prepared tokens that have not been used for a long time; delete them with --yes.
+
+    Tokens that a running process uses stay. If a run needs deleted tokens, it prepares them again.
+
+    Args:
+        run_file: A run file with a data.cache_dir. Default: the cache of this user.
+        overrides: Values that replace those in the file, such as data.cache_dir=/scratch/tokens.
+        unused_for: How long nothing has used them, such as 12h or 90d.
+        max_size: Delete more, the longest unused tokens first, until this size is left: 50GB.
+        yes: Delete them.
+    """
+    from isles.config.load import load_run_file
+    from isles.facts.units import format_bytes, format_duration, parse_bytes, parse_duration_s
+    from isles.run import prepared
+    from isles.run.env import cache_home
+
+    where = "--unused-for"
+    try:
+        unused_s = parse_duration_s(unused_for)
+        where = "--max-size"
+        max_bytes = parse_bytes(max_size) if max_size else None
+    except ValueError as error:
+        raise UserError(str(error), where=where, fix="for example 12h, or 50GB") from error
+    named = load_run_file(run_file, overrides).config.data.cache_dir if run_file else None
+    cache = Path(named).expanduser() if named else cache_home() / "data"
+    now, found = time.time(), prepared.prepared_in(cache)
+    chosen = prepared.doomed(found, unused_s, max_bytes, now)
+    gone, lines = [], []
+    for each in chosen:
+        if not (why := prepared.remove(each.folder) if yes else ""):
+            gone.append(each)
+        unused = format_duration(max(now - each.used_at, 0))
+        line = f"{format_bytes(each.size_bytes):>10}  unused for {unused:>7}  {each.name}"
+        lines.append(f"{line}  {each.folder.name}" + (f"  stays: {why}" if why else ""))
+    if yes:
+        prepared.sweep(cache)
+    lines.append(f"{cache}: {_folders(found)} of prepared tokens")
+    if kept := [each for each in found if each.kept]:
+        reasons = ", ".join(sorted({each.kept for each in kept}))
+        lines.append(f"{_folders(kept)} must stay: {reasons}")
+    if yes:
+        lines.append(f"deleted {_folders(gone)}")
+    elif chosen:
+        lines.append(f"{_folders(chosen)} would be deleted: add --yes to delete them")
+    else:
+        lines.append(f"nothing has been unused for {unused_for}; see --unused-for and --max-size")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return ExitCode.OK
 
 
 def render(

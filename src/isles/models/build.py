@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 
 from isles.config.foreign import (
@@ -20,6 +20,7 @@ from isles.config.foreign import (
     check_generation,
     model_config,
     read_json,
+    unchanging,
 )
 from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.errors import UserError
@@ -32,7 +33,7 @@ from isles.models.fill import (
     fill_fresh,
     fill_magnitudes,
     fill_pretrained,
-    weights_folder,
+    untied,
     with_home,
 )
 
@@ -227,11 +228,15 @@ def load_model_config(config: ModelConfig) -> Any:
         if path.is_dir():
             check_folder(path)
         file = path if path.is_file() else Path(str(cached_file(name, "config.json")))
-        known = model_config(file)
-        found = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        model_config(file)  # its errors name this file, and not a copy
+        with _unchanging(config, file) as copy:
+            known = model_config(copy)
+            place = name if copy == file else str(copy)
+            found = AutoConfig.from_pretrained(place, trust_remote_code=config.trust_remote_code)
+        found.name_or_path = name
         _refuse_methods(known, found)
         if config.init == "pretrained":
-            _try_generation_config(name)
+            _try_generation_config(config)
     except _LOAD_ERRORS as error:
         raise _model_error(config, error) from error
     if config.init == "pretrained":
@@ -240,33 +245,15 @@ def load_model_config(config: ModelConfig) -> Any:
     return found
 
 
-def base_files(config: ModelConfig) -> tuple[dict[str, Any], torch.dtype | None]:
-    """The config.json that a run begins with, and the type of the weights in the files.
-
-    Returns:
-        Of a model from scratch the type is None: it has no weights yet.
-
-    Raises:
-        UserError: they cannot be found or read.
-    """
-    from transformers.utils.hub import cached_file
-
-    name = with_home(config.name_or_path)
-    found = load_model_config(config)
-    if name in shape_names():
-        return dict(load_shape(name)), None
-    file = Path(name) if Path(name).is_file() else Path(str(cached_file(name, "config.json")))
-    dtype = found.dtype
-    if config.init == "scratch":
-        return model_config(file), None
-    if dtype is None:
-        folder, where = weights_folder(name)
-        for weight, held_in in where.items():
-            with safe_open(folder / held_in, "pt") as reader:
-                dtype = reader.get_tensor(weight).dtype
-            if dtype.is_floating_point:
-                break
-    return model_config(file), dtype
+@contextlib.contextmanager
+def _unchanging(config: ModelConfig, file: Path) -> Iterator[Path]:
+    # A file of the model as `unchanging` gives it. Code of the model may do what it wants anyway,
+    # and finds its other files beside this one.
+    if config.trust_remote_code:
+        yield file
+    else:
+        with unchanging(file.parent, [file.name]) as folder:
+            yield folder / file.name
 
 
 def _refuse_methods(known: Mapping[str, Any], holder: Any) -> None:
@@ -276,22 +263,29 @@ def _refuse_methods(known: Mapping[str, Any], holder: Any) -> None:
             raise ValueError(f"the key {key!r} is the name of a method of {type(holder).__name__}")
 
 
-def _try_generation_config(name: str) -> None:
+def _try_generation_config(config: ModelConfig) -> None:
     # The export writes it at the end of the run, which is too late to find it odd.
     from transformers import GenerationConfig
+
+    known = _generation_config(config)
+    if known is not None:
+        _refuse_methods(known, GenerationConfig())
+        with contextlib.suppress(*_SENSELESS):  # `take_generation_config` does without it
+            GenerationConfig(**known).to_json_string(keys_to_pop=["compile_config"])
+
+
+def _generation_config(config: ModelConfig) -> dict[str, Any] | None:
+    # The settings of generation that a model has; None: it has none.
     from transformers.utils.hub import cached_file
 
+    name = with_home(config.name_or_path)
     options = {"_raise_exceptions_for_connection_errors": False}
     options["_raise_exceptions_for_missing_entries"] = False
-    if not Path(name).is_file() and (found := cached_file(name, GENERATION_CONFIG, **options)):
-        check_generation(Path(found))
-        known = read_json(Path(found))
-        _refuse_methods(known, GenerationConfig())
-        try:
-            made = GenerationConfig(**known)
-        except _SENSELESS:
-            return  # `take_generation_config` does without it
-        made.to_json_string(keys_to_pop=["compile_config"])
+    found = None if Path(name).is_file() else cached_file(name, GENERATION_CONFIG, **options)
+    if not found:
+        return None
+    check_generation(Path(found))
+    return dict(read_json(Path(found)))
 
 
 def _forget_choices(config: Any) -> None:
@@ -311,17 +305,19 @@ def _forget_choices(config: Any) -> None:
 
 
 def take_generation_config(model: Any, config: ModelConfig) -> None:
-    """Give a model that was built without weights the settings of generation that its base has."""
+    """Give a model the settings of generation that its base has."""
     from transformers import GenerationConfig
 
     if config.init == "pretrained" and model.can_generate():
-        name = with_home(config.name_or_path)
         # Many models have none, and then what their config says stays.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
+            known = _generation_config(config)
             try:
-                model.generation_config = GenerationConfig.from_pretrained(name)
+                if known is not None:
+                    model.generation_config = GenerationConfig.from_dict(known)
             except _SENSELESS as error:
-                log.warning("model=%s has a generation_config.json without sense: %s", name, error)
+                text = "model=%s has a generation_config.json without sense: %s"
+                log.warning(text, config.name_or_path, error)
 
 
 def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:
@@ -370,7 +366,7 @@ def _load_pretrained(
     config: ModelConfig, dtype: torch.dtype, adapter: AdapterConfig, device: torch.device
 ) -> Any:
     # The whole model on its device; for qlora its matrices in 4 bits, made there one by one.
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
     name, options = with_home(config.name_or_path), dict[str, Any]()
     hf_config = load_model_config(config)
@@ -387,6 +383,7 @@ def _load_pretrained(
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
             config=hf_config,
+            generation_config=GenerationConfig(),  # else it is read from the path without a check
             dtype=dtype,
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
@@ -397,6 +394,9 @@ def _load_pretrained(
         )
     except _LOAD_ERRORS as error:
         raise _model_error(config, error) from error
+    if model.can_generate():
+        model.generation_config = GenerationConfig.from_model_config(hf_config)
+    take_generation_config(model, config)
     # transformers makes up what is missing, drops what is left over, and goes on; a run must not.
     for name, saved, own in sorted(report.get("mismatched_keys") or ()):
         raise _mixed(config, f"holds {name!r} in the shape {tuple(own)}, its files {tuple(saved)}")
@@ -404,6 +404,10 @@ def _load_pretrained(
         names = sorted(report.get(keys) or ())
         if names:
             raise _mixed(config, f"{what} {len(names)} weights, the first {names[0]!r}")
+    # transformers keeps two weights that the config says are one, if they differ in the files.
+    for other, first in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter(other) is not model.get_parameter(first):
+            raise untied(config, first, other)
     if not options:
         return model.to(device)
     # On a CPU with AVX512-BF16 bitsandbytes packs the weights anew at the first forward pass in

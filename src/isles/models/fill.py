@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from isles.models.adapter import (
     lengths,
     magnitudes,
 )
+from isles.models.pieces import Pieces, pieces_of
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -91,28 +92,38 @@ def fill_pretrained(model: Any, config: ModelConfig, whole: Callable[[], Any]) -
             one that the model has no place for.
     """
     folder, where = weights_folder(config.name_or_path)
-    prefix = f"{model.base_model_prefix}."
+    places = _places(where, model)
     # Such as the scales of quantised weights, which are nonsense without them.
-    if _without_place(where, model) and (left := _without_place(where, whole())):
-        raise _misfit(config, f"the model has no place for {len(left)} of them: {left[0]!r}, ...")
+    if _without_place(where, model, places):
+        all_of_it = whole()
+        if left := _without_place(where, all_of_it, _places(where, all_of_it)):
+            raise _misfit(
+                config, f"the model has no place for {len(left)} of them: {left[0]!r}, ..."
+            )
     _fill_buffers(model)
-    files = _Files(config, folder)
+    files = _Files(config, folder, where)
     kept = model.state_dict().keys()
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
-    for name, parameter in chain(model.named_parameters(), buffers):
-        own = base_name(name)
-        if own is None:
-            continue  # an adapter's, of which no file knows
-        known = next((n for n in (own, own.removeprefix(prefix)) if n in where), None)
-        # A checkpoint of the bare model lacks the prefix, one of a model with a head has it.
-        if known is None:
-            raise _misfit(config, f"the weights lack {own!r}")
-        part = files.read(where[known], known, parameter.shape, _part(parameter))
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+    names: dict[int, list[str]] = {}  # a head that shares the embedding's weights has two
+    for name, parameter in chain(model.named_parameters(remove_duplicate=False), buffers):
+        if (own := base_name(name)) is not None:  # not an adapter's, of which no file knows
+            names.setdefault(id(parameter), []).append(own)
+    for _, parameter in chain(model.named_parameters(), buffers):
+        if id(parameter) not in names:
+            continue
+        known = [own for own in names[id(parameter)] if own in places]
+        if not known:
+            raise _misfit(config, f"the weights lack {names[id(parameter)][0]!r}")
+        part = files.read(known[0], places[known[0]], parameter.shape, _part(parameter))
+        for other in known[1:]:
+            if not torch.equal(
+                part, files.read(other, places[other], parameter.shape, _part(parameter))
+            ):
+                raise untied(config, known[0], other)
         _local(parameter).copy_(part)
     for vector, own, base, axis in magnitudes(model):
-        known = next(n for n in (own, own.removeprefix(prefix)) if n in where)
         whole_part = tuple(slice(0, size) for size in base.weight.shape)
-        weight = files.read(where[known], known, base.weight.shape, whole_part)
+        weight = files.read(own, places[own], base.weight.shape, whole_part)
         _copy_part(vector, lengths(weight.to(base.weight.dtype), axis))
 
 
@@ -147,13 +158,25 @@ def fill_magnitudes(model: nn.Module) -> None:
 
 class _Files:
     # Reads pieces of safetensors files, one file open at a time.
-    def __init__(self, config: ModelConfig, folder: Path) -> None:
+    def __init__(self, config: ModelConfig, folder: Path, where: Mapping[str, str]) -> None:
         self._config = config
         self._folder = folder
+        self._where = where
         self._reader: Any = None
         self._opened, self._size = "", 0
 
-    def read(self, file: str, name: str, shape: torch.Size, part: tuple[slice, ...]) -> Tensor:
+    def read(
+        self, own: str, pieces: Pieces, shape: tuple[int, ...], part: tuple[slice, ...]
+    ) -> Tensor:
+        # A part of the model's weight `own`.
+        found = pieces.read(shape, part, self._read)
+        if found is None:
+            names = f"{pieces.names[0]!r} and {len(pieces.names) - 1} others"
+            raise _misfit(self._config, f"{names} do not make {own!r} of shape {tuple(shape)}")
+        return found
+
+    def _read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> Tensor:
+        file = self._where[name]
         try:
             if self._reader is None or file != self._opened or self._size > _REOPEN_BYTES:
                 # A file is mapped, and what was read of it counts until it is closed.
@@ -169,7 +192,7 @@ class _Files:
             value: Tensor = saved[part]
         except (OSError, SafetensorError) as error:
             raise _misfit(self._config, f"{file} cannot be read: {error}") from error
-        self._size += shape.numel() * value.element_size()  # the pages around a part come along
+        self._size += math.prod(shape) * value.element_size()  # the pages around a part come along
         return value
 
 
@@ -264,16 +287,29 @@ def _part(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def _without_place(names: Iterable[str], model: Any) -> list[str]:
-    # Weights that a model does not have, save those that it is known to leave out.
+def _places(names: Collection[str], model: Any) -> dict[str, Pieces]:
+    # Names in the files of each weight of a model that they hold, by its name in the base model.
     prefix = f"{model.base_model_prefix}."
     own = [name for each in model.state_dict() if (name := base_name(each)) is not None]
-    places = {place for name in own for place in (name, name.removeprefix(prefix))}
+    found = {}
+    for name in own:
+        # A checkpoint of the bare model lacks the prefix, one of a model with a head has it.
+        known = next((n for n in (name, name.removeprefix(prefix)) if n in names), None)
+        if known is not None:
+            found[name] = Pieces(((known,),), are_stacked=False)
+    left = set(names).difference(*(each.names for each in found.values()))
+    missing = [name for name in own if name not in found]
+    return found | pieces_of(model, missing, left) if missing and left else found
+
+
+def _without_place(names: Iterable[str], model: Any, places: Mapping[str, Pieces]) -> list[str]:
+    # Weights that a model does not have, save those that it is known to leave out.
+    placed = {name for each in places.values() for name in each.names}
     # Buffers of old files that models now make themselves, as transformers counts them.
     ignored = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
     ignored += model._keys_to_ignore_on_load_unexpected or ()
     pattern = re.compile("|".join(f"(?:{each})" for each in ignored))
-    return sorted(name for name in names if name not in places and not pattern.search(name))
+    return sorted(name for name in names if name not in placed and not pattern.search(name))
 
 
 def with_home(name: str) -> str:
@@ -344,9 +380,20 @@ def _misfit(config: ModelConfig, what: str) -> UserError:
     return UserError(
         f"the weights of {config.name_or_path} do not fit its config.json: {what}",
         where="model.name_or_path",
-        fix="use a folder that holds one whole model; where transformers must convert the weights "
-        "while loading (mixtures of experts), load and save_pretrained it once with transformers, "
-        "or use strategy: {kind: ddp}",
+        fix="use a folder that holds one whole model; if transformers converts its weights while "
+        "it loads them, use strategy: {kind: ddp}, which loads by transformers",
+        id="model.load",
+    )
+
+
+def untied(config: ModelConfig, name: str, other: str) -> UserError:
+    """The refusal of a model whose config shares two weights that differ in its files."""
+    return UserError(
+        f"config.json of {config.name_or_path} sets tie_word_embeddings, so that {other!r} is "
+        f"{name!r}, and the files hold two different weights",
+        where="model.name_or_path",
+        fix="set tie_word_embeddings: false in its config.json to train with both, or delete "
+        f"{other!r} from its files",
         id="model.load",
     )
 

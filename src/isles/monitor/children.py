@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from isles.errors import UserError
 from isles.run.env import inherited
 
 _PATIENCE_S = 30.0
@@ -159,12 +160,13 @@ def run_all(
             if children.left and time.monotonic() - reported_at > _PATIENCE_S:
                 reported_at = time.monotonic()
                 print_line(f"{doing}: waiting for {', '.join(sorted(children.left))}")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, UserError):  # `show` raises the second
         # Nothing that they have begun may go on.
         children.kill(signal.SIGINT)
         until = time.monotonic() + _END_S
         while children.left and time.monotonic() < until:
-            take_one()
+            with suppress(UserError):
+                take_one()
         children.kill()
         raise
     return found

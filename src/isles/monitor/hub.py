@@ -75,13 +75,17 @@ def hub_lines(state: Path, record: dict[str, Any]) -> list[str]:
     return [*lines, f"  join line  {state / 'join'}", f"  directory  {state}"]
 
 
+_SILENT = ("living", "dropped")
+"""States of a member whose last heartbeat tells something."""
+
+
 def _member_lines(members: list[dict[str, Any]]) -> list[str]:
     if not members:
         return ["  no cluster has joined yet"]
     rows = [("cluster", "state", "step", "tokens/s", "weight", "last seen")]
     remarks = []
     for member in members:
-        seen = f"{format_duration(member['heard_s'])} ago" if member["state"] == "living" else ""
+        seen = f"{format_duration(member['heard_s'])} ago" if member["state"] in _SILENT else ""
         speed, weight = member.get("tokens_per_s") or 0.0, member.get("weight") or 0.0
         figures = f"{member['step']:.0f}", f"{speed:,.0f}", f"{weight:.0%}"
         rows.append((member["name"], member["state"], *figures, seen))

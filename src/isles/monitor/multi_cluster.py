@@ -6,7 +6,6 @@ launchers that need the terminal's signals or the working directory do not meet.
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -22,15 +21,11 @@ from isles.config.sections.outer import DiLoCoConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, UserError
 from isles.facts.console import Console
+from isles.launch.answers import STARTED, read_started
 from isles.launch.base import StartOptions
-from isles.launch.hub import (
-    end_hub,
-    hub_process,
-    open_hub,
-    reopen_hub,
-)
+from isles.launch.hub import end_hub, open_hub, reopen_hub, running_settings
 from isles.launch.multi_cluster import hub_place, local_environs, refuse_peers
-from isles.launch.remote.login import STARTED, LoginError
+from isles.launch.remote.login import LoginError
 from isles.launch.ssh.start import interruptible
 from isles.monitor.children import Children, Ended, Line, isles_argv, run_all
 from isles.monitor.clusters import ALIVE, cluster_reports, hub_line, outcome_lines, place_of
@@ -41,7 +36,7 @@ from isles.run.claim import claimed
 from isles.run.entry import make_own_folder
 from isles.run.find import NUMBERED, next_run, numbered_runs, typed_name
 from isles.run.join_line import JoinLine
-from isles.run.records import clear_errors, read_record, write_secret, write_text_atomic
+from isles.run.records import clear_errors, write_secret, write_text_atomic
 from isles.run.remote import ClusterRun, MultiClusterRun, read_multi_cluster
 
 _HUB_POLL_S = 1.0
@@ -346,9 +341,9 @@ class MultiClusterStart:
     def _hub_settings(self) -> dict[str, str | int | float]:
         # Clusters that start together also average together from the first round on; only those
         # in a queue may take hours to come.
-        if hub_process(self.run.state) is not None:  # they have begun
-            record = read_record(self.run.state / "process.json") or {}
-            had = {k: v for k, v in record["settings"].items() if k.startswith("gather")}
+        begun = running_settings(self.run.state, typed_name(self.run))
+        if begun is not None:
+            had = {key: value for key, value in begun.items() if key.startswith("gather")}
             return {**self._outer.hub_settings, **had}
         names = [*self.choice.todo, *self.choice.running]
         waits = (QueueSection, ManualLauncherConfig, SkypilotLauncherConfig)
@@ -387,10 +382,14 @@ class MultiClusterStart:
     def _take(self, line: Line) -> None:
         # Show what a start prints, and record what it has started.
         if line.kind == "out" and line.text.startswith(STARTED):
-            started = json.loads(line.text.removeprefix(STARTED))
-            place, attempt = started["path"], int(started["attempt"])
+            begun = read_started(
+                line.text,
+                where=f"cluster {line.child}",
+                fix="see whether its run has started (isles status), and try it alone: "
+                f"isles train --cluster {line.child}",
+            )
             old = self.run.cluster(line.child)
-            new = replace(old, path=place, ssh=started.get("ssh", ""), attempt=attempt)
+            new = replace(old, path=begun.path, ssh=begun.ssh, attempt=begun.attempt)
             self.run = self.run.having(new)
             self.run.write()
             self._begun.add(line.child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from isles.facts.console import Console
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.monitor.logs import LineTail
 from isles.monitor.status import generate_command, next_start
+from isles.run.env import IN_POD, machine_elsewhere, shown_place
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -68,6 +70,8 @@ def finished_lines(run_dir: RunDir) -> list[str]:
         head += f": {steps:.0f} steps"
     if (took_s := number_of(summary, "elapsed_s")) is not None:
         head += f" in {format_duration(took_s)}"
+        if (all_s := _from_first_start_s(run_dir)) > 1.2 * took_s + 20.0:
+            head += f" of training, {format_duration(all_s)} after the first start"
     lines = [head]
     first, last = number_of(summary, "first_loss"), number_of(summary, "last_loss")
     if first is not None and last is not None:
@@ -86,16 +90,35 @@ def finished_lines(run_dir: RunDir) -> list[str]:
         ("metrics", run_dir.metrics),
         ("tensorboard", run_dir.tensorboard),
     ]
-    lines += [f"  {name:<12} {path}" for name, path in places if path.exists()]
+    lines += [f"  {name:<12} {shown_place(path)}" for name, path in places if path.exists()]
     if script_of(run_dir) is not None:
         return [*lines, f"  what it printed: isles logs {typed_name(run_dir)}"]
     return [
         *lines,
         "next:",
+        *_bring_lines(run_dir),
         f"  {generate_command(run_dir, 'Once')}",
         f"  isles eval {typed_name(run_dir)}",
         f"  isles checkpoint list {typed_name(run_dir)}",
     ]
+
+
+def _from_first_start_s(run_dir: RunDir) -> float:
+    # To the end of the last start: with restarts, waits in a queue and pauses.
+    attempts = run_dir.attempts()
+    if not attempts:
+        return 0.0
+    begun_at = number_of(read_record(attempts[0].launch), "begun_at")
+    ended_at = number_of(read_record(attempts[-1].outcome), "at")
+    return ended_at - begun_at if begun_at is not None and ended_at is not None else 0.0
+
+
+def _bring_lines(run_dir: RunDir) -> list[str]:
+    # The model is where the run was.
+    machine = machine_elsewhere()
+    if not machine or machine.startswith(IN_POD) or not run_dir.model.exists():
+        return []
+    return [f"  scp -r {shlex.quote(shown_place(run_dir.model))} {run_dir.name}   brings the model"]
 
 
 def root_cause(attempt: Attempt) -> dict[str, Any] | None:

@@ -120,6 +120,7 @@ _COMMIT: dict[str, _Read] = {
 _ANSWER: dict[str, _Read] = {
     **dict.fromkeys(("round", "fragments"), _number),
     "is_over": _flag,
+    "at": _time,
     "heavy": _record({"name": _text, "share": _number}),
     "members": _list(_member),
     "open": _list(_record(_OPEN, ("round",))),
@@ -139,6 +140,16 @@ def known_outer(found: object) -> dict[str, Any] | None:
     """The part `outer` of a status record; None if the record has none."""
     outer: dict[str, Any] | None = _record(_OUTER)(found)
     return outer
+
+
+def aged(outer: dict[str, Any] | None, now_s: float) -> dict[str, Any] | None:
+    """The part `outer` as of now: what its record says of clusters in a bucket is of then."""
+    meeting = (outer or {}).get("meeting")
+    if not meeting or (at := meeting.get("at")) is None:
+        return outer
+    age_s = max(0.0, now_s - at)
+    members = [{**m, "heard_s": m["heard_s"] + age_s} for m in meeting.get("members") or []]
+    return {**(outer or {}), "meeting": {**meeting, "members": members, "age_s": age_s}}
 
 
 def known_answer(found: Mapping[str, Any]) -> dict[str, Any]:

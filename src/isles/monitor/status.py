@@ -17,7 +17,7 @@ from isles.errors import UserError
 from isles.facts.units import format_duration
 from isles.launch.queue.job import JobReport
 from isles.launch.queue.status import refresh
-from isles.monitor.outer import known_outer
+from isles.monitor.outer import aged, known_outer
 from isles.run.checkpoints import newest_checkpoint
 from isles.run.find import typed_command, typed_name
 from isles.run.nodes import read_fleet
@@ -202,7 +202,7 @@ def collect(
         nodes=nodes,
         hangs=hang_texts(attempt) if attempt else (),
         checked=_checked_text(attempt) if attempt else "",
-        outer=status.get("outer"),
+        outer=aged(known_outer(status.get("outer")), now()),
         owner=run_dir.owner,
     )
 

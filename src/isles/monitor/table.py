@@ -101,13 +101,20 @@ def report_lines(report: RunReport) -> list[str]:
     return [*lines, f"  {report.hint}"] if report.hint else lines
 
 
+MEETING_OLD_S = 15.0
+"""A cluster that meets others in a bucket reads it about once a second."""
+
+
 def _meeting_texts(report: RunReport) -> list[str]:
     # All clusters that meet in a bucket, as this one knows them by their heartbeats.
     meeting = (report.outer or {}).get("meeting") if report.state == "running" else None
     texts = []
+    age_s = (meeting or {}).get("age_s") or 0.0
+    if age_s > MEETING_OLD_S:
+        texts.append(f"the bucket was last read {format_duration(age_s)} ago; since then unknown")
     for member in (meeting or {}).get("members") or []:
         text = f"{member['name']}  {member['state']} at step {member['step']}"
-        if member["state"] == "living":
+        if member["state"] in ("living", "dropped"):
             text += f", heard {format_duration(member['heard_s'])} ago"
         texts.append(f"{text}; {member['slow']}" if member["slow"] else text)
     return texts

@@ -14,7 +14,6 @@ A card is named as `isles.facts.gpus.named_gpu` takes it.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import socket
@@ -29,6 +28,7 @@ from isles.config.load import Loaded
 from isles.config.sections.cluster import (
     ClusterConfig,
     LocalLauncherConfig,
+    PbsLauncherConfig,
     RayLauncherConfig,
     SkypilotLauncherConfig,
     SlurmLauncherConfig,
@@ -36,7 +36,7 @@ from isles.config.sections.cluster import (
 )
 from isles.errors import UserError
 from isles.facts.gpus import named_gpu
-from isles.facts.units import parse_bytes
+from isles.facts.units import parse_bytes, plural
 from isles.launch.gpus import GPU_QUERY, GpuFinding, LocalGpu, find_gpus, free_bytes, read_gpus
 from isles.launch.multi_cluster import local_environs
 from isles.launch.ray.bundles import (
@@ -61,7 +61,8 @@ from isles.plan.machines import (
     Machines,
     rate_text,
 )
-from isles.run.env import inherited
+from isles.run.env import inherited, usable_cores
+from isles.run.limits import memory
 from isles.run.links import measured_links
 
 _NAMED_RATES = {"ethernet": 125e6, "wifi": 12.5e6, "ndr": 50e9, "hdr": 25e9, "edr": 12.5e9}
@@ -77,6 +78,7 @@ _MOST = 1024
 """Machines of a cluster, and cards of a machine."""
 
 _ASK_S = 10.0
+_CPU_QUERY = ("sh", "-c", "nproc; awk '/^Mem(Total|Available):/ { print $2 }' /proc/meminfo")
 _NOT_FOUND = 127
 """Of a shell: there is no such command."""
 
@@ -249,23 +251,27 @@ def _here(cluster: ClusterConfig, environ: Mapping[str, str]) -> Machines:
     notes = (finding.warning,) if finding.warning else ()
     wanted = cluster.gpus_per_node
     disk = shutil.disk_usage(Path.cwd()).free
-    name, memory = socket.gethostname(), psutil.virtual_memory()
+    name, main = socket.gethostname(), memory()
     if finding.gpus and cluster.device != "cpu":
         gpus = finding.gpus if wanted == "auto" else finding.gpus[:wanted]
         free = free_bytes()
         devices = tuple(Device.reported(g.name, g.memory_bytes, free.get(g.uuid)) for g in gpus)
     else:
         count = (1 if wanted == "auto" else wanted) * cluster.max_nodes
-        devices = (_cpu(count, memory.total, memory.available),) * count
+        devices = (_cpu(count, main.total, main.available),) * count
         if cluster.device == "cuda":
             notes = (*notes, "device: cuda, and no GPU is visible here")
-    host = Host(name, devices, memory.total, disk)
+    host = Host(name, devices, main.total, disk)
     return Machines(cluster.name, (host,), GUESSED_NETWORK, GUESSED_LINE, notes)
 
 
-def _cpu(processes: int, total: float, available: float) -> Device:
-    # Its speed is its clock times what a core does in a cycle, shared among the processes.
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+def _cpu(
+    processes: int, total: float, available: float | None = None, cores: int | None = None
+) -> Device:
+    # Its speed is its clock times what a core does in a cycle, shared among the processes. The
+    # clock is this machine's, also for the cores of another one.
+    if cores is None:
+        cores = min(psutil.cpu_count(logical=False) or usable_cores(), usable_cores())
     frequency = psutil.cpu_freq()
     megahertz = (frequency.max or frequency.current) if frequency else 2500.0
     flops = cores * megahertz * 1e6 * _CPU_FLOPS_PER_CYCLE / processes
@@ -273,7 +279,7 @@ def _cpu(processes: int, total: float, available: float) -> Device:
         f"CPU process, {cores / processes:g} cores",
         None,
         total / processes,
-        available / processes,
+        None if available is None else available / processes,
         "guess",
         flops,
         flops,
@@ -286,23 +292,35 @@ def _asked(cluster: ClusterConfig, connect_s: float) -> Machines:
     # The hosts of an ssh launcher say what they have; one that is silent has unknown cards.
     shells = {host.ssh: Shell(host.ssh, connect_s) for host in cluster.hosts}
 
-    def ask(name: str) -> GpuFinding:
+    def ask(name: str) -> tuple[GpuFinding, tuple[int, ...]]:
+        # Its cards, and else its cores and bytes of memory, in all and available.
         result = shells[name].run(list(GPU_QUERY), timeout_s=_ASK_S + connect_s)
-        if result.returncode == _NOT_FOUND:
-            return GpuFinding(())
-        return read_gpus(result.returncode, result.stdout, result.stderr, None)
+        found = GpuFinding(())
+        if result.returncode != _NOT_FOUND and cluster.device != "cpu":
+            found = read_gpus(result.returncode, result.stdout, result.stderr, None)
+        if found.gpus:
+            return found, ()
+        result = shells[name].run(list(_CPU_QUERY), timeout_s=_ASK_S + connect_s)
+        words = result.stdout.split()
+        if len(words) != 3 or not all(word.isdecimal() for word in words):
+            return found, ()
+        return found, (int(words[0]), int(words[1]) << 10, int(words[2]) << 10)
 
     answers, failures = on_all(list(shells), ask)
     notes = [str(error.what) + f" ({name})" for name, error in failures]
     hosts = []
     for host, answer in zip(cluster.hosts, answers, strict=True):
         wanted = host.gpus or cluster.gpus_per_node
-        found: tuple[LocalGpu, ...] = answer.gpus if answer is not None else ()
+        found: tuple[LocalGpu, ...] = answer[0].gpus if answer is not None else ()
         devices = tuple(Device.reported(g.name, g.memory_bytes, None) for g in found)
         count = wanted if isinstance(wanted, int) else max(1, len(devices))
         is_cpu = answer is not None and not found and cluster.device != "cuda"
-        devices = (devices + (UNKNOWN_CPU if is_cpu else UNKNOWN,) * count)[:count]
-        hosts.append(Host(host.ssh.rpartition("@")[2], devices))
+        more, total = UNKNOWN_CPU if is_cpu else UNKNOWN, None
+        if is_cpu and answer is not None and answer[1]:
+            cores, total, available = answer[1]
+            more = _cpu(count, total, available, cores)
+        devices = (devices + (more,) * count)[:count]
+        hosts.append(Host(host.ssh.rpartition("@")[2], devices, total))
     if failures:
         notes.append("--gpus names cards of hosts that do not answer")
     return Machines(cluster.name, tuple(hosts), GUESSED_NETWORK, GUESSED_LINE, tuple(notes))
@@ -341,13 +359,36 @@ def _in_queue(cluster: ClusterConfig) -> Machines:
         asked = ":".join(cluster.launcher.accelerators)
     device = next(_named_in(asked), UNKNOWN)
     count = cluster.gpus_per_node if isinstance(cluster.gpus_per_node, int) else 1
+    total, cores, notes = None, None, list[str]()
+    launcher = cluster.launcher
+    if isinstance(launcher, SlurmLauncherConfig | PbsLauncherConfig):
+        total, cores = _asked_memory(launcher), launcher.cpus_per_node
+        if cores is not None:
+            threads = plural(max(1, cores // count), "thread")
+            notes.append(f"{threads} for each rank: cpus_per_node {cores}, {plural(count, 'rank')}")
+        elif cluster.device == "cpu":
+            cores = count  # what a queue gives if it is asked for none
+    if cluster.device == "cpu":
+        total = total or float(memory().total)
+        device = _cpu(count, total, cores=cores)
+        notes.append(
+            "its nodes cannot be seen from here: they are taken to be like this machine, with the "
+            "cores and the memory that the launcher asks for"
+        )
+    elif device is UNKNOWN:
+        notes.append("its nodes cannot be seen from here: name their cards, such as --gpus 8xh100")
     names = [host.ssh for host in cluster.hosts]
     names = names or [f"node{number}" for number in range(1, cluster.max_nodes + 1)]
-    hosts = tuple(Host(name, (device,) * count) for name in names)
-    notes: tuple[str, ...] = ()
-    if device is UNKNOWN:
-        notes = ("its nodes cannot be seen from here: name their cards, such as --gpus 8xh100",)
-    return Machines(cluster.name, hosts, _network(hosts), GUESSED_LINE, notes)
+    hosts = tuple(Host(name, (device,) * count, total) for name in names)
+    return Machines(cluster.name, hosts, _network(hosts), GUESSED_LINE, tuple(notes))
+
+
+def _asked_memory(launcher: SlurmLauncherConfig | PbsLauncherConfig) -> float | None:
+    # As schedulers write it: 200G, 200gb, 1500 (MB for Slurm); None: whole nodes, or not said.
+    found = re.fullmatch(r"(\d+)([kmgt]?)b?", launcher.memory_per_node or "", re.I)
+    if found is None or not int(found[1]):
+        return None
+    return float(int(found[1]) << 10 * (1 + "kmgt".index(found[2].lower() or "m")))
 
 
 def _named_in(text: str) -> Iterator[Device]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from isles.errors import UserError
 from isles.plan.machines import Device
 from isles.plan.step import Job, Outcome, RankPlan
 from isles.run.find import list_runs
+from isles.run.owner import owner_of
 from isles.run.paths import RunDir
-from isles.run.records import MAX_SHOWN_BYTES, read_metrics, read_record
+from isles.run.records import MAX_SHOWN_BYTES, read_metrics, read_own
 from isles.run.resolved import read_resolved
 
 _LOOKED_AT = 50
@@ -57,12 +58,15 @@ class Measured:
 
 
 def find_measured(job: Job, own: Outcome) -> Measured | None:
-    """The newest run in the run file's output_dir that did the same on the same cards."""
+    """The newest run of this user in the run file's output_dir that did the same on the same cards.
+
+    Records of other users change no plan.
+    """
     if own.refused:
         return None
-    folder = Path(job.config.output_dir).expanduser()
-    runs = reversed(list_runs(folder)[-_LOOKED_AT:])
-    return next(filter(None, (_measured(run, job, own) for run in runs)), None)
+    runs = reversed(list_runs(Path(job.config.output_dir).expanduser()))
+    ours = islice((run for run in runs if not run.owner), _LOOKED_AT)
+    return next(filter(None, (_measured(run, job, own) for run in ours)), None)
 
 
 def _measured(run: RunDir, job: Job, own: Outcome) -> Measured | None:
@@ -74,7 +78,9 @@ def _measured(run: RunDir, job: Job, own: Outcome) -> Measured | None:
 
 def _read(run: RunDir, job: Job, own: Outcome) -> Measured | None:
     attempt = run.last_attempt()
-    if attempt is None or not _is_alike(read_record(attempt.live, MAX_SHOWN_BYTES) or {}, own):
+    if attempt is None or owner_of(run.metrics):
+        return None
+    if not _is_alike(read_own(attempt.live, MAX_SHOWN_BYTES) or {}, own):
         return None
     try:
         config = read_resolved(run).config

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from isles.config.endings import ending_of
 from isles.config.files import BUILT_IN, named_files
 from isles.config.load import Loaded
 from isles.config.memory import checkpoint_sizes
@@ -24,7 +25,6 @@ from isles.plan.ways import Candidate, Rung, climb, compare, name_of
 PROCESS_BYTES = 2.5 * 2**30
 """Of a rank: Python, torch and its libraries. A guess."""
 
-_TEXTS = (".txt", ".text", ".md", ".rst", ".py", ".jsonl", ".json", ".ndjson", ".csv", ".tsv")
 _BYTES_PER_TOKEN = 4
 """Of text, as tokenizers of 32 thousand tokens and more cut English. A guess."""
 
@@ -286,7 +286,8 @@ def _tokens(config: RunConfig) -> float | None:
         if source.path is None or source.path in BUILT_IN:
             return None
         files = named_files(source.path)
-        if not files or any(file.suffix not in _TEXTS for file in files):
+        endings = [ending_of(file.name) for file in files]
+        if not files or any(e.packing or e.format in (None, "parquet", "arrow") for e in endings):
             return None
         total += sum(file.stat().st_size for file in files) / _BYTES_PER_TOKEN
     return total

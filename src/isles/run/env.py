@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -11,11 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import UserError
+from isles.run.limits import cores
+from isles.run.owner import has_name
 
 RUN_DIR = "ISLES_RUN_DIR"
 ATTEMPT = "ISLES_ATTEMPT"
 NAMED = "ISLES_NAMED"
 """Suffix of a run's name on the machine that shows the output of this one."""
+IN_POD = "kubernetes:"
+"""Begins a destination that is reached by kubectl, in a pod: see `launch/kubernetes/reach.py`."""
+MACHINE = "ISLES_MACHINE"
+"""This machine, as `Shell` reaches it from the machine that shows the output of this process."""
 CONTAINER = "ISLES_CONTAINER"
 """Set inside a container: number and start of the process of the host that has entered it."""
 TELEMETRY = "ISLES_TELEMETRY"
@@ -25,6 +33,8 @@ SKY_TOKEN = "ISLES_TOKEN"
 """Token of a start, which a task of SkyPilot gets as a secret."""
 SKY_JOIN = "ISLES_JOIN"
 """Join line of a start, the same way."""
+
+_HOME = "isles-home-"
 
 SET_BY_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
 """Variables of torchrun's ranks that no other module here sets."""
@@ -126,14 +136,69 @@ def num_restarts(environ: Mapping[str, str] = os.environ) -> int:
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def home(environ: Mapping[str, str] = os.environ) -> Path:
+    """The user's home folder, or a folder below TMPDIR in its place.
+
+    In a container the user may be a bare number, without a name and a home, or with the home /,
+    which only root can write to.
+    """
+    found = Path(environ["HOME"]) if environ.get("HOME") else None
+    if found is None:
+        with suppress(RuntimeError):
+            found = Path.home()
+    if found is not None and _may_keep(found):
+        return found
+    folder = Path(environ.get("TMPDIR") or tempfile.gettempdir()) / f"{_HOME}{os.getuid()}"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        # Others can write to this folder's parent, and might have made it.
+        own = folder.lstat()
+        if stat.S_ISDIR(own.st_mode) and own.st_uid == os.getuid() and not own.st_mode & 0o022:
+            return folder
+    return Path(tempfile.mkdtemp(prefix=_HOME))
+
+
+def _may_keep(folder: Path) -> bool:
+    # Whether caches can be made below it, or are there already.
+    above = folder / ".cache"
+    if not above.exists():
+        above = next(path for path in (folder, *folder.parents) if path.exists())
+        return os.access(above, os.W_OK | os.X_OK)
+    return True
+
+
+def settle_home() -> str:
+    """Give this process and its children a home and a user name, as libraries expect them.
+
+    To be called by each process that no other process of isles has started.
+
+    Returns:
+        A line for the user if the caches lie in a folder for temporary files now; else empty.
+    """
+    found, before = home(), os.environ.get("HOME", "")
+    names = ("LOGNAME", "USER", "LNAME", "USERNAME")
+    if not any(os.environ.get(name) for name in names) and not has_name(os.getuid()):
+        os.environ["USER"] = str(os.getuid())
+    if before == str(found) or os.environ.get("XDG_CACHE_HOME") == f"{found}/.cache":
+        return ""
+    if before in ("", "/") or not Path(before).is_dir():
+        os.environ["HOME"] = str(found)
+    else:  # it may have files to read, such as .netrc
+        os.environ.setdefault("XDG_CACHE_HOME", f"{found}/.cache")
+    if not found.name.startswith(_HOME):
+        return ""
+    why = f"HOME is {before}, which cannot be written to" if before else "this user has no HOME"
+    return f"{why}: caches are in {found}. To keep them, set HOME, or XDG_CACHE_HOME and HF_HOME"
+
+
 def cache_home(environ: Mapping[str, str] = os.environ) -> Path:
     """Where caches belong by the XDG base directory specification."""
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isles"
+    return Path(environ.get("XDG_CACHE_HOME") or home(environ) / ".cache") / "isles"
 
 
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:
     """Where what a user's programs remember belongs by the XDG base directory specification."""
-    return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "isles"
+    return Path(environ.get("XDG_STATE_HOME") or home(environ) / ".local" / "state") / "isles"
 
 
 def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str] | None:
@@ -187,8 +252,10 @@ def _is_on(environ: Mapping[str, str], name: str) -> bool:
 
 
 def _hub_home(environ: Mapping[str, str]) -> Path:
-    caches = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(environ.get("HF_HOME") or f"{caches}/huggingface").expanduser()
+    if environ.get("HF_HOME"):
+        return Path(environ["HF_HOME"]).expanduser()
+    caches = environ.get("XDG_CACHE_HOME") or home(environ) / ".cache"
+    return Path(caches, "huggingface").expanduser()
 
 
 def has_mlflow_server(environ: Mapping[str, str] = os.environ) -> bool:
@@ -270,18 +337,60 @@ def rank_defaults(
     added = {}
     if device == "cpu" or nproc > 1:
         # Without it every rank starts a thread per core, and they fight for the cores.
-        is_linux = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
-        added["OMP_NUM_THREADS"] = str(max(1, cores // nproc))
+        added["OMP_NUM_THREADS"] = str(max(1, usable_cores(environ) // nproc))
     if interface is not None:
         added["GLOO_SOCKET_IFNAME"] = interface
         added["NCCL_SOCKET_IFNAME"] = interface
-    return {key: value for key, value in added.items() if key not in environ}
+    return {
+        key: value
+        for key, value in added.items()
+        if key not in environ or (key == "OMP_NUM_THREADS" and _is_set_by_pbs(environ))
+    }
+
+
+def usable_cores(environ: Mapping[str, str] = os.environ) -> int:
+    """Cores that this process and its children may keep busy.
+
+    A queue that binds no cores lets a job see all cores of its node, which other jobs use: then
+    only the variables of the queue say how many the job has.
+    """
+    names = ["NCPUS", "PBS_NUM_PPN"] if pbs_job(environ) is not None else []
+    if allocation(environ) is not None:
+        # A step of srun has one task of isles on a node; a batch script has all tasks of the node.
+        names = ["SLURM_CPUS_ON_NODE"]
+        names += ["SLURM_CPUS_PER_TASK"] if environ.get("SLURM_STEP_ID", "").isdecimal() else []
+    given = (environ.get(name, "") for name in names)
+    return min([cores(), *(max(1, int(value)) for value in given if value.isdecimal())])
+
+
+def _is_set_by_pbs(environ: Mapping[str, str]) -> bool:
+    # PBS sets it to all cores of the job on the node, not to the cores of a rank.
+    value = environ.get("OMP_NUM_THREADS")
+    return pbs_job(environ) is not None and value in (
+        environ.get("NCPUS"),
+        environ.get("PBS_NUM_PPN"),
+    )
 
 
 def named_elsewhere(environ: Mapping[str, str] = os.environ) -> str | None:
     """Suffix of a run's name on the machine that shows the output of this one; None: it is this."""
     return environ.get(NAMED)
+
+
+def machine_elsewhere(environ: Mapping[str, str] = os.environ) -> str:
+    """This machine, as `Shell` reaches it from the machine that shows the output; empty: no other
+    machine shows it."""
+    return environ.get(MACHINE, "")
+
+
+def shown_place(path: Path, machine: str | None = None) -> str:
+    """A path as the user at the machine that shows the output types it: with this machine before it
+    if that is another one. In a pod the path stays, as scp does not reach it."""
+    machine = machine_elsewhere() if machine is None else machine
+    if not machine:
+        return str(path)
+    text = str(path.absolute())
+    return text if machine.startswith(IN_POD) else f"{machine}:{text}"
 
 
 @contextmanager

@@ -112,6 +112,9 @@ def find_attempt(output_dir: Path, name: str, token: str) -> tuple[RunDir, Attem
 def find_any(given: str | None, output_dir: Path) -> Run:
     """The run that a command means, here or on another machine, or on several clusters.
 
+    Runs of this user come first, because another user may start a run of the same name, with a
+    higher number or a later time.
+
     Args:
         given: a path, a full name (`quickstart-1`), the name in the run file (`quickstart`: its
             newest run), or None: the run that was started last; also NAME@HOST, a run whose
@@ -133,17 +136,18 @@ def find_any(given: str | None, output_dir: Path) -> Run:
             # A folder that the machine shares with this one is seen here.
             run = remote if remote in remotes else RunDir(output_dir / remote.name)
             exact += [run] if run not in exact else []
-    if len(exact) > 1:
-        raise _ambiguous(given, exact)
-    if exact:
-        return exact[0]
     # The newest run of a name in a run file.
     numbered = (_run_at(run.path) for _, run in numbered_runs(output_dir, given))
+    far = (run for run in remotes if given in (_stem(run.name), _stem(run.label)))
     named: list[Run] = []
-    named += [run for run in numbered if run is not None][-1:]
-    named += [run for run in remotes if given in (_stem(run.name), _stem(run.label))][-1:]
-    if named:
-        return max(named, key=_started_at)
+    named += sorted((run for run in numbered if run is not None), key=_is_own)[-1:]
+    named += sorted(far, key=_is_own)[-1:]
+    named = sorted(named, key=_rank)[-1:]
+    for runs in ([*filter(_is_own, exact)], [*filter(_is_own, named)], exact, named):
+        if len(runs) > 1:
+            raise _ambiguous(given, runs)
+        if runs:
+            return runs[0]
     raise _not_found(given, output_dir, remotes)
 
 
@@ -216,22 +220,18 @@ def typed_command(run_dir: RunDir) -> str:
 
 def _newest(output_dir: Path, remotes: list[RemoteRun]) -> Run:
     runs: list[RunDir | RemoteRun] = [*list_runs(output_dir), *remotes]
-    runs.sort(key=_started_at)
-    several = list_multi_cluster(output_dir)
+    runs.sort(key=_rank)
+    several = sorted(list_multi_cluster(output_dir), key=_is_own)
     if not runs and not several:
         raise UserError(
             f"there is no run in {output_dir}/",
             fix="start one with `isles train run.yaml`, or say where they are: --output-dir",
             id="run.unknown",
         )
-    if not runs:
+    if not runs or (several and _is_own(several[-1]) > _is_own(runs[-1])):
         return several[-1]
-    found = runs[-1]
-    if isinstance(found, RemoteRun):
-        owner = parent_of(several, found.path, found.ssh)
-    else:
-        owner = parent_of(several, found.path.absolute())
-    return owner[0] if owner is not None else found
+    parent = parent_of(several, runs[-1])
+    return parent[0] if parent is not None else runs[-1]
 
 
 def _run_at(path: Path) -> RunDir | MultiClusterRun | None:
@@ -248,6 +248,8 @@ def _is_in(output_dir: Path, run: RemoteRun) -> bool:
     launch = read_record(attempt.launch) if attempt else None
     if launch is None or path.absolute() != Path(run.path):
         return False
+    if not run.owner and not _is_own(RunDir(path)):  # of another user, with the path of this run
+        return False
     process = ProcessId.from_record(launch)
     return launch.get("launcher") in QUEUES or (process is not None and not process.is_here())
 
@@ -257,6 +259,17 @@ def _stem(label: str) -> str:
     name, at, host = label.partition("@")
     match = NUMBERED.fullmatch(name)
     return f"{match['name']}{at}{host}" if match else label
+
+
+def _is_own(run: Run) -> bool:
+    # A link of another user may lead to a run of this user that has another name.
+    path = Path(run.path)
+    is_linked = not isinstance(run, RemoteRun) and path.is_symlink()
+    return not run.owner and (not is_linked or is_own(path))
+
+
+def _rank(run: Run) -> tuple[bool, float]:
+    return _is_own(run), _started_at(run)
 
 
 def _started_at(run: Run) -> float:

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from isles import __version__
 from isles.errors import UserError
 from isles.run.owner import OwnRecord
 from isles.run.paths import Attempt
-from isles.run.records import MAX_LIST_BYTES, read_record, write_record
+from isles.run.records import MAX_LIST_BYTES, as_kind, read_record, write_record
 
 Host = Annotated[str, Field(pattern=r"^([^\s-]\S*)?$")]
 """A host as ssh takes it; never an option."""
@@ -131,7 +131,7 @@ class Fleet:
     @classmethod
     def of(cls, record: dict[str, Any]) -> Fleet:
         """From `record`; unknown keys are left out. ValidationError: something is missing."""
-        return TypeAdapter(cls).validate_python(record)
+        return as_kind(cls, record)
 
     def write(self, attempt: Attempt, path: Path | None = None) -> None:
         """Write the record, to fleet.json or elsewhere."""

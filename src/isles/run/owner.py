@@ -102,6 +102,11 @@ def user_name(uid: int) -> str:
         return f"user {uid}"
 
 
+def has_name(uid: int) -> bool:
+    """Whether the system knows a name of this user; in a container it may be a bare number."""
+    return user_name(uid) != f"user {uid}"
+
+
 def shown_only(owner: str) -> str:
     """The remark that isles prints about another user's run."""
     return (

@@ -15,14 +15,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from isles.errors import UserError
 from isles.run.entry import is_own, make_own_folder
 from isles.run.nodes import Host
 from isles.run.owner import not_own
-from isles.run.paths import is_file
-from isles.run.records import MAX_SHOWN_BYTES, clear_errors, read_any, read_own, write_record
+from isles.run.paths import RunDir, is_file
+from isles.run.records import (
+    MAX_SHOWN_BYTES,
+    as_kind,
+    clear_errors,
+    read_any,
+    read_own,
+    write_record,
+)
 
 RUNS = Path("runs")
 """Where runs are looked for by default."""
@@ -133,7 +140,7 @@ def list_remotes(output_dir: Path) -> list[RemoteRun]:
     for path in (path for folder in _folders(output_dir) for path in folder.glob("*.json")):
         with suppress(ValidationError):  # of another version of isles, which has fewer fields
             record = read_any(path)
-            run = TypeAdapter(RemoteRun).validate_python(record)
+            run = as_kind(RemoteRun, record)
             owner = record.owner if record else ""
             run = replace(run, folder=str(output_dir), owner=owner)
             old = found.get(path.name, run)
@@ -280,7 +287,7 @@ def read_multi_cluster(path: Path) -> MultiClusterRun | None:
         given = {**(record or {}), "path": path, "owner": record.owner if record else ""}
         if given["owner"]:
             given["typed"] = ""  # isles suggests no command of another user
-        return TypeAdapter(MultiClusterRun).validate_python(given)
+        return as_kind(MultiClusterRun, given)
     return None
 
 
@@ -293,12 +300,19 @@ def list_multi_cluster(output_dir: Path) -> list[MultiClusterRun]:
 
 
 def parent_of(
-    runs: list[MultiClusterRun], path: Path | str, ssh: str = ""
+    runs: list[MultiClusterRun], found: RunDir | RemoteRun
 ) -> tuple[MultiClusterRun, ClusterRun] | None:
-    """The run of several clusters that a run belongs to, and as which of them."""
+    """The run of several clusters that a run belongs to, and as which of them.
+
+    A record of another user counts only for the runs of that user.
+    """
+    path, ssh = str(Path(found.path).absolute()), ""
+    if isinstance(found, RemoteRun):
+        path, ssh = found.path, found.ssh
     for run in reversed(runs):
         for cluster in run.clusters:
             # A folder that another machine shares with this one is seen here.
-            if cluster.path == str(path) and ssh in ("", cluster.ssh):
+            is_named = cluster.path == path and ssh in ("", cluster.ssh)
+            if is_named and run.owner in ("", found.owner):
                 return run, cluster
     return None

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from isles.run.checkpoints import list_checkpoints, newest_checkpoint
 from isles.run.owner import read_text
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import read_record, write_record
+from isles.run.records import as_kind, read_record, write_record
 
 Decision = Literal["restart", "stop", "fail"]
 """restart: all ranks are started again. stop: a stop had been asked for. fail: the run ends."""
@@ -112,7 +112,7 @@ def read_restart(attempt: Attempt, number: int) -> Restart | None:
 def restart_from(record: dict[str, Any] | None) -> Restart | None:
     """A restart from a record that may be another version's; None: it is not understood."""
     with suppress(ValidationError):
-        return TypeAdapter(Restart).validate_python(record)
+        return as_kind(Restart, record)
     return None
 
 

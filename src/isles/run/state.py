@@ -137,10 +137,16 @@ def _job_state(
     if outcome is not None and not outcome.get("may_go_on"):
         is_queued = is_queued and asked_at > ended_at  # a scheduler may have been silent since
     waits = is_queued and asked_at > (last_seen_at or 0.0)
+    seen_at = last_seen_at
+    if outcome is not None:
+        # A copy of a run has new times of its files: an outcome is compared with what the ranks
+        # have written.
+        seen_at = number_of(read_record(run_dir.status), "updated_at") or seen_at
     is_seen = (
         last_seen_at is not None
+        and seen_at is not None
         and now_s - last_seen_at < FRESH_S
-        and last_seen_at > ended_at + 1.0
+        and seen_at > ended_at + 1.0
     )
     if is_seen and not waits:
         state = "running"  # an outcome from before is that of an earlier start of the same job

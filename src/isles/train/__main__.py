@@ -22,7 +22,7 @@ from isles.errors import UserError, more_lines
 from isles.facts.terminal import show_streams
 from isles.run.begin import begin_attempt, write_launch
 from isles.run.entry import make_own_folder
-from isles.run.env import RankEnv, num_restarts, read_rank_env, refuse_kernels
+from isles.run.env import RankEnv, num_restarts, read_rank_env, refuse_kernels, settle_home
 from isles.run.find import own_runs
 from isles.run.outcome import agent_error, end_failed
 from isles.run.paths import RunDir
@@ -41,6 +41,7 @@ def main() -> int:
     options = parser.parse_args()
     path, overrides = options.run_file, options.overrides
     refuse_kernels()
+    settle_home()
     return train_by_hand(lambda: load_run_file(path, overrides), options.resume, read_rank_env())
 
 

@@ -25,7 +25,7 @@ from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.process import processor_name
 from isles.strategies.fsdp import find_blocks
-from isles.train.probe import CPU_MICRO_BATCH_SIZE, even_micro_batch, measure_curve
+from isles.train.probe import cpu_micro_batch, even_micro_batch, measure_curve
 from isles.train.record import Recorder
 from isles.train.strategy import runs_in_step
 
@@ -120,6 +120,7 @@ class _Chooser:
         self._may_miss = cluster.min_nodes < cluster.max_nodes
         self._caps = self._given_sizes()
         self._is_cuda = world.device.type == "cuda"
+        self._cpu_size = 0
         self._equals = equal_devices(self._devices)
         self.is_auto = config.balance == "auto" and mesh.dp_size > 1
         self._is_measured = self.is_auto and len(set(self._equals)) > 1
@@ -150,6 +151,9 @@ class _Chooser:
         rows = -(-self._rows // dp_size)
         size_before = self._manifest.get("micro_batch_size")
         is_kept = size_before is not None and rows % size_before == 0
+        if not self._is_cuda:
+            parts = self._model, self._config, self._strategy, self._mesh, self._world
+            self._cpu_size = cpu_micro_batch(*parts)
         # A GPU's memory is a limit, which is measured where none is given.
         is_limited = self._is_cuda and None in self._caps
         is_limited = is_limited and (isinstance(balance, dict) or not is_kept)
@@ -157,12 +161,12 @@ class _Chooser:
         caps = [cap for cap in self._caps if cap is not None]
         even_size = min(caps, default=0)
         if None in self._caps:
-            largest = min(curve.limit for curve in curves) if curves else CPU_MICRO_BATCH_SIZE
+            largest = min(curve.limit for curve in curves) if curves else self._cpu_size
             found = even_micro_batch(rows, largest, size_before)
             even_size = min([found, *caps])
         if is_limited:
             log.info("micro_batch_size=%d was found to fit", even_size)
-        default = even_size if self._is_cuda else CPU_MICRO_BATCH_SIZE
+        default = even_size if self._is_cuda else self._cpu_size
         limits = [cap or default for cap in self._caps]  # where nothing was measured
         split = even_split(self._rows, dp_size, even_size, in_step=self._in_step)
         if isinstance(balance, dict):
@@ -208,6 +212,8 @@ class _Chooser:
     def _curves(self) -> tuple[Sequence[Curve], bool]:
         # Measured on all ranks at once, one for each data-parallel rank; whether all settled.
         cap = self._caps[self._mesh.dp_rank]
+        if cap is None and not self._is_cuda:
+            cap = self._cpu_size
         found, is_settled = measure_curve(
             self._model, self._config, self._strategy, self._mesh, self._world, cap
         )

@@ -13,11 +13,12 @@ from torch import nn
 from isles.balance.balancer import Balancer
 from isles.checkpoint.load import load_tensors, on_this_disk, restore_rng
 from isles.checkpoint.save import CheckpointManager
+from isles.config.interop.deepspeed import deepspeed_notes
 from isles.config.layout import Strategy
 from isles.config.memory import step_memory
 from isles.config.resolve import Resolved
 from isles.config.sections.run import RunConfig
-from isles.config.sections.training import length_in_steps
+from isles.config.sections.training import Epochs
 from isles.data.loader import Loader
 from isles.dist.files import Disks
 from isles.dist.mesh import Mesh
@@ -31,6 +32,7 @@ from isles.run.upload import Uploader
 from isles.strategies.base import Engine
 from isles.train.balance import make_balancer, watch_speed
 from isles.train.data import make_data
+from isles.train.length import run_length
 from isles.train.metrics import StepMeter
 from isles.train.model import (
     ModelSize,
@@ -44,6 +46,7 @@ from isles.train.model import (
 from isles.train.optimizer import make_optimizers
 from isles.train.parts import Parts
 from isles.train.progress import Progress
+from isles.train.reach import adapter_notes
 from isles.train.record import Recorder, make_trackers
 from isles.train.reference import pairs_read, score_reference
 from isles.train.stop import Agreement, StopSignals
@@ -79,18 +82,24 @@ def build(
     """Build every part, and take over the state of a checkpoint. All ranks must call this."""
     config = resolved.config
     check_attention(config.model.attn_implementation, world.device)
+    for note in deepspeed_notes(config) if world.is_main else ():
+        recorder.note(note)
     tokenizer, training, validation = make_data(
         config, run_dir, world, recorder, resume_from, disks
     )
+    total_steps = run_length(resolved, training.samples_per_epoch, resume_from, recorder.note)
+    epochs = Epochs.of(config.training, training.samples_per_epoch)
     recorder.phase("building model")
     base = agree_on_base(config, world, resume_from)
     strategy, mesh, balancer, engine, model_size = _make_engine(
         config, run_dir, world, recorder, tokenizer, resume_from
     )
-    total_steps = length_in_steps(config.training, training.samples_per_epoch)
+    if config.adapter.type != "none" and world.is_main and resume_from is None:
+        for line in adapter_notes(config, engine.model, tokenizer, training):
+            recorder.note(line)
     if config.training.method == "dpo":
         # With the weights that the run begins with, so before any checkpoint is loaded.
-        pairs = pairs_read(config, total_steps)
+        pairs = pairs_read(config, total_steps, epochs)
         score = functools.partial(score_reference, engine, mesh, world, recorder, run_dir)
         score("training", training, pairs, balancer.even_size)
         score("validation", validation, config.training.eval_samples, balancer.even_size)
@@ -103,7 +112,14 @@ def build(
     progress = _take_over(engine, resume_from, config, run_dir, world, disks, recorder, exchange)
     samples = _begin(exchange, progress, resume_from)
     split, rank = balancer.split, mesh.dp_rank
-    loader = Loader(training, split=split, dp_rank=rank, device=world.device, numbering=samples)
+    loader = Loader(
+        training,
+        split=split,
+        dp_rank=rank,
+        device=world.device,
+        numbering=samples,
+        epochs=epochs,
+    )
     meter = _make_meter(model_size, config, strategy, mesh, balancer, world)
     now, saves = meter.clock.now, config.checkpoint  # the watchdog asks when a save has moved
     checkpoints = CheckpointManager(run_dir, world, saves, disks, attempt, now, uploader)
@@ -208,11 +224,12 @@ def _make_model(
     if config.training.torch_compile:
         compile_model(model, strategy)
     log.info(
-        "model=%s parameters=%d trained=%d ranks=%d",
+        "model=%s parameters=%d trained=%d ranks=%d threads=%d",
         config.model.name_or_path,
         count_parameters(model),
         count_parameters(model, trained=True),
         world.world_size,
+        torch.get_num_threads(),
     )
     return model
 

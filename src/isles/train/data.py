@@ -15,7 +15,7 @@ from isles.config.rules.shape import check_shape
 from isles.config.sections.data import DataConfig
 from isles.config.sections.model import ModelConfig
 from isles.config.sections.run import RunConfig
-from isles.data.chat.template import stop_at_turns, use_template
+from isles.data.chat.template import describe_template, stop_at_turns, use_template
 from isles.data.mix import Dataset, build_datasets, documents_for_tokenizer
 from isles.data.tokens.encode import TEMPLATED
 from isles.data.tokens.prepare import rank_with_data
@@ -194,7 +194,13 @@ def run_tokenizer(config: RunConfig, run_dir: RunDir) -> Any:
     DataError: it does not work.
     """
     trusted = config.model.trust_remote_code and not is_from_bucket(run_dir.tokenizer)
-    return load_tokenizer(str(run_dir.tokenizer), trust_remote_code=trusted)
+    tokenizer = load_tokenizer(str(run_dir.tokenizer), trust_remote_code=trusted)
+    wanted = config.tokenizer
+    trained = None if wanted.train_vocab_size is None else CHATML
+    given = wanted.name_or_path or config.model.name_or_path
+    name = wanted.chat_template or trained or f"of {given}"
+    describe_template(tokenizer, name, wanted.chat_template_kwargs)
+    return tokenizer
 
 
 def write_tokenizer(config: RunConfig, folder: Path) -> None:

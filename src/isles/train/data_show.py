@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from isles.config.sections.data import SourceConfig
 from isles.config.sections.run import RunConfig
 from isles.data.show import Figures, Shown, figures_of, shown_document, shown_documents
 from isles.data.sources.find import open_source
-from isles.data.sources.rows import Tally
-from isles.data.tokens.encode import Encoder, encode_rows
+from isles.data.sources.rows import Tally, unread_message
+from isles.data.tokens.encode import Encoded, Encoder, encode_rows
 from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
 from isles.data.tokens.tokenizer import clear_panics
@@ -73,7 +73,11 @@ def _show(config: RunConfig, run_dir: RunDir, num_samples: int, console: Console
         name = f"{number}. {source.path}"
         console.print(Text(f"{name}: {_describe(source, encoder, config)}", style="bold"))
         if config.data.streaming:
-            documents = _of_stream(source, encoder, config, num_samples, decode)
+            stream = open_source(source, streams=True)
+            tally = Tally(stream.name, config.data.max_bad_fraction)
+            rows = islice(stream.rows(encoder.parser), 20 * num_samples)
+            batches = encode_rows(rows, encoder, tally)
+            documents = _of_stream(batches, tally, encoder, config, num_samples, decode)
         else:
             folder = prepare(
                 open_source(source),
@@ -87,6 +91,9 @@ def _show(config: RunConfig, run_dir: RunDir, num_samples: int, console: Console
             documents = shown_documents(store, decode, config.data.seq_length, num_samples)
         for document in documents:
             _print(document, console)
+        unread = unread_message(tally.record() if config.data.streaming else store.manifest)
+        if unread:
+            console.print(Text(f"Nothing reads these fields (share of rows): {unread}"))
         console.print()
     if figures:
         console.print(_table(figures))
@@ -95,18 +102,15 @@ def _show(config: RunConfig, run_dir: RunDir, num_samples: int, console: Console
 
 
 def _of_stream(
-    source: SourceConfig,
+    batches: Iterator[Sequence[Encoded]],
+    tally: Tally,
     encoder: Encoder,
     config: RunConfig,
     num_samples: int,
     decode: Callable[[list[int]], str],
 ) -> Iterator[Shown]:
     # The first documents of a source that nobody has read to its end.
-    stream = open_source(source, streams=True)
-    rows = stream.rows(encoder.parser)
     each = 2 if encoder.kind == "preference" else 1
-    tally = Tally(stream.name, config.data.max_bad_fraction)
-    batches = encode_rows(islice(rows, 20 * num_samples), encoder, tally)
     documents = (document for batch in batches for document in batch)
     for number, document in enumerate(islice(documents, each * num_samples)):
         name = f"{encoder.kind} {number // each + 1}"

@@ -21,16 +21,12 @@ from isles.checkpoint.export import (
 from isles.checkpoint.hub import push
 from isles.config.resolve import Resolved
 from isles.errors import UserError
-from isles.models.build import (
-    base_files,
-    converts_weights,
-    load_model_config,
-    take_generation_config,
-)
+from isles.models.build import converts_weights, load_model_config, take_generation_config
 from isles.run.checkpoints import find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_metrics, write_record
-from isles.train.model import base_of, empty_model, whole_model, with_base
+from isles.train.length import unmoved
+from isles.train.model import base_files, base_of, empty_model, whole_model, with_base
 from isles.train.parts import Parts
 from isles.train.strategy import holds_whole_model
 
@@ -61,6 +57,8 @@ def finish(parts: Parts) -> None:
         "perplexity": evals[-1][2] if evals else None,
         "world_size": parts.world.world_size,
     }
+    if note := unmoved(parts.config, losses, evals):
+        parts.recorder.note(note)
     parts.recorder.finished(summary)
     notes = {"hub": pushed, "export_error": failed}
     write_record(run_dir.summary, summary | {k: v for k, v in notes.items() if v is not None})

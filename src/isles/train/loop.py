@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from isles.config.sections.training import learning_rate
-from isles.errors import ExitCode
+from isles.errors import ExitCode, TrainingError
+from isles.outer.hub.rules import FINISHED_FIX, FINISHED_WHAT
 from isles.train.parts import Parts
 from isles.train.stop import NOW, TIME_IS_UP, Decision, StopBeforeTraining
 
@@ -49,7 +50,7 @@ def train(parts: Parts) -> ExitCode:
         decision = parts.agreement.decide()
         stop = outer_step(parts, decision) or decision.stop
 
-        parts.rebalance()
+        parts.rebalance(data.next_sample - data.first_sample)
         evaluates = parts.is_due(config.eval_steps) and progress.step != parts.total_steps
         saves = decision.save or stop or parts.is_due(parts.config.checkpoint.every_steps)
         if is_recorded or evaluates or saves or parts.checks_every_step:
@@ -110,7 +111,17 @@ def finish_together(parts: Parts) -> int:
 
     Returns:
         As `end_together`; where it is a stop, everything is saved.
+
+    Raises:
+        TrainingError: other clusters have trained every step, so there is nothing of this run.
     """
+    if parts.progress.step == parts.total_steps and not parts.progress.tokens:
+        raise TrainingError(
+            f"this cluster has trained none of the {parts.total_steps} steps, so it exports no "
+            f"model: {FINISHED_WHAT}",
+            where="outer",
+            fix=FINISHED_FIX,
+        )
     stop = end_together(parts) if parts.progress.step == parts.total_steps else 0
     if stop:
         parts.save(wait=True)

@@ -115,9 +115,14 @@ class Parts:
             found |= {"peak_bytes": held["peak"], "limit_bytes": total}
         return found
 
-    def rebalance(self) -> None:
-        """Deal the rows anew where ranks have become faster or slower. All ranks must call this."""
-        if (split := self.balancer.after_step(self.progress.step)) is not None:
+    def rebalance(self, num_samples: int) -> None:
+        """Deal the rows anew where ranks have become faster or slower. All ranks must call this.
+
+        `num_samples`: of the step that is just over.
+        """
+        is_whole = num_samples == self.loader.split.global_batch_size
+        split = self.balancer.after_step(self.progress.step, is_whole=is_whole)
+        if split is not None:
             self.loader.use(split)
 
     def close(self, *, is_over: bool) -> None:

@@ -20,13 +20,14 @@ from isles.dist.world import World
 from isles.models.adapter import frozen_dtype
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_probe, set_gradient_checkpointing
+from isles.run.limits import memory
 from isles.strategies.objective import CausalLM
 from isles.strategies.sequence import whole
 from isles.train.model import architecture_of, weights_dtype
 
 CPU_MICRO_BATCH_SIZE = 8
-"""On a CPU memory is shared and large micro-batches gain nothing: this, or the largest divisor of
-the rank's rows below it."""
+"""On a CPU large micro-batches gain nothing: this, or the largest divisor of the rank's rows below
+it."""
 
 _PLAUSIBLE = 4
 """A rank is not tried with micro-batches of more than so many times its even part of the rows."""
@@ -63,7 +64,7 @@ def measure_curve(
     Args:
         model: the real one, of which only shapes are looked at: it may lie on the meta device.
         strategy: how the model is held; it decides what memory is left.
-        most_rows: of a micro-batch, where the run file says so.
+        most_rows: of a micro-batch, if the run file says so; on a CPU see `cpu_micro_batch`.
     """
     shape: Any = model.config
     text, training, layout = shape.get_text_config(), config.training, mesh.layout
@@ -99,7 +100,7 @@ def measure_curve(
         world=world if is_cpu else None,
     )
     plausible = _PLAUSIBLE * -(-training.global_batch_size // layout.dp_size)
-    most = most_rows or (CPU_MICRO_BATCH_SIZE if is_cpu else plausible)
+    most = most_rows or plausible
     most = min(most, training.global_batch_size)
     sizes = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
     if is_cpu:
@@ -114,6 +115,21 @@ def measure_curve(
     finally:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def cpu_micro_batch(
+    model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh, world: World
+) -> int:
+    """The most rows of a micro-batch on CPUs: `CPU_MICRO_BATCH_SIZE`, or fewer if a rank's part of
+    the machine's or container's memory is smaller. All ranks must call this."""
+    mine = min(world.gather(memory().total // world.local_world_size))
+    size, rows = architecture_of(model), CPU_MICRO_BATCH_SIZE
+    while rows > 1:
+        needed = step_memory(size, config, strategy, mesh.layout, rows=rows)
+        if needed.peak.total + needed.host <= mine:
+            break
+        rows //= 2
+    return rows
 
 
 def standing_bytes(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh) -> float:

@@ -100,10 +100,15 @@ class Recorder:
         self._progress_at = time.time()
         self._write()
 
-    def update(self, **fields: Any) -> None:
-        """Other fields of status.json."""
+    def update(self, *, progresses: bool = True, **fields: Any) -> None:
+        """Other fields of status.json.
+
+        Args:
+            progresses: the run comes further; False: it waits.
+        """
         self.status |= fields
-        self._progress_at = time.time()
+        if progresses:
+            self._progress_at = time.time()
         if self._is_main and time.time() - self._written_at >= _STATUS_EVERY_S:
             self._write()
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from isles.config.sections.run import RunConfig
+from isles.config.sections.training import Epochs
 from isles.data.loader import numbered_batches
 from isles.data.mix import Dataset
 from isles.dist.mesh import Mesh
@@ -37,11 +38,13 @@ _KEEP_EVERY_S = 300.0
 _BATCHES_AT_ONCE = 16
 
 
-def pairs_read(config: RunConfig, total_steps: int | None) -> int | None:
+def pairs_read(config: RunConfig, total_steps: int | None, epochs: Epochs | None) -> int | None:
     """How many global indices a run reads, from the first on; None: perhaps all.
 
     A cluster of several reads what it is leased, which may be any.
     """
+    if epochs is not None:
+        return epochs.end
     if total_steps is None or config.diloco is not None:
         return None
     return total_steps * config.training.global_batch_size

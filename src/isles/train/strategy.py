@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -33,6 +32,7 @@ from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World
 from isles.errors import UserError
 from isles.models.attention import use_maskless_attention
+from isles.run.limits import memory
 from isles.strategies.base import Engine
 from isles.strategies.objective import DPO, CausalLM, MakeObjective
 from isles.train.model import architecture_of
@@ -69,7 +69,7 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
     if world.device.type == "cuda":
         mine = int(torch.cuda.get_device_properties(world.device).total_memory)
     else:
-        mine = psutil.virtual_memory().total // world.local_world_size
+        mine = memory().total // world.local_world_size
     machine = Machine(world.world_size, _ranks_per_node(world), min(world.gather(mine)), None)
     whole = needed_bytes(size, config, DDPStrategyConfig(), machine)
     if world.world_size > 1 and whole > machine.usable_bytes:

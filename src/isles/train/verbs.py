@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from isles.errors import DataError, UserError
 from isles.facts.terminal import show_streams
 from isles.models.build import converts_weights, take_generation_config
 from isles.run.checkpoints import find_checkpoint
-from isles.run.env import RankEnv, refuse_kernels
+from isles.run.env import IN_POD, RankEnv, machine_elsewhere, refuse_kernels, shown_place
 from isles.run.paths import RunDir
 from isles.run.resolved import needs_own, read_resolved
 from isles.train.data import data_cache, run_tokenizer
@@ -136,10 +137,20 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
         take_generation_config(model, resolved.config.model)
     merge = options.merge_adapter or None
     export_step(run_dir, resolved, tokenizer, step, folder, repo=repo, merge=merge, model=model)
-    sys.stdout.write(f"step {step} is exported to {folder}\n")
+    sys.stdout.write("".join(f"{line}\n" for line in exported_lines(step, folder)))
     if repo is not None:
         url = push(folder, repo, message=f"{run_dir.name}, step {step}")
         sys.stdout.write(f"uploaded to {url}\n")
+
+
+def exported_lines(step: int, folder: Path) -> list[str]:
+    """Say where an export is, and if it is on another machine, how to bring it here."""
+    machine, there = machine_elsewhere(), shown_place(folder)
+    line = f"step {step} is exported to {there}"
+    if machine.startswith(IN_POD):
+        return [f"{line}, on the volume of the run's pods"]
+    bring = f"  it is on that machine; to bring it here: scp -r {shlex.quote(there)} ."
+    return [line, bring] if machine else [line]
 
 
 def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> None:

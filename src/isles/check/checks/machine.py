@@ -15,8 +15,10 @@ import psutil
 from isles.check.checks.network import interfaces
 from isles.check.finding import Finding, Level
 from isles.check.plan import NodePlan
-from isles.facts.units import format_bytes, format_duration
+from isles.facts.units import format_bytes, format_duration, plural
 from isles.launch.ssh.facts import reached_at
+from isles.run.env import usable_cores
+from isles.run.limits import memory
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _RANK_BYTES = _GIB
@@ -42,39 +44,24 @@ def machine(plan: NodePlan) -> Iterator[Finding]:
 
 
 def _memory(plan: NodePlan) -> Finding:
-    memory = psutil.virtual_memory()
-    total, available = _within_cgroup(memory.total, memory.available)
+    main = memory()
+    total, available = main.total, main.available
     needed = plan.nproc * (_RANK_BYTES + plan.load_bytes)
     text = f"{format_bytes(available)} of {format_bytes(total)} memory free"
     level: Level = "ok"
     fix = ""
     if available < needed:
         level = "error" if available < plan.nproc * plan.load_bytes else "warning"
-        text += f"; {plan.nproc} ranks take some {format_bytes(needed)} while they load the model"
+        ranks = plural(plan.nproc, "rank")
+        text += f"; {ranks} need about {format_bytes(needed)} to load the model"
         fix = f"end what else runs on {plan.name} (ps aux --sort=-rss | head)"
     free, limit = format_bytes(available), format_bytes(needed)
     return Finding("memory.free", level, plan.name, text, free, limit, fix)
 
 
-def _within_cgroup(total: int, available: int) -> tuple[int, int]:
-    # Memory as a container or a job's control group leaves it.
-    root = Path("/sys/fs/cgroup")
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            most, used = int((root / limit).read_text()), int((root / usage).read_text())
-        except (OSError, ValueError):  # there is none, or it says "max"
-            continue
-        if most < total:
-            return most, min(available, most - used)
-    return total, available
-
-
 def _cores(plan: NodePlan) -> Finding:
-    cores, busy = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    count, load = f"{cores} cores", f"load {busy:.1f}"
+    cores, busy = usable_cores(), os.getloadavg()[0]
+    count, load = plural(cores, "core"), f"load {busy:.1f}"
     if cores < plan.nproc:
         text = f"{plan.nproc} ranks share {count}, and each takes one to feed its GPU"
         fix = f"use fewer ranks on {plan.name}, or ask the scheduler for more cores"
@@ -82,7 +69,8 @@ def _cores(plan: NodePlan) -> Finding:
         text = f"other programs keep {busy:.1f} of {count} busy"
         fix = f"end them, or expect {plan.name} to be the slowest: top"
     else:
-        return Finding("cpu.cores", "ok", plan.name, f"{count}, {load}", count)
+        each = f"{plural(cores // plan.nproc, 'thread')} for each of {plural(plan.nproc, 'rank')}"
+        return Finding("cpu.cores", "ok", plan.name, f"{count}: {each}; {load}", count)
     return Finding("cpu.cores", "warning", plan.name, text, load, count, fix)
 
 

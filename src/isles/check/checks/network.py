@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import socket
@@ -20,6 +19,7 @@ from isles.check.finding import Finding
 from isles.check.plan import Hosts
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import PreflightError
+from isles.launch.answers import parse_answer
 from isles.launch.hub import own_addresses, split_address
 from isles.launch.ssh.hosts import Reach, choose_addresses
 
@@ -43,6 +43,18 @@ class Interface:
     mtu: int
     is_leased: bool
     is_wireless: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    local: str = ""
+    dynamic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    # A link as `ip -j` prints it.
+    addr_info: tuple[_Address, ...] = ()
 
 
 def interfaces() -> list[Interface]:
@@ -70,14 +82,14 @@ def _leased() -> set[str]:
         answer = subprocess.run(
             [command, "-j", "-4", "addr"], capture_output=True, text=True, timeout=3, check=True
         ).stdout
-        links = json.loads(answer)
+        links = parse_answer(tuple[_Link, ...], answer)
     except (OSError, ValueError, subprocess.SubprocessError):
         return set()
     return {
-        address["local"]
+        address.local
         for link in links
-        for address in link.get("addr_info", ())
-        if address.get("dynamic")
+        for address in link.addr_info
+        if address.dynamic and address.local
     }
 
 

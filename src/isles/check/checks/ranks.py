@@ -19,6 +19,7 @@ from isles.check.finding import Finding
 from isles.check.plan import Answers, Hosts, NodePlan
 from isles.config.sections.cluster import NetworkConfig
 from isles.facts.units import format_bytes
+from isles.launch.answers import parse_answer
 from isles.launch.ssh.environment import network_variables
 from isles.run.process import signal_name
 
@@ -126,8 +127,10 @@ def _answer(process: subprocess.Popen[bytes], noise: int, end: float) -> dict[st
     if not select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
         return {"stage": "silent", "failure": "no answer in time"}
     if line := process.stdout.readline():
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        try:
+            return parse_answer(dict[str, Any], line.decode(errors="replace"))
+        except ValueError as error:  # it was killed while it wrote, or a library wrote first
+            return {"stage": "died", "failure": f"{error}: {line[:80]!r}"}
     code = process.wait(timeout=10)
     words = os.pread(noise, _NOISE_BYTES, 0).decode(errors="replace").strip().splitlines()
     how = f"by {signal_name(-code)}" if code < 0 else f"with exit code {code}"

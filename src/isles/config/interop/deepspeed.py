@@ -6,7 +6,7 @@ Which keys there are, and which of them say the same as a key of the run file: d
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +17,7 @@ from typing import Any
 from isles.config.issues import Issue, show_value
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig, StrategyConfig
+from isles.config.sections.training import warmup_in_steps
 from isles.config.yaml import KeyPath, parse_yaml, read_text, scan_yaml
 from isles.errors import ConfigError, MissingDependencyError, not_installed
 
@@ -181,8 +182,7 @@ def _other_values(file: DeepSpeedFile, config: RunConfig) -> _Found:
         section, _, name = names[0].rpartition(".")
         if section == "strategy" and strategy.is_default(name):
             continue  # a file that `isles config show` wrote names every default
-        given = [config.at(run_key) for run_key in names]
-        expected = given if len(given) > 1 else given[0]
+        expected = _run_value(config, names)
         same_type = isinstance(value, bool) == isinstance(expected, bool)
         if value == AUTO or (value == expected and same_type) or (value == 0 and expected is None):
             continue
@@ -195,18 +195,59 @@ def _other_values(file: DeepSpeedFile, config: RunConfig) -> _Found:
         )
     for key, (wanted, why) in table["fixed"].items():
         if (value := file.get(key, AUTO)) not in (AUTO, wanted):
-            yield (
-                key,
-                f"is {show_value(value)}, and {why}",
-                f"write {show_value(wanted)}, or delete it",
-                "",
-            )
+            fix = f"write {show_value(wanted)}"
+            if not _is_other_if_absent(key, wanted):
+                fix += ", or delete it"
+            yield key, f"is {show_value(value)}, and {why}", fix, ""
     # Where both are numbers, the ranks must be known as well: see `check_accumulation`.
     steps, run_key = file.get(_ACCUMULATION, AUTO), "training.micro_batch_size"
     if steps != AUTO and not isinstance(config.at(run_key), int):
         what = f"is {show_value(steps)}, and {run_key}, from which it follows, is no number"
         fix = 'write "auto" there, or a number for micro_batch_size in the run file'
         yield _ACCUMULATION, what, fix, run_key
+
+
+def _run_value(config: RunConfig, names: Sequence[str]) -> object:
+    # The value of the run file for keys of a DeepSpeed JSON that mean the same.
+    training = config.training
+    if names[0] == "training.warmup_steps" and training.max_steps is not None:
+        return warmup_in_steps(training, training.max_steps)
+    given = [config.at(name) for name in names]
+    return given if len(given) > 1 else given[0]
+
+
+def _is_other_if_absent(key: str, wanted: object) -> bool:
+    section, _, name = key.rpartition(".")
+    kinds = deepspeed_keys()["absent"].get(section.partition(".")[0], {})
+    return any(name in values and values[name] != wanted for values in kinds.values())
+
+
+def deepspeed_notes(config: RunConfig) -> list[str]:
+    """Lines for the user about keys that a DeepSpeed file leaves out, and that DeepSpeed by itself
+    would take otherwise than this run does; for example, a warm-up is logarithmic by default."""
+    strategy, table = config.strategy, deepspeed_keys()
+    if not isinstance(strategy, DeepSpeedStrategyConfig) or strategy.config_file is None:
+        return []
+    file, notes = read_deepspeed_file(Path(strategy.config_file)), []
+    for section, kinds in table["absent"].items():
+        kind = str(file.get(f"{section}.type", AUTO)).lower()
+        defaults: Json = next((v for name, v in kinds.items() if name.lower() == kind), {})
+        theirs, ours = [], []
+        for name, default in defaults.items():
+            key = f"{section}.params.{name}"
+            fixed = table["fixed"].get(key)
+            value = fixed[0] if fixed else _run_value(config, table["same"][key].split())
+            is_unused = name == "warmup_type" and config.training.warmup_steps == 0
+            if file.get(key) is None and value != default and not is_unused:
+                theirs.append(f"{name} {show_value(default)}")
+                ours.append(show_value(value))
+        if theirs:
+            notes.append(
+                f"{file.where(section)}: for keys that the file leaves out, DeepSpeed takes "
+                f"{', '.join(theirs)}; this run takes {', '.join(ours)}. Write the keys to say "
+                "which is meant, or delete the section"
+            )
+    return notes
 
 
 def _other_kinds(file: DeepSpeedFile, config: RunConfig) -> _Found:

@@ -6,7 +6,7 @@ from isles.config.interop.deepspeed import AUTO, Json, deepspeed_keys, deepspeed
 from isles.config.load import Loaded
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig, FSDPStrategyConfig
-from isles.config.sections.training import TrainingConfig
+from isles.config.sections.training import TrainingConfig, warmup_in_steps
 from isles.errors import ConfigError
 
 _PARAMS = {"AdamW": "lr weight_decay betas eps", "SGD": "lr weight_decay momentum"}
@@ -84,7 +84,7 @@ def _scheduler_json(training: TrainingConfig, notes: list[str]) -> Json:
     if why:
         notes.append(f"there is no scheduler: {why}")
         return {}
-    params: Json = {"warmup_num_steps": training.warmup_steps}
+    params: Json = {"warmup_num_steps": warmup_in_steps(training, steps)}
     if kind == "WarmupCosineLR":
         params |= {"warmup_min_ratio": 0, "cos_min_ratio": training.min_lr_ratio}
     else:

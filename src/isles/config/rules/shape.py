@@ -54,7 +54,7 @@ def check_shape(config: RunConfig, shape: Shape) -> list[Issue]:
         shape: a config.json, or `to_dict()` of a config of transformers. A key that is absent from
             a config.json has a default that only transformers knows; its rule is not checked.
     """
-    issues = [*_length(config, shape), *_isolation(config, shape)]
+    issues = [*_length(config, shape), *_isolation(config, shape), *_long_rope(config, shape)]
     strategy = config.strategy
     if isinstance(strategy, MeshSection):
         issues += _tensor_parallel(strategy, shape)
@@ -129,7 +129,13 @@ def _context_parallel(strategy: MeshSection, shape: Shape, seq_length: int) -> I
         return
     yield from _kind(shape, key, "context parallel", CONTEXT_PARALLEL)
     yield from _windows(shape, key)
-    yield from _long_rope(shape, key, seq_length)
+    if (original := _changes_beyond(shape)) is not None and seq_length > original:
+        yield Issue(
+            (key, "data.seq_length"),
+            f"the model's position embeddings (longrope) change beyond {original} tokens, which "
+            f"only some pieces of seq_length {seq_length} reach",
+            f"use data.seq_length: {original} or less, or set cp_size: 1; {_INSTEAD}",
+        )
     heads, tp_size = _number(shape, "num_key_value_heads"), strategy.tp_size
     if strategy.cp_method == "ulysses" and heads and heads % (size * tp_size):
         over = f" over tp_size {tp_size}" if tp_size > 1 else ""
@@ -194,20 +200,34 @@ def _windows(shape: Shape, key: str) -> Iterator[Issue]:
     )
 
 
-def _long_rope(shape: Shape, key: str, seq_length: int) -> Iterator[Issue]:
-    # Frequencies follow the largest position of a rank's piece: the first pieces would take others.
-    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
-    if (rope.get("rope_type") or rope.get("type")) != "longrope":
+def _long_rope(config: RunConfig, shape: Shape) -> Iterator[Issue]:
+    # All rows of a micro-batch get the frequencies of its longest document, so that the loss of a
+    # document would depend on its neighbours. Only rows that are all full get the same ones.
+    original, data = _changes_beyond(shape), config.data
+    if original is None or data.seq_length <= original:
         return
+    kinds = {source.type for source in data.sources}
+    if kinds <= {"fake"} or (data.packing and kinds <= {"fake", "text"} and not isolates_any(data)):
+        return
+    yield Issue(
+        ("data.seq_length", "model.name_or_path"),
+        f"the model's position embeddings (longrope) change beyond {original} tokens, and a batch "
+        f"of seq_length {data.seq_length} gets those of its longest document: the loss of the "
+        "others would depend on the micro-batch",
+        f"use data.seq_length: {original} or less, or a model with other rotary scaling; packed "
+        "text, whose samples are all full, may be longer",
+    )
+
+
+def _changes_beyond(shape: Shape) -> int | None:
+    # The length beyond which rotary embeddings take other frequencies; None: at no length.
+    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     name = "original_max_position_embeddings"
-    original = _number(rope, name) or _number(shape, name)
-    if original is not None and seq_length > original:
-        yield Issue(
-            (key, "data.seq_length"),
-            f"the model's position embeddings (longrope) change beyond {original} tokens, which "
-            f"only some pieces of seq_length {seq_length} reach",
-            f"use data.seq_length: {original} or less, or set cp_size: 1; {_INSTEAD}",
-        )
+    # Some models have parameters for each type of layer.
+    for part in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
+        if (part.get("rope_type") or part.get("type")) in ("longrope", "su"):
+            return _number(part, name) or _number(shape, name)
+    return None
 
 
 def _number(shape: Shape, name: str) -> int | None:

@@ -8,14 +8,14 @@ from isles.config.issues import Issue, nearest_multiples
 from isles.config.rules.idle import idle_keys
 from isles.config.sections.output import MLflowConfig, tracker_sections
 from isles.config.sections.run import NO_DATA, NO_MODEL, USED, USED_IN_TRAINING, RunConfig
-from isles.config.sections.training import TrainingConfig
+from isles.config.sections.training import TrainingConfig, warmup_in_steps
 
 
 def training_rules(config: RunConfig) -> Iterator[Issue]:
     """Every rule of the built-in trainer that is broken."""
     yield from idle_keys(config, "training")
     yield from _length(config.training)
-    yield from _schedule(config.training)
+    yield from schedule_rules(config.training, config.training.max_steps)
     yield from _batch(config.training)
     yield from _optimizer(config)
     yield from _dpo(config)
@@ -79,22 +79,36 @@ def _length(training: TrainingConfig) -> Iterator[Issue]:
             f"max_time alone gives no last step, and {scheduler} needs to know it",
             "add max_steps or num_train_epochs, or use lr_scheduler_type: constant",
         )
-
-
-def _schedule(training: TrainingConfig) -> Iterator[Issue]:
-    steps, warmup, decay = training.max_steps, training.warmup_steps, training.decay_steps
-    scheduler = training.lr_scheduler_type
-    if steps is not None and warmup >= steps:
+    elif isinstance(share := training.warmup_steps, float):
         yield Issue(
-            ("training.warmup_steps", "training.max_steps"),
-            f"warmup_steps {warmup} leaves no step of max_steps {steps} at the peak learning rate",
-            f"use {steps // 20} or another number below {steps}",
+            ("training.warmup_steps", "training.max_time", *keys),
+            f"warmup_steps {share:g} is a share of the run, and max_time alone gives no last step",
+            "give warmup_steps as a number of steps, or add max_steps or num_train_epochs",
         )
-    elif steps is not None and decay is not None and scheduler == "wsd" and warmup + decay > steps:
+
+
+def schedule_rules(training: TrainingConfig, steps: int | None) -> Iterator[Issue]:
+    """A warm-up or decay that is longer than a run of this many steps; None: not known yet."""
+    if steps is None:
+        return
+    warmup, decay = warmup_in_steps(training, steps), training.decay_steps
+    keys = ("training.max_steps", "training.num_train_epochs")
+    length, longer = f"max_steps {steps}", ""
+    if training.max_steps is None:
+        length = f"the {steps} step{'s' * (steps > 1)} of num_train_epochs "
+        length += f"{training.num_train_epochs:g}"
+        longer = ", or more steps: a smaller global_batch_size, or more num_train_epochs"
+    if warmup >= steps and isinstance(training.warmup_steps, int):
         yield Issue(
-            ("training.decay_steps", "training.warmup_steps", "training.max_steps"),
-            f"warmup_steps {warmup} + decay_steps {decay} is more than max_steps {steps}",
-            f"use at most {steps - warmup} decay_steps",
+            ("training.warmup_steps", *keys),
+            f"warmup_steps {warmup} leaves no step of {length} at the peak learning rate",
+            f"use {steps // 20} or another number below {steps}{longer}",
+        )
+    elif decay is not None and training.lr_scheduler_type == "wsd" and warmup + decay > steps:
+        yield Issue(
+            ("training.decay_steps", "training.warmup_steps", *keys),
+            f"warmup_steps {warmup} + decay_steps {decay} is more than {length}",
+            f"use at most {steps - warmup} decay_steps{longer}",
         )
 
 

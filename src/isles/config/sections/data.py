@@ -8,11 +8,16 @@ from pydantic import Field
 
 from isles.config.sections.base import Section, Text
 
+_OF_MESSAGES = ("tools", "system", "train", "chat_template_kwargs")
+
 COLUMNS: dict[str, tuple[str, ...]] = {
-    "chat": ("messages", "role", "content", "tools", "system"),
-    "instruct": ("instruction", "input", "output", "prompt", "completion", "system"),
+    "chat": ("messages", "role", "content", *_OF_MESSAGES),
+    "instruct": (
+        *("instruction", "input", "output", "prompt", "completion", "history"),
+        *("role", "content", *_OF_MESSAGES),
+    ),
     "tokens": ("input_ids", "labels", "attention_mask"),
-    "preference": ("prompt", "chosen", "rejected", "system", "role", "content"),
+    "preference": ("prompt", "chosen", "rejected", "role", "content", *_OF_MESSAGES),
 }
 """By type: what a source may have columns for."""
 
@@ -23,7 +28,7 @@ class SourceConfig(Section):
     path: Text | None = None
     """A file, a glob (**/*.txt), a folder saved by datasets, a hub id, python-docs or
     python-stdlib. Files: .jsonl, .json (objects, one a line or in an array), .csv, .tsv, .parquet,
-    each also with .gz; anything else is read as UTF-8 text."""
+    .arrow and text, each also packed (.gz, .bz2, .xz, .zst); docs/data.md has all endings."""
 
     type: Literal["text", "chat", "instruct", "tokens", "preference", "fake"] = "text"
     """text: documents. chat: messages with roles, also with from and value (human, gpt). instruct:
@@ -36,9 +41,17 @@ class SourceConfig(Section):
 
     columns: dict[Annotated[str, Field(min_length=1)], Text] = {}  # noqa: RUF012 (pydantic copies defaults)
     """Names of the data's columns, if they differ, such as {instruction: question, output: answer}.
-    chat: messages, role, content, tools, system. instruct: instruction, input, output, or prompt
-    and completion, and system. tokens: input_ids, labels, attention_mask. preference: prompt,
-    chosen, rejected, system, role, content."""
+    chat: messages. instruct: instruction, input, output, history, or prompt and completion.
+    preference: prompt, chosen, rejected. All three: tools, system, chat_template_kwargs, and the
+    fields of messages: role, content, and train, which is 0 or false if a message of the assistant
+    is not trained (by default weight, train, loss and the like). tokens: input_ids, labels,
+    attention_mask."""
+
+    ignore_fields: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Fields that the data has and training does not need, such as [tools, reasoning_content]:
+    columns, and fields of messages and tool calls. isles leaves them out and does not report
+    them. Without this key isles refuses calls, tools and thoughts that the chat template does not
+    write."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """chat and instruct: which tokens are trained. assistant: what the assistant says, with the end
@@ -91,8 +104,8 @@ class DataConfig(Section):
     """Share of the documents held out for evaluation, by document. 0: no evaluation."""
 
     cache_dir: Text | None = None
-    """Folder for prepared tokens. Default: $XDG_CACHE_HOME/isles, or ~/.cache/isles, which isles
-    closes to other users."""
+    """Folder for prepared tokens. Default: data in $XDG_CACHE_HOME/isles, or in ~/.cache/isles,
+    which isles closes to other users. `isles data prune` deletes old tokens."""
 
 
 def isolates(data: DataConfig, source: SourceConfig) -> bool:

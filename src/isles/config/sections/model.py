@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -41,6 +41,10 @@ class TokenizerConfig(Section):
     """Begin and end a text as the tokenizer does: with BOS for Llama and Gemma, without for Qwen. A
     chat is what its template writes. false: a text gets its end-of-text token alone, and so does
     the tokenizer that the run keeps and exports."""
+
+    chat_template_kwargs: dict[Text, Any] = {}  # noqa: RUF012 (pydantic copies defaults)
+    """Variables for the chat template, such as {enable_thinking: false}, in training and in
+    `isles generate --chat`. A row may set its own in the column chat_template_kwargs."""
 
     train_vocab_size: Annotated[int, Field(ge=260, le=1_000_000)] | None = None
     """Train a byte-level BPE of this many tokens on the data, and keep it with the run."""

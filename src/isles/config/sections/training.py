@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -44,7 +45,8 @@ class TrainingConfig(Section):
     must be given."""
 
     num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
-    """Length of the run in passes over the training data."""
+    """Length of the run in passes over the training data. Each pass reads each sample once: the
+    last step of a pass has fewer samples if global_batch_size does not divide them."""
 
     max_time: Annotated[DurationS, Field(gt=0)] | None = None
     """Wall-clock limit of training in one start of the run (preparing is not counted), such as
@@ -67,8 +69,9 @@ class TrainingConfig(Section):
     lr_scheduler_type: Scheduler = "cosine"
     """Shape of the learning rate after the warm-up. wsd: warm-up, stable, then a linear decay."""
 
-    warmup_steps: Annotated[int, Field(ge=0, le=10**12)] = 0
-    """Steps over which the learning rate rises linearly to its peak."""
+    warmup_steps: Annotated[int, Field(ge=0, le=10**12)] | Fraction = 0
+    """Steps over which the learning rate rises linearly to its peak; or their share of the run,
+    below 1, such as 0.05."""
 
     decay_steps: PositiveInt | None = None
     """wsd only: steps of the final decay. null: a fifth of the run."""
@@ -159,22 +162,75 @@ def missing_torchao(training: TrainingConfig) -> MissingDependencyError | None:
     return not_installed("torchao", f"{key}: {value}", f"training.{key}", "torchao")
 
 
-def length_in_steps(config: TrainingConfig, samples_per_epoch: int | None) -> int | None:
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """The global batches of a run whose length is in epochs. Each epoch ends with a step of the
+    samples that are left of it.
+
+    Args:
+        samples: in one pass over the data.
+        end: samples of the whole run; the last pass may be a part of one.
+        batch: samples of the other steps.
+    """
+
+    samples: int
+    end: int
+    batch: int
+
+    @classmethod
+    def of(cls, config: TrainingConfig, samples_per_epoch: int) -> Epochs | None:
+        """None: the length of the run is in steps or a time, and all steps are equally large."""
+        if config.num_train_epochs is None or config.max_steps is not None:
+            return None
+        end = max(1, round(config.num_train_epochs * samples_per_epoch))
+        return cls(samples_per_epoch, end, config.global_batch_size)
+
+    def batch_at(self, cursor: int) -> int:
+        """Samples of the step that begins at this sample; 0: the run is over."""
+        left = min(self.samples - cursor % self.samples, self.end - cursor)
+        return max(0, min(self.batch, left))
+
+    def steps_from(self, cursor: int) -> int:
+        """Steps from this sample to the end of the run."""
+        if cursor >= self.end:
+            return 0
+        # The rest of the epoch, whole epochs, and a part of the last one.
+        rest = min(self.samples - cursor % self.samples, self.end - cursor)
+        epochs, part = divmod(self.end - cursor - rest, self.samples)
+        each, first, last = (-(-n // self.batch) for n in (self.samples, rest, part))
+        return first + epochs * each + last
+
+
+def length_in_steps(
+    config: TrainingConfig, samples_per_epoch: int | None, *, step: int = 0, cursor: int = 0
+) -> int | None:
     """The length of a run in inner steps.
 
     Args:
         config: the run file's section.
         samples_per_epoch: training samples in one pass over the data; None: not known.
+        step, cursor: steps that are done, and the next sample.
 
     Returns:
         None where the length is a time, or cannot be told without the samples.
     """
-    if config.max_steps is not None:
+    if config.max_steps is not None or samples_per_epoch is None:
         return config.max_steps
-    if config.num_train_epochs is None or samples_per_epoch is None:
-        return None
-    samples = config.num_train_epochs * samples_per_epoch
-    return max(1, -(-int(samples) // config.global_batch_size))
+    epochs = Epochs.of(config, samples_per_epoch)
+    return None if epochs is None else step + epochs.steps_from(cursor)
+
+
+def warmup_in_steps(config: TrainingConfig, total_steps: int | None) -> int:
+    """The warm-up of a run in inner steps; a share always leaves one step at the peak.
+
+    Args:
+        config: the run file's section.
+        total_steps: length of the run; None only if the warm-up is not a share.
+    """
+    if isinstance(config.warmup_steps, int):
+        return config.warmup_steps
+    assert total_steps is not None, "rules refuse a share of a run without a last step"
+    return min(math.ceil(config.warmup_steps * total_steps), total_steps - 1)
 
 
 def learning_rate(config: TrainingConfig, step: int, total_steps: int | None) -> float:
@@ -189,7 +245,7 @@ def learning_rate(config: TrainingConfig, step: int, total_steps: int | None) ->
         The rate. Falling shapes reach `min_lr_ratio` of the peak just after the last step, so that
         no step is wasted on a rate of zero.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
+    peak, warmup = config.learning_rate, warmup_in_steps(config, total_steps)
     if step <= warmup:
         return peak * step / (warmup + 1)
     if config.lr_scheduler_type == "constant":

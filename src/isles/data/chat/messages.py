@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,29 +11,49 @@ from isles.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+_CALLS = ("function_call", "tool_call", "tool-call")
+"""Roles of messages whose content is a call of the assistant as JSON."""
+
 _SAME_ROLE = {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
+    **dict.fromkeys(_CALLS, "assistant"),
     "observation": "tool",
     "function": "tool",
     "function_response": "tool",
+    "tool_response": "tool",
+    "tool-response": "tool",
 }
 
 _ROLE_NAMES = ("role", "from")
 _CONTENT_NAMES = ("content", "value")
+_TRAIN_NAMES = ("train", "training", "trainable", "train_on", "train_on_turn", "weight", "loss")
+"""Fields that exclude a message from training: OpenAI's `weight`, and those of other trainers."""
 
 
 def read_messages(
-    value: object, name: str, where: str, keys: Mapping[str, str] | None = None
+    value: object,
+    name: str,
+    where: str,
+    keys: Mapping[str, str] | None = None,
+    *,
+    ignored: frozenset[str] = frozenset(),
+    unread: set[str] | None = None,
 ) -> list[Message]:
     """A list of messages, with the roles and keys that chat templates know.
 
     A message is {role, content}, or {from, value} with the roles human and gpt, or as `keys` has
-    it. Content may be text or a list of parts of the type text. The whole list may be JSON written
-    as text. DataError: something is missing or of the wrong type.
+    it. Content may be text or a list of parts of the type text; the result of a tool may be any
+    value. The whole list may be JSON written as text. Arguments of calls stay as the data has them,
+    an object or JSON text, for the template to choose. DataError: something is missing or of the
+    wrong type.
+
+    Args:
+        ignored: names of fields to leave out.
+        unread: takes the names of fields that the messages lose here.
     """
     value = from_json_text(value, f"column {name!r}", where)
     if isinstance(value, Mapping) and all(isinstance(v, list) for v in value.values()):
@@ -46,30 +64,50 @@ def read_messages(
         raise wrong_type(value, f"column {name!r}", "a list of messages", where)
     if not value:
         raise DataError(f"column {name!r} holds no message", where=where, fix="remove that row")
+    lost: set[str] = set() if unread is None else unread
     return [
-        _read_message(message, f"{name}[{index}]", where, keys or {})
+        _read_message(_without(message, ignored), f"{name}[{index}]", where, keys or {}, lost)
         for index, message in enumerate(value)
     ]
 
 
-def _read_message(value: object, at: str, where: str, keys: Mapping[str, str]) -> Message:
+def _without(message: Any, ignored: frozenset[str]) -> Any:
+    # A message, and its calls, without these fields.
+    if not ignored or not isinstance(message, Mapping):
+        return message
+    kept = {key: value for key, value in message.items() if key not in ignored}
+    if isinstance(calls := kept.get("tool_calls"), list):
+        kept["tool_calls"] = [_without(call, ignored) for call in calls]
+    return kept
+
+
+def _read_message(
+    value: object, at: str, where: str, keys: Mapping[str, str], unread: set[str]
+) -> Message:
     if not isinstance(value, Mapping):
         raise wrong_type(value, at, "a message with role and content", where)
     role_key = _key(value, keys.get("role"), _ROLE_NAMES, "role", at, where)
-    calls = value.get("tool_calls")
+    role = _role(value[role_key], f"{at}.{role_key}", where)
     # Columnar files fill what a message lacks with null.
     message = {k: v for k, v in value.items() if v is not None and k != role_key}
-    message["role"] = _role(value[role_key], f"{at}.{role_key}", where)
-    speaks = not (message["role"] == "assistant" and calls)
+    message["role"] = role
+    calls, calls_at = message.pop("tool_calls", None), f"{at}.tool_calls"
+    if not calls and role == "assistant" and message.get("function_call"):
+        calls, calls_at = [message.pop("function_call")], f"{at}.function_call"
     content_key = keys.get("content") or next((k for k in _CONTENT_NAMES if k in value), None)
-    if speaks or (content_key is not None and value.get(content_key) is not None):
+    if value[role_key] in _CALLS and not calls:
+        content_key = _key(value, keys.get("content"), _CONTENT_NAMES, "content", at, where)
+        calls, calls_at = message.pop(content_key, None), f"{at}.{content_key}"
+        message["content"] = ""
+    elif not (role == "assistant" and calls) or message.get(content_key) is not None:
         content_key = _key(value, keys.get("content"), _CONTENT_NAMES, "content", at, where)
         message.pop(content_key, None)
-        message["content"] = _content(value[content_key], f"{at}.{content_key}", where)
+        content_at = f"{at}.{content_key}"
+        message["content"] = _content(value[content_key], content_at, where, role, unread)
     else:
         message["content"] = ""
     if calls:
-        message["tool_calls"] = _tool_calls(calls, f"{at}.tool_calls", where)
+        message["tool_calls"] = _tool_calls(calls, calls_at, where)
     return message
 
 
@@ -97,24 +135,33 @@ def _role(value: object, at: str, where: str) -> str:
         raise wrong_type(value, at, "the name of a role", where)
     role = _SAME_ROLE.get(value, value)
     if role not in ROLES:
-        near = get_close_matches(value.lower(), [*ROLES, *_SAME_ROLE], n=1)
+        # Only a typing error: another role would change what is trained.
+        near = get_close_matches(value.lower(), [*ROLES, *_SAME_ROLE], n=1, cutoff=0.8)
         raise DataError(
-            f"{at} is {value[:40]!r}, which is no role",
+            f"{at} is {value[:40]!r}, which is not the name of a role",
             where=where,
             fix=f"write {near[0]}" if near else f"use one of: {', '.join(ROLES)}",
         )
     return role
 
 
-def _content(value: object, at: str, where: str) -> str:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+def _content(value: object, at: str, where: str, role: str, unread: set[str]) -> Any:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if role == "tool" and value is not None and not isinstance(value, str | bytes):
+        parts = value if isinstance(value, Sequence) else ()
+        if not parts or not all(isinstance(p, Mapping) and p.get("type") == "text" for p in parts):
+            return value  # a result as the tool gave it
+    if not is_list:
         return checked_text(value, at, where)
+    assert isinstance(value, Sequence)
     texts = []
     for index, part in enumerate(value):
         if isinstance(part, str):
             texts.append(checked_text(part, f"{at}[{index}]", where))
         elif isinstance(part, Mapping) and part.get("type") == "text":
             texts.append(checked_text(part.get("text"), f"{at}[{index}].text", where))
+            others = (key for key, cell in part.items() if key not in ("type", "text"))
+            unread |= {f"messages.content.{key}" for key in others if part[key] is not None}
         else:
             kind = f"a part of type {part.get('type')!r}" if isinstance(part, Mapping) else ""
             raise DataError(
@@ -126,30 +173,57 @@ def _content(value: object, at: str, where: str) -> str:
     return "".join(texts)
 
 
-def _tool_calls(value: object, at: str, where: str) -> list[Any]:
-    # With their arguments as objects: templates write them as JSON themselves.
+def _tool_calls(value: object, at: str, where: str) -> list[dict[str, Any]]:
     value = from_json_text(value, at, where)
+    if isinstance(value, Mapping):
+        value = [value]
     if not isinstance(value, Sequence):
         raise wrong_type(value, at, "a list of tool calls", where)
-    calls: list[Any] = []
-    for index, call in enumerate(value):
-        if not isinstance(call, Mapping):
-            raise wrong_type(call, f"{at}[{index}]", "a tool call", where)
-        function = call.get("function")
-        if isinstance(function, Mapping):
-            calls.append({**call, "function": _with_object(function)})
-        else:
-            calls.append(_with_object(call))
+    calls: list[dict[str, Any]] = []
+    for index, given in enumerate(value):
+        found = from_json_text(given, f"{at}[{index}]", where)
+        if not isinstance(found, Mapping):
+            raise wrong_type(found, f"{at}[{index}]", "a tool call", where)
+        call = {key: cell for key, cell in found.items() if cell is not None}
+        function = call.pop("function", None)
+        if not isinstance(function, Mapping):
+            # The function itself, as in old data: templates expect it within a call.
+            outer = {key: call.pop(key) for key in ("id", "type", "index") if key in call}
+            call, function = {"type": "function", **outer}, call
+        function = {key: cell for key, cell in function.items() if cell is not None}
+        if not isinstance(function.get("name"), str):
+            raise wrong_type(function.get("name"), f"{at}[{index}]", "a call with a name", where)
+        calls.append({**call, "function": function})
     return calls
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = call.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # else the template is given the text as it is
-            arguments = json.loads(arguments)
-    kept = {key: value for key, value in call.items() if value is not None}
-    return {**kept, "arguments": arguments} if "arguments" in call else kept
+def take_masks(
+    messages: Sequence[Message], name: str, where: str, train_key: str | None = None
+) -> frozenset[int]:
+    """The numbers of the assistant's messages that are not trained, by a field of their own.
+
+    The field leaves the messages: `train_key`, or else any of the known names. DataError: its value
+    is neither 0 nor 1, or it masks the only answers.
+    """
+    masked = set()
+    for index, message in enumerate(messages):
+        for key in (train_key,) if train_key else _TRAIN_NAMES:
+            if key not in message:
+                continue
+            value = message[key]
+            if value not in (0, 1):
+                raise DataError(
+                    f"{name}[{index}].{key} is {show(value)}, and a message is trained (1 or true) "
+                    "or not (0 or false)",
+                    where=where,
+                    fix="write 0 or 1, or train such messages as any other with "
+                    f"data.sources.ignore_fields: [{key}]",
+                )
+            if message["role"] == "assistant" or not value:
+                del message[key]
+            if message["role"] == "assistant" and not value:
+                masked.add(index)
+    return frozenset(masked)
 
 
 def read_tools(value: object, name: str, where: str) -> list[dict[str, Any]] | None:
@@ -159,23 +233,43 @@ def read_tools(value: object, name: str, where: str) -> list[dict[str, Any]] | N
         return None
     if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
         raise wrong_type(value, f"column {name!r}", "a list of tools (JSON schemas)", where)
-    # Columnar files fill what one tool lacks and others have with null.
-    return [_without_null(tool) for tool in value] or None
+    return [dict(tool) for tool in value] or None
 
 
-def _without_null(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_null(item) for key, item in value.items() if item is not None}
-    return [_without_null(item) for item in value] if isinstance(value, list) else value
+def read_variables(value: object, name: str, where: str) -> dict[str, Any]:
+    """Variables of the chat template that a row has for itself, such as enable_thinking."""
+    value = from_json_text(value, f"column {name!r}", where) if value not in (None, "") else {}
+    if not isinstance(value, Mapping):
+        raise wrong_type(value, f"column {name!r}", "variables of the chat template", where)
+    for taken in ("messages", "tools", "add_generation_prompt"):
+        if taken in value:
+            raise DataError(
+                f"column {name!r} sets {taken}, which isles gives to the template itself",
+                where=where,
+                fix=f"remove {taken} from it",
+            )
+    return {key: cell for key, cell in value.items() if cell is not None}
 
 
-def check_answers(messages: Sequence[Message], name: str, where: str, first: int = 0) -> None:
+def check_answers(
+    messages: Sequence[Message],
+    name: str,
+    where: str,
+    first: int = 0,
+    masked: frozenset[int] = frozenset(),
+) -> None:
     """Refuse a conversation in which the assistant says nothing from message `first` on."""
     answers = [(i, m) for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"]
     if not answers:
         roles = ", ".join(message["role"] for message in messages[first:]) or "none"
         raise DataError(
             f"column {name!r} has no message of the assistant to train on (roles: {roles})",
+            where=where,
+            fix="remove that row",
+        )
+    if masked.issuperset(index for index, _ in answers):
+        raise DataError(
+            f"column {name!r} excludes each message of the assistant from training",
             where=where,
             fix="remove that row",
         )

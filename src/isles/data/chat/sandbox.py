@@ -25,6 +25,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import _PassArg
 from transformers.utils import chat_template_utils
 
+from isles.data.chat.fields import FIXED_DAY
+
 MAX_TEMPLATE_CHARS = 2**18
 """The largest template of a known model has 30,000."""
 
@@ -211,6 +213,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         tests: dict[str, Any] = dict(own.tests)
         own.tests = {k: v if k in _FREE_TESTS else own._priced(k, v) for k, v in tests.items()}
         own.globals = {name: value for name, value in own.globals.items() if name != "lipsum"}
+        own.globals["strftime_now"] = _strftime_fixed
         # Its text would hold all that was put into it.
         base: Any = own.globals["namespace"]
         own.globals["namespace"] = type("namespace", (base,), {"__repr__": lambda _: "<namespace>"})
@@ -417,6 +420,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return self.made(function(passed, value, *args, **kwargs))
 
         return priced
+
+
+def _strftime_fixed(format: str) -> str:
+    # As transformers' strftime_now, on the day that all texts of a run are made.
+    if _WIDE.search(format):
+        raise OverBudgetError("a field of strftime_now is wider than 999")
+    return FIXED_DAY.strftime(format)
 
 
 def _size(value: Any) -> int:

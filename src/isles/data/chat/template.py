@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -12,6 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isles.config.files import CHATML, how_to_find
+from isles.data.chat.dialogue import Dialogue, SpecialTokens, common_length
+from isles.data.chat.fields import (
+    FIXED_DAY,
+    CallForm,
+    FieldProbe,
+    TemplateRefusal,
+    find_form,
+    in_form,
+    kind_of,
+    unused_mark,
+)
 from isles.data.sources.files import decode, opened
 from isles.data.sources.rows import Chat, Message
 from isles.data.tokens.tokenizer import TURN_ENDS, TURN_STARTS
@@ -27,15 +39,13 @@ Span = tuple[int, int]
 """The first character, and the one after the last."""
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_QUESTION = "Hello there"
 
 # What templates may read besides messages. Some write today's date: the tokens of a run must not
 # change overnight, so they are given the one that Llama's templates fall back on.
-_VARIABLES = {"date_string": "26 Jul 2024"}
+_VARIABLES = {"date_string": f"{FIXED_DAY:%d %b %Y}"}
 
-
-class TemplateRefusal(Exception):
-    """The template does not render these messages; the text is its own."""
+_SETTINGS = "_isles_template"
+_MOST_DIALOGUES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +57,13 @@ class Rendered:
         spans: the characters that are trained on, in order.
         ends_open: whether an end-of-text token must follow, because the template ends the
             assistant's last turn with no special token at which generation could stop.
+        unread: fields of the conversation that the text does not depend on.
     """
 
     text: str
     spans: Sequence[Span]
     ends_open: bool
+    unread: Sequence[str] = ()
 
 
 @contextmanager
@@ -75,96 +87,155 @@ class ChatTemplate:
         DataError: the tokenizer has no template, or it is no Jinja.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._name = name
+        self._name, self._variables = template_settings(tokenizer)
         try:
             self.text: str = tokenizer.get_chat_template()
         except ValueError as error:
             raise no_template() from error
         self._compiled: dict[str, Template] = {}
-        _compiled(self.text, name)
+        _compiled(self.text, self._name)
         self._is_marked = _GENERATION.search(self.text) is not None
         added = tokenizer.added_tokens_decoder.values()
         tokens = {*tokenizer.all_special_tokens, *(str(token) for token in added)}
-        self._special_tokens = tuple(sorted(tokens))
-        self._user_token: str | None = None
-        """Special token that begins a message of the user."""
-        self._header: str | None = None
-        """Text before an answer, as far as the generation prompt is the same; None: the template
-        renders no plain dialogue."""
-        self._closing = ""
-        """Text behind every answer."""
-        self._last = ""
-        """Text behind the last answer."""
-        self._render_dialogue()
+        self._special = SpecialTokens(tokens)
+        self._dialogues: dict[str, Dialogue] = {}
+        """By the variables of a row, as JSON."""
+        self._forms: dict[object, CallForm] = {}
+        self._wants_parts = False
+        """Whether contents are lists of parts, as templates of vision models may want them."""
+        self._fields = FieldProbe()
+        self._plain = self._find_dialogue({})
+        if self._plain.header is None:
+            self._wants_parts = True
+            self._plain = self._find_dialogue({})
+            self._wants_parts = self._plain.header is not None
+        self._dialogue = self._plain
 
     @property
     def identity(self) -> dict[str, Any]:
         """All that the rendered text depends on."""
         special = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
-        return {"template": self._tokenizer.chat_template, "special_tokens": special}
+        return {
+            "template": self._tokenizer.chat_template,
+            "special_tokens": special,
+            "variables": dict(self._variables),
+        }
 
     @property
     def stop_token(self) -> str | None:
         """The special token that ends the assistant's turn; None where the template has none."""
-        return self._leading(self._last)
+        return self._plain.stop_token
 
     def render(self, chat: Chat, where: str, *, train_on: str) -> Rendered:
         """A conversation as text, with the spans that are trained on.
 
-        DataError: the template does not take these messages, or it cannot be told what the
-        assistant says.
+        DataError: the template does not take these messages or leaves out a part of them, or it
+        cannot be told what the assistant says.
         """
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        wanted = [number for number in answers if number >= chat.first]
+        wanted = [i for i in answers if i >= chat.first and i not in chat.masked]
         if train_on == "last":
             wanted = wanted[-1:]
         try:
-            chat = self._prepare(chat)
-            text, marked = self._render_marked(chat.messages)
+            self._use(chat.variables)
+            given = self._prepare(chat)
+            text, marked = self._render_marked(given.messages)
+            unread = self._fields.check(chat, text, self._text_of, self._is_named)
             if train_on == "all":
                 spans = [(0, len(text))]
             elif self._is_marked:
-                spans = self._choose_marked(chat, text, marked, answers, wanted)
+                spans = self._choose_marked(given, text, marked, answers, wanted)
             else:
-                # Each is looked for, as a template that leaves one out does not fit the data.
-                found = {i: self._find_answer(i, chat, text, where) for i in answers}
-                spans = [found[number] for number in wanted]
+                spans = [self._find_answer(number, given, text, where) for number in wanted]
         except TemplateRefusal as error:
-            raise self._refused(error, where) from error
-        is_closed = self._has_end or text.rstrip().endswith(self._special_tokens)
-        return Rendered(
-            text, spans, ends_open=chat.messages[-1]["role"] == "assistant" and not is_closed
-        )
+            raise self._refused(error, where, chat) from error
+        is_closed = self._dialogue.has_end or text.rstrip().endswith(self._special.all)
+        ends_open = chat.messages[-1]["role"] == "assistant" and not is_closed
+        return Rendered(text, spans, ends_open=ends_open, unread=unread)
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Messages as text, behind which the assistant's answer begins."""
         try:
+            self._use({})
             return self._render(self._prepare(Chat(messages)).messages, prompts=True)
         except TemplateRefusal as error:
             raise self._refused(error, self._name) from error
 
-    def _refused(self, error: TemplateRefusal, where: str) -> DataError:
+    def _refused(self, error: TemplateRefusal, where: str, chat: Chat | None = None) -> DataError:
+        ignore = error.ignore or ("tools" if chat is not None and chat.tools else "")
+        fix = "use a template that takes it (tokenizer.chat_template), or repair or remove that row"
+        if ignore:
+            fix += f", or train without this field: data.sources.ignore_fields: [{ignore}]"
         return DataError(
-            f"the chat template does not take this conversation: {error}",
+            f"the chat template {self._name} does not take this conversation: {error}",
             where=where,
-            fix="repair or remove that row, or use another template (tokenizer.chat_template) "
-            f"than {self._name}",
+            fix=fix,
         )
 
+    def _use(self, variables: Mapping[str, Any]) -> None:
+        # Take the variables of a row: they may change what stands around answers.
+        self._dialogue = self._plain
+        if variables:
+            key = json.dumps(variables, sort_keys=True, default=str)
+            if key not in self._dialogues:
+                if len(self._dialogues) > _MOST_DIALOGUES:
+                    self._dialogues.clear()
+                self._dialogues[key] = self._find_dialogue(variables)
+            self._dialogue = self._dialogues[key]
+
     def _prepare(self, chat: Chat) -> Chat:
-        # What transformers gives to a template, once for all texts of a conversation.
+        # What transformers gives to a template, once for all texts of a conversation, with calls
+        # and results in the form that the template wants.
+        kind = kind_of(chat)
+        if kind is None:
+            return self._open(chat)
+        key = (chat.tools is None, kind)
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = find_form(chat, self._open_text)
+        return self._open(in_form(chat, form))
+
+    def _open(self, chat: Chat) -> Chat:
         from isles.data.chat.sandbox import variables
 
-        text = self._tokenizer.get_chat_template(tools=chat.tools)
-        if text not in self._compiled:
-            self._compiled[text] = _compiled(text, self._name)
-        self._template = self._compiled[text]
-        special = self._tokenizer.special_tokens_map
+        self._text = self._tokenizer.get_chat_template(tools=chat.tools)
+        if self._text not in self._compiled:
+            self._compiled[self._text] = _compiled(self._text, self._name)
+        self._template = self._compiled[self._text]
+        messages = chat.messages
+        if self._wants_parts:
+            messages = [{**one, "content": self._content(one["content"])} for one in messages]
+        given = {**self._tokenizer.special_tokens_map, **_VARIABLES, **self._variables}
         with _refusing():
-            self._given = variables(chat.messages, tools=chat.tools, **{**special, **_VARIABLES})
+            self._given = variables(messages, tools=chat.tools, **{**given, **chat.variables})
         return replace(chat, messages=self._given["messages"])
+
+    def _content(self, content: Any) -> Any:
+        is_part = self._wants_parts and isinstance(content, str)
+        return [{"type": "text", "text": content}] if is_part else content
+
+    def _open_text(self, chat: Chat) -> str:
+        return self._render(self._open(chat).messages)
+
+    def _text_of(self, chat: Chat) -> str:
+        # The text of a changed conversation, for a look at what the template makes of the change.
+        before = self._text, self._template, self._given
+        try:
+            return self._render(self._prepare(chat).messages)
+        finally:
+            self._text, self._template, self._given = before
+
+    def _find_dialogue(self, variables: Mapping[str, Any]) -> Dialogue:
+        return Dialogue.find(
+            lambda messages: self._open(Chat(messages, variables=variables)).messages,
+            self._render,
+            self._special,
+        )
+
+    def _is_named(self, field: str) -> bool:
+        return field in self._text
 
     def _render(self, messages: Sequence[Message], *, prompts: bool = False) -> str:
         return self._render_marked(messages, prompts=prompts)[0]
@@ -192,33 +263,37 @@ class ChatTemplate:
             return [span for i, span in zip(answers, marked, strict=True) if i in wanted]
         if wanted == answers:
             return list(marked)
-        # Several marks in a turn: those count that end behind what comes before the wanted turns.
-        first = wanted[0]
-        before = self._render(chat.messages[:first]) if first else ""
-        start = common_length(before, text)
-        return [(max(a, start), b) for a, b in marked if b > start]
+        # Several marks in a turn: those count that lie between what comes before a wanted turn and
+        # what comes after it.
+        chosen = list[Span]()
+        for number in wanted:
+            start = self._length_of_first(number, chat, text)
+            is_last = number + 1 == len(chat.messages)
+            end = len(text) if is_last else self._length_of_first(number + 1, chat, text)
+            chosen += [(max(a, start), min(b, end)) for a, b in marked if a < end and b > start]
+        return chosen
+
+    def _length_of_first(self, count: int, chat: Chat, text: str) -> int:
+        before = self._render(chat.messages[:count]) if count else ""
+        return common_length(before, text)
 
     def _find_answer(self, number: int, chat: Chat, text: str, where: str) -> Span:
-        mark = _unused_mark(text)
+        mark = unused_mark(text)
         replaced = list(chat.messages)
-        replaced[number] = {"role": "assistant", "content": mark}
+        replaced[number] = {"role": "assistant", "content": self._content(mark)}
         try:
-            if self._header is None:
-                raise TemplateRefusal
+            if self._dialogue.header is None:
+                raise TemplateRefusal("no plain dialogue")
             before, _, behind = self._render(replaced).partition(mark)
             fits = text.endswith(behind)
-            end = len(text) - len(behind) + self._length_of_end(behind)
+            end = len(text) - len(behind) + self._dialogue.length_of_end(behind)
         except TemplateRefusal:  # such as of a tool's result, where nobody has called the tool
             before = self._render(chat.messages[:number], prompts=True) if number else ""
             so_far = self._render(chat.messages[: number + 1])
             fits = bool(before) and text.startswith(so_far)
-            end = len(so_far.rstrip()) if self._has_end else len(so_far)
-        # Generation may be prompted with more than answers begin with, such as a thought.
-        if self._header and self._header in before:
-            before = before[: before.rfind(self._header) + len(self._header)]
-        elif self._header == "":
-            before = before.rstrip()
-        start = len(before)
+            end = len(so_far.rstrip()) if self._dialogue.has_end else len(so_far)
+        start = self._dialogue.answer_start(before)
+        before = before[:start]
         if not (fits and text.startswith(before) and start <= end):
             raise DataError(
                 f"the chat template {self._name} renders message {number} otherwise when others "
@@ -228,75 +303,28 @@ class ChatTemplate:
                 "in a copy of the template that tokenizer.chat_template names",
             )
         answer = text[start:end].strip()
-        if not answer[: len(answer) - self._length_of_end(answer)]:
+        if not answer[: len(answer) - self._dialogue.length_of_end(answer)]:
             raise TemplateRefusal(f"it leaves out what the assistant says in message {number}")
         return start, end
 
-    @property
-    def _has_end(self) -> bool:
-        # Whether a special token ends every answer.
-        return self.stop_token is not None or self._has_special(self._closing)
 
-    def _length_of_end(self, behind: str) -> int:
-        # How much of what stands behind an answer belongs to it: what ends the turn. White space
-        # behind a special token does not: generation has stopped by then. Where letters end a turn,
-        # the model must write all of them before its text ends.
-        if self._has_special(self._closing):
-            end = self._closing.rstrip()
-            return len(end) if behind.startswith(end) else 0
-        token = self._leading(behind)
-        if self.stop_token is not None and token is not None and token != self._user_token:
-            # The last answer ends with another token than those before it.
-            return behind.index(token) + len(token)
-        return len(self._closing) if behind.startswith(self._closing) else 0
+def describe_template(
+    tokenizer: PreTrainedTokenizerBase, name: str, variables: Mapping[str, Any]
+) -> None:
+    """Note at a tokenizer what the run file says of its chat template.
 
-    def _render_dialogue(self) -> None:
-        # Find out what the template writes around an answer in a plain dialogue.
-        mark = _unused_mark("")
-        asked: Message = {"role": "user", "content": _QUESTION}
-        answer: Message = {"role": "assistant", "content": mark}
-        try:
-            self._prepare(Chat([asked, answer]))
-            without = self._render([asked])
-            prompted = self._render([asked], prompts=True)
-            before, found, short = self._render([asked, answer]).partition(mark)
-        except TemplateRefusal:
-            return
-        front = without.partition(_QUESTION)[0].rstrip()
-        self._user_token = max(
-            (token for token in self._special_tokens if front.endswith(token)),
-            key=len,
-            default=None,
-        )
-        start = self._common_tokens(prompted, without)
-        if not found or not before.startswith(prompted[:start]):
-            return
-        prompted, before = prompted[start:], before[start:]
-        self._header = prompted[: self._common_tokens(prompted, before)]
-        try:
-            _, _, long = self._render([asked, answer, asked]).partition(mark)
-        except TemplateRefusal:
-            long = short
-        self._closing = short[: self._common_tokens(short, long)]
-        self._last = short
+    Args:
+        name: of the template, for messages: the tokenizer itself lies in a folder of the run.
+        variables: for the template, in each conversation.
+    """
+    setattr(tokenizer, _SETTINGS, (name, dict(variables)))
 
-    def _has_special(self, text: str) -> bool:
-        return any(token in text for token in self._special_tokens)
 
-    def _leading(self, text: str) -> str | None:
-        # The special token that a text begins with.
-        found = [token for token in self._special_tokens if text.lstrip().startswith(token)]
-        return max(found, key=len, default=None)
-
-    def _common_tokens(self, one: str, other: str) -> int:
-        # How many characters two texts begin with in common, special tokens kept whole.
-        length = common_length(one, other)
-        for token in self._special_tokens:
-            for text in (one, other):
-                at = text.find(token, max(0, length - len(token) + 1))
-                if 0 <= at < length < at + len(token):
-                    return at
-        return length
+def template_settings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, dict[str, Any]]:
+    """Name and variables of `describe_template`."""
+    unknown = str(tokenizer.name_or_path or "of the tokenizer"), dict[str, Any]()
+    found: tuple[str, dict[str, Any]] = getattr(tokenizer, _SETTINGS, unknown)
+    return found
 
 
 def no_template() -> DataError:
@@ -313,7 +341,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, message: str) -> str:
     """The text that the model is to continue to answer a message of the user."""
     if tokenizer.chat_template is None:
         raise no_template()
-    template = ChatTemplate(tokenizer, "of the tokenizer")
+    template = ChatTemplate(tokenizer)
     return template.prompt([{"role": "user", "content": message}])
 
 
@@ -349,7 +377,7 @@ def stop_at_turns(tokenizer: PreTrainedTokenizerBase) -> None:
     eos_token. Generation would not stop there, however well the model has learnt to end a turn.
     Where the template itself writes eos_token, nothing is changed.
     """
-    template = ChatTemplate(tokenizer, "of the tokenizer")
+    template = ChatTemplate(tokenizer)
     stop = template.stop_token
     if stop is None or stop == tokenizer.eos_token or "eos_token" in template.text:
         return
@@ -399,18 +427,3 @@ def _compiled(text: str, name: str) -> Template:
             fix="repair it there, or use tokenizer.chat_template: chatml",
             id="data.template",
         ) from error
-
-
-def _unused_mark(text: str) -> str:
-    # Letters and digits that do not stand in a text.
-    number = 0
-    while (mark := f"Zq{number}xJ7answerK4v") in text:
-        number += 1
-    return mark
-
-
-def common_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many characters, or tokens, two sequences begin with in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    shorter = min(len(one), len(other))
-    return next((place for place, (left, right) in pairs if left != right), shorter)

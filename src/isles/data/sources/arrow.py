@@ -7,19 +7,31 @@ that the rows are images or sound. `undecoded` are features that open nothing.
 from __future__ import annotations
 
 import copy
+import mmap
 import os
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from isles.config.foreign import MAX_CONFIG_BYTES, folder_below, is_plain, open_regular, read_json
+from isles.data.sources.files import ROW_BYTES, too_large
 from isles.errors import DataError
+
+ARROW_MAGIC = b"ARROW1\0\0"
+"""An Arrow file begins with it; a stream of Arrow does not."""
+
+MOST_BATCH_BYTES = 2**30
+"""A packed batch of an Arrow file is unpacked as a whole, and to this size at most."""
 
 _SAVE_AGAIN = "save it again with save_to_disk of the datasets library"
 
 
-def table_rows(table: Any, where: str) -> list[dict[str, Any]]:
+def table_rows(table: Any, where: str, *, keeps_nulls: bool = False) -> list[dict[str, Any]]:
     """The rows of a table or record batch of pyarrow, as Python's values.
+
+    A struct has all fields that any row has, and null in place of a missing field. So nulls in
+    structs are removed, unless `keeps_nulls`.
 
     DataError: the table is damaged, or holds a value that Python has no type for.
     """
@@ -31,7 +43,7 @@ def table_rows(table: Any, where: str) -> list[dict[str, Any]]:
     except Exception as error:
         raise damaged(error, where) from error
     try:
-        rows: list[dict[str, Any]] = table.to_pylist()
+        rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
     # Such as a date behind the year 9999, or two fields of one name in a struct.
     except Exception as error:
         types = ", ".join(f"{field.name}: {str(field.type)[:100]}" for field in table.schema)
@@ -41,7 +53,189 @@ def table_rows(table: Any, where: str) -> list[dict[str, Any]]:
             fix="write the column as text, or as numbers",
             id="data.damaged",
         ) from error
+    for field in table.schema:
+        if not keeps_nulls and (strip := _stripper(field.type)):
+            for row in rows:
+                row[field.name] = strip(row[field.name])
     return rows
+
+
+def _size_of(batch: Any) -> int:
+    """Bytes of a record batch, with at least four for each value.
+
+    Arrow needs no memory for a null, and a bit for a boolean: Python needs eight bytes and more.
+    """
+    return max(int(batch.nbytes), 4 * sum(map(_num_values, batch.columns)))
+
+
+def small_parts(batch: Any, name: str, first: int) -> Iterator[tuple[int, Any]]:
+    """Slices of a batch that are small enough to become Python's values, with their first rows.
+
+    Args:
+        name: of what the rows are from.
+        first: the number of the first row of the batch.
+
+    Raises:
+        DataError: the batch is damaged, or a row is too large.
+    """
+    try:
+        batch.validate()
+    except Exception as error:  # whatever damaged buffers provoke
+        raise damaged(error, f"{name} row {first}") from error
+    step = max(batch.num_rows, 1) if _size_of(batch) < ROW_BYTES // 4 else 1
+    for begin in range(0, batch.num_rows, step):
+        part = batch.slice(begin, step)
+        if step == 1 and _size_of(part) > ROW_BYTES:
+            raise too_large("row", f"{name} row {first + begin}")
+        yield first + begin, part
+
+
+def _num_values(array: Any) -> int:
+    # Of an array, and of all arrays in it. By offsets only: others may still be wrong.
+    import pyarrow as pa
+
+    kind, inner = array.type, []
+    if isinstance(array, pa.ChunkedArray):
+        return sum(map(_num_values, array.chunks))
+    if isinstance(array, pa.ExtensionArray):
+        return _num_values(array.storage)
+    if pa.types.is_struct(kind):
+        inner = [array.field(number) for number in range(kind.num_fields)]
+    elif pa.types.is_fixed_size_list(kind):
+        size = kind.list_size
+        inner = [array.values.slice(array.offset * size, len(array) * size)]
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind):
+        begin, end = (array.offsets[place].as_py() for place in (0, len(array)))
+        inner = [array.values.slice(begin, end - begin)]
+    return len(array) + sum(map(_num_values, inner))
+
+
+def _stripper(type: Any) -> Callable[[Any], Any] | None:
+    # What takes the nulls out of the structs of a value; None: it has no struct.
+    import pyarrow as pa
+
+    if pa.types.is_struct(type):
+        fields = [type.field(number) for number in range(type.num_fields)]
+        inner = {field.name: _stripper(field.type) for field in fields}
+
+        def strip(value: Any) -> Any:
+            return value and {
+                name: strip_one(each) if (strip_one := inner[name]) else each
+                for name, each in value.items()
+                if each is not None
+            }
+
+        return strip
+    is_map = pa.types.is_map(type)
+    if not is_map and not hasattr(type, "value_type"):
+        return None
+    each = _stripper(type.item_type if is_map else type.value_type)
+    if each is None or pa.types.is_dictionary(type):
+        return None
+    if is_map:
+        return lambda value: value and {name: each(item) for name, item in value.items()}
+    return lambda value: value and [each(item) for item in value]
+
+
+def without_nulls(value: Any, feature: Any) -> Any:
+    """A value of the datasets library without the nulls in its structs. Nulls in JSON stay."""
+    if type(feature).__name__ == "Json":
+        return value
+    if isinstance(value, dict):
+        features = feature if isinstance(feature, dict) else {}
+        found = {name: without_nulls(item, features.get(name)) for name, item in value.items()}
+        return {name: item for name, item in found.items() if item is not None}
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) and feature else feature
+        return [without_nulls(item, getattr(inner, "feature", inner)) for item in value]
+    return value
+
+
+def arrow_batches(stream: IO[bytes], where: str) -> Iterator[Any]:
+    """The record batches of an Arrow file, or of a stream of Arrow, which is such a file's inside.
+
+    Nothing of them is in memory unless they are packed. DataError: a packed one is too large, or
+    the file is cut off. Errors of pyarrow pass through.
+    """
+    import pyarrow as pa
+
+    try:
+        data = pa.py_buffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+    except ValueError as error:  # it is empty
+        raise damaged(error, where) from error
+    is_file = bytes(data[: len(ARROW_MAGIC)]) == ARROW_MAGIC
+    if is_file and bytes(data[-6:]) != ARROW_MAGIC[:6]:
+        raise damaged(EOFError("it ends before its end was marked"), where)
+    inside = data.slice(len(ARROW_MAGIC) if is_file else 0)
+    # One that looks ahead, and one that unpacks.
+    messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(inside))
+    batches = pa.ipc.open_stream(pa.BufferReader(inside))
+    while True:
+        is_batch = False
+        while not is_batch:
+            try:
+                message = messages.read_next_message()
+            except StopIteration:
+                return
+            is_batch = message.type == "record batch"
+            if is_batch or message.type == "dictionary":
+                _check_size(message, where, is_batch=is_batch)
+        yield batches.read_next_batch()
+
+
+def _check_size(message: Any, where: str, *, is_batch: bool) -> None:
+    # Refuse a packed batch that would fill the memory. Each packed buffer begins with its unpacked
+    # size; where the buffers are is said in a flatbuffer (Arrow's format/Message.fbs).
+    head, body = bytes(message.metadata), message.body
+    table = _field(head, struct.unpack_from("<I", head)[0], 2)  # the header, by its offset
+    if not is_batch:
+        table = _field(head, table, 1)  # DictionaryBatch.data
+    buffers = _field(head, table, 2)
+    if not _field(head, table, 3) or not buffers:
+        return  # not packed
+    size, (count,) = 0, struct.unpack_from("<I", head, buffers)
+    for number in range(count):
+        offset, length = struct.unpack_from("<qq", head, buffers + 4 + 16 * number)
+        size += max(*struct.unpack_from("<q", body, offset), 0) if length >= 8 else 0
+    if size > MOST_BATCH_BYTES:
+        raise DataError(
+            f"a batch of rows unpacks to more than {MOST_BATCH_BYTES >> 20} MiB",
+            where=where,
+            fix="write it again with fewer rows a batch, or as Parquet",
+            id="data.rows",
+        )
+
+
+def _field(data: bytes, table: int, number: int) -> int:
+    # The place that an offset in a table of a flatbuffer leads to; 0: the table has no such field.
+    start = table - struct.unpack_from("<i", data, table)[0]
+    (size,) = struct.unpack_from("<H", data, start)
+    if 4 + 2 * number >= size or not (
+        entry := struct.unpack_from("<H", data, start + 4 + 2 * number)[0]
+    ):
+        return 0
+    return int(table + entry + struct.unpack_from("<I", data, table + entry)[0])
+
+
+def check_plain(batch: Any, where: str) -> None:
+    """Refuse columns whose rows share their values: a few bytes could be a thousand large rows."""
+    import pyarrow as pa
+
+    def shares(type: Any) -> bool:
+        is_view = str(type) in ("string_view", "binary_view") or pa.types.is_list_view(type)
+        is_view = is_view or pa.types.is_large_list_view(type)
+        is_shared = is_view or pa.types.is_dictionary(type) or pa.types.is_run_end_encoded(type)
+        return is_shared or any(shares(type.field(n).type) for n in range(type.num_fields))
+
+    for field in batch.schema:
+        if shares(field.type):
+            raise DataError(
+                f"the column {field.name!r} is of the type {str(field.type)[:100]}, which isles "
+                "does not read from Arrow files",
+                where=where,
+                fix="write the file as Parquet",
+                id="data.column",
+            )
 
 
 def damaged(error: BaseException, where: str, what: str = "the data is damaged") -> DataError:

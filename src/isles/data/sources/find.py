@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
+from threading import Event
 from typing import Any
 
+from isles.config.endings import ending_of
 from isles.config.files import (
     BUILT_IN,
     GLOB_FIX,
@@ -26,9 +28,18 @@ from isles.config.files import (
 )
 from isles.config.foreign import open_foreign
 from isles.config.sections.data import SourceConfig
-from isles.data.sources.arrow import check_saved, damaged, one_of_each, table_rows, undecoded
+from isles.data.sources.arrow import (
+    check_plain,
+    check_saved,
+    damaged,
+    one_of_each,
+    small_parts,
+    table_rows,
+    undecoded,
+    without_nulls,
+)
 from isles.data.sources.files import unreadable
-from isles.data.sources.read import file_chunks
+from isles.data.sources.read import check_endings, file_chunks
 from isles.data.sources.rows import (
     CHUNK_ROWS,
     PLAIN,
@@ -49,6 +60,7 @@ _LOOK = (
 )
 _SAMPLED_FILES = 256
 _SAMPLED_BYTES = 2**16
+_HASHED_BYTES = 2**20
 
 
 def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
@@ -72,6 +84,7 @@ def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
                 raise DataError(found[0], where=str(path), fix=found[1], id="files.data")
             return _open_saved(path.absolute(), source.split)
         if files := named_files(name):
+            check_endings(files)
             return Files(name, tuple(file.absolute() for file in files))
     except OSError as error:
         raise unreadable(path, error) from error
@@ -120,6 +133,29 @@ class Files(Source):
                 for i, (file, size, _) in enumerate(self.identity()["files"])
             }
         }
+
+    def near(self, identity: dict[str, Any]) -> dict[str, Any]:
+        """Format and size of each file, without its path and its time."""
+        sizes = [size for _, size, _ in identity["files"]]
+        endings = [ending_of(file.name) for file in self.files]
+        return {"files": [[e.format, e.packing, n] for e, n in zip(endings, sizes, strict=True)]}
+
+    def digest(self, is_over: Event) -> str:
+        """A hash of all bytes of all files."""
+        whole = hashlib.sha256()
+        block = memoryview(bytearray(_HASHED_BYTES))
+        for file in self.files:
+            if is_over.is_set():
+                break
+            digest = hashlib.sha256()
+            try:
+                with open_foreign(file)[0] as stream:
+                    while (size := stream.readinto(block)) and not is_over.is_set():
+                        digest.update(block[:size])
+            except OSError as error:
+                raise unreadable(file, error) from error
+            whole.update(digest.digest())
+        return whole.hexdigest()
 
     def chunks(self, parser: Parser, begin: ChunkStart | None = None) -> Iterator[Chunk]:
         begin = begin or {"file": 0}
@@ -195,7 +231,7 @@ class DatasetSource(Source):
 
     def identity(self) -> dict[str, Any]:
         """The library's fingerprint, and the files beneath it."""
-        return {"dataset": self.name, **self.content()}
+        return self.content()
 
     def content(self) -> dict[str, Any]:
         files = [Path(entry["filename"]) for entry in self.dataset.cache_files]
@@ -224,10 +260,13 @@ class DatasetSource(Source):
                 table = dataset[number : number + CHUNK_ROWS]
             except Exception as error:  # whatever damaged buffers provoke
                 raise damaged(error, where) from error
-            rows = table_rows(table, where)
-            if has_json:
-                rows = [_with_json(features, row, f"{self.name} row {number}") for row in rows]
-            yield from _numbered(self.name, number, rows)
+            check_plain(table, self.name)
+            for begin, part in small_parts(table, self.name, number):
+                where = f"{self.name} row {begin}"
+                rows = table_rows(part, where, keeps_nulls=has_json)
+                if has_json:
+                    rows = [_with_json(features, row, where) for row in rows]
+                yield from _numbered(self.name, begin, rows)
 
 
 def _with_json(features: Any, row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -236,7 +275,7 @@ def _with_json(features: Any, row: dict[str, Any], where: str) -> dict[str, Any]
         decoded: dict[str, Any] = features.decode_example(row)
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
         raise damaged(error, where) from error
-    return decoded
+    return {name: without_nulls(value, features.get(name)) for name, value in decoded.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,16 +301,19 @@ class HubStream(Source):
         state, number = (begin["state"], begin["number"]) if begin else (None, 0)
         if state is not None:
             dataset.load_state_dict(state)
-        rows = iter(dataset)
-        while chunk := self._next(rows, number):
+        rows, features = iter(dataset), dataset.features or {}
+        while chunk := self._next(rows, features, number):
             begin = {"state": state, "number": number}
             named = _numbered(self.name, number, chunk)
             state, number = dataset.state_dict(), number + len(chunk)
             yield Chunk(begin, {"state": state, "number": number}, named)
 
-    def _next(self, rows: Iterator[Any], number: int) -> list[Any]:
+    def _next(self, rows: Iterator[Any], features: Any, number: int) -> list[Any]:
         try:
-            return list(islice(rows, CHUNK_ROWS))
+            return [
+                {name: without_nulls(value, features.get(name)) for name, value in row.items()}
+                for row in islice(rows, CHUNK_ROWS)
+            ]
         # The library lets whatever the files provoke pass through, and those come from elsewhere.
         except Exception as error:
             raise DataError(

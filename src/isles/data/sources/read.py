@@ -14,13 +14,14 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
-from isles.data.sources.arrow import damaged, one_of_each, table_rows
-from isles.data.sources.files import decode, opened, unreadable
+from isles.config.endings import Format, ending_of
+from isles.data.sources.arrow import ARROW_MAGIC, one_of_each
+from isles.data.sources.files import ROW_BYTES, ROW_LINES, decode, opened, skip, too_large
 from isles.data.sources.rows import (
     CHUNK_ROWS,
     PLAIN,
@@ -31,6 +32,7 @@ from isles.data.sources.rows import (
     Rows,
     counted_chunks,
 )
+from isles.data.sources.tables import arrow_rows, parquet_rows
 from isles.errors import DataError
 
 WHOLE_BYTES = 64 * 2**20
@@ -39,13 +41,11 @@ WHOLE_BYTES = 64 * 2**20
 PIECE_BYTES = 16 * 2**20
 """A larger one is cut into documents of about this size, at a blank line where there is one."""
 
-ROW_BYTES = 64 * 2**20
-"""A line, or a row of CSV or of a JSON array, has this size at most."""
-
+_HEAD_BYTES = 2**16
+_ARRAY = re.compile(rb'\[\s*\{\s*"')
+_OBJECT = re.compile(rb'\{\s*"(?:[^"\\\n]|\\.)*"\s*:')
 _CHUNK_BYTES = 2**20
-_BATCH_ROWS, _BATCH_BYTES = 64, 64 * 2**20
 _LINES_BYTES = 2**18
-_ROW_LINES = 2**20
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -56,39 +56,77 @@ _FROM_ARRAY = "; for a JSON array: jq -c '.[]' FILE > NEW.jsonl"
 def file_chunks(path: Path, parser: Parser, begin: ChunkStart) -> Iterator[Chunk]:
     """The rows of one file from this place on, some at a time; {}: from the first.
 
-    .jsonl and .ndjson: one JSON object a line. .json: the same, or one JSON array of objects.
-    .csv and .tsv: the first line names the columns. .parquet: a row each. Anything else: UTF-8
-    text, one row with the column PLAIN; above WHOLE_BYTES cut into several. A further .gz is
-    unpacked. DataError: it cannot be read, is damaged or not UTF-8, or lacks a column. A row that
+    JSON lines: one JSON object a line. JSON: the same, or one JSON array of objects. CSV and TSV:
+    the first line names the columns. Parquet and Arrow: a row each. Text: UTF-8, one row with the
+    column PLAIN; above WHOLE_BYTES cut into several. Packed files are unpacked. DataError: it
+    cannot be read, is damaged or not UTF-8, lacks a column, or is text that holds rows. A row that
     is bad by itself is among the rows, as its error.
     """
     first = begin.get("row", 0)
-    match (path.with_suffix("") if path.suffix == ".gz" else path).suffix:
-        case ".parquet" | ".pq":
-            return counted_chunks(_read_parquet(path, parser, first), first)
-        case ".csv":
+    match format_of(path):
+        case "parquet":
+            return counted_chunks(parquet_rows(path, parser, first), first)
+        case "arrow":
+            return counted_chunks(arrow_rows(path, parser, first), first)
+        case "csv":
             rows = _read_csv(path, parser, ",")
-        case ".tsv":
+        case "tsv":
             rows = _read_csv(path, parser, "\t")
-        case ".json" if _is_json_array(path):
+        case "json" if _is_json_array(path):
             rows = _read_json_array(path)
-        case ".jsonl" | ".ndjson" | ".json":
+        case "json" | "lines":
             return _line_chunks(path, begin)
-        case _:
-            parser.check((PLAIN,), str(path))
-            return _text_chunks(path, begin)
+        case "text":
+            return _text_chunks(path, parser, begin)
     return counted_chunks(islice(rows, first, None), first)
+
+
+def check_endings(files: Sequence[Path]) -> None:
+    """Refuse files whose names say that isles does not read them. DataError, before any is read."""
+    for path in files:
+        if fix := (ending := ending_of(path.name)).fix:
+            what = f"isles does not read {ending.suffix} files"
+            raise DataError(what, where=str(path), fix=fix, id="files.data")
+
+
+def format_of(path: Path) -> Format:
+    """What a file holds, by the ending of its name, or by its content if no ending says it."""
+    if (format := ending_of(path.name).format) is not None:
+        return format
+    with opened(path) as stream:
+        head = stream.read(_HEAD_BYTES)
+    if head.startswith(b"PAR1") and b"\0" in head:
+        return "parquet"
+    return "arrow" if head.startswith(ARROW_MAGIC) else _rows_in(head) or "text"
+
+
+def _rows_in(head: bytes) -> Literal["json", "lines"] | None:
+    # How a file that begins so holds rows, if it does: its first lines are JSON objects, or it is
+    # an array of objects.
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if _ARRAY.match(text):
+        return "json"
+    lines = [line for line in text.split(b"\n") if line.strip()]
+    if lines and len(head) == _HEAD_BYTES:  # the last line goes on behind it
+        if len(lines) == 1:
+            return "lines" if _OBJECT.match(text) else None
+        lines.pop()
+    try:
+        is_row = all(isinstance(json.loads(line), dict) for line in lines)
+    except (ValueError, RecursionError):
+        return None
+    return "lines" if lines and is_row else None
 
 
 def _line_chunks(path: Path, begin: ChunkStart) -> Iterator[Chunk]:
     offset, number = begin.get("bytes", 0), begin.get("row", 0)
     begin, rows = {"bytes": offset, "row": number}, list[Row | DataError]()
     with opened(path) as stream:
-        stream.seek(offset)
+        skip(stream, offset)
         for line in _raw_lines(stream):
             number += 1
             if len(line) > ROW_BYTES:
-                raise _too_large("line", f"{path}:{number}")
+                raise too_large("line", f"{path}:{number}")
             row = _json_row(line, path, offset, number)
             offset += len(line)
             if row is not None:
@@ -101,11 +139,21 @@ def _line_chunks(path: Path, begin: ChunkStart) -> Iterator[Chunk]:
         yield Chunk(begin, {"bytes": offset, "row": number}, rows)
 
 
-def _text_chunks(path: Path, begin: ChunkStart) -> Iterator[Chunk]:
+def _text_chunks(path: Path, parser: Parser, begin: ChunkStart) -> Iterator[Chunk]:
     offset, line = begin.get("bytes", 0), begin.get("row", 0)
     with opened(path) as stream:
-        stream.seek(offset)
+        skip(stream, offset)
         block = stream.read(2 * PIECE_BYTES if offset else WHOLE_BYTES + 1)
+        if not offset and (rows := _rows_in(block[:_HEAD_BYTES])):
+            lines = "its lines are JSON objects" if rows == "lines" else "it is a JSON array"
+            raise DataError(
+                f"{lines}, and its name says that it is text",
+                where=str(path),
+                fix=f"name it {path.name}.{'jsonl' if rows == 'lines' else 'json'}: isles then "
+                "reads the rows; or take it out of data.sources",
+            )
+        if block:
+            parser.check((PLAIN,), str(path))
         whole = not offset and len(block) <= WHOLE_BYTES
         while block:
             piece = block if whole else block[: _border(block)]
@@ -146,6 +194,9 @@ def _json_row(line: bytes, path: Path, offset: int, number: int) -> Row | DataEr
         fix = _OBJECTS
         if number == 1 and line.lstrip().startswith(b"["):
             fix += "; name a file that is one JSON array NAME.json"
+        if number == 1 and line.strip() == b"{":
+            fix += "; `jq -c . FILE > NEW.jsonl` writes each object on a line, `jq -c '.KEY[]'` "
+            fix += "each object of its list KEY"
         if is_cut:
             fix += "; the file ends here: if it is cut off, fetch or write it again"
         return DataError(f"not JSON: {error}", where=where, fix=fix)
@@ -167,26 +218,16 @@ def _raw_lines(stream: IO[bytes]) -> Iterator[bytes]:
 
 def _line_blocks(stream: IO[bytes]) -> Iterator[bytes]:
     # Many lines at a time: a call for each line would make the reading a sixth slower.
-    rest = b""
-    while len(rest) <= ROW_BYTES and (block := stream.read(_LINES_BYTES)):
+    rest, size = list[bytes](), 0  # joined once: adding to a long line would copy it each time
+    while size <= ROW_BYTES and (block := stream.read(_LINES_BYTES)):
         end = block.rfind(b"\n") + 1
         if end:
-            yield rest + block[:end]
-            rest = block[end:]
+            yield b"".join([*rest, block[:end]])
+            rest, size = [block[end:]], len(block) - end
         else:
-            rest += block
-    if rest:
-        yield rest
-
-
-def _too_large(what: str, where: str) -> DataError:
-    lines = f" or {_ROW_LINES:,} lines" if what == "row" else ""
-    return DataError(
-        f"a {what} of more than {ROW_BYTES >> 20} MiB{lines}",
-        where=where,
-        fix="split it into several rows, or write it as text (.txt)",
-        id="data.rows",
-    )
+            rest, size = [*rest, block], size + len(block)
+    if size:
+        yield b"".join(rest)
 
 
 def _read_json_array(path: Path) -> Rows:
@@ -284,7 +325,7 @@ class _ArrayText:
         return self._line + self._text.count("\n", 0, place)
 
     def _too_large(self) -> DataError:
-        return _too_large("row", f"{self._path}:{self._line_of(self.place)}")
+        return too_large("row", f"{self._path}:{self._line_of(self.place)}")
 
 
 def _read_csv(path: Path, parser: Parser, delimiter: str) -> Rows:
@@ -294,7 +335,10 @@ def _read_csv(path: Path, parser: Parser, delimiter: str) -> Rows:
         lines = _Lines(path, stream)
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
-            names = next(reader, [])
+            names = next(reader, None)
+            if names is None:
+                return  # as some programs write a part without rows
+            _check_delimiter(names, delimiter, parser, f"{path}:1")
             parser.check(names, f"{path}:1")
             one_of_each(names, parser.wanted, f"{path}:1")
             line = reader.line_num + 1
@@ -310,12 +354,25 @@ def _read_csv(path: Path, parser: Parser, delimiter: str) -> Rows:
                     )
                 line = reader.line_num + 1
         except csv.Error as error:
+            fix = 'put cells with quotes, commas or line breaks in "quotes", and double the quotes '
+            fix += "inside"
+            if str(error).startswith("new-line character"):
+                fix = f"if its lines end with CR alone: tr '\\r' '\\n' < {path} > NEW.csv"
+            where = f"{path}:{reader.line_num}"
+            raise DataError(f"not CSV: {error}", where=where, fix=fix) from error
+
+
+def _check_delimiter(names: Sequence[str], delimiter: str, parser: Parser, where: str) -> None:
+    # Else the error would say that this one column is not the one that is wanted.
+    for other, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (",", "commas")):
+        cells = names[0].split(other) if len(names) == 1 and other != delimiter else []
+        if len(cells) > 1 and parser.wanted & {cell.strip().strip('"') for cell in cells}:
             raise DataError(
-                f"not CSV: {error}",
-                where=f"{path}:{reader.line_num}",
-                fix='put cells with quotes, commas or line breaks in "quotes", and double the '
-                "quotes inside",
-            ) from error
+                f"its columns are separated by {name}, not by "
+                f"{'tabs, as in .tsv files' if delimiter != ',' else 'commas'}",
+                where=where,
+                fix="write it with commas, or with tabs as a .tsv file",
+            )
 
 
 class _Lines:
@@ -331,90 +388,8 @@ class _Lines:
         number, line = next(self._lines)
         self.row_bytes += len(line)
         self.row_lines += 1
-        if self.row_bytes > ROW_BYTES or self.row_lines > _ROW_LINES:
-            raise _too_large("row", f"{self._path}:{number}")
+        if self.row_bytes > ROW_BYTES or self.row_lines > ROW_LINES:
+            raise too_large("row", f"{self._path}:{number}")
         text = decode(line, self._path, self._offset, number)
         self._offset += len(line)
         return text
-
-
-def _read_parquet(path: Path, parser: Parser, first: int) -> Rows:
-    import pyarrow.parquet as pq
-
-    row = first
-    with opened(path, is_packed=False):  # the library opens it again, by its path
-        pass
-    try:
-        file = pq.ParquetFile(path)
-        names = file.schema_arrow.names
-    # Its classes let whatever a damaged file provokes pass through.
-    except Exception as error:
-        raise _not_parquet(path, error, row) from error
-    with file:
-        parser.check(names, str(path))
-        one_of_each(names, parser.wanted, str(path))
-        wanted = [name for name in names if name in parser.wanted]
-        # The row groups before the first row are not read.
-        sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
-        skipped = group = 0
-        while group < len(sizes) and skipped + sizes[group] <= first:
-            skipped, group = skipped + sizes[group], group + 1
-        groups = list(range(group, len(sizes)))
-        size = _batch_rows(path, file.metadata, groups, wanted)
-        batches = file.iter_batches(batch_size=size, row_groups=groups, columns=wanted)
-        while True:
-            try:
-                batch = next(batches, None)
-            except Exception as error:
-                raise _not_parquet(path, error, row) from error
-            if batch is None:
-                return
-            kept = batch.slice(min(first - skipped, batch.num_rows))
-            skipped += batch.num_rows - kept.num_rows
-            # A large batch becomes Python's values row by row: they take as much memory again.
-            step = max(kept.num_rows, 1) if kept.nbytes < _BATCH_BYTES // 4 else 1
-            for begin in range(0, kept.num_rows, step):
-                part = kept.slice(begin, step)
-                if step == 1 and part.nbytes > ROW_BYTES:
-                    raise _too_large("row", f"{path} row {row}")
-                for values in table_rows(part, f"{path} row {row}"):
-                    yield Row(f"{path} row {row}", values)
-                    row += 1
-
-
-def _batch_rows(path: Path, metadata: Any, groups: list[int], wanted: list[str]) -> int:
-    # How many rows to unpack at once. Each of them may be a value of the dictionary, which the file
-    # holds once: its size is in the header of the first page, and all else may be false.
-    largest = 1
-    with opened(path, is_packed=False) as stream:
-        for group in groups:
-            columns = metadata.row_group(group)
-            for number in range(columns.num_columns):
-                column = columns.column(number)
-                if not f"{column.path_in_schema}.".startswith(tuple(f"{name}." for name in wanted)):
-                    continue
-                begins = (column.dictionary_page_offset, column.data_page_offset)
-                stream.seek(min(place for place in begins if place is not None and place >= 0))
-                largest = max(largest, _dictionary_bytes(stream.read(24)))
-    if largest > ROW_BYTES:
-        raise _too_large("row", f"{path}")
-    return max(1, min(_BATCH_ROWS, _BATCH_BYTES // largest))
-
-
-def _dictionary_bytes(header: bytes) -> int:
-    # Its fields are the page's type, 2 for a dictionary, and its unpacked size: a byte 0x15, and
-    # twice the number in seven bits a byte (Thrift). 0: the page is not a dictionary.
-    if header[:2] != b"\x15\x04" or header[2:3] != b"\x15":
-        return 0
-    number = 0
-    for shift, byte in enumerate(header[3:8]):
-        number |= (byte & 127) << 7 * shift
-        if byte < 128:
-            break
-    return number >> 1
-
-
-def _not_parquet(path: Path, error: Exception, row: int) -> DataError:
-    if isinstance(error, OSError) and error.errno is not None:
-        return unreadable(path, error)
-    return damaged(error, str(path), f"the Parquet file is damaged (near row {row})")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from threading import Event
 from typing import Any, NamedTuple
 
 from isles.errors import DataError
+from isles.facts.units import printable
 
 log = logging.getLogger(__name__)
 
@@ -20,16 +24,23 @@ PLAIN = ""
 
 CHUNK_ROWS = 256
 _CHUNK_CHARS = 2**24
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""Cells that say nothing."""
+
 _FLAT = frozenset((int, float, bool, type(None)))
 LISTED = 10
 """So many bad rows are named."""
 
+MOST_UNREAD = 50
+"""A report names at most this many fields that nothing reads."""
+
 
 class Row(NamedTuple):
-    """One row of a file or dataset."""
+    """One row of a file or dataset; `skipped` names columns that nobody fetched."""
 
     where: str
     columns: Mapping[str, Any]
+    skipped: Sequence[str] = ()
 
 
 def size_of(row: Row | DataError) -> int:
@@ -55,11 +66,15 @@ class Chat:
     Args:
         tools: JSON schemas of the tools that may be called; None: none.
         first: number of the first message whose answers may be trained on.
+        masked: numbers of messages that the data excludes from training.
+        variables: variables of the chat template for this conversation alone.
     """
 
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]] | None = None
     first: int = 0
+    masked: frozenset[int] = frozenset()
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +110,10 @@ def texts_of(item: Item) -> list[str]:
         case str():
             return [item]
         case Chat():
-            return [text for message in item.messages if (text := message["content"])]
+            contents = (message["content"] for message in item.messages)
+            return [
+                text if isinstance(text, str) else json.dumps(text) for text in contents if text
+            ]
         case Continuation():
             return [item.prompt, item.answer]
         case Pair():
@@ -110,13 +128,31 @@ class Parser(ABC):
     Args:
         columns: how the data names them; by their keys in the run file.
         keys: of all columns that may be read.
+        ignored: names of fields that the parser leaves out at every depth, and does not report.
     """
 
-    def __init__(self, columns: Mapping[str, str], keys: Sequence[str]) -> None:
+    def __init__(
+        self, columns: Mapping[str, str], keys: Sequence[str], ignored: Sequence[str] = ()
+    ) -> None:
         self._named = set(columns)
         self._names = {key: columns.get(key, key) for key in keys}
-        self.wanted = frozenset(self._names.values())
+        self.ignored = frozenset(ignored)
+        self.wanted = frozenset(self._names.values()) - self.ignored
         """Names of all columns that may be read; others need not be fetched."""
+        self.unread: set[str] = set()
+        """Fields that the last call of `read` found and left out."""
+
+    def read(self, row: Row) -> Item | None:
+        """Parse a row without the ignored fields, and note in `unread` which fields it left out."""
+        self.unread = {name for name in row.skipped if name not in self.ignored}
+        if self.ignored:
+            kept = {name: cell for name, cell in row.columns.items() if name not in self.ignored}
+            row = row._replace(columns=kept)
+        item = self.parse(row)
+        for name, cell in row.columns.items():
+            if name not in self.wanted and name != PLAIN and cell not in EMPTY:
+                self.unread.add(name)
+        return item
 
     @abstractmethod
     def check(self, names: Sequence[str], where: str) -> None:
@@ -195,6 +231,17 @@ class Source(ABC):
         """What the rows depend on, alike on every machine that has the same; plain JSON."""
         return self.identity()
 
+    def near(self, identity: dict[str, Any]) -> dict[str, Any]:
+        """What sources with equal rows have in common, and is cheap to see, by `identity`."""
+        return self.content()
+
+    def digest(self, is_over: Event) -> str:
+        """A hash that equal rows have in common, and no others; it may take as long as reading.
+
+        Once `is_over` is set, the answer does not matter. DataError: something cannot be read.
+        """
+        return hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()
+
     @abstractmethod
     def chunks(self, parser: Parser, begin: ChunkStart | None = None) -> Iterator[Chunk]:
         """The chunks from this one, which this method has given, to the last; None: from the first.
@@ -218,11 +265,16 @@ class Tally:
         self.num_rows = 0
         self.num_empty = 0
         self.num_bad = 0
+        self._unread = Counter[str]()
 
     def bad(self, number: int, error: DataError) -> None:
         """Note a bad row, by its number from 1."""
         self.num_bad += 1
         self._first = sorted([*self._first, (number, error)], key=lambda entry: entry[0])[:LISTED]
+
+    def unread(self, names: Iterable[str]) -> None:
+        """Note the fields of one row that nothing reads."""
+        self._unread.update(names)
 
     def judge(self, *, is_all: bool = True) -> None:
         """Refuse too many bad rows with a DataError, or log them.
@@ -239,7 +291,23 @@ class Tally:
             "empty": self.num_empty,
             "bad": self.num_bad,
             "first_bad": [[error.where, error.what, error.fix] for _, error in self._first],
+            "unread": {name[:100]: n for name, n in self._unread.most_common(MOST_UNREAD)},
         }
+
+
+def unread_message(record: Mapping[str, Any]) -> str:
+    """The fields that nothing reads, with their shares of rows: `history 100 %, weight 3 %`."""
+    rows = max(1, record.get("rows", 0))
+    shares = {name: 100 * count / rows for name, count in record.get("unread", {}).items()}
+    return ", ".join(
+        f"{printable(name)} {share:.{0 if share >= 1 else 2}f} %" for name, share in shares.items()
+    )
+
+
+def log_unread(name: str, record: Mapping[str, Any]) -> None:
+    """Log the fields of a `Tally.record` that nothing reads, if there are any."""
+    if fields := unread_message(record):
+        log.info("source=%s: nothing reads these fields: %s of rows", name, fields)
 
 
 def judge_bad_rows(

@@ -27,9 +27,10 @@ from isles.data.order import ENDLESS, Int64Array, key_from, permute
 from isles.data.samples import Samples, SampleTable
 from isles.data.stream.segments import SegmentRecord, Stream, make_segment, segment_table
 from isles.data.tokens.prepare import count_message, different_data, size_of_folders
-from isles.data.tokens.store import TokenStore, disk_errors, remove_stale, temporary_beside
+from isles.data.tokens.store import TokenStore, disk_errors
 from isles.dist.world import Place, World, place_of
 from isles.errors import CommunicationError, DataError, TrainingError, UserError
+from isles.run.prepared import remove_stale, temporary_beside
 from isles.run.records import MAX_LIST_BYTES, read_record, write_record
 
 if TYPE_CHECKING:

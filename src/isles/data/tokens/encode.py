@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from isles.config.sections.data import SourceConfig
-from isles.data.chat.template import ChatTemplate, Rendered, common_length, no_template
+from isles.data.chat.dialogue import common_length
+from isles.data.chat.template import ChatTemplate, Rendered, no_template
 from isles.data.sources.parse import make_parser
 from isles.data.sources.rows import (
     Chat,
@@ -72,8 +73,9 @@ class Encoder:
         has_template = source.type in TEMPLATED and tokenizer.chat_template is not None
         if source.type == "chat" and not has_template:
             raise no_template()
-        name = str(tokenizer.name_or_path or "of the tokenizer")
-        self.template = ChatTemplate(tokenizer, name) if has_template else None
+        self.template = ChatTemplate(tokenizer) if has_template else None
+        self.unread: list[Sequence[str]] = []
+        """Fields that the chat template left out of each item of the last call of `encode`."""
         self.train_on: Literal["assistant", "last", "all"] = (
             "assistant" if source.type == "preference" else source.train_on
         )
@@ -96,6 +98,7 @@ class Encoder:
         if self.kind == "text":
             return {**identity, "text_column": source.text_column}
         identity |= {"columns": dict(source.columns), "vocab_size": self.vocab_size}
+        identity["ignored"] = sorted(source.ignore_fields)
         if self.kind != "tokens":
             template = None if self.template is None else self.template.identity
             identity |= {"train_on": self.train_on, "template": template, "first": self._first_ids}
@@ -103,6 +106,7 @@ class Encoder:
 
     def encode(self, items: Sequence[tuple[str, Item]]) -> list[list[Encoded] | DataError]:
         """The documents of each item (a pair has two, the chosen one first), or what is wrong."""
+        self.unread = [()] * len(items)
         if self.kind == "text":
             ids = encode(self.tokenizer, [str(item) for _, item in items])
             return [[Encoded(self._around(document), None)] for document in ids]
@@ -110,6 +114,10 @@ class Encoder:
             parsed = [item for _, item in items if isinstance(item, Ids)]
             return [[Encoded(one.ids, np.array(one.trained, dtype=np.bool_))] for one in parsed]
         rendered = [self._render(item, where) for where, item in items]
+        self.unread = [
+            () if isinstance(one, DataError) else [name for text in one for name in text.unread]
+            for one in rendered
+        ]
         ready = self._tokenize([text for one in rendered if isinstance(one, list) for text in one])
         documents: list[list[Encoded] | DataError] = []
         for (where, _), one in zip(items, rendered, strict=True):
@@ -222,36 +230,39 @@ def encode_each(
     documents: list[list[Encoded]] = [[] for _ in rows]
     first = tally.num_rows + 1
     read = list(_items(rows, encoder.parser, tally))
-    made = encoder.encode([(where, item) for _, where, item in read]) if read else []
-    for (number, _, _), one in zip(read, made, strict=True):
+    made = encoder.encode([(where, item) for _, where, item, _ in read]) if read else []
+    left = encoder.unread if read else []
+    for (number, _, _, unread), one, more in zip(read, made, left, strict=True):
         if isinstance(one, DataError):
             tally.bad(number, one)
         else:
             documents[number - first] = one
+            ignored = encoder.parser.ignored
+            tally.unread(n for n in unread.union(more) if n.rpartition(".")[2] not in ignored)
     return documents
 
 
 def read_items(rows: Rows, source: SourceConfig, tally: Tally) -> Iterator[Item]:
     """The content of rows, before there is a tokenizer; bad rows go to the tally."""
-    for _, _, item in _items(rows, make_parser(source), tally):
+    for _, _, item, _ in _items(rows, make_parser(source), tally):
         yield item
         tally.judge(is_all=False)
 
 
 def _items(
     rows: Iterable[Row | DataError], parser: Parser, tally: Tally
-) -> Iterator[tuple[int, str, Item]]:
-    # Number, place and content of each row that is neither empty nor bad.
+) -> Iterator[tuple[int, str, Item, set[str]]]:
+    # Number, place, content and unread fields of each row that is neither empty nor bad.
     for row in rows:
         tally.num_rows += 1
         try:
             if isinstance(row, DataError):
                 raise row
-            item = parser.parse(row)
+            item = parser.read(row)
         except DataError as error:
             tally.bad(tally.num_rows, error)
             continue
         if item is None:
             tally.num_empty += 1
         else:
-            yield tally.num_rows, row.where, item
+            yield tally.num_rows, row.where, item, parser.unread

@@ -1,4 +1,4 @@
-"""Tokens prepared once, into a folder named by all that they depend on.
+"""Tokens prepared once, into a folder named by all that they depend on: see `run/prepared.py`.
 
 Where a source lies on some nodes only, one of them sends the prepared folder to the others.
 """
@@ -10,10 +10,12 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,24 +23,28 @@ from typing import Any, BinaryIO
 
 from isles.config.files import BUILT_IN, named_files
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.sources.rows import Rows, Source, Tally, judge_bad_rows
+from isles.data.sources.rows import Rows, Source, Tally, judge_bad_rows, log_unread
 from isles.data.tokens.encode import Encoder, encode_rows
 from isles.data.tokens.store import (
     FORMAT,
-    MANIFEST,
     TokenStore,
     TokenWriter,
     disk_errors,
     find_damage,
     publish,
-    remove_stale,
-    temporary_beside,
 )
 from isles.dist.files import broadcast_folder
 from isles.dist.world import Place, World, place_of, work_together
 from isles.errors import CommunicationError, DataError
 from isles.run.checkpoints import hash_file
 from isles.run.entry import open_own_file
+from isles.run.prepared import (
+    MANIFEST,
+    known_content,
+    note_use,
+    remove_stale,
+    temporary_beside,
+)
 from isles.run.records import MAX_LIST_BYTES, read_record
 
 log = logging.getLogger(__name__)
@@ -64,6 +70,9 @@ def prepare(
 ) -> Path:
     """The folder with the tokens of a source; written unless it stands there whole.
 
+    It is found by the content of the source. Files that have changed their times or their place are
+    read for that, but only if files of the same sizes were prepared before.
+
     Several processes may call it at once: one writes, the others wait for it. `progress` is called
     with a line for people, at most every two seconds.
 
@@ -72,35 +81,110 @@ def prepare(
             is left behind.
         CommunicationError: the process that writes has written nothing for `no_progress_s`.
     """
-    identity = source.identity()
-    depends = {"source": identity, "encoder": encoder.identity(), "format": FORMAT}
-    digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
-    folder = cache_dir / f"tokens-{digest[:32]}"
+    order = _Order(source, encoder, cache_dir)
     # Nothing is written if the tokens are there: another user, or a mount, may have closed the
     # cache.
-    if find_damage(folder, encoder) is not None:
+    if (folder := order.find(progress)) is None:
         # Each user has a lock of its own, as nobody can lock another user's file everywhere. Two
         # users may both prepare, and the first rename counts.
-        path = cache_dir / f".{folder.name}.{os.geteuid()}.lock"
+        stem = order.stem
+        path = cache_dir / f".{stem.name}.{os.geteuid()}.lock"
         with disk_errors(cache_dir):
             cache_dir.mkdir(parents=True, exist_ok=True)
             lock = open_own_file(path, os.O_WRONLY | os.O_CREAT, 0o600)
         with lock:
-            is_locked = _lock(lock, path, folder, source.name, progress, no_progress_s)
-            remove_stale(folder, locked=is_locked)
-            damage = find_damage(folder, encoder)
-            if damage is not None:
-                if folder.exists():
-                    log.warning("prepared tokens=%s damaged: %s; preparing anew", folder, damage)
+            is_locked = _lock(lock, path, stem, source.name, progress, no_progress_s)
+            remove_stale(stem, locked=is_locked)
+            if (folder := order.find(progress)) is None:
                 tally = Tally(source.name, max_bad_fraction)
-                _prepare_anew(source, identity, encoder, folder, progress, tally)
+                folder = _prepare_anew(order, progress, tally)
+                note_use(folder, order.key)
+                log_unread(source.name, tally.record())
                 return folder
-    # It may have been made when more rows were allowed to be bad.
+    note_use(folder, order.key)
+    # It may have been made when more rows were allowed to be bad, and of files elsewhere.
     facts = read_record(folder / MANIFEST, MAX_LIST_BYTES) or {}
-    judge_bad_rows(source.name, facts, max_bad_fraction)
+    judge_bad_rows(source.name, _of_here(facts, order.identity), max_bad_fraction)
+    log_unread(source.name, facts)
     documents, tokens = facts.get("num_documents", 0), facts.get("num_tokens", 0)
     progress(f"{count_message(source.name, documents, tokens)} (prepared before)")
     return folder
+
+
+class _Order:
+    """A source to prepare, and the names of its prepared tokens.
+
+    Args:
+        stem: the beginning of the folder's name, up to the hash of the content.
+        key: names the files of this user, so that they need not be read again.
+    """
+
+    def __init__(self, source: Source, encoder: Encoder, cache_dir: Path) -> None:
+        self.source, self.encoder = source, encoder
+        self.identity = source.identity()
+        made_by = {"encoder": encoder.identity(), "format": FORMAT}
+        self.stem = cache_dir / f"tokens-{_hash({'source': source.near(self.identity), **made_by})}"
+        self.key = _hash({"source": self.identity, **made_by})
+        self._content: Future[str] | None = None
+
+    def folder(self, content: str) -> Path:
+        return self.stem.with_name(f"{self.stem.name}-{content[:32]}")
+
+    def find(self, progress: Report) -> Path | None:
+        """The folder with these tokens, if it is there and whole."""
+        if content := known_content(self.stem.parent, self.key):
+            folder = self.folder(content)
+            if (damage := find_damage(folder, self.encoder)) is None:
+                return folder
+            if folder.exists():
+                log.warning("prepared tokens=%s damaged: %s; preparing anew", folder, damage)
+        # Only files of the same sizes as those of a prepared folder are read for a comparison.
+        folders = self.stem.parent.glob(f"{self.stem.name}-*")
+        whole = [folder for folder in folders if find_damage(folder, self.encoder) is None]
+        if not whole:
+            return None
+        with self.hashing():
+            folder = self.folder(self.content(progress))
+        return folder if folder in whole else None
+
+    @contextmanager
+    def hashing(self) -> Iterator[None]:
+        """Hash the source's content in a thread during the block, unless it is hashed."""
+        if self._content is not None:
+            yield
+            return
+        is_over = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            self._content = pool.submit(self.source.digest, is_over)
+            try:
+                yield
+            finally:
+                is_over.set()
+
+    def content(self, progress: Report) -> str:
+        """The hash of the source's content, once it is known; within `hashing`."""
+        assert self._content is not None
+        with reporting(progress, f"hashing {self.source.name}"):
+            return self._content.result()
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _of_here(facts: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
+    # The facts of a folder with bad rows named by this source's files: it may be made of copies.
+    try:
+        names = [each[0] for each in facts["source"]["files"]]
+        here = dict(zip(names, (each[0] for each in identity["files"]), strict=True))
+        bad = [tuple(each) for each in facts["first_bad"]]
+    except (KeyError, TypeError, ValueError, IndexError):
+        return facts  # not of files, or another user's
+    moved = []
+    for where, what, fix in bad:
+        name = re.split(r":\d+$| row \d+$", where)[0]
+        moved.append([f"{here.get(name, name)}{where[len(name) :]}", what, fix])
+    return {**facts, "first_bad": moved}
 
 
 def _lock(
@@ -180,16 +264,10 @@ def reporting(progress: Report, doing: str, every_s: float = REPORT_EVERY_S) -> 
         thread.join()
 
 
-def _prepare_anew(
-    source: Source,
-    identity: dict[str, Any],
-    encoder: Encoder,
-    folder: Path,
-    progress: Report,
-    tally: Tally,
-) -> None:
+def _prepare_anew(order: _Order, progress: Report, tally: Tally) -> Path:
+    source, encoder = order.source, order.encoder
     name, reported_at, num_chunks = source.name, time.monotonic(), 0
-    temporary = temporary_beside(folder)
+    temporary = temporary_beside(order.stem)
 
     def tell() -> None:
         nonlocal reported_at
@@ -209,11 +287,12 @@ def _prepare_anew(
             yield from chunk.rows
 
     try:
-        with TokenWriter(temporary, encoder) as writer:
+        with order.hashing(), TokenWriter(temporary, encoder) as writer:
             for documents in encode_rows(rows(), encoder, tally):
                 writer.append(documents)
                 tell()
-            if source.identity() != identity:
+            folder = order.folder(order.content(progress))
+            if source.identity() != order.identity:
                 raise DataError(
                     "changed while it was read",
                     where=name,
@@ -223,13 +302,14 @@ def _prepare_anew(
             tally.judge()
             if not writer.num_documents:
                 raise no_documents(name, encoder.kind)
-            writer.finish(name, identity, tally.record())
+            writer.finish(name, order.identity, tally.record())
         with disk_errors(folder.parent):
             publish(temporary, folder, encoder)
     except BaseException:  # of any kind: nothing stays
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     progress(count_message(name, writer.num_documents, writer.num_tokens))
+    return folder
 
 
 def count_message(name: str, num_documents: int, num_tokens: int) -> str:

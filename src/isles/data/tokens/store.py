@@ -12,7 +12,6 @@ import io
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,22 +25,20 @@ import numpy.typing as npt
 
 from isles.config.foreign import open_regular
 from isles.data.order import Int64Array
+from isles.data.sources.rows import MOST_UNREAD
 from isles.data.tokens.encode import Encoded, Encoder
 from isles.errors import DataError, PreflightError
 from isles.run.checkpoints import sync_folder
-from isles.run.entry import is_own
-from isles.run.process import ProcessId
+from isles.run.prepared import MANIFEST, TOKENS, hold, temporary_beside
 from isles.run.records import MAX_LIST_BYTES, read_record, used_up
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Of the files, and of how rows become tokens; another number is another key."""
 
-TOKENS = "tokens.bin"
 DOCUMENTS = "docs.npy"
 TRAINED = "trained.bin"
-MANIFEST = "manifest.json"
 _FILES = {TOKENS, DOCUMENTS, TRAINED}
 _MOST_HEADER_BYTES = 256
 _ENDS_AT_ONCE = 2**20
@@ -123,6 +120,9 @@ def _is_sound(manifest: dict[str, Any]) -> bool:
         and manifest.get("rows", 0) >= manifest.get("bad", 0) >= len(first_bad)
         and bool(first_bad) == bool(manifest.get("bad", 0))
         and all(isinstance(each, list) and list(map(type, each)) == [str] * 3 for each in first_bad)
+        and isinstance(unread := manifest.get("unread", {}), dict)
+        and len(unread) <= MOST_UNREAD
+        and all(type(n) is int and 0 < n <= manifest.get("rows", 0) for n in unread.values())
     )
 
 
@@ -156,15 +156,18 @@ class TokenStore:
     kind: str = "text"
 
     @classmethod
-    def open(cls, folder: Path) -> TokenStore:
-        """A folder that `prepare` returned. DataError: it is not whole or not sound."""
+    def open(cls, folder: Path, name: str | None = None) -> TokenStore:
+        """A folder that `prepare` returned. DataError: it is not whole or not sound.
+
+        `name`: of the source, which may have had another when the folder was made.
+        """
         try:
             found = _whole(folder)
         except (OSError, ValueError) as error:
             raise _damaged(f"the prepared tokens are not whole: {error}", folder) from error
         return cls(
             folder=folder,
-            name=found.manifest["name"],
+            name=name or found.manifest["name"],
             tokens=found.tokens,
             document_ends=found.document_ends,
             end_of_text_id=found.manifest["end_of_text_id"],
@@ -210,6 +213,8 @@ def _damaged(what: str, folder: Path) -> DataError:
 def _mapped(path: Path, size_bytes: int, dtype: str, count: int | None = None) -> Any:
     # `count`: numbers in a file of NumPy; None: the file has nothing but numbers.
     with open_regular(path, os.O_NOFOLLOW) as stream:
+        if path.name == TOKENS:
+            hold(stream.fileno())  # the map keeps a copy of this handle, and with it the lock
         if os.fstat(stream.fileno()).st_size != size_bytes:
             raise ValueError(f"{path.name} is not a file of {size_bytes} bytes")
         offset = 0
@@ -373,31 +378,6 @@ class _Column:
         self.size_bytes += len(data)
         while data:  # a disk that is nearly full takes a part
             data = data[self.stream.write(data) :]
-
-
-def temporary_beside(folder: Path, kind: str = "new") -> Path:
-    """A name next to a folder that has its owner's process in it, for `remove_stale`."""
-    process = ProcessId.of(os.getpid())
-    owner = f"{process.host}@{process.pid}@{process.started}"
-    return folder.with_name(f".tmp-{kind}-{folder.name}@{owner}")
-
-
-def remove_stale(folder: Path, *, locked: bool) -> None:
-    """Remove the temporary folders that dead processes of this user left next to a folder.
-
-    Args:
-        locked: no other process of this user makes the folder now. The temporary folders from other
-            machines are then removed too.
-    """
-    for entry in folder.parent.glob(".tmp-*"):
-        parts = re.fullmatch(r"\.tmp-[a-z]+-(.+?)@(.+)@(\d+)@([\d.]+)", entry.name)
-        if parts is None:
-            continue
-        owner = ProcessId(parts[2], int(parts[3]), float(parts[4]))
-        stale = not owner.is_alive() if owner.is_here() else locked and parts[1] == folder.name
-        if stale and is_own(entry):
-            log.info("removing leftovers=%s", entry)
-            shutil.rmtree(entry, ignore_errors=True)
 
 
 def publish(temporary: Path, folder: Path, encoder: Encoder) -> None:

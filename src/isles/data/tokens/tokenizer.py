@@ -7,8 +7,9 @@ import json
 import logging
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from isles.config.foreign import (
     check_folder,
     is_plain,
     read_json,
+    unchanging,
 )
 from isles.data.tokens.steps import check_steps
 from isles.errors import DataError, UserError
@@ -92,15 +94,21 @@ def load_tokenizer(
             "there is no such folder", where=name_or_path, fix=_FIX, id="data.tokenizer"
         )
     folder = _check_files(path, name_or_path)
+    place = name_or_path
     slow = threading.Timer(_SLOW_S, log.warning, [_SLOW, name_or_path])
     slow.daemon = True
     slow.start()
     try:
-        with clear_panics(name_or_path):
-            tokenizer = AutoTokenizer.from_pretrained(
-                name_or_path, trust_remote_code=trust_remote_code
-            )
+        with clear_panics(name_or_path), ExitStack() as copies:
+            if folder is not None and not trust_remote_code:  # code may do what it wants anyway
+                copy = copies.enter_context(unchanging(folder))
+                if copy != folder:
+                    place, folder = str(copy), _check_files(copy, str(copy))
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
             tokenizer = _as_its_file(tokenizer, name_or_path, folder)
+            tokenizer.name_or_path = name_or_path
+            # Some classes copy their vocabulary from its file when they are saved.
+            weakref.finalize(tokenizer, copies.pop_all().close)
         # A model type without tokenizer files yields an empty vocabulary instead of an error.
         if not encode(tokenizer, ["The quick brown fox."])[0]:
             raise DataError(

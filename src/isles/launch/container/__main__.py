@@ -11,9 +11,11 @@ from isles.errors import PreflightError
 from isles.facts.terminal import show_streams
 from isles.launch.container.enter import Container, enter
 from isles.launch.container.failure import refusal_line
+from isles.run.env import settle_home
 
 
 def main(argv: Sequence[str]) -> int:
+    settle_home()
     record, module, *words = argv
     try:
         container = Container.of(json.loads(record))

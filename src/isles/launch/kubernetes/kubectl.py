@@ -8,11 +8,15 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from isles.errors import PreflightError, UserError
+from isles.launch.answers import read_answer
 from isles.launch.kubernetes.manifest import KINDS, LABEL
 from isles.launch.ssh.shell import Result, Shell
+from isles.run.remote import Word
+
+T = TypeVar("T")
 
 _ASK_S = 30.0
 _DELETE_S = 120.0
@@ -32,6 +36,80 @@ _FIXES = (
      "`kubectl get pvc`; pods on several nodes need ReadWriteMany"),
     (r"quota|forbidden", "ask for less, or ask who runs the cluster"),
 )  # fmt: skip
+
+
+# The parts of Kubernetes' objects that isles reads, with the keys that kubectl prints.
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    name: Word
+    uid: str
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+    deletionTimestamp: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Condition:
+    type: str
+    status: str
+    reason: str | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    reason: str | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    waiting: _Waiting | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Container:
+    state: _State | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Status:
+    phase: str | None = None
+    conditions: tuple[_Condition, ...] | None = None
+    containerStatuses: tuple[_Container, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    metadata: _Metadata
+    status: _Status | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Objects:
+    items: tuple[_Object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    involvedObject: _About
+    type: str | None = None
+    reason: str | None = None
+    message: str | None = None
+    lastTimestamp: str | None = None
+    eventTime: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Events:
+    items: tuple[_Event, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +184,20 @@ class Kubectl:
             id="kubernetes.refused",
         )  # fmt: skip
 
-    def create(self, item: dict[str, Any]) -> dict[str, Any]:
-        """Make an object; returns it as the cluster has it."""
-        made = json.loads(self.ask("create", "-f", "-", "-o", "json", stdin=json.dumps(item)))
-        return dict(made)
+    def create(self, item: dict[str, Any]) -> tuple[str, str]:
+        """Make an object; returns its name and uid."""
+        text = self.ask("create", "-f", "-", "-o", "json", stdin=json.dumps(item))
+        made = self._read(_Object, "create", text).metadata
+        return made.name, made.uid
 
-    def items(self, kind: str, *more: str) -> list[dict[str, Any]]:
-        """The objects of a kind."""
-        return list(json.loads(self.ask("get", kind, *more, "-o", "json")).get("items", ()))
+    def pods(self, job: str, label: str = LABEL) -> list[Pod]:
+        """The pods of a start: running pods first, then by their index.
 
-    def pods(self, job: str) -> list[Pod]:
-        """The pods of a start, those that run first, and by their index."""
-        found = [_pod(item) for item in self.items("pods", "-l", f"{LABEL}={job}")]
+        Args:
+            label: has the name of the job as its value.
+        """
+        text = self.ask("get", "pods", "-l", f"{label}={job}", "-o", "json")
+        found = [_pod(item) for item in self._read(_Objects, "get", text).items]
         return sorted(found, key=lambda p: (not p.is_running, p.index or 0))
 
     def logs(self, pod: str) -> str:
@@ -130,21 +210,23 @@ class Kubectl:
         done = self.run("get", KINDS[flavour][0], job, "-o", "json")
         if "NotFound" in done.stderr:
             return f"somebody has deleted {job}"
-        status = json.loads(done.stdout).get("status", {}) if done.returncode == 0 else {}
-        for condition in status.get("conditions") or ():
-            if condition.get("type") == "Failed" and condition.get("status") == "True":
-                return str(condition.get("message") or condition.get("reason") or "it has failed")
+        if done.returncode:
+            return ""
+        status = self._read(_Object, "get", done.stdout).status or _Status()
+        for condition in status.conditions or ():
+            if condition.type == "Failed" and condition.status == "True":
+                return condition.message or condition.reason or "it has failed"
         return ""
 
     def warnings(self, job: str) -> list[str]:
         """The last word of each warning event about the objects of a start."""
         events: dict[str, tuple[str, str]] = {}
-        with suppress(UserError, ValueError):  # who may not read events knows less
-            for event in self.items("events"):
-                about = str((event.get("involvedObject") or {}).get("name", ""))
-                if event.get("type") == "Warning" and about.startswith(job):
-                    at = str(event.get("lastTimestamp") or event.get("eventTime") or "")
-                    text = f"{about}: {event.get('reason')}: {event.get('message')}"
+        with suppress(UserError):  # who may not read events knows less
+            for event in self._read(_Events, "get", self.ask("get", "events", "-o", "json")).items:
+                about = event.involvedObject.name or ""
+                if event.type == "Warning" and about.startswith(job):
+                    at = event.lastTimestamp or event.eventTime or ""
+                    text = f"{about}: {event.reason}: {event.message}"
                     events[about] = max(events.get(about, ("", "")), (at, text))
         return [text for _, text in events.values()]
 
@@ -168,6 +250,17 @@ class Kubectl:
                 id="kubernetes.refused",
             )
 
+    def _read(self, kind: type[T], word: str, text: str) -> T:
+        return read_answer(
+            kind,
+            text,
+            by=f"kubectl {word}",
+            where=" ".join(self.argv()),
+            fix="see whether `kubectl get pods -o json` prints JSON: another program of that name, "
+            "or a plugin for logins, may write to its output",
+            id="kubernetes.refused",
+        )
+
 
 def not_running(kubectl: Kubectl, job: str, pods: Sequence[Pod], what: str) -> PreflightError:
     """The error of pods that do not come to run, with the words of Kubernetes and what to do."""
@@ -182,23 +275,22 @@ def not_running(kubectl: Kubectl, job: str, pods: Sequence[Pod], what: str) -> P
     )
 
 
-def _pod(item: dict[str, Any]) -> Pod:
-    metadata, status = item["metadata"], item.get("status") or {}
-    named = {**(metadata.get("labels") or {}), **(metadata.get("annotations") or {})}
-    index = str(named.get(_INDEX, ""))
+def _pod(item: _Object) -> Pod:
+    metadata, status = item.metadata, item.status or _Status()
+    index = {**(metadata.labels or {}), **(metadata.annotations or {})}.get(_INDEX, "")
     waits = ""
-    for condition in status.get("conditions") or ():
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            waits = f"{condition.get('reason')}: {condition.get('message')}"
-    for container in status.get("containerStatuses") or ():
-        if waiting := (container.get("state") or {}).get("waiting"):
-            waits = f"{waiting.get('reason')}: {waiting.get('message', '')}".rstrip(": ")
+    for condition in status.conditions or ():
+        if condition.type == "PodScheduled" and condition.status == "False":
+            waits = f"{condition.reason}: {condition.message}"
+    for container in status.containerStatuses or ():
+        if container.state is not None and (waiting := container.state.waiting):
+            waits = f"{waiting.reason}: {waiting.message or ''}".rstrip(": ")
     return Pod(
-        name=str(metadata["name"]),
-        index=int(index) if index.isdecimal() else None,
-        phase=str(status.get("phase", "Pending")),
+        name=metadata.name,
+        index=int(index) if index.isdecimal() and len(index) < 10 else None,
+        phase=status.phase or "Pending",
         waits=waits,
-        is_ending="deletionTimestamp" in metadata,
+        is_ending=metadata.deletionTimestamp is not None,
     )
 
 

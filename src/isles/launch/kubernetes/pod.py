@@ -27,7 +27,7 @@ from isles.errors import ConfigErrors, ExitCode, UserError
 from isles.facts.terminal import show_streams
 from isles.launch.kubernetes.manifest import FILES, SECRET
 from isles.launch.queue.job import Allocation, JobNode
-from isles.run.env import pod_address, pod_index
+from isles.run.env import pod_address, pod_index, settle_home
 from isles.run.find import find_attempt
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -76,6 +76,7 @@ class PodAllocation(Allocation):
 
 def main() -> int:
     """Run this pod's agent to its end; returns the exit code of the pod."""
+    settle_home()
     process = _Process()
     index, start = pod_index(), _start()
     try:

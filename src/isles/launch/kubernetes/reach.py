@@ -23,8 +23,8 @@ from pydantic import TypeAdapter, ValidationError
 from isles.errors import PreflightError, UserError
 from isles.facts.terminal import show_streams
 from isles.launch.kubernetes.kubectl import Kubectl, not_running
-from isles.launch.ssh.shell import IN_POD, SSH_FAILED
-from isles.run.env import state_home
+from isles.launch.ssh.shell import SSH_FAILED
+from isles.run.env import IN_POD, state_home
 from isles.run.records import clear_errors, read_own, write_record
 
 _READER_S = 180.0
@@ -121,19 +121,18 @@ def _exec(kubectl: Kubectl, pod: str, command: Sequence[str]) -> int:
 @contextmanager
 def _reader(place: Place) -> Iterator[str]:
     kubectl = place.kubectl
-    job = str(kubectl.create(place.reader)["metadata"]["name"])
+    job, _ = kubectl.create(place.reader)
     try:
         deadline = time.monotonic() + _READER_S
         while True:
-            items = kubectl.items("pods", "-l", f"job-name={job}")
-            pods = [i for i in items if (i.get("status") or {}).get("phase") == "Running"]
+            pods = [pod for pod in kubectl.pods(job, label="job-name") if pod.is_running]
             if pods:
                 break
             if time.monotonic() > deadline:
                 what = f"no pod that reads the run directory runs after {_READER_S:.0f} s"
                 raise not_running(kubectl, job, (), what)
             time.sleep(_LOOK_S)
-        yield str(pods[0]["metadata"]["name"])
+        yield pods[0].name
     finally:
         with suppress(UserError):
             kubectl.run("delete", "job", job, "--ignore-not-found", "--wait=false")

@@ -18,13 +18,14 @@ from isles.config.resolve import Resolved, resolve
 from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.config.show import show
 from isles.errors import PreflightError, UserError
+from isles.launch.answers import STARTED, Announced, read_started
 from isles.launch.base import Started, StartOptions, ranks_text
 from isles.launch.kubernetes.kubectl import Kubectl, Pod, not_running
 from isles.launch.kubernetes.manifest import KINDS, Manifest, job_name, pod_lines, python_of
 from isles.launch.kubernetes.reach import Place
-from isles.launch.remote.login import STARTED, started_elsewhere
-from isles.launch.ssh.shell import IN_POD
+from isles.launch.remote.login import started_elsewhere
 from isles.launch.ssh.start import interruptible
+from isles.run.env import IN_POD
 from isles.run.remote import RUNS
 
 _LOOK_S = 1.0
@@ -75,7 +76,7 @@ def start_kubernetes(
         reader=manifest.reader(),
     )
     claims = [volume.model_dump() for volume in launcher.volumes]
-    key = json.dumps([launcher.context, launcher.namespace, claims, begun["path"]])
+    key = json.dumps([launcher.context, launcher.namespace, claims, begun.path])
     destination = IN_POD + hashlib.sha256(key.encode()).hexdigest()[:8]
     place.write(destination)
     lines, python = pod_lines(loaded), python_of(loaded)
@@ -99,8 +100,10 @@ def resolve_pods(loaded: Loaded) -> Resolved:
 
 def _create(kubectl: Kubectl, manifest: Manifest, join: str) -> None:
     flavour, name = manifest.launcher.flavour, manifest.name
-    before = [kubectl.create(item) for item in manifest.before()]
-    uid = str(kubectl.create(manifest.owner())["metadata"]["uid"])
+    before = manifest.before()
+    for item in before:
+        kubectl.create(item)
+    _, uid = kubectl.create(manifest.owner())
     owned = {"metadata": {"ownerReferences": [manifest.reference(uid)]}}
     for item in before:
         _patch(kubectl, item["kind"].lower(), name, owned)
@@ -118,7 +121,7 @@ def _patch(kubectl: Kubectl, kind: str, name: str, change: dict[str, Any]) -> No
     kubectl.ask("patch", kind, name, "--type=merge", f"--patch={json.dumps(change)}")
 
 
-def _begun(kubectl: Kubectl, manifest: Manifest, options: StartOptions) -> dict[str, Any]:
+def _begun(kubectl: Kubectl, manifest: Manifest, options: StartOptions) -> Announced:
     # Wait until all pods run, and the first one has begun a run: what it says of that.
     launcher, cluster = manifest.launcher, manifest.loaded.config.clusters[0]
     deadline, begin_by, said = time.monotonic() + launcher.pending_timeout, 0.0, ""
@@ -145,7 +148,12 @@ def _begun(kubectl: Kubectl, manifest: Manifest, options: StartOptions) -> dict[
             options.print_line(line)
             said = line
         if lines and (running >= cluster.min_nodes or (first and first.phase == "Succeeded")):
-            return dict(json.loads(lines[-1].removeprefix(STARTED)))
+            return read_started(
+                lines[-1],
+                where=f"job {manifest.name}",
+                fix="build launcher.image with the isles of this machine; docs/kubernetes.md has a "
+                "Dockerfile",
+            )
         if first is not None and first.phase == "Failed" and not lines:
             raise _failed(first, text)
         if why:

@@ -33,6 +33,7 @@ from isles.facts.terminal import show_streams
 from isles.launch.ray.bundles import RayRequest
 from isles.launch.ray.placement import Placed, Placement, why_gone
 from isles.launch.ssh.facts import free_port, port_taken
+from isles.run.env import settle_home
 from isles.run.nodes import Fleet, FleetNode
 from isles.run.outcome import agent_error, end_failed, end_stopped
 from isles.run.paths import Attempt, RunDir
@@ -277,6 +278,7 @@ def main() -> int:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--begun-at", type=float, required=True, help="names the attempt")
     options = parser.parse_args()
+    settle_home()
     run_dir = RunDir(options.run_dir)
     attempt = run_dir.attempt(options.attempt)
     # This host may have a run of its own by this name.

@@ -11,19 +11,25 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeVar
 from urllib.request import Request
 
+from pydantic import Field
+
 from isles.errors import ExitCode, MissingDependencyError, PreflightError, UserError
+from isles.launch.answers import read_answer
 from isles.launch.queue.job import ASK_S, JobQueue, JobReport, JobState, QueueJob
 from isles.launch.ray.bundles import RayNode
 from isles.run.paths import Attempt
 from isles.run.records import write_text_atomic
 from isles.run.web import ask_url
+
+T = TypeVar("T")
 
 _MOST_LETTERS = 500
 SUBMIT_S = 60.0
@@ -34,6 +40,55 @@ _REACH = (
     "is the cluster up, and its dashboard reachable from here? clusters[0].launcher.address takes "
     "http://HEAD:8265; a cluster with RAY_AUTH_MODE=token wants its token here as well"
 )
+
+
+# The parts of the dashboard's answers that isles reads.
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    ray_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    node_name: str
+    state: str
+    resources_total: dict[str, float] | None = None
+    labels: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    result: tuple[_Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    result: _Result
+
+
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    data: _Data
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    status: Annotated[str, Field(pattern=r"^[A-Z_]+$")]
+    message: str | None = None
+    driver_node_id: str | None = None
+    driver_exit_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Logs:
+    logs: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    msg: str
 
 
 class RayJobs(JobQueue):
@@ -83,32 +138,28 @@ class RayJobs(JobQueue):
 
     def nodes(self) -> list[RayNode]:
         """The nodes that are alive. UserError: the cluster does not answer."""
-        with self._understood():
-            answer = json.loads(self._ask("/api/v0/nodes?limit=10000"))
-            return [
-                RayNode(node["node_name"], node["resources_total"] or {}, node["labels"] or {})
-                for node in answer["data"]["result"]["result"]
-                if node["state"] == "ALIVE"
-            ]
+        found = self._read(_Nodes, self._ask("/api/v0/nodes?limit=10000")).data.result.result
+        return [
+            RayNode(node.node_name, node.resources_total or {}, node.labels or {})
+            for node in found
+            if node.state == "ALIVE"
+        ]
 
     def versions(self) -> tuple[str, str]:
         """Of Ray on the cluster, and of the package here; empty: it is not installed."""
         own = ""
         with suppress(metadata.PackageNotFoundError):
             own = metadata.version("ray")
-        with self._understood():
-            return str(json.loads(self._ask("/api/version"))["ray_version"]), own
+        return self._read(_Version, self._ask("/api/version")).ray_version, own
 
     def look(self, attempt: Attempt, job_id: str) -> JobReport:
         try:
-            with self._understood():
-                info: dict[str, Any] = json.loads(self._ask(f"/api/jobs/{job_id}"))
-                word, message = str(info["status"]), str(info.get("message") or "")
+            info = self._read(_Job, self._ask(f"/api/jobs/{job_id}"))
         except _NoJobError:
             what = "the Ray cluster does not know the job: its head was started anew"
             return JobReport("ended", what, job_id, "UNKNOWN")
+        word, message, host = info.status, info.message or "", info.driver_node_id or ""
         state = _STATES.get(word, "ended")
-        host = str(info.get("driver_node_id") or "")
         reason, fix = message.partition("\n")[0], ""
         if state == "running":
             reason = f"its driver is on Ray node {host[:8]}" if host else "its driver runs"
@@ -116,7 +167,7 @@ class RayJobs(JobQueue):
             reason = "Ray starts its driver"
         elif found := re.search(r"^error: (.*)\n  fix: (.*)$", message, re.M):  # of the driver
             reason, fix = found[1], found[2]
-        code = info.get("driver_exit_code")
+        code = info.driver_exit_code
         return JobReport(state, reason, job_id, word if code is None else f"{word} {code}", fix)
 
     def cancel(self, job: QueueJob, *options: str) -> None:
@@ -132,22 +183,21 @@ class RayJobs(JobQueue):
 
     def output(self, attempt: Attempt, job_id: str) -> Path:
         path = attempt.path / "ray-driver.log"
-        with suppress(UserError, OSError), self._understood():
-            write_text_atomic(path, json.loads(self._ask(f"/api/jobs/{job_id}/logs"))["logs"])
+        with suppress(UserError, OSError):
+            found = self._read(_Logs, self._ask(f"/api/jobs/{job_id}/logs"))
+            write_text_atomic(path, found.logs)
         return path
 
-    @contextmanager
-    def _understood(self) -> Iterator[None]:
-        # A page of a proxy, or of another program at this port, is no answer of Ray.
-        try:
-            yield
-        except (ValueError, KeyError, TypeError) as error:
-            raise PreflightError(
-                f"what answers at {self.address} is not Ray's dashboard",
-                where="launcher ray",
-                fix=_REACH,
-                id="queue.commands",
-            ) from error
+    def _read(self, kind: type[T], text: str) -> T:
+        # A proxy, or another program at this port, may have answered.
+        return read_answer(
+            kind,
+            text,
+            by=f"Ray's dashboard at {self.address}",
+            where="launcher ray",
+            fix=_REACH,
+            id="queue.commands",
+        )
 
     def _stop(self, job_id: str) -> None:
         self._ask(f"/api/jobs/{job_id}/stop", {})
@@ -177,8 +227,8 @@ class RayJobs(JobQueue):
         words = answer.body.decode(errors="replace")
         if answer.status == 200:
             return words
-        with suppress(ValueError, KeyError, TypeError):
-            words = str(json.loads(words)["msg"])  # else plain text
+        with suppress(UserError):
+            words = self._read(_Refusal, words).msg  # else plain text
         first = (words.strip().splitlines() or [""])[0][:_MOST_LETTERS]
         is_of_job = path.startswith("/api/jobs/") and answer.status == 404
         raise (_NoJobError if is_of_job else PreflightError)(

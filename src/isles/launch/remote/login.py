@@ -7,7 +7,6 @@ a record of it (`RemoteRun`), by which every verb runs isles there and passes on
 from __future__ import annotations
 
 import errno
-import json
 import secrets
 import shlex
 import shutil
@@ -15,24 +14,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from isles import __version__
 from isles.config.load import Loaded
 from isles.config.sections.cluster import LoginSection
 from isles.errors import PreflightError, UserError
 from isles.facts.terminal import copy_drawn
+from isles.launch.answers import STARTED, Announced, read_started
 from isles.launch.base import Started, StartOptions
 from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.shell import SSH_FAILED, Result, Shell, not_started, python_failure
-from isles.run.env import NAMED
+from isles.run.env import MACHINE, NAMED
 from isles.run.paths import RunDir
 from isles.run.remote import RemoteRun, write_remote
-
-STARTED = "ISLES-STARTED "
-"""Begins the line by which `isles train --announce` says which run it has started."""
 
 _START_S = 600.0
 """Longest wait for isles on the login node to have submitted the job."""
@@ -71,12 +67,12 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
     # The secret travels as the first line, not in a command line that others there can see.
     text = f"{options.join}\n{loaded.text}" if options.join else loaded.text
     printed: list[str] = []
-    begun: dict[str, Any] = {}
+    announced: list[str] = []
 
     def take(raw: str) -> None:
         line = raw.replace(there, str(loaded.path))
         if line.startswith(STARTED):
-            begun.update(json.loads(line.removeprefix(STARTED)))
+            announced.append(line)
         elif options.dry_run:
             printed.append(line)
         else:
@@ -89,7 +85,7 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
     errors = noise.replace(there, str(loaded.path))
     if code:
         raise _refused(shell, code, errors.rstrip("\n"), python)
-    if code is None or not (begun or options.dry_run):
+    if code is None or not (announced or options.dry_run):
         late = f"has not started the run within {_START_S:.0f} s"
         silent = f"has not said which run it started: is it {__version__}, as here?"
         raise PreflightError(
@@ -101,15 +97,21 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
     sys.stderr.write(errors)
     if options.dry_run:
         return "\n".join(printed)
-    if begun["version"] != __version__:
-        options.warn(f"isles is {begun['version']} on {login}, and {__version__} here")
+    begun = read_started(
+        announced[-1],
+        where=f"host {login}",
+        fix=f"ssh {login} isles status, as the run may have started; then install the same isles "
+        "on both: isles setup",
+    )
+    if begun.version != __version__:
+        options.warn(f"isles is {begun.version} on {login}, and {__version__} here")
     return started_elsewhere(loaded, options, begun, [login], lines, python)
 
 
 def started_elsewhere(
     loaded: Loaded,
     options: StartOptions,
-    begun: Mapping[str, Any],
+    begun: Announced,
     hosts: Sequence[str],
     lines: Sequence[str],
     python: str,
@@ -119,17 +121,15 @@ def started_elsewhere(
     """A run whose directory is on another machine; this one keeps a record of it.
 
     Args:
-        begun: `path` of the run directory, `attempt`, and perhaps `elsewhere`: the directory on
-            the other hosts.
         hosts: as ssh takes them; the first one has the run directory.
         folder: where it is remembered here; None: the output folder of the run file.
     """
-    run_dir = RunDir(Path(begun["path"]))
+    run_dir = RunDir(Path(begun.path))
     remote = RemoteRun(
         name=run_dir.name,
         ssh=hosts[0],
-        path=begun["path"],
-        elsewhere=begun.get("elsewhere", ""),
+        path=begun.path,
+        elsewhere=begun.elsewhere,
         lines=tuple(lines),
         python=python,
         launcher=loaded.config.clusters[0].launcher.kind,
@@ -138,18 +138,14 @@ def started_elsewhere(
     )
     folder = folder or Path(loaded.config.output_dir).expanduser()
     remote = remember(folder, remote, options.warn)
-    return Started(run_dir, run_dir.attempt(int(begun["attempt"])), None, remote=remote)
+    return Started(run_dir, run_dir.attempt(begun.attempt), None, remote=remote)
 
 
 def started_line(started: Started) -> str:
     """The line by which isles tells isles elsewhere which run it has started."""
-    record = {
-        "version": __version__,
-        "path": str(started.run_dir.path.absolute()),
-        "attempt": started.attempt.number,
-        "ssh": started.remote.ssh if started.remote is not None else "",
-    }
-    return STARTED + json.dumps(record)
+    ssh = started.remote.ssh if started.remote is not None else ""
+    path = str(started.run_dir.path.absolute())
+    return Announced(__version__, path, started.attempt.number, ssh).line()
 
 
 def _refused(shell: Shell, code: int, text: str, python: str) -> UserError:
@@ -211,7 +207,8 @@ def remote_script(run: RemoteRun, words: Sequence[str]) -> str:
     """
     run.require_own()
     command = shlex.join([run.python, "-m", "isles", *words])
-    return "\n".join([*run.lines, f"export {NAMED}={shlex.quote(run.behind)}", f"exec {command}"])
+    told = f"export {NAMED}={shlex.quote(run.behind)} {MACHINE}={shlex.quote(run.ssh)}"
+    return "\n".join([*run.lines, told, f"exec {command}"])
 
 
 def remote_isles(

@@ -12,8 +12,8 @@ import shlex
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from isles import __version__
 from isles.config.load import Loaded
@@ -28,6 +28,7 @@ from isles.config.sections.run import RunConfig
 from isles.config.sections.training import needs_torchao
 from isles.errors import ConfigError, PreflightError
 from isles.facts.units import format_duration
+from isles.launch.answers import read_answer
 from isles.launch.ssh.environment import python_of, quoted, setting_lines, tool_lines
 from isles.launch.ssh.facts import PACKAGES, code_files, fingerprint
 from isles.launch.ssh.hosts import refuse
@@ -40,6 +41,14 @@ _RESULT = "RESULT "
 
 _WHEEL = "Wheel-Version: 1.0\nGenerator: isles\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _THEN = (2020, 1, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    # The result that `install.py` prints; no fingerprint: isles is not installed.
+    changed: bool
+    error: str
+    fingerprint: dict[str, str] | None
 
 
 def setup(loaded: Loaded, *, check: bool, print_line: PrintLine) -> bool:
@@ -90,8 +99,8 @@ def _setup_cluster(
     refuse([failure for _, failure in failures], len(shells))
     results = {s.name: r for s, r in zip(shells, answers, strict=True) if r is not None}
     for name, result in results.items() if not check else ():
-        print_line(f"{name}: {'installed' if result['changed'] else 'was ready'}")
-    return _compare({name: dict(r["fingerprint"]) for name, r in results.items()}, print_line)
+        print_line(f"{name}: {'installed' if result.changed else 'was ready'}")
+    return _compare({name: r.fingerprint or {} for name, r in results.items()}, print_line)
 
 
 def difference_lines(found: dict[str, dict[str, str]]) -> tuple[list[str], bool]:
@@ -120,7 +129,8 @@ def _compare(found: dict[str, dict[str, str]], print_line: PrintLine) -> bool:
     if not is_bad:
         # Of the launching machine only isles itself must be equal: it may have no torch.
         here = {"this machine": fingerprint(), **found}
-        own = {host: {key: all_[key] for key in ("isles", "code")} for host, all_ in here.items()}
+        both = ("isles", "code")
+        own = {h: {key: all_.get(key, "none") for key in both} for h, all_ in here.items()}
         more, is_bad = difference_lines(own)
         lines += more
     if not is_bad:
@@ -225,26 +235,36 @@ def make_lines(environment: EnvironmentConfig, workdir: str) -> list[str]:
     return [folder, "(", *tool_lines(environment), wait, *make, ") </dev/null || exit 1"]
 
 
-def _install(shell: Shell, script: str, payload: str, print_line: PrintLine) -> dict[str, Any]:
+def _install(shell: Shell, script: str, payload: str, print_line: PrintLine) -> _Result:
     # Run `install.py` there, and pass its steps on.
-    result: dict[str, Any] = {}
+    answers: list[str] = []
 
     def take(line: str) -> None:
         if line.startswith(_RESULT):
-            result.update(json.loads(line.removeprefix(_RESULT)))
+            answers.append(line.removeprefix(_RESULT))
         elif line.startswith(("made ", "installing ")):
             print_line(f"{shell.name}: {line}")
 
     command = ["bash", "-c", script]
     code, text = shell.stream(command, take, stdin=payload, timeout_s=_INSTALL_S)
-    if not result and code == SSH_FAILED:
+    if not answers and code == SSH_FAILED:
         raise shell.failure(text)
-    if result and not result["error"]:
-        return result
+    where = f"host {shell.name}"
     fix = "mend what it says, then isles setup again; clusters[0].environment names the Python and "
     fix += "what pip is given"
-    if result:
-        what = result["error"]
+    if answers:
+        result = read_answer(
+            _Result,
+            answers[-1],
+            by="isles setup there",
+            where=where,
+            fix="see what its Python prints when it starts (clusters[0].environment names it): "
+            f"ssh {shell.name}",
+            id="setup.failed",
+        )
+        if not result.error:
+            return result
+        what = result.error
     elif code is None:
         limit = format_duration(_INSTALL_S)
         what = f"it has not been set up within {limit}; pip may be at it still"
@@ -252,7 +272,7 @@ def _install(shell: Shell, script: str, payload: str, print_line: PrintLine) -> 
         fix += "goes on with what is there"
     else:
         what = f"it could not be set up: {(text.strip().splitlines() or [f'exit code {code}'])[-1]}"
-    raise PreflightError(what, where=f"host {shell.name}", fix=fix, id="setup.failed")
+    raise PreflightError(what, where=where, fix=fix, id="setup.failed")
 
 
 def wheel_name() -> str:

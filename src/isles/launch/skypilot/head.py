@@ -9,7 +9,6 @@ start, are in the environment.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -19,12 +18,12 @@ from isles import __version__
 from isles.config.load import load_run_file
 from isles.errors import ConfigErrors, PreflightError, UserError
 from isles.facts.terminal import show_streams
+from isles.launch.answers import Announced
 from isles.launch.base import check_packages, make_fleet, resolve_for_nodes
 from isles.launch.manual import node_environ
-from isles.launch.remote.login import STARTED
 from isles.launch.ssh.environment import path_elsewhere
 from isles.run.begin import begin_attempt, write_launch
-from isles.run.env import SkyStart, take_sky_start
+from isles.run.env import SkyStart, settle_home, take_sky_start
 from isles.run.find import find_attempt
 from isles.run.nodes import FleetNode
 from isles.run.process import ProcessId
@@ -39,6 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", default="auto")
     parser.add_argument("--typed", default="")
     options = parser.parse_args(words)
+    settle_home()
     try:
         command = _begin(options, take_sky_start(), sys.stdin.read())
     except UserError as error:
@@ -91,10 +91,10 @@ def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]
     )
     os.environ.update(node_environ(run_dir, fleet, 0))
     path = run_dir.path.absolute()
-    record = {"version": __version__, "path": str(path), "attempt": attempt.number}
-    record |= {"elsewhere": path_elsewhere(path, resolved.config), "home": str(Path.home())}
+    elsewhere, home = path_elsewhere(path, resolved.config), str(Path.home())
+    announced = Announced(__version__, str(path), attempt.number, elsewhere=elsewhere, home=home)
     note = f"{begun.note}\n" if begun.note else ""
-    sys.stdout.write(f"{note}{STARTED}{json.dumps(record)}\n")
+    sys.stdout.write(f"{note}{announced.line()}\n")
     sys.stdout.flush()
     return command
 

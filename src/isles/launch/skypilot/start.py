@@ -6,7 +6,6 @@ this start has made them.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -21,7 +20,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from isles import __version__
 from isles.config.load import Loaded
@@ -29,15 +27,16 @@ from isles.config.sections.cluster import SkypilotLauncherConfig
 from isles.config.show import show
 from isles.errors import ConfigError, PreflightError, UserError
 from isles.facts.units import format_duration
+from isles.launch.answers import STARTED, Announced, read_started
 from isles.launch.base import Started, StartOptions, resolve_for_nodes
-from isles.launch.remote.login import STARTED, started_elsewhere
+from isles.launch.remote.login import started_elsewhere
 from isles.launch.remote.setup import wheel_bytes, wheel_name
 from isles.launch.skypilot.task import TaskText, node_cluster, secret_names, task_file
 from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.start import interruptible
 from isles.run.env import SKY_JOIN, SKY_TOKEN, inherited
 
-_STARTED = re.compile(re.escape(STARTED) + r"(\{.*\})")
+_STARTED = re.compile(re.escape(STARTED) + r"\{.*\}")
 _JOB = re.compile(r"\bjob\b[^\n]*?\bID: *(\d+)", re.IGNORECASE)
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -151,15 +150,15 @@ class _SkyStart:
                 self._was_there = self._is_there()
             try:
                 self._submit(self.submit_words(str(path)))
-                begun = {} if managed else self._begun()
+                begun = None if managed else self._begun()
                 hand_back()
             except BaseException:
                 self._give_up()
                 raise
-        if managed:
+        if begun is None:
             return self._managed_text()
-        if begun["version"] != __version__:
-            print_line(f"warning: isles is {begun['version']} there, and {__version__} here")
+        if begun.version != __version__:
+            print_line(f"warning: isles is {begun.version} there, and {__version__} here")
         if self._launcher.autostop is None:
             print_line(
                 f"its machines stay until `sky stop {self._name}` or `sky down {self._name}`"
@@ -167,8 +166,8 @@ class _SkyStart:
         there = node_cluster(self._loaded.config.clusters[0])
         assert there.workdir is not None
         # SkyPilot's backend for Slurm gives a job a home that a command of ssh has not.
-        home = f"export HOME={shlex.quote(begun['home'])}"
-        lines = [home, *setting_lines(there, there.workdir)]
+        home = [f"export HOME={shlex.quote(begun.home)}"] if begun.home else []
+        lines = [*home, *setting_lines(there, there.workdir)]
         num = there.max_nodes
         hosts = [self._name, *(f"{self._name}-worker{node}" for node in range(1, num))]
         python = python_of(there.environment)
@@ -187,14 +186,14 @@ class _SkyStart:
         if code != 0:
             raise self._failed("sky does not start the task", code, lines)
 
-    def _begun(self) -> dict[str, Any]:
+    def _begun(self) -> Announced:
         # The run that the first node has begun, as the log of the job says.
-        begun: dict[str, Any] = {}
+        announced: list[str] = []
         lines: deque[str] = deque(maxlen=_TAIL_LINES)
 
         def take(line: str) -> bool:
             if found := _STARTED.search(line):
-                begun.update(json.loads(found[1]))
+                announced.append(found[0])
                 return True
             lines.append(line)
             self._options.print_line(line)
@@ -202,9 +201,14 @@ class _SkyStart:
 
         words = ["sky", "logs", self._name, *([self._job] if self._job else [])]
         code = self._stream(words, take)
-        if not begun:
+        if not announced:
             raise self._failed("the job has ended before the run had begun", code, lines)
-        return begun
+        return read_started(
+            announced[0],
+            where=f"sky ({self._name})",
+            fix=f"`sky logs {self._name}` has the whole line; an isles of environment.packages "
+            "must be the isles of this machine",
+        )
 
     def _stream(self, words: list[str], take: Callable[[str], object]) -> int | None:
         # Run a command until it ends, or `take` returns True; its exit code, None: it was late.

@@ -18,11 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import suppress
-from typing import IO, Any
+from dataclasses import dataclass
+from typing import IO, Annotated, Any
 
-from isles.errors import PreflightError, UserError
+from pydantic import Field
+
+from isles.errors import ExitCode, PreflightError, UserError
+from isles.launch.answers import parse_answer
 from isles.launch.container.failure import explain
 from isles.launch.ssh.shell import SSH_FAILED, Shell, python_failure
+from isles.run.records import MAX_LIST_BYTES
 
 Operation = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -62,12 +67,26 @@ def error_words(error: UserError) -> dict[str, Any]:
     }
 
 
-def error_from(words: Mapping[str, Any], host: str) -> UserError:
-    """The user error of an answer, with the host that it is from."""
-    where = f"host {host}" + (f": {words['where']}" if words["where"] else "")
-    error = UserError(words["what"], where=where, fix=words["fix"], id=words["id"])
-    error.exit_code = words["exit_code"]
-    return error
+@dataclass(frozen=True, slots=True)
+class _Words:
+    what: str
+    where: str
+    fix: str
+    id: str
+    exit_code: ExitCode
+
+    def error(self, host: str) -> UserError:
+        where = f"host {host}" + (f": {self.where}" if self.where else "")
+        error = UserError(self.what, where=where, fix=self.fix, id=self.id)
+        error.exit_code = self.exit_code
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    id: Annotated[int, Field(strict=True)]
+    result: dict[str, Any] | None = None
+    error: _Words | None = None
 
 
 def _answer(
@@ -169,7 +188,9 @@ class Channel:
     def _read(self) -> None:
         is_ready = False
         with suppress(OSError, ValueError):  # the connection is cut, or was closed here
-            for raw in self._reader:
+            while raw := self._reader.readline(
+                MAX_LIST_BYTES
+            ):  # a host may send a line without end
                 line = raw.decode(errors="replace")
                 if is_ready:
                     self._take(line)
@@ -184,17 +205,19 @@ class Channel:
 
     def _take(self, line: str) -> None:
         try:
-            reply = json.loads(line)
+            reply = parse_answer(_Reply, line)
         except ValueError:
-            return  # torn by the end of the connection
+            return  # torn by the end of the connection, or not from isles: the question times out
+        if reply.result is None and reply.error is None:
+            return
         with self._lock:
-            future = self._waiting.pop(reply["id"], None)
+            future = self._waiting.pop(reply.id, None)
         if future is None:
             return
-        if "error" not in reply:
-            future.set_result(reply["result"])
-            return
-        future.set_exception(error_from(reply["error"], self.name))
+        if reply.error is not None:
+            future.set_exception(reply.error.error(self.name))
+        else:
+            future.set_result(reply.result or {})
 
 
 def open_channel(

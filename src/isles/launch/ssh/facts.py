@@ -22,6 +22,7 @@ from isles import __version__
 from isles.errors import PreflightError
 from isles.launch.gpus import find_gpus
 from isles.launch.worker import NEEDED_TO_TRAIN
+from isles.run.env import usable_cores
 
 PACKAGES = (*NEEDED_TO_TRAIN, "datasets", "peft", "deepspeed", "bitsandbytes")
 """Compared between hosts, where a host has them."""
@@ -51,7 +52,7 @@ def node_facts(args: dict[str, Any]) -> dict[str, Any]:
         "missing": [name for name in NEEDED_TO_TRAIN if find_spec(name) is None],
         "gpus": len(finding.gpus),
         "gpu_warning": finding.warning,
-        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        "num_cores": usable_cores(),
         "networks": _networks(),
         "reached_at": reached_at(),
         "machine_id": machine_id(),

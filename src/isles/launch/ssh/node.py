@@ -24,6 +24,7 @@ from isles.launch.ssh.environment import path_elsewhere
 from isles.launch.ssh.facts import node_facts
 from isles.launch.ssh.shell import start_detached
 from isles.run.entry import make_own_folder, open_own_file, require_own
+from isles.run.env import settle_home
 from isles.run.nodes import Fleet
 from isles.run.outcome import end, error_record
 from isles.run.paths import Attempt, RunDir
@@ -375,6 +376,7 @@ def make_place(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> bool:
 
 
 def main() -> int:
+    settle_home()
     start = NodeStart()
     try:
         return serve(start.operations())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import selectors
 import shlex
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from isles.errors import PreflightError, UserError
+from isles.run.env import IN_POD
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -22,11 +26,10 @@ R = TypeVar("R")
 SSH_FAILED = 255
 """Exit status of ssh itself where it cannot connect."""
 
-IN_POD = "kubernetes:"
-"""Begins a destination that is reached by kubectl, in a pod: see `launch/kubernetes/reach.py`."""
-
 _POD_S = 180.0
 """How long a pod may take to be there, where none of a run runs."""
+_MOST_BYTES = 64 * 2**20
+"""Of an answer; that of `isles report` has up to 26 MB."""
 _CANNOT_RUN, _NOT_FOUND = 126, 127
 _WORD_CHARS = 1000
 _NO_FOLDER = re.compile(r"cd: (?P<folder>.*): No such file or directory")
@@ -86,38 +89,35 @@ class Shell:
         """Run a command to its end.
 
         Raises:
-            PreflightError: the host cannot be reached, or has not answered in time.
+            PreflightError: the host cannot be reached, has not answered in time, or its answer has
+                no end.
         """
         timeout_s += _POD_S if self.is_pod else 0.0
-        try:
-            done = subprocess.run(
-                self.argv(command),
-                input=stdin,
-                stdin=subprocess.DEVNULL if stdin is None else None,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=timeout_s,
-                check=False,
-            )
-        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-            raise not_started(error) from error
-        except subprocess.TimeoutExpired as error:
-            raise PreflightError(
-                f"no answer within {timeout_s:.0f} s to: {shlex.join(command)[:200]}",
-                where=f"host {self.name}",
-                fix=f"try it by hand: {self.by_hand}" if self.destination else "",
-                id="host.answers",
-            ) from error
-        if self.destination is not None and done.returncode == SSH_FAILED:
-            raise self.failure(done.stderr)
-        return Result(done.returncode, done.stdout, done.stderr)
+        with tempfile.TemporaryFile() as given:
+            given.write((stdin or "").encode())
+            given.seek(0)
+            pipe = subprocess.PIPE
+            with self.popen(command, stdin=given, stderr=pipe) as process:
+                try:
+                    output, errors = _read_all(process, timeout_s)
+                except (TimeoutError, OverflowError) as error:
+                    raise PreflightError(
+                        f"{error}, to: {shlex.join(command)[:200]}",
+                        where=f"host {self.name}",
+                        fix=f"try it by hand: {self.by_hand}" if self.destination else "",
+                        id="host.answers",
+                    ) from error
+                finally:
+                    process.kill()  # else the end of `with` waits for it
+        if self.destination is not None and process.returncode == SSH_FAILED:
+            raise self.failure(errors)
+        return Result(process.returncode, output, errors)
 
     def popen(
         self,
         command: Sequence[str],
         *,
-        stderr: IO[bytes],
+        stderr: int | IO[bytes],
         stdin: int | IO[bytes] = subprocess.PIPE,
         own_group: bool = False,
     ) -> subprocess.Popen[bytes]:
@@ -189,6 +189,34 @@ class Shell:
                 fix = cure.format(destination=self.destination, host=self.name.rpartition("@")[2])
                 break
         return PreflightError(what, where=f"host {self.name}", fix=fix, id="ssh.connect")
+
+
+def _read_all(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[str, str]:
+    # Output and error output of a process, and its end. OverflowError: it writes too much.
+    assert process.stdout is not None and process.stderr is not None
+    end, pieces = time.monotonic() + timeout_s, (bytearray(), bytearray())
+    with selectors.DefaultSelector() as selector:
+        for stream, piece in zip((process.stdout, process.stderr), pieces, strict=True):
+            selector.register(stream, selectors.EVENT_READ, piece)
+        while selector.get_map():
+            ready = selector.select(max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            for key, _ in ready:
+                data = os.read(key.fd, 1 << 16)
+                key.data.extend(data)
+                if not data:
+                    selector.unregister(key.fileobj)
+            if sum(map(len, pieces)) > _MOST_BYTES:
+                raise OverflowError(f"an answer of more than {_MOST_BYTES >> 20} MiB")
+        try:
+            if selector.get_map():
+                raise subprocess.TimeoutExpired(process.args, timeout_s)
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"no answer within {timeout_s:.0f} s") from None
+    output, errors = (piece.decode(errors="replace").replace("\r\n", "\n") for piece in pieces)
+    return output, errors
 
 
 def not_started(error: OSError) -> PreflightError:

@@ -17,11 +17,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from isles import __version__
 from isles.config.load import Loaded
 from isles.config.resolve import dump_resolved, resolve
 from isles.config.sections.cluster import ClusterConfig, SshLauncherConfig
 from isles.config.show import show
 from isles.errors import ConfigError, ConfigErrors, UserError
+from isles.launch.answers import Announced
 from isles.launch.base import Started, StartOptions, make_fleet, ranks_text
 from isles.launch.container.enter import container_record
 from isles.launch.remote.login import started_elsewhere
@@ -267,8 +269,9 @@ class _SshStart:
             attempt = run_dir.attempt(begun["attempt"])
             coordinator = ProcessId.from_record(read_record(attempt.launch) or {})
             return Started(run_dir, attempt, coordinator)
-        begun, hosts = {**begun, "path": begun["run_dir"]}, [host.name for host in self.hosts]
-        return started_elsewhere(self.loaded, self.options, begun, hosts, self.lines, self.python)
+        path, elsewhere, hosts = begun["run_dir"], begun["elsewhere"], [h.name for h in self.hosts]
+        found = Announced(__version__, path, begun["attempt"], elsewhere=elsewhere)
+        return started_elsewhere(self.loaded, self.options, found, hosts, self.lines, self.python)
 
 
 def _fleet_text(fleet: Fleet, run_dir: str) -> str:

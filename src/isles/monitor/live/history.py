@@ -12,9 +12,8 @@ from typing import Any
 from isles.monitor.live.model import Point
 from isles.run.owner import open_shown
 from isles.run.paths import Attempt, RunDir
-from isles.run.process import ProcessId
 from isles.run.records import MAX_LINE_BYTES, read_record
-from isles.run.state import QUEUES, number_of
+from isles.run.state import number_of
 
 POINTS = 300
 """Of a curve at most."""
@@ -159,23 +158,20 @@ def goodput(step_s: float, spans: Sequence[tuple[float, float]]) -> float | None
 
     Seconds of the steps in metrics.jsonl, which holds each step once over all attempts (those that
     were lost by a restart and done again are counted once), over the seconds in which attempts ran.
-    So loading, saving, evaluating, waiting for averages and lost steps make it less. The time
-    between two attempts, and in a queue, is not in it: no machine was held then.
+    So loading, saving, evaluating, waiting for averages and in a queue, and lost steps make it
+    less. The time between a stop and the next `isles train` is not in it.
     """
     ran_s = sum(end - begin for begin, end in spans)
     return min(1.0, step_s / ran_s) if ran_s > 0 and step_s > 0 else None
 
 
 def spans_of(run_dir: RunDir, now_s: float, *, is_alive: bool) -> list[tuple[float, float]]:
-    """When each attempt ran; `is_alive`: whether the last one still does."""
+    """When each attempt ran, with its time in a queue, also in a queue again; `is_alive`: whether
+    the last one still does."""
     attempts = run_dir.attempts()[-_MOST_ATTEMPTS:]
     found: list[tuple[float, float]] = []
     for attempt in attempts:
-        launch = read_record(attempt.launch) or {}
-        begun_at = number_of(launch, "begun_at")
-        if launch.get("launcher") in QUEUES:
-            # It began when its first rank did: before, it waited in the queue.
-            begun_at = _first_rank_at(attempt)
+        begun_at = number_of(read_record(attempt.launch), "begun_at")
         if begun_at is None:
             continue
         if attempt is attempts[-1] and is_alive:
@@ -185,12 +181,6 @@ def spans_of(run_dir: RunDir, now_s: float, *, is_alive: bool) -> list[tuple[flo
             end = ended_at if ended_at is not None else _last_sign_at(attempt, begun_at)
         found.append((begun_at, max(begun_at, min(end, now_s))))
     return found
-
-
-def _first_rank_at(attempt: Attempt) -> float | None:
-    records = (read_record(path) for path in (attempt.node_record(0), attempt.rank_record(0)))
-    processes = [ProcessId.from_record(record) for record in records if record]
-    return min((process.started for process in processes if process), default=None)
 
 
 def _last_sign_at(attempt: Attempt, begun_at: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import tempfile
 import threading
@@ -39,6 +38,9 @@ Found = RunDir | RemoteRun | MultiClusterRun | Path
 _RETRY_S = 2.0
 _LATE_S = 8.0
 """Another machine that has said nothing for so much longer than it should is silent."""
+
+_LATEST_AT = 1e11
+"""Seconds since the epoch. No clock shows more, and `time.localtime` fails far above it."""
 
 
 class Reader(Protocol):
@@ -196,8 +198,9 @@ class There:
             return  # what a login prints
         with suppress(ValidationError):
             found = Snapshot.model_validate_json(raw)
-            if not math.isfinite(found.at):
-                return  # a time that equals no time, so whoever waits for a newer one never waits
+            # NaN equals no time, so whoever waits for a newer snapshot would never wait.
+            if not 0 <= found.at < _LATEST_AT:
+                return
             place = f"{self._run.ssh}:{self._run.path}"
             run = found.run.model_copy(update={"path": place})
             self._latest = found.model_copy(update={"run": run})
@@ -310,12 +313,12 @@ def reader_of(found: Found, every_s: float, *, is_own: bool) -> Reader:
     match found:
         case RunDir():
             parent = list_multi_cluster(found.path.parent)
-            has_parent = parent_of(parent, found.path.absolute()) is not None
+            has_parent = parent_of(parent, found) is not None
             lines = [line for line in (found.join_line, found.tunnel_line) if line.exists()]
             alone = is_own or has_parent or not lines
             return Here(found) if alone else Joined(found, lines[0])
         case RemoteRun():
-            owner = parent_of(list_multi_cluster(Path(found.folder)), found.path, found.ssh)
+            owner = parent_of(list_multi_cluster(Path(found.folder)), found)
             return There(found, every_s, is_own=is_own or owner is not None)
         case MultiClusterRun():
             return Several(found, every_s)

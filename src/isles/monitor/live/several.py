@@ -41,7 +41,7 @@ _STATES: dict[str, ReportState] = {
     "living": "running",
     "finished": "finished",
     "left": "stopped",
-    "dropped": "unknown",
+    "dropped": "running",  # its ranks ran when it was heard of last; its row says the rest
 }
 
 
@@ -151,7 +151,8 @@ class SeveralView:
             for part in known.values()
             for link in part.links
         ]
-        state = worst_state(["new" if r.state == "never started" else r.state for r in rows])
+        states = {"never started": "new", "dropped": "unknown"}
+        state = worst_state([states.get(row.state, row.state) for row in rows])
         notes = [f"the hub does not answer: {hub.error}"] if hub and hub.error else []
         notes = [] if state not in ("running", "queued") else notes
         notes += row_notes(hosts, ranks, rows)
@@ -218,6 +219,10 @@ class SeveralView:
             most_hosts=most_hosts,
             most_ranks=most_ranks,
         )
+        if member.get("state") == "dropped":
+            found = found.model_copy(
+                update={"run": found.run.model_copy(update={"state": "unknown"})}
+            )
         return self._own(name, found)
 
     def _row(
@@ -333,6 +338,10 @@ def _of_member(row: ClusterRow, member: Mapping[str, Any], hub: HubAnswer) -> di
         changes["inner_steps"] = int(since)
     if decided is not None and row.outer_step is not None:
         changes["lag"] = max(0, int(decided) - row.outer_step)
+    if member.get("state") == "dropped":
+        heard = "" if heard_s is None else f", not heard of for {format_duration(heard_s)}"
+        state = "dropped" if row.state == "running" else row.state
+        return {**changes, "state": state, "mark": "silent", "note": f"dropped by the hub{heard}"}
     if row.state == "running" and heard_s is not None and heard_s > HUB_SILENT_S:
         heard = format_duration(heard_s)
         note = row.note or f"the hub has not heard of it for {heard}"

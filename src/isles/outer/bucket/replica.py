@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -163,7 +164,7 @@ class Replica:
                 if job is not None and await self.ask(partial(self._is_my_turn, job)):
                     self._averaging = asyncio.create_task(self._average(job))
                 found = await self.ask(lambda: status(self.core))
-                self._show({key: found[key] for key in _SHOWN})
+                self._show({**{key: found[key] for key in _SHOWN}, "at": time.time()})
             except (StoreError, TimeoutError) as error:
                 log.info("outer the bucket cannot be looked at: %s", error)
                 pause_s = _STRUCK_S

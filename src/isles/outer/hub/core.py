@@ -15,7 +15,7 @@ from typing import Any
 from isles.facts.units import format_duration
 from isles.outer.hub.files import COMING, coming
 from isles.outer.hub.journal import JOURNAL, Journal, damaged
-from isles.outer.hub.members import Membership
+from isles.outer.hub.members import LOST, Membership
 from isles.outer.hub.rounds import Rounds
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.samples import Samples
@@ -114,6 +114,7 @@ class Core:
         if len(join.outer_params) != len(join.pieces):
             what = f"{len(join.outer_params)} digests for {len(join.pieces)} fragments"
             raise Refusal("malformed", what)
+        self.membership.refuse_new(join)
         first = self.rounds.first
         changes = {} if first is None else self._changes(join, first)
         self.membership.check(join)
@@ -254,7 +255,7 @@ class Core:
         member, has_finished = self.membership.find(leave.id), leave.has_finished
         why = "it has finished" if has_finished else "it pauses"
         self.membership.retire(member, "left", why, frees=has_finished)
-        sql = "UPDATE members SET has_finished = ? WHERE number = ?"
+        sql = "UPDATE members SET has_finished = ?, command = '' WHERE number = ?"
         self.journal.run(sql, int(has_finished), member["number"])
 
     def lease(self, lease: LeaseRequest) -> LeaseAnswer:
@@ -429,10 +430,13 @@ def _member(
     nothing = Heartbeat(id="0" * 32, step=0, version=row["version"])
     heartbeat = core.membership.heartbeats.get(number, nothing)
     late = [answer.outer_step for answer in open_rounds if name in answer.waits_for]
+    state = row["state"]
+    if state == "left" and (row["has_finished"] or row["command"] == LOST):
+        state = "finished" if row["has_finished"] else "dropped"
     return {
         **heartbeat.model_dump(exclude={"id", "has", "ends"}),
         "name": name,
-        "state": "finished" if row["has_finished"] and row["state"] == "left" else row["state"],
+        "state": state,
         "is_behind": bool(row["is_behind"]),
         "heard_s": round(core.membership.last_seen_s(number), 1),
         "weight": weights[name] / sum(weights.values()) if name in weights else 0.0,

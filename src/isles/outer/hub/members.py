@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from isles.outer.hub.journal import Journal
-from isles.outer.hub.rules import Refusal, Settings
+from isles.outer.hub.rules import FINISHED, FINISHED_FIX, FINISHED_WHAT, Refusal, Settings
 from isles.outer.hub.samples import Samples
 from isles.outer.messages import Heartbeat, Join
 
@@ -19,6 +19,8 @@ _SHOWN_BYTES = 24 * 2**20
 """All that members show of themselves."""
 _STANDS_IN = "stands in for "
 """What the id of a stand-in begins with; ids of members are hexadecimal."""
+LOST = "lost"
+"""The command of a member that has gone without a word; to others it is dropped still."""
 _GONE = 20
 """A member that is not heard for so many times `dead_after` has gone: its samples are leased to
 others, and it joins anew when it comes back. Until then it may go on with them."""
@@ -156,6 +158,21 @@ class Membership:
         ):
             return "over"
         return "" if any(row["state"] == "living" for row in members) else "alone"
+
+    def refuse_new(self, join: Join) -> None:
+        """Refuse a cluster that begins the run anew after the others have finished it.
+
+        The averages that are kept would make the old model of it without any step of its own. A
+        cluster that had a part in the run may come back, for example to train longer.
+
+        Raises:
+            Refusal: the run is finished, and this cluster begins it.
+        """
+        sql = "SELECT 1 FROM members WHERE id = ?"
+        if join.version or self.db.row(sql, join.id) is not None:
+            return
+        if self.end_kind() and (names := self._have_done_their_part()):
+            raise Refusal(FINISHED, f"{FINISHED_WHAT} ({', '.join(sorted(names))})", FINISHED_FIX)
 
     def _have_done_their_part(self) -> set[str]:
         # The names of those that have finished after they had a part in an average.
@@ -299,6 +316,7 @@ class Membership:
                 row["state"] == "dropped" or self.samples.has_any(number)
             ):
                 self.retire(row, "left", f"not heard for {silent_s:.0f} s", frees=True)
+                self.command(number, LOST)
 
     def end(self, number: int, rounds: int, *, is_decided: bool) -> int | None:
         """A member has nothing left that is in no average; after how many rounds all end, if so.

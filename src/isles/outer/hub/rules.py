@@ -21,6 +21,14 @@ _HEAVY = 0.9
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
+FINISHED = "over"
+"""The kind of a refusal of a cluster that has nothing left to train."""
+FINISHED_WHAT = "the other clusters have finished this run"
+FINISHED_FIX = (
+    "their model is the run's. A new run needs a name of its own (name=…), or another hub or "
+    "outer.url. To train longer, resume all clusters from their run directories with a larger "
+    "training.max_steps"
+)
 
 _STATUS = {"token": 401, "unknown": 404, "no_state": 404, "no_run_file": 404, "no_file": 404}
 _STATUS |= dict.fromkeys(("malformed", "hash", "refused"), 422)

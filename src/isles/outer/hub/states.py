@@ -10,7 +10,7 @@ from pathlib import Path
 from isles.outer.hub.files import state_bytes
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rounds import Rounds
-from isles.outer.hub.rules import Refusal
+from isles.outer.hub.rules import FINISHED, FINISHED_FIX, FINISHED_WHAT, Refusal
 from isles.outer.hub.verdicts import Verdicts
 from isles.outer.messages import State, StateAnswer, StateFile, StateOffer
 
@@ -94,10 +94,9 @@ class States:
         others = [row for row in self._membership.latest() if row["number"] != member["number"]]
         if others and all(row["has_finished"] and row["state"] == "left" for row in others):
             raise Refusal(
-                "over",
-                "the other clusters have finished this run, and the averages since this one was "
-                "here last are not kept",
-                "their model is the run's; with a larger max_steps on all clusters it goes on",
+                FINISHED,
+                f"{FINISHED_WHAT}, and the averages since this one was here last are not kept",
+                FINISHED_FIX,
             )
         return StateAnswer(state=None)
 

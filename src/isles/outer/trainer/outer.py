@@ -314,6 +314,7 @@ class Outer:
                 if coordinator is not None:
                     coordinator.report()
             looks += 1
+            self._record_status(progresses=False)
             commands, is_late = list[Command](), False
             if coordinator is not None:
                 began = time.monotonic()
@@ -349,7 +350,7 @@ class Outer:
 
     # Records.
 
-    def _record_status(self) -> None:
+    def _record_status(self, *, progresses: bool = True) -> None:
         # The part of status.json; seldom, save after an average and at the end.
         now, coordinator = time.monotonic(), self._coordinator
         if coordinator is None or now - self._recorded_at < _STATUS_EVERY_S:
@@ -360,6 +361,7 @@ class Outer:
         total_s = clock.exposed_s + clock.hidden_s
         kept = ("outer_step", "step", "mode", "weights", "refused", "norm", "digest", "at")
         self._recorder.update(
+            progresses=progresses,
             outer={
                 "outer_step": exchange.version,
                 "round": exchange.version // exchange.num_fragments,
@@ -377,5 +379,5 @@ class Outer:
                 "hidden_s": clock.hidden_s,
                 "hidden_share": clock.hidden_s / total_s if total_s else None,
                 "last_outer_step": None if row is None else {name: row[name] for name in kept},
-            }
+            },
         )

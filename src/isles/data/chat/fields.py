@@ -1,0 +1,352 @@
+"""Fields of a conversation: the form in which a template takes them, and those that it leaves out.
+
+Both are found by probes: a mark in the place of a value, which the template writes or does not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import product
+from typing import Any, Literal, NamedTuple
+
+from isles.data.sources.rows import EMPTY, Chat, Message
+
+FIXED_DAY = datetime(2024, 7, 26)
+"""The day that templates are given: the tokens of a run must not change overnight. Llama's
+templates fall back on it."""
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names of a thought before an answer; transformers gives a template all of them."""
+
+
+class TemplateRefusal(Exception):
+    """The template does not render these messages; the text is its own.
+
+    Args:
+        ignore: the field that `data.sources.ignore_fields` can name so that the row is trained
+            without it; "" if that would not help.
+    """
+
+    def __init__(self, what: str, ignore: str = "") -> None:
+        super().__init__(what)
+        self.ignore = ignore
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a template takes calls and results of tools.
+
+    Args:
+        arguments: an object, or JSON text.
+        empty: the content beside calls if there is none; "missing": without the key.
+        results: a result that is not text stays an object, or becomes JSON text.
+    """
+
+    arguments: Literal["object", "text"] = "object"
+    empty: Literal["", "missing"] | None = ""
+    results: Literal["object", "text"] = "text"
+
+
+def kind_of(chat: Chat) -> object:
+    """The kinds of calls and results in a conversation, for which one form is found.
+
+    None: it has neither.
+    """
+    kinds = set()
+    for message in chat.messages:
+        if calls := message.get("tool_calls"):
+            has_arguments = any("arguments" in call["function"] for call in calls)
+            kinds.add((message["role"], bool(message["content"]), has_arguments))
+        elif not isinstance(message["content"], str):
+            kinds.add((message["role"], True, False))
+    return frozenset(kinds) or None
+
+
+def in_form(chat: Chat, form: CallForm) -> Chat:
+    """The conversation with its calls and results in this form."""
+    return replace(chat, messages=[_in_form(message, form) for message in chat.messages])
+
+
+def _in_form(message: Message, form: CallForm) -> Message:
+    content = message["content"]
+    if not isinstance(content, str) and form.results == "text":
+        message = {**message, "content": _as_text(content)}
+    if not (calls := message.get("tool_calls")):
+        return message
+    functions = [dict(call["function"]) for call in calls]
+    for function in functions:
+        if "arguments" in function:
+            change = _as_text if form.arguments == "text" else _as_object
+            function["arguments"] = change(function["arguments"])
+    changed = [{**call, "function": f} for call, f in zip(calls, functions, strict=True)]
+    message = {**message, "tool_calls": changed}
+    if not content:
+        message["content"] = form.empty
+        if form.empty == "missing":
+            del message["content"]
+    return message
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _as_object(value: Any) -> Any:
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):  # else the template is given the text as it is
+            return json.loads(value)
+    return value
+
+
+def find_form(chat: Chat, render: Callable[[Chat], str]) -> CallForm:
+    """The first form in which the template writes the calls and results of a conversation.
+
+    TemplateRefusal: it takes none, leaves a call out in all of them, or writes objects as Python.
+
+    Args:
+        render: makes the text of a conversation; raises TemplateRefusal.
+    """
+    mark = unused_mark(str(chat.messages))
+    name, key, value, at, result = (f"{mark}{part}" for part in "nkvrs")
+    messages, wanted = list(chat.messages), list[tuple[str, str]]()
+    for index, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            changed = []
+            for number, call in enumerate(calls):
+                one = f"{name}{index}q{number}q"
+                function = {**call["function"], "name": one}
+                wanted.append((one, f"the call of {call['function']['name']} in message {index}"))
+                if "arguments" in function:
+                    function["arguments"] = {f"{key}{one}": f"{value}{one}"}
+                    what = f"arguments of {call['function']['name']} in message {index}"
+                    wanted += [(f"{key}{one}", what), (f"{value}{one}", what)]
+                changed.append({**call, "function": function})
+            messages[index] = {**message, "tool_calls": changed}
+        elif not isinstance(message["content"], str):
+            messages[index] = {**message, "content": {at: f"{result}{index}q"}}
+            wanted.append((f"{result}{index}q", f"the result in message {index}"))
+    probe = replace(chat, messages=messages)
+    refusals = list[TemplateRefusal]()
+    for results, empty, arguments in product(("object", "text"), ("", None, "missing"), _FORMS):
+        form = CallForm(arguments, empty, results)  # type: ignore[arg-type]
+        try:
+            text = render(in_form(probe, form))
+        except TemplateRefusal as error:
+            refusals.append(error)
+            continue
+        lost = [what for part, what in wanted if part not in text]
+        is_odd = f"'name': '{name}" in text or any(
+            quote + part in text for part in (key, at) for quote in ("'", '\\"')
+        )
+        if not lost and not is_odd:
+            return form
+        if lost:
+            refusals.append(TemplateRefusal(f"it leaves out {lost[0]}", _CALLS))
+        else:
+            refusals.append(
+                TemplateRefusal("it writes the arguments of calls, or results, not as JSON", _CALLS)
+            )
+    # What it leaves out says more than an error, which may be that of another form.
+    own = [error for error in refusals if error.ignore] or refusals
+    # Without its calls, a message without text would say nothing.
+    says = all(message["content"] for message in chat.messages if "tool_calls" in message)
+    raise TemplateRefusal(str(own[0]), _CALLS if says else "")
+
+
+_FORMS = ("object", "text")
+_CALLS = "tool_calls"
+
+
+class _Field(NamedTuple):
+    # A value of a conversation: its place, and the name that a report gives it.
+    place: tuple[Any, ...]
+    name: str
+    role: str
+    value: Any
+
+
+class FieldProbe:
+    """Finds the fields of conversations that one template leaves out.
+
+    A field that was read once, in a message of the same role, is looked up in the text later; only
+    if its value is not there is the conversation rendered again.
+    """
+
+    def __init__(self) -> None:
+        self._read = set[tuple[str, str]]()
+        self._never = set[tuple[str, str]]()
+        self._writes_thoughts: dict[str, bool] = {}
+
+    def check(
+        self,
+        chat: Chat,
+        text: str,
+        render: Callable[[Chat], str],
+        is_named: Callable[[str], bool],
+    ) -> Sequence[str]:
+        """The fields of a conversation that its text does not depend on.
+
+        TemplateRefusal: among them is what somebody says, a call, a thought or the tools.
+
+        Args:
+            text: the text that the template has made of it.
+            render: makes the text of a changed conversation; raises TemplateRefusal.
+            is_named: whether a name is anywhere in the template.
+        """
+        unread, doubtful, place = set[str](), list[_Field](), 0
+        for index, message in enumerate(chat.messages):
+            content, role = message["content"], message["role"]
+            if type(content) is str and (said := content.strip()):
+                found = text.find(said, place)
+                if found >= 0:
+                    place = found + len(said)
+                if (role, _CONTENT) not in self._read or (found < 0 and said not in text):
+                    doubtful.append(_Field(("messages", index, "content"), _CONTENT, role, said))
+            if len(message) > 2:
+                for field in _more_fields(index, message):
+                    self._sort(field, text, unread, doubtful)
+        for field in _fields_of_tools(chat.tools or ()):
+            self._sort(field, text, unread, doubtful)
+        if doubtful:
+            unread |= self._probe(doubtful, chat, text, render, is_named)
+        return sorted(unread)
+
+    def _sort(self, field: _Field, text: str, unread: set[str], doubtful: list[_Field]) -> None:
+        key = field.role, field.name
+        if key in self._never:
+            unread.add(field.name)
+        elif key not in self._read or (
+            isinstance(field.value, str) and field.value.strip() not in text
+        ):
+            doubtful.append(field)
+
+    def _probe(
+        self,
+        doubtful: Sequence[_Field],
+        chat: Chat,
+        text: str,
+        render: Callable[[Chat], str],
+        is_named: Callable[[str], bool],
+    ) -> set[str]:
+        mark = unused_mark(text)
+        marks = [f"{mark}f{number}q" for number in range(len(doubtful))]
+        try:
+            changed = chat
+            for field, one in zip(doubtful, marks, strict=True):
+                changed = _replaced(changed, field.place, one)
+            together: str | None = render(changed)
+        except TemplateRefusal:
+            together = None  # it looks into a value: one after another
+        unread = set[str]()
+        for field, one in zip(doubtful, marks, strict=True):
+            rest = field.name.rpartition(".")[2]
+            try:
+                alone = together or render(_replaced(chat, field.place, one))
+                is_read = one in alone
+                if not is_read and field.name not in _TOLD:  # it may decide on other text
+                    is_read = render(_replaced(chat, field.place, None)) != text
+            except TemplateRefusal:
+                is_read = True
+            if is_read:
+                self._read.add((field.role, field.name))
+                if field.name == _CONTENT and field.role == "assistant" and field.value not in text:
+                    unread.add(f"parts of {_CONTENT}")
+                continue
+            if field.name in _TOLD:
+                self._judge_lost(field, chat, render)
+            elif not is_named(rest):
+                self._never.add((field.role, field.name))
+            unread.add(field.name)
+        return unread
+
+    def _judge_lost(self, field: _Field, chat: Chat, render: Callable[[Chat], str]) -> None:
+        # Refuse, unless it is a thought of a template that leaves out all but the last.
+        at = field.place[1]
+        if field.name == _CONTENT:
+            raise TemplateRefusal(f"it leaves out what the {field.role} says in message {at}")
+        if field.name in _NAMES_OF_TOOLS:
+            raise TemplateRefusal(f"it leaves out the tools, such as {field.value}", "tools")
+        if field.name == _NAME_OF_CALL:
+            says = chat.messages[at]["content"]
+            raise TemplateRefusal(
+                f"it leaves out the call of {field.value} in message {at}", _CALLS if says else ""
+            )
+        key = field.place[2]
+        if key not in self._writes_thoughts:
+            mark = unused_mark("")
+            asked = {"role": "user", "content": "Why?"}
+            answer = {"role": "assistant", "content": "So.", key: mark}
+            with suppress(TemplateRefusal):
+                text = render(replace(chat, messages=[asked, answer], tools=None))
+                self._writes_thoughts[key] = mark in text
+        if not self._writes_thoughts.get(key):
+            raise TemplateRefusal(f"it leaves out the {key} of message {at}", key)
+
+
+_CONTENT = "messages.content"
+_NAME_OF_CALL = "messages.tool_calls.function.name"
+_NAMES_OF_TOOLS = ("tools.name", "tools.function.name")
+_TOLD = frozenset(
+    (_CONTENT, _NAME_OF_CALL, *_NAMES_OF_TOOLS, *(f"messages.{name}" for name in THOUGHTS))
+)
+"""Fields that a row cannot be trained without."""
+
+
+def _more_fields(index: int, message: Message) -> Iterator[_Field]:
+    # Those beside role and content; of calls, those whose form was not probed.
+    role = message["role"]
+    for key, value in message.items():
+        if key in ("role", "content") or value in EMPTY:
+            continue
+        if key != "tool_calls":
+            yield _Field(("messages", index, key), f"messages.{key}", role, value)
+            continue
+        for number, call in enumerate(value):
+            place = ("messages", index, key, number)
+            for name, cell in call.items():
+                if name not in ("function", "type") and cell not in EMPTY:
+                    yield _Field((*place, name), f"messages.{key}.{name}", role, cell)
+            for name, cell in call["function"].items():
+                if name != "arguments" and cell not in EMPTY:
+                    what = f"messages.{key}.function.{name}"
+                    yield _Field((*place, "function", name), what, role, cell)
+
+
+def _fields_of_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[_Field]:
+    for number, tool in enumerate(tools):
+        for name, value in tool.items():
+            if name == "function" and isinstance(value, Mapping):
+                for key, cell in value.items():
+                    if cell not in EMPTY:
+                        place = ("tools", number, name, key)
+                        yield _Field(place, f"tools.function.{key}", "tools", cell)
+            elif name != "type" and value not in EMPTY:
+                yield _Field(("tools", number, name), f"tools.{name}", "tools", value)
+
+
+def _replaced(chat: Chat, place: tuple[Any, ...], value: object) -> Chat:
+    # The conversation with another value there; None: without it.
+    part, *rest = place
+    return replace(chat, **{part: _with(getattr(chat, part), rest, value)})
+
+
+def _with(parent: Any, place: Sequence[Any], value: object) -> Any:
+    key, *rest = place
+    if not rest and value is None:
+        return {name: cell for name, cell in parent.items() if name != key}
+    new = _with(parent[key], rest, value) if rest else value
+    if isinstance(parent, Mapping):
+        return {**parent, key: new}
+    return [*parent[:key], new, *parent[key + 1 :]]
+
+
+def unused_mark(text: str) -> str:
+    """Letters and digits that do not stand in a text."""
+    number = 0
+    while (mark := f"Zq{number}xJ7answerK4v") in text:
+        number += 1
+    return mark

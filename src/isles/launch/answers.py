@@ -1,0 +1,111 @@
+"""Answers of other programs and machines: parsed, and checked before isles uses them.
+
+Each answer has a dataclass with the keys that isles reads. `parse_answer` and `read_answer` drop
+all other keys, so that a newer program may print more.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Annotated, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from isles.errors import PreflightError
+from isles.run.nodes import Host
+from isles.run.records import MAX_LIST_BYTES, parse_record
+
+T = TypeVar("T")
+
+STARTED = "ISLES-STARTED "
+"""Begins the line that announces a run to the isles that asked for the start."""
+
+_Folder = Annotated[str, Field(pattern=r"^/\P{Cc}+$")]
+"""An absolute path without control characters."""
+
+_SHOWN_CHARS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A run that isles on another machine, or another process of isles, has started.
+
+    Args:
+        version: of that isles.
+        path: the run directory on that machine.
+        ssh: the machine that has the run directory, if it is a third one; else empty.
+        elsewhere: the run directory on the other hosts; empty: `path`.
+        home: HOME of the process that has started the run; only SkyPilot needs it.
+    """
+
+    version: str
+    path: _Folder
+    attempt: Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+    ssh: Host = ""
+    elsewhere: Annotated[str, Field(pattern=r"^([/~]\P{Cc}*)?$")] = ""
+    home: _Folder | None = None
+
+    def line(self) -> str:
+        """The line to print, which `read_started` parses."""
+        return STARTED + json.dumps(asdict(self))
+
+
+def read_started(line: str, *, where: str, fix: str) -> Announced:
+    """Parse a line with `STARTED`. PreflightError: isles cannot use it."""
+    text, by = line.partition(STARTED)[2], "isles there"
+    return read_answer(Announced, text, by=by, where=where, fix=fix, id="start.failed")
+
+
+def parse_answer(kind: type[T], text: str) -> T:
+    """Parse JSON that another program or machine has printed.
+
+    Args:
+        kind: a dataclass, or another type that pydantic checks.
+
+    Raises:
+        ValueError: it is not JSON, is nested too deeply, or a key has an odd value.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(parse_record(text, MAX_LIST_BYTES))
+    except json.JSONDecodeError:
+        raise ValueError("it is not JSON") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))[:_SHOWN_CHARS]
+        if first["type"] == "missing":
+            raise ValueError(f"it has no {key}") from None
+        if not key:
+            raise ValueError("it has another form") from None
+        raise ValueError(f"its {key} is {_short(first['input'])}, which is not valid") from None
+
+
+def read_answer(kind: type[T], text: str, *, by: str, where: str, fix: str, id: str) -> T:
+    """Parse an answer as `parse_answer`.
+
+    Args:
+        by: the program that has answered, for the message.
+        where, fix, id: of the error.
+
+    Raises:
+        PreflightError: isles cannot use the answer.
+    """
+    try:
+        return parse_answer(kind, text)
+    except ValueError as error:
+        raise PreflightError(
+            f"isles cannot use the answer of {by}, {_short(text.strip())}: {error}",
+            where=where,
+            fix=fix,
+            id=id,
+        ) from None
+
+
+def _short(value: object) -> str:
+    # `repr` of a list may be as long and as deep as the answer.
+    if isinstance(value, dict | list):
+        return "{…}" if isinstance(value, dict) else "[…]"
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

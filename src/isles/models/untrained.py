@@ -1,0 +1,91 @@
+"""What an adapter cannot teach: weights that it does not reach, and tokens without a meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from isles.config.sections.model import AdapterConfig, ModelConfig
+from isles.models.adapter import base_name
+from isles.models.fill import weights_folder
+
+_LEAST_SHARE = 0.1
+"""Smaller parts of a model's weights that no adapter reaches are not named."""
+
+_TINY = 0.2
+"""A row is untrained if it is shorter than this share of the median row."""
+
+_COMPARED = 1024
+"""Rows of the vocabulary, evenly spread, whose lengths make the median."""
+
+
+def beyond_adapter(model: nn.Module) -> tuple[float, list[str]]:
+    """The share of a model's weights in stacks of matrices, which get no adapter; and their names.
+
+    A mixture holds all experts of a layer in one tensor, which is not a linear layer.
+    """
+    sizes = {name: p.numel() for name, p in model.named_parameters() if base_name(name) is not None}
+    stacks = [n for n, p in model.named_parameters() if p.ndim > 2 and not p.requires_grad]
+    share = sum(sizes.get(name, 0) for name in stacks) / max(1, sum(sizes.values()))
+    names = dict.fromkeys(".".join(name.split(".")[-2:]) for name in stacks)
+    return (share, list(names)) if share > _LEAST_SHARE else (0.0, [])
+
+
+def never_trained(
+    model: Any,
+    config: ModelConfig,
+    adapter: AdapterConfig,
+    ids: Iterable[int],
+    added: Iterable[int],
+) -> dict[str, list[int]]:
+    """Tokens whose row of the embedding or the head looks as if it was never trained.
+
+    Such a row is zero, or far shorter than others, or equal to another one.
+
+    Args:
+        model: with its adapter.
+        ids: tokens that are asked about.
+        added: other tokens whose rows may be equal to theirs.
+
+    Returns:
+        The tokens for each of the modules `embed_tokens` and `lm_head`, as the model names them. A
+        module that is trained, or that the files hold otherwise, is left out.
+    """
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = {id(module): name for name, module in model.named_modules() if name}
+    folder, where = weights_folder(config.name_or_path)
+    found: dict[str, list[int]] = {}
+    for module in ends:
+        name = base_name(f"{names.get(id(module), '')}.weight") or ""
+        short = name.removesuffix(".weight").rpartition(".")[2]
+        prefix = f"{model.base_model_prefix}."
+        known = next((n for n in (name, name.removeprefix(prefix)) if n in where), None)
+        is_trained = short in adapter.modules_to_save or short in adapter.target_modules
+        if known is None or is_trained:
+            continue
+        with safe_open(folder / where[known], "pt") as reader:
+            saved = reader.get_slice(known)
+            size = saved.get_shape()[0]
+            asked = sorted({i for i in ids if 0 <= i < size})
+            spread = np.linspace(0, size - 1, min(size, _COMPARED)).astype(int).tolist()
+            others = sorted({i for i in (*added, *spread) if 0 <= i < size})
+            rows = {i: saved[i : i + 1][0].float() for i in {*asked, *others}}
+        if bad := _untrained(rows, asked, spread):
+            found[short] = bad
+    return found
+
+
+def _untrained(rows: dict[int, Tensor], asked: list[int], spread: list[int]) -> list[int]:
+    least = _TINY * float(torch.stack([rows[i].norm() for i in spread]).median())
+    seen: dict[bytes, int] = {}
+    for row in rows.values():
+        key = row.numpy().tobytes()
+        seen[key] = seen.get(key, 0) + 1
+    return [
+        i for i in asked if float(rows[i].norm()) <= least or seen[rows[i].numpy().tobytes()] > 1
+    ]

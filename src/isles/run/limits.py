@@ -1,0 +1,102 @@
+"""Memory and cores that this process may use: of its machine and of its control groups.
+
+A container, a job of a queue and a user's session have control groups with limits of their own. The
+limits of all groups above a process hold too. Source: Linux, Documentation/admin-guide/
+cgroup-v2.rst and cgroup-v1/.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+_V1_CACHE = "total_inactive_file"
+CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Main memory of this process's container, job or machine, bytes."""
+
+    total: int
+    available: int
+
+
+def memory() -> Memory:
+    """Main memory within every limit that holds for this process."""
+    machine = psutil.virtual_memory()
+    total, available = machine.total, machine.available
+    for folder, is_v2 in cgroup_folders("memory"):
+        limit = _number(folder / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
+        if limit is None or limit >= machine.total:
+            continue
+        used = _number(folder / ("memory.current" if is_v2 else "memory.usage_in_bytes")) or 0
+        # The kernel gives up the cache of files before it kills.
+        cache = read_words(folder / "memory.stat").get("inactive_file" if is_v2 else _V1_CACHE, 0)
+        total = min(total, limit)
+        available = min(available, limit - max(0, used - cache))
+    return Memory(total, max(0, available))
+
+
+def cores() -> int:
+    """Cores that this process and its children may keep busy; see also `env.usable_cores`."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    found = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    for folder, is_v2 in cgroup_folders("cpu"):
+        if is_v2:
+            words = _read(folder / "cpu.max").split()
+            quota, period = (
+                (_whole(words[0]), _whole(words[1])) if len(words) == 2 else (None, None)
+            )
+        else:
+            quota, period = (_number(folder / f"cpu.cfs_{n}_us") for n in ("quota", "period"))
+        if quota and period and quota > 0:
+            found = min(found, quota // period)
+    return max(1, found)
+
+
+def cgroup_folders(controller: str) -> Iterator[tuple[Path, bool]]:
+    """The folder of this process's control group and those above it, if they can be seen here, and
+    whether they are of version 2.
+
+    In a container the paths in /proc may be those of the host: then only the root, which is the
+    container's own group, can be seen.
+    """
+    for line in _read(OWN).splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, inside = rest.partition(":")
+        is_v2 = number == "0" and not controllers
+        if not is_v2 and controller not in controllers.split(","):
+            continue
+        root = CGROUPS if is_v2 else CGROUPS / controller
+        path = PurePosixPath(inside.lstrip("/"))
+        for each in (path, *path.parents):
+            if ".." not in each.parts and (root / each).is_dir():
+                yield root / each, is_v2
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError, ValueError):
+        return path.read_text()
+    return ""
+
+
+def _whole(text: str) -> int | None:
+    with suppress(ValueError):
+        return int(text)
+    return None  # "max"
+
+
+def _number(path: Path) -> int | None:
+    return _whole(_read(path).strip())
+
+
+def read_words(path: Path) -> dict[str, int]:
+    """A file of names and numbers, as the kernel writes them; empty if it cannot be read."""
+    rows = (line.split() for line in _read(path).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}

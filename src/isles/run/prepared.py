@@ -1,0 +1,222 @@
+"""Prepared tokens in a cache folder: their names, who uses them, and the removal of old ones.
+
+`tokens-NEAR-CONTENT` is a folder of them. NEAR names what is cheap to see: how the rows are made
+into tokens, and the kinds and sizes of the files. CONTENT is a hash of all bytes of the files.
+`.known-KEY.UID` holds the CONTENT of files that a user has prepared or compared before, by their
+paths, sizes and times of change, so that they are not read again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from isles.config.foreign import open_regular
+from isles.errors import PreflightError
+from isles.run.entry import is_own, open_own_file
+from isles.run.process import ProcessId
+from isles.run.records import MAX_LIST_BYTES, read_record, write_text_atomic
+
+log = logging.getLogger(__name__)
+
+TOKENS, MANIFEST = "tokens.bin", "manifest.json"
+
+_FOLDER = re.compile(r"tokens-[0-9a-f]{32}(-[0-9a-f]{32})?")
+"""A folder of an earlier version has no CONTENT."""
+_CONTENT = re.compile(r"[0-9a-f]{32}")
+
+
+def temporary_beside(folder: Path, kind: str = "new") -> Path:
+    """A name next to a folder that has its owner's process in it, for `remove_stale`."""
+    process = ProcessId.of(os.getpid())
+    owner = f"{process.host}@{process.pid}@{process.started}"
+    return folder.with_name(f".tmp-{kind}-{folder.name}@{owner}")
+
+
+def remove_stale(folder: Path, *, locked: bool) -> None:
+    """Remove the temporary folders that dead processes of this user left next to a folder.
+
+    Args:
+        locked: no other process of this user makes the folder now. The temporary folders from other
+            machines are then removed too.
+    """
+    for entry in _stale(folder, locked=locked):
+        log.info("removing leftovers=%s", entry)
+        shutil.rmtree(entry, ignore_errors=True)
+
+
+def _stale(folder: Path, *, locked: bool) -> Iterator[Path]:
+    for entry in folder.parent.glob(".tmp-*"):
+        parts = re.fullmatch(
+            r"\.tmp-[a-z]+-(.+?)@(.+)@(\d{1,10})@(\d{1,20}(?:\.\d{1,20})?)", entry.name
+        )
+        if parts is None:
+            continue
+        owner = ProcessId(parts[2], int(parts[3]), float(parts[4]))
+        stale = not owner.is_alive() if owner.is_here() else locked and parts[1] == folder.name
+        if stale and is_own(entry):
+            yield entry
+
+
+def known_content(cache_dir: Path, key: str) -> str | None:
+    """The CONTENT that this user has noted for a key; None: nothing, or nothing sound."""
+    try:
+        with open_regular(_known(cache_dir, key), os.O_NOFOLLOW) as stream:
+            text = stream.read(64).decode("ascii", "replace")
+    except (OSError, ValueError):
+        return None
+    return text if _CONTENT.fullmatch(text) else None
+
+
+def note_use(folder: Path, key: str) -> None:
+    """Note that a folder is used now, by files that are found again by this key.
+
+    Nothing is noted if the cache cannot be written.
+    """
+    content = folder.name.rpartition("-")[2]
+    with suppress(OSError):
+        if known_content(folder.parent, key) == content:
+            os.utime(_known(folder.parent, key))
+        else:
+            write_text_atomic(_known(folder.parent, key), content, durable=False)
+    with suppress(OSError):  # another user's
+        os.utime(folder)
+
+
+def _known(cache_dir: Path, key: str) -> Path:
+    return cache_dir / f".known-{key}.{os.geteuid()}"
+
+
+def hold(handle: int) -> None:
+    """Show that the file TOKENS is in use, for as long as it is open or mapped.
+
+    ValueError: it is being removed.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{TOKENS} is being removed") from None
+    except OSError:
+        pass  # no locks on this disk: `prune` leaves its folders alone
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A folder of prepared tokens.
+
+    Args:
+        name: of its source, when it was prepared.
+        used_at: when a run or a command has last begun to use it, seconds since the epoch.
+        kept: why it cannot be removed; "" if it can.
+    """
+
+    folder: Path
+    name: str
+    size_bytes: int
+    used_at: float
+    kept: str
+
+
+def prepared_in(cache_dir: Path) -> list[Prepared]:
+    """The folders of prepared tokens in a cache, the one that was used last first."""
+    used: dict[str, float] = {}
+    for known in cache_dir.glob(".known-*"):
+        with suppress(OSError, ValueError):
+            content = known.read_text("ascii")[:64]
+            used[content] = max(used.get(content, 0.0), known.stat().st_mtime)
+    found = []
+    for folder in cache_dir.glob("tokens-*"):
+        if not _FOLDER.fullmatch(folder.name) or folder.is_symlink():
+            continue
+        with suppress(OSError):
+            size = sum(file.stat().st_size for file in folder.iterdir())
+            used_at = max(folder.stat().st_mtime, used.get(folder.name.rpartition("-")[2], 0.0))
+            facts = read_record(folder / MANIFEST, MAX_LIST_BYTES) or {}
+            found.append(
+                Prepared(folder, f"{facts.get('name', '?')}", size, used_at, _kept(folder))
+            )
+    return sorted(found, key=lambda each: (-each.used_at, each.folder.name))
+
+
+def _kept(folder: Path) -> str:
+    try:
+        with _alone(folder):
+            return ""
+    except PreflightError:
+        return "another user's"
+    except BlockingIOError:
+        return "in use"
+    except FileNotFoundError:
+        return "" if is_own(folder) else "another user's"  # damaged
+    except OSError as error:
+        return f"not known whether it is in use: {error.strerror}"
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    # No process uses the folder, and none begins to within the block. UserError: it belongs to
+    # another user; BlockingIOError: it is in use; other OSError: it cannot be known.
+    with open_own_file(folder / TOKENS, os.O_RDWR) as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def remove(folder: Path) -> str:
+    """Remove a folder of prepared tokens that nothing uses. Gives why not; "" if it is gone."""
+    old = temporary_beside(folder, "old")
+    try:
+        if (folder / TOKENS).exists():
+            with _alone(folder):
+                folder.rename(old)
+        else:
+            folder.rename(old)
+        shutil.rmtree(old)
+    except (OSError, PreflightError) as error:
+        return _kept(folder) or f"{error}"
+    return ""
+
+
+def sweep(cache_dir: Path) -> None:
+    """Remove what belongs to no folder any more: notes, locks, and leftovers of dead processes."""
+    names = [folder.name for folder in cache_dir.glob("tokens-*")]
+    contents = {name.rpartition("-")[2] for name in names}
+    for known in cache_dir.glob(f".known-*.{os.geteuid()}"):
+        with suppress(OSError, ValueError):
+            if known.read_text("ascii")[:64] not in contents:
+                known.unlink()
+    for lock in cache_dir.glob(f".tokens-*.{os.geteuid()}.lock"):
+        stem = lock.name[1:].partition(".")[0]
+        if any(name.startswith(stem) for name in names):
+            continue
+        with suppress(OSError, PreflightError), open_own_file(lock, os.O_RDWR) as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.unlink()
+    remove_stale(cache_dir / "tokens", locked=False)
+
+
+def doomed(
+    found: list[Prepared], unused_s: float, max_bytes: float | None, now: float | None = None
+) -> list[Prepared]:
+    """Which folders to remove, the one that was used last first.
+
+    Those that nobody has used for so long; and the longest unused ones of the rest, until all that
+    stay have at most `max_bytes`.
+    """
+    now = time.time() if now is None else now
+    size, gone = 0.0, []
+    for each in found:
+        is_old = now - each.used_at > unused_s
+        is_large = max_bytes is not None and size + each.size_bytes > max_bytes
+        if not each.kept and (is_old or is_large):
+            gone.append(each)
+        else:
+            size += each.size_bytes
+    return gone

@@ -1,0 +1,98 @@
+"""The length of a run: checked when the data is known, and judged by the loss at the end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from isles.config.resolve import Resolved
+from isles.config.rules.training import schedule_rules
+from isles.config.sections.run import RunConfig
+from isles.config.sections.training import length_in_steps, warmup_in_steps
+from isles.errors import ConfigError, ConfigErrors
+from isles.run.checkpoints import CheckpointInfo
+
+log = logging.getLogger(__name__)
+
+_FEW_STEPS = 20
+"""A run of fewer steps, if its length is in epochs, is named at the start."""
+
+_LEAST_FALL = 0.01
+"""Share of the loss by which it must fall for a run to count as one that has learned."""
+
+
+def run_length(
+    resolved: Resolved,
+    samples_per_epoch: int,
+    resume_from: CheckpointInfo | None,
+    note: Callable[[str], None],
+) -> int | None:
+    """The length of a run in steps; None: it is a time.
+
+    Args:
+        resolved: the run.
+        samples_per_epoch: training samples in one pass over the data.
+        resume_from: the checkpoint that the run goes on from.
+        note: takes a line for the user if epochs make few steps.
+
+    Raises:
+        ConfigErrors: the warm-up or the decay is longer than the run.
+    """
+    training, origins = resolved.config.training, resolved.origins
+    done = {"step": 0, "samples": 0} if resume_from is None else resume_from.manifest
+    step, cursor = int(done["step"]), int(done["samples"])
+    steps = length_in_steps(training, samples_per_epoch, step=step, cursor=cursor)
+    if issues := [*schedule_rules(training, steps)]:
+        places = (f"{origins[issue.keys[0]]} {issue.keys[0]}" for issue in issues)
+        raise ConfigErrors(
+            [
+                ConfigError(issue.what, where=place, fix=issue.fix)
+                for issue, place in zip(issues, places, strict=True)
+            ]
+        )
+    if steps is None:
+        return None
+    warmup = warmup_in_steps(training, steps)
+    log.info("length steps=%d warmup=%d samples_per_epoch=%d", steps, warmup, samples_per_epoch)
+    if training.max_steps is None and steps < _FEW_STEPS:
+        note(
+            f"the run has {steps} step{'s' * (steps > 1)}: num_train_epochs "
+            f"{training.num_train_epochs:g} of {samples_per_epoch} "
+            f"sample{'s' * (samples_per_epoch > 1)}, global_batch_size "
+            f"{training.global_batch_size}. A model seldom learns in fewer than {_FEW_STEPS} "
+            "steps: lower training.global_batch_size, or raise training.num_train_epochs"
+        )
+    return steps
+
+
+def unmoved(
+    config: RunConfig, losses: Sequence[tuple[int, Any, Any]], evals: Sequence[tuple[int, Any, Any]]
+) -> str:
+    """A note if the loss of a whole run fell by less than `_LEAST_FALL`; otherwise empty.
+
+    The validation loss decides if there are two: its samples are always the same ones. Otherwise
+    the means of the first and last tenth of the training losses decide.
+
+    Args:
+        config: the run file.
+        losses, evals: step, loss and another figure of recorded steps and evaluations.
+    """
+    if all(source.type == "fake" for source in config.data.sources):
+        return ""  # nobody can learn random tokens
+    name, points = ("validation", evals) if len(evals) > 1 else ("training", losses)
+    found = [(step, loss) for step, loss, _ in points if isinstance(loss, float)]
+    if len(found) < 2 or found[0][0] == found[-1][0]:
+        return ""
+    count = 1 if name == "validation" else max(1, len(found) // 10)
+    first = sum(loss for _, loss in found[:count]) / count
+    last = sum(loss for _, loss in found[-count:]) / count
+    if last < first * (1 - _LEAST_FALL):
+        return ""
+    verb = "rose" if last > first * (1 + _LEAST_FALL) else f"did not move by {_LEAST_FALL:.0%}"
+    return (
+        f"the {name} loss {verb}: {first:.4f} at step {found[0][0]}, {last:.4f} at step "
+        f"{found[-1][0]}. The model has learned little or nothing: give it more steps (a larger "
+        "training.num_train_epochs or max_steps, a smaller training.global_batch_size), or change "
+        f"training.learning_rate ({config.training.learning_rate:g})"
+    )

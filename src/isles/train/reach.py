@@ -1,0 +1,68 @@
+"""What the data asks of an adapter, and what the adapter cannot change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from isles.config.sections.run import RunConfig
+from isles.data.mix import Dataset
+from isles.dist.batch import IGNORE_INDEX
+from isles.models.untrained import beyond_adapter, never_trained
+
+_SAMPLES = 256
+"""Samples in which tokens are looked for."""
+
+_SHOWN = 8
+
+
+def adapter_notes(
+    config: RunConfig, model: Any, tokenizer: Any, training: Dataset
+) -> Iterator[str]:
+    """Lines for the user about what this run cannot learn with its adapter. Of one rank.
+
+    A stream is not read, as it can be read only once.
+    """
+    share, names = beyond_adapter(model)
+    if names:
+        yield (
+            f"the adapter reaches no expert: {', '.join(names)} hold {share:.0%} of the model's "
+            "weights in stacks of matrices, which are not linear layers, and stay as they are. "
+            "adapter.type: none trains them"
+        )
+    if config.data.streaming or tokenizer is None:
+        return
+    ids = _tokens(training)
+    untrained = never_trained(
+        model, config.model, config.adapter, ids, tokenizer.added_tokens_decoder
+    )
+    if not untrained:
+        return
+    every = sorted({i for found in untrained.values() for i in found})
+    shown = ", ".join(tokenizer.convert_ids_to_tokens(every[:_SHOWN]))
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        fix = (
+            "use a base that knows them (its -Instruct model), or another "
+            "tokenizer.chat_template, or adapter.type: none"
+        )
+    else:
+        fix = f"add adapter.modules_to_save: [{', '.join(untrained)}]"
+    yield (
+        f"the data uses {shown}{more}, which the base has never trained: the row in "
+        f"{' and '.join(untrained)} is zero, tiny or equal to another token's, and the adapter "
+        f"does not change it, so that the model may never write the token; {fix}"
+    )
+
+
+def _tokens(training: Dataset) -> list[int]:
+    # Tokens that the first samples read or train on, without padding.
+    count = min(_SAMPLES, training.num_samples)
+    rows = training.rows(np.arange(count))
+    lengths = training.lengths(np.arange(count)).reshape(-1)
+    is_read = np.arange(rows.input_ids_BT.shape[1]) < lengths[:, None]
+    targets = rows.targets_BT[rows.targets_BT != IGNORE_INDEX]
+    found: list[int] = np.unique(np.concatenate([rows.input_ids_BT[is_read], targets])).tolist()
+    return found

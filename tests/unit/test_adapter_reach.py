@@ -1,0 +1,120 @@
+"""What an adapter cannot learn is named at the start."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
+
+from isles.config.sections.model import AdapterConfig, ModelConfig
+from isles.data.mix import build_datasets
+from isles.models.adapter import import_peft
+from isles.models.build import build_empty_model
+from isles.train.reach import adapter_notes
+from tests.data import quiet, write_rows
+from tests.run_files import load
+from tests.small_models import small_model
+from tests.unit.test_models import make_base
+
+RUN = """\
+name: a
+model: {name_or_path: ./base}
+adapter: {type: lora}
+data: {sources: [{path: rows.jsonl, type: chat}], seq_length: 32, validation_fraction: 0}
+training: {max_steps: 1}
+"""
+START, END = "<|im_start|>", "<|im_end|>"
+
+
+@pytest.fixture(autouse=True)
+def _peft() -> None:
+    """Imported before there is data: records of what it logs keep the frames that import it."""
+    import_peft(AdapterConfig(type="lora"))
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Of 64 tokens: the last two begin and end a turn."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = {f"w{number}": number for number in range(62)} | {START: 62, END: 63}
+    made = Tokenizer(WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = Whitespace()
+    found = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="w2")
+    found.add_special_tokens({"additional_special_tokens": [START, END]})
+    found.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|> ' + m.role + ' ' + m.content + ' <|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|> assistant ' }}{% endif %}"
+    )
+    return found
+
+
+def notes(folder: Path, tokenizer: PreTrainedTokenizerFast, *values: str) -> list[str]:
+    """What is said at the start of a run of the base in this folder."""
+    turns = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w7"}]
+    rows = write_rows(folder / "rows.jsonl", [{"messages": turns}] * 3)
+    config = load(folder, RUN, f"data.sources=[{{path: {rows}, type: chat}}]", *values).config
+    base = ModelConfig(name_or_path=str(folder / "base"), init="pretrained")
+    model = build_empty_model(base, dtype=torch.float32, vocab_size=None, adapter=config.adapter)
+    config = config.model_copy(update={"model": base})
+    training, _ = build_datasets(config.data, tokenizer, folder / "cache", seed=0, progress=quiet)
+    return list(adapter_notes(config, model, tokenizer, training))
+
+
+def set_rows(folder: Path, change: str, name: str) -> None:
+    file = folder / "base" / "model.safetensors"
+    tensors = load_file(file)
+    rows = tensors[name]
+    match change:
+        case "zero":
+            rows[62:64] = 0
+        case "equal":
+            rows[62:64] = rows.mean(0) + 1
+        case "equal to a token that is not used":
+            rows[63] = rows[11]
+        case "tiny":
+            rows[63] *= 0.01
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("change", ["zero", "equal", "equal to a token that is not used", "tiny"])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_turn_tokens_that_nobody_trained_are_named(change, name, tokenizer, tmp_path):
+    make_base(tmp_path / "base", pad_token_id=None)
+    assert notes(tmp_path, tokenizer) == []
+    set_rows(tmp_path, change, name)
+    module = name.split(".")[-2]
+    (text,) = notes(tmp_path, tokenizer)
+    assert re.search(rf"<\|im_end\|>.*never trained.*modules_to_save: \[{module}\]", text)
+    assert (START in text) == (change in ("zero", "equal"))
+    assert notes(tmp_path, tokenizer, f"adapter.modules_to_save=[{module}]") == []
+
+
+def test_a_head_that_is_the_embedding_gets_another_fix(tokenizer, tmp_path):
+    make_base(tmp_path / "base", tie_word_embeddings=True, pad_token_id=None)
+    set_rows(tmp_path, "zero", "model.embed_tokens.weight")
+    (text,) = notes(tmp_path, tokenizer)
+    assert END in text and "modules_to_save" not in text and "adapter.type: none" in text
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
+def test_experts_that_get_no_adapter_are_named(kind, tokenizer, tmp_path):
+    make_base(tmp_path / "base", kind, pad_token_id=None)
+    (text,) = notes(tmp_path, tokenizer)
+    assert "reaches no expert" in text and "experts.gate_up_proj, experts.down_proj" in text
+    sizes = {n: p.numel() for n, p in small_model(kind).named_parameters()}
+    share = sum(size for n, size in sizes.items() if "experts." in n) / sum(sizes.values())
+    assert f"{share:.0%}" in text
+
+
+def test_other_models_get_an_adapter_everywhere(tokenizer, tmp_path):
+    for kind in ("llama", "qwen3", "gpt_neox"):
+        make_base(tmp_path / kind, kind, pad_token_id=None).rename(tmp_path / "base")
+        assert notes(tmp_path, tokenizer) == []
+        (tmp_path / "base").rename(tmp_path / f"{kind}-done")

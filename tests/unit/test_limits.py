@@ -1,0 +1,117 @@
+"""Memory, cores and threads as the container or the job has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from isles.check.checks.machine import machine
+from isles.check.plan import NodePlan
+from isles.plan.find import find_machines
+from isles.run import limits
+from isles.run.env import rank_defaults, usable_cores
+from tests.run_files import load
+
+ROOM = 1258291200
+RUN = """\
+model: {name_or_path: llama-2m, init: scratch}
+tokenizer: {train_vocab_size: 512}
+data: {sources: [{path: a.txt}]}
+training: {max_steps: 4}
+clusters: [{device: cpu}]
+"""
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes files of a control group, and puts this process into it."""
+    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
+    monkeypatch.setattr(limits, "OWN", tmp_path / "own")
+
+    def write(own: str, **files: str) -> None:
+        (tmp_path / "own").write_text(f"3:pids:/x\n{own}\n")
+        for name, text in files.items():
+            path = tmp_path / name.replace("__", "/").replace("-", ".")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    return write
+
+
+V1 = "memory__{}memory-limit_in_bytes", "memory__{}memory-usage_in_bytes"
+
+
+@pytest.mark.parametrize(
+    ("own", "limit", "used"),
+    [
+        ("0::/job_1", "job_1__memory-max", "job_1__memory-current"),  # a job without a namespace
+        ("0::/job_1/step_0", "job_1__memory-max", "job_1__memory-current"),  # set above the step
+        ("0::/", "memory-max", "memory-current"),  # a container
+        ("9:memory:/docker/1", *(text.format("") for text in V1)),  # paths of the host
+        ("9:cpu,memory:/x/job_2", *(text.format("x__") for text in V1)),
+    ],
+)
+def test_memory_is_the_least_of_the_groups(group: Any, own: str, limit: str, used: str) -> None:
+    cache = "anon 5\ninactive_file 100\ntotal_inactive_file 100\n"
+    folder = limit.rpartition("memory-")[0]
+    group(own, **{limit: f"{ROOM}\n", used: "1100\n", f"{folder}memory-stat": cache})
+    found = limits.memory()
+    assert found.total == ROOM and found.available == ROOM - 1000
+
+
+def test_no_limit_is_the_machine(group: Any) -> None:
+    group("0::/job_1", **{"job_1__memory-max": "max\n", "memory-max": f"{1 << 62}\n"})
+    assert limits.memory().total == psutil.virtual_memory().total
+    assert limits.cores() >= 1
+    limits.OWN.unlink()
+    assert limits.memory().total == psutil.virtual_memory().total
+
+
+def test_check_and_plan_take_it_from_there(group: Any, tmp_path: Path) -> None:
+    group("0::/job_1", **{"job_1__memory-max": f"{ROOM}", "job_1__memory-current": "0"})
+    run = load(tmp_path, RUN)
+    (found,) = find_machines(run, "", None, "")
+    assert found.hosts[0].memory_bytes == ROOM and found.devices[0].memory_bytes == ROOM
+    finding = next(f for f in machine(NodePlan(name="a1")) if f.id == "memory.free")
+    assert "of 1.2 GiB" in finding.text
+
+
+def test_threads_are_the_cores_of_the_job(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    group("0::/", **{"cpu-max": "max 100000"})
+    monkeypatch.setattr(limits.os, "sched_getaffinity", lambda _: set(range(16)))
+    job = {"SLURM_JOB_ID": "9", "SLURM_CPUS_ON_NODE": "8"}
+    step = {**job, "SLURM_STEP_ID": "0", "SLURM_CPUS_PER_TASK": "4"}
+    pbs = {"PBS_JOBID": "3.head", "NCPUS": "6", "OMP_NUM_THREADS": "6"}
+    for environ, cores in (({}, 16), (job, 8), (step, 4), (pbs, 6), ({**job, **step}, 4)):
+        assert usable_cores(environ) == cores
+        added = rank_defaults(device="cpu", nproc=2, interface=None, environ=environ)
+        assert added["OMP_NUM_THREADS"] == str(cores // 2)
+    batch = {**job, "SLURM_CPUS_PER_TASK": "2"}  # of each of four tasks in a job of the user
+    assert usable_cores(batch) == 8
+    own = {**pbs, "OMP_NUM_THREADS": "3"}  # the user's
+    assert rank_defaults(device="cpu", nproc=2, interface=None, environ=own) == {}
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        ("0::/pod", {"pod__cpu-max": "350000 100000"}),
+        ("0::/pod/c", {"cpu-max": "400000 100000", "pod__cpu-max": "300000 100000"}),
+        (
+            "4:cpu,cpuacct:/p",
+            {"cpu__cpu-cfs_quota_us": "300000", "cpu__cpu-cfs_period_us": "100000"},
+        ),
+    ],
+)
+def test_a_quota_of_processor_time_counts(
+    group: Any, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str]
+) -> None:
+    monkeypatch.setattr(limits.os, "sched_getaffinity", lambda _: set(range(16)))
+    group(own, **files)
+    assert usable_cores({}) == 3
+    plan = NodePlan(name="a1", nproc=2)
+    finding = next(f for f in machine(plan) if f.id == "cpu.cores")
+    assert "3 cores" in finding.text

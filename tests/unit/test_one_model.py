@@ -1,0 +1,146 @@
+"""One file is one model, however it is loaded; and a loss that depends on no neighbour."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from isles.config.rules.shape import check_shape
+from isles.errors import UserError
+from isles.models.pieces import Pieces
+from tests.run_files import load
+from tests.small_models import small_model
+from tests.unit.test_models import WAYS, make_base, same
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Change the tensors of a model's file."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox"])
+def test_a_head_that_contradicts_a_tied_config_is_refused_however_it_is_loaded(kind, tmp_path):
+    folder = make_base(tmp_path, kind, tie_word_embeddings=True)
+    model = small_model(kind, tie_word_embeddings=True)
+    ((head, embedding),) = model.get_expanded_tied_weights_keys().items()
+
+    def other_head(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[head] = tensors[embedding] * 1.5
+
+    rewrite(folder, other_head)
+    for way in WAYS:
+        with pytest.raises(UserError) as raised:
+            way(folder, "pretrained")
+        assert head in raised.value.what and "tie_word_embeddings" in raised.value.what
+        assert "tie_word_embeddings: false" in raised.value.fix
+
+
+def test_a_head_that_is_the_embedding_is_one_weight_whichever_the_file_holds(tmp_path):
+    folder = make_base(tmp_path, tie_word_embeddings=True)
+    model = small_model(tie_word_embeddings=True)
+    rewrite(folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
+    assert all(same(way(folder, "pretrained"), model) for way in WAYS)
+    rewrite(folder, lambda tensors: tensors.pop(EMBEDDING))
+    assert all(same(way(folder, "pretrained"), model) for way in WAYS)
+    rewrite(folder, lambda tensors: tensors.pop(HEAD))
+    for way in WAYS:
+        with pytest.raises(UserError, match="lack"):
+            way(folder, "pretrained")
+
+
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "deepseek_v3")
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_as_the_hub_has_it_is_filled_piece_by_piece(kind, tmp_path):
+    """`save_pretrained` writes the hub's names, an expert each."""
+    folder = make_base(tmp_path, kind, first_k_dense_replace=0, n_routed_experts=4, n_group=1)
+    whole, cut = (way(folder, "pretrained") for way in WAYS)
+    own = set(dict(whole.named_parameters()))
+    assert set(load_file(folder / "model.safetensors")) != own, "the names of the hub"
+    assert same(whole, cut)
+
+
+def test_any_part_of_joined_experts_is_read_alone():
+    saved = {f"{name}{expert}": torch.randn(3, 5) for name in "ab" for expert in range(4)}
+    whole = torch.stack([torch.cat((saved[f"a{e}"], saved[f"b{e}"])) for e in range(4)])
+    blocks = tuple(tuple(f"{name}{expert}" for expert in range(4)) for name in "ab")
+    asked: list[str] = []
+
+    def read(name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> torch.Tensor:
+        asked.append(name)
+        assert saved[name].shape == shape
+        return saved[name][part]
+
+    pieces = Pieces(blocks, are_stacked=True)
+    edges = [slice(first, last) for first in range(7) for last in range(first, 7)]
+    for experts, rows in product([slice(0, 4), slice(1, 3), slice(2, 2)], edges):
+        part = (experts, rows, slice(1, 4))
+        found = pieces.read(whole.shape, part, read)
+        assert found is not None and torch.equal(found, whole[part])
+    asked.clear()
+    pieces.read(whole.shape, (slice(1, 2), slice(0, 3), slice(0, 5)), read)
+    assert asked == ["a1"], "nothing else is read"
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path):
+    folder = make_base(tmp_path, "mixtral")
+    names = [n for n in load_file(folder / "model.safetensors") if ".experts.3.w2" in n]
+    rewrite(folder, lambda tensors: [tensors.pop(name) for name in names])
+    with pytest.raises(UserError, match=r"experts.*down_proj"):
+        WAYS[1](folder, "pretrained")
+
+
+SCALED = """\
+name: a
+model: {name_or_path: a/b}
+data: {sources: [{path: a, type: chat}], seq_length: 1024}
+training: {max_steps: 9}
+"""
+ORIGINAL = "original_max_position_embeddings"
+LONG = {"rope_type": "longrope", ORIGINAL: 512}
+TEXT = "data.sources=[{path: a}]"
+
+
+@pytest.mark.parametrize(
+    ("shape", "values"),
+    [
+        ({"rope_parameters": LONG}, ()),
+        ({"rope_parameters": LONG}, ("data.packing=false",)),
+        ({"rope_parameters": LONG}, (TEXT, "data.packing=false")),
+        ({"rope_parameters": LONG}, (TEXT, "data.isolate_documents=true")),
+        ({"rope_parameters": LONG}, ("data.sources=[{path: a}, {path: b, type: tokens}]",)),
+        ({"rope_scaling": {"type": "su"}, ORIGINAL: 512}, ()),
+        ({"rope_parameters": {"full_attention": LONG, "other": {"rope_type": "default"}}}, ()),
+    ],
+)
+def test_positions_that_depend_on_the_neighbours_are_refused(shape, values, tmp_path):
+    """transformers gives all rows of a micro-batch the frequencies of the longest document."""
+    (issue,) = check_shape(load(tmp_path, SCALED, *values).config, shape)
+    assert "longrope" in issue.what and "beyond 512 tokens" in issue.what
+    assert "data.seq_length: 512 or less" in issue.fix
+
+
+@pytest.mark.parametrize(
+    ("shape", "values"),
+    [
+        ({"rope_parameters": LONG}, ("data.seq_length=512",)),
+        ({"rope_parameters": LONG}, (TEXT,)),
+        ({"rope_parameters": LONG}, ("data.sources=[{type: fake}]",)),
+        ({"rope_parameters": LONG | {"rope_type": "yarn"}}, ()),
+        ({"rope_parameters": {"rope_type": "default"}}, ()),
+        ({"rope_scaling": None}, ()),
+    ],
+)
+def test_positions_that_depend_on_no_neighbour_are_accepted(shape, values, tmp_path):
+    assert check_shape(load(tmp_path, SCALED, *values).config, shape) == []
