@@ -59,7 +59,7 @@ from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World
 from isles.facts.memory.step import Memory, memory_of
 from isles.models.adapter import add_adapter, frozen_dtype
-from isles.models.build import set_gradient_checkpointing
+from isles.models.recompute import set_gradient_checkpointing
 from isles.strategies.sequence import use_context_parallel_attention
 from isles.strategies.stepper import StepGuard
 from isles.train.model import weights_dtype

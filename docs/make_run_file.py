@@ -100,8 +100,8 @@ too, otherwise by the ranks:
   `original_max_position_embeddings`, unless every sample is full, as with packed text. transformers
   gives all rows of a batch the frequencies of its longest document.
 
-The ranks check one rule before the first step, when they know the number of samples: `warmup_steps`,
-and with `wsd` also `decay_steps`, fit into the steps of `num_train_epochs`.
+The ranks check one rule before the first step, when they know the number of samples:
+`warmup_steps`, and with `wsd` also `decay_steps`, fit into the steps of `num_train_epochs`.
 
 Data that is named by a path or a glob must be there when the run is started.
 

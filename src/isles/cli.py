@@ -199,7 +199,7 @@ def plan(
         seed: For --simulate: of what happens by chance; the same seed gives the same run.
         png: For --simulate: draw the timeline into this file, too.
     """
-    from isles.plan.verb import PlanOptions, check_options, run_plan
+    from isles.plan.verb import PlanOptions, check_options, planned_clusters, run_plan
 
     options = PlanOptions(gpus, nodes, link, hub_link, price, json, apply, details)
     played = {"--fleet": fleet, "--hours": hours, "--seed": seed, "--png": png}
@@ -211,8 +211,9 @@ def plan(
     from isles.plan.simulate.verb import simulate_run
 
     loaded = load_run_file(run_file, overrides)
+    planned = planned_clusters(loaded, options) if fleet is None else {}
     return simulate_run(
-        loaded, fleet, hours, seed or 0, as_json=json, png=png, print_line=_print_line
+        loaded, fleet, hours, seed or 0, planned, as_json=json, png=png, print_line=_print_line
     )
 
 

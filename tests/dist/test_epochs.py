@@ -9,7 +9,7 @@ import pytest
 from isles.run.checkpoints import find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_rows
-from tests.dist.test_same_mathematics import TOLERANCE, largest_difference
+from tests.dist.test_same_mathematics import TOLERANCE, largest_difference, model_with
 from tests.ranks import refusal, train
 
 ROWS = 10
@@ -28,7 +28,7 @@ EPOCHS = (
 def few(run_file: Path, words: Path) -> Path:
     """A run file of ten rows, a sample each."""
     lines = words.read_text().splitlines(keepends=True)
-    words.write_text("".join(sorted(lines, key=len)[-ROWS:]))
+    words.write_text("".join(sorted(lines, key=len)[20 : 20 + ROWS]))
     return run_file
 
 
@@ -41,41 +41,42 @@ def targets_of(run_dir: RunDir) -> list[int]:
 def check_same(few: Path, reference: RunDir, ranks: int, *values: str) -> None:
     run_dir = train(few, ranks, *EPOCHS, *values, resume="no")
     assert targets_of(run_dir) == targets_of(reference)
-    assert find_checkpoint(run_dir).manifest["samples"] == 2 * ROWS
+    assert find_checkpoint(run_dir, None).manifest["samples"] == 2 * ROWS
     assert largest_difference(run_dir, reference) < TOLERANCE
 
 
 def test_epochs_end_with_a_smaller_step_on_one_rank_and_on_three(few: Path) -> None:
     """Of 4, 4 and 2 rows, the last ones over three ranks."""
     reference = train(few, 1, *EPOCHS)
-    manifest = find_checkpoint(reference).manifest
+    manifest = find_checkpoint(reference, None).manifest
     assert (manifest["step"], manifest["samples"]) == (6, 2 * ROWS)
     targets = targets_of(reference)
     assert sum(targets[:3]) == sum(targets[3:]), "each epoch has every row once"
-    check_same(few, reference, 3, "strategy.kind=fsdp", "training.micro_batch_size=1")
+    check_same(few, reference, 3, "strategy.kind=fsdp")
 
 
 @pytest.mark.long
 def test_epochs_are_the_same_by_any_strategy(few: Path) -> None:
+    model_with(few, num_hidden_layers=4)
     reference = train(few, 1, *EPOCHS)
-    one, three = "training.micro_batch_size=1", "training.micro_batch_size=3"
-    check_same(few, reference, 1, three)
+    one, two = "training.micro_batch_size=1", "training.micro_batch_size=2"
+    check_same(few, reference, 1, two)
     check_same(few, reference, 2, "strategy.kind=ddp", "balance={'0': 3, '1': 1}")
     check_same(few, reference, 2, "strategy={kind: ddp, tp_size: 2}")
-    check_same(few, reference, 3, "strategy={kind: deepspeed, zero_stage: 3}", one)
+    check_same(few, reference, 3, "strategy={kind: deepspeed, zero_stage: 3}")
     for schedule in ("1f1b", "interleaved-1f1b", "zbv"):
         pipeline = f"strategy={{kind: ddp, pp_size: 2, pp_schedule: {schedule}}}"
         check_same(few, reference, 2, pipeline, one)
-        check_same(few, reference, 2, pipeline, three)
+        check_same(few, reference, 2, pipeline, two)
 
 
 @pytest.mark.long
 def test_epochs_go_on_where_they_ended(few: Path) -> None:
     whole = train(few, 2, *EPOCHS)
     half = train(few, 2, *EPOCHS, "training.num_train_epochs=0.8", resume="no")
-    assert find_checkpoint(half).manifest["samples"] == 8
+    assert find_checkpoint(half, None).manifest["samples"] == 8
     resumed = train(few, 2, *EPOCHS, resume=str(half.path))
-    assert resumed.path == half.path and find_checkpoint(resumed).manifest["step"] == 6
+    assert resumed.path == half.path and find_checkpoint(resumed, None).manifest["step"] == 6
     assert largest_difference(whole, resumed) == 0
 
 

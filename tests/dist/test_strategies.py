@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from isles.config.layout import Layout
 from isles.config.sections.model import ModelConfig
@@ -301,3 +301,20 @@ def test_a_cluster_of_several_has_every_pair_scored(preference_file):
     run_dir = train(preference_file, 1, *options)
     with np.load(run_dir.reference("training")) as kept:
         assert len(kept["scores"]) > 6 and not np.isnan(kept["scores"]).any()
+
+
+@pytest.mark.long
+def test_a_mixture_as_the_hub_has_it_is_the_same_model_cut_or_whole(run_file):
+    """Each rank reads the experts of its own part, of files that hold each by itself."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(small_config("mixtral", vocab_size=512)).save_pretrained(
+        run_file.parent / "tiny"
+    )
+    names = load_file(run_file.parent / "tiny" / "model.safetensors")
+    assert any("experts.0.w1" in name for name in names)
+    options = (*FAKE, "model.init=pretrained", "training.max_steps=3", "training.warmup_steps=0")
+    whole = train(run_file, 1, *options, "strategy.kind=ddp")
+    for ranks, strategy in ((2, "fsdp"), (2, "deepspeed")):
+        zero = ("strategy.zero_stage=3",) if strategy == "deepspeed" else ()
+        run_dir = train(run_file, ranks, *options, f"strategy.kind={strategy}", *zero, resume="no")
+        assert largest_difference(whole, run_dir) < TOLERANCE

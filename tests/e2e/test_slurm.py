@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
@@ -15,6 +19,7 @@ from isles.run.restarts import list_restarts, read_last_step
 from tests.deadline import DEADLINE_S
 from tests.dist.test_same_mathematics import weights_of
 from tests.lab.home import (
+    ISLES,
     PLACE,
     QUOTED_ISLES,
     assert_nothing_left,
@@ -349,3 +354,45 @@ def test_what_slurm_refuses_is_said_with_its_key(lab: Lab) -> None:
     )
     assert "this shell is in Slurm job 7" in text and "{kind: local}" in text
     assert not (lab.shared / "runs" / "refused-1").exists()
+
+
+@pytest.mark.long
+def test_the_commands_for_the_nodes_of_a_job_that_one_has_work(lab: Lab) -> None:
+    """They are typed as they are printed, in the shell of salloc, which stays on the login node."""
+    environment = {"venv": str(Path(ISLES).parents[1]), "variables": {"HF_HUB_OFFLINE": "1"}}
+    job_run(lab, "held", training={"max_steps": 4}, launcher={"cpus_per_node": 1})
+    path = lab.shared / "held.yaml"
+    record = yaml.safe_load(path.read_text())
+    record["clusters"][0]["environment"] = environment
+    path.write_text(yaml.safe_dump(record))
+    names = f"PATH={Path(ISLES).parent}:$PATH"
+    typed = "isles train held.yaml"
+    text = sh(lab, "ctl", f"cd /shared; {names} salloc -N2 {typed} 2>&1 || true")
+    whole, one, _ = re.findall(r"`([^`]+)`", text)
+    assert whole.startswith("isles render") and one.startswith("srun")
+    for number, command in enumerate((whole, one), 1):
+        shell = f"{command} 2>&1"
+        text = sh(lab, "ctl", f"cd /shared; {names} salloc -N2 bash -c {shlex.quote(shell)}")
+        run_dir = RunDir(lab.shared / "runs" / f"held-{number}")
+        assert outcome_of(run_dir.last_attempt() or run_dir.attempt(1))["state"] == "finished", text
+        ranks = [read_record(path) or {} for path in run_dir.attempt(1).path.glob("rank-*.json")]
+        assert len({rank["host"] for rank in ranks}) == (2 if number == 1 else 1)
+
+
+@pytest.mark.long
+def test_ranks_have_the_threads_that_the_job_gave_them(lab: Lab) -> None:
+    """The nodes have two cores and bind none."""
+    job_run(lab, "threads", training={"max_steps": 10**6}, launcher={"cpus_per_node": 1})
+    path = lab.shared / "threads.yaml"
+    record = yaml.safe_load(path.read_text())
+    del record["clusters"][0]["environment"]["variables"]["OMP_NUM_THREADS"]
+    path.write_text(yaml.safe_dump(record))
+    isles(lab, "train", "threads.yaml", "--detach")
+    attempt = RunDir(lab.shared / "runs" / "threads-1").attempt(1)
+    until_step(attempt, 2)
+    for rank, host in enumerate(NODES):
+        pid = int((read_record(attempt.rank_record(rank)) or {})["pid"])
+        environ = sh(lab, host, f"tr '\\0' '\\n' </proc/{pid}/environ")
+        assert "OMP_NUM_THREADS=1\n" in environ
+    assert "threads=1" in attempt.rank_log(0).read_text()
+    isles(lab, "stop", "threads")

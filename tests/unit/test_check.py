@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from isles.check.checks import network
 from isles.check.checks.files import shared_findings
 from isles.check.checks.links import bandwidth_findings
 from isles.check.checks.machine import clock_skew
-from isles.check.checks.network import dial, hub_finding
+from isles.check.checks.network import bucket_finding, dial, dial_bucket, hub_finding
 from isles.check.checks.ranks import reduce_findings, torch_findings
 from isles.check.checks.versions import compare_versions
 from isles.check.finding import IDS, Finding, exit_code, record, report_lines
@@ -27,6 +29,7 @@ from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import PreflightError, UserError
 from isles.facts.memory.architecture import Architecture
 from isles.launch.ssh.shell import Shell
+from tests.deadline import DEADLINE_S
 from tests.documents import ROOT
 from tests.each import each
 from tests.programs import program
@@ -323,3 +326,26 @@ def test_pbs(nodes: int, launcher: dict[str, Any], expected: dict[str, str], *, 
     if "queue.nodes" in expected:
         assert "n2 is offline,down (disk)" in of(found, "queue.nodes").text
         assert "pbsnodes -r n2" in of(found, "queue.nodes").fix
+
+
+def test_a_bucket_is_asked_as_a_run_asks_it(tmp_path, monkeypatch):
+    def found(url: str) -> Finding:
+        return bucket_finding("a1", url, dial_bucket(url))
+
+    place = tmp_path / "shared" / "run"
+    fresh = found(f"file://{place}")
+    assert fresh.level == "ok" and "a run is already" not in fresh.text
+    assert not [path for path in place.rglob("*") if path.is_file()], "nothing is left there"
+    (place / "journal").mkdir(parents=True, exist_ok=True)
+    (place / "journal" / "00000001").write_bytes(b"x")
+    assert "a run is already" in found(f"file://{place}").text
+    (tmp_path / "file").write_text("")
+    bad = found(f"file://{tmp_path}/file/run")
+    assert bad.level == "error" and bad.id == "net.hub" and bad.fix
+    silent = threading.Event()
+    monkeypatch.setattr(network, "probe", lambda _: silent.wait(DEADLINE_S))
+    monkeypatch.setattr(network, "_BUCKET_S", 0.1)
+    away = found(f"file://{place}")
+    silent.set()
+    assert away.level == "error" and "does not answer" in away.text and away.fix
+    assert "installed" in bucket_finding("a1", "x9://b/p", dial_bucket("x9://b/p")).text

@@ -384,7 +384,7 @@ def test_the_key_follows_all_that_the_ids_depend_on(tmp_path):
 
 def test_samples_and_counts_are_printed(tmp_path, run_file, monkeypatch, capfd):
     chats = [[user(f"Number {n}?"), assistant("It is " + "so " * n)] for n in range(30)]
-    write_rows(tmp_path / "chat.jsonl", [{"messages": chat} for chat in chats])
+    write_rows(tmp_path / "chat.jsonl", [{"messages": chat, "id": 1} for chat in chats])
     rows = [{"instruction": "Say it", "output": f"[red]{n}[/red]"} for n in range(7)]
     write_rows(tmp_path / "alpaca.jsonl", rows)
     chat, tasks = "{path: chat.jsonl, type: chat}", "{path: alpaca.jsonl, type: instruct"
@@ -399,6 +399,7 @@ def test_samples_and_counts_are_printed(tmp_path, run_file, monkeypatch, capfd):
     assert "Number 0?<|im_end|>\n<|im_start|>assistant\n⟦It is <|im_end|>⟧\n" in out
     assert out.count("── chat ") == 2 and "chat 30 of 30" in out
     assert "longer than seq_length 24" in out
+    assert "Nothing reads these fields (share of rows): id 100 %\n" in out
     assert "type instruct · template chatml · train_on all · every token is trained" in out
     assert "[red]6[/red]<|im_end|>" in out
     table = {line[:26].strip(): line[26:].split() for line in out.splitlines()}

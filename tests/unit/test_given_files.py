@@ -344,7 +344,9 @@ def test_a_packed_file_that_is_damaged_is_named_so(tmp_path):
     for ending, pack in PACKED.items():
         packed = pack(data)
         half = packed[: len(packed) // 2]
-        for bad in (half, packed[:-3], half + bytes(50) + half, packed + b"more", b"junk"):
+        (tmp_path / f"b.jsonl{ending}").write_bytes(data)
+        assert f"it is not packed with {tests[ending]}" in refusal(tmp_path / f"b.jsonl{ending}")
+        for bad in (half, packed[:-3], half + bytes(50) + half, packed + b"more"):
             (tmp_path / f"a.jsonl{ending}").write_bytes(bad)
             said = refusal(tmp_path / f"a.jsonl{ending}")
             assert f"{tests[ending]} file is damaged" in said, said
@@ -410,3 +412,25 @@ def test_a_packed_parquet_file_is_no_bomb(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "UNPACKED_BYTES", 2**10)
     (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(bytes(2**11)))
     assert "unpacks to more than" in refusal(tmp_path / "a.parquet.gz")
+
+
+def test_columns_that_nothing_reads_are_named_from_every_file(tmp_path):
+    import datasets
+
+    rows = [{**row, "origin": "old", "nothing": None} for row in ROWS["instruct"]]
+    for name, write in (
+        ("a.jsonl", lines),
+        ("a.json", array),
+        ("a.csv", cells),
+        ("a.parquet", parquet),
+        ("a.arrow", arrow),
+    ):
+        (tmp_path / name).write_bytes(write(rows))
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    for path in sorted(tmp_path.iterdir()):
+        source = SourceConfig(path=str(path), type="instruct")
+        parser = make_parser(source)
+        for row in open_source(source).rows(parser):
+            assert isinstance(row, Row)
+            parser.read(row)
+            assert parser.unread == {"origin"} | ({"nothing"} if path.suffix == ".csv" else set())

@@ -16,6 +16,7 @@ from isles.data.tokens.encode import Encoder, encode_each
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.errors import DataError
 from tests import chat_templates as templates
+from tests.data import prepare_file, write_rows
 from tests.each import each
 
 START, END = "{{- '<|im_start|>' + m.role + '\\n' -}}", "{{- '<|im_end|>\\n' -}}"
@@ -147,12 +148,39 @@ def test_a_part_that_the_template_leaves_out_is_refused_with_its_key(row, what):
         assert "weather" not in text and "wet" not in text and "[[No.<|im_end|>]]" in text
 
 
+def test_columns_of_tables_that_nobody_fetches_are_named(tmp_path, caplog):
+    import datasets
+
+    rows = [{"messages": [{**U, "note": "n"}, A], "source": "web"}, {"messages": [U, A]}]
+    dataset = datasets.Dataset.from_list([{**row, "id": 1} for row in rows])
+    dataset.to_parquet(tmp_path / "a.parquet")
+    dataset.save_to_disk(tmp_path / "saved")
+    write_rows(tmp_path / "a.jsonl", [{**row, "id": 1} for row in rows])
+    _TOKENIZER.chat_template = PLAIN
+    caplog.set_level("INFO")
+    shown = {}
+    for name in ("a.parquet", "saved", "a.jsonl"):
+        store = prepare_file(_TOKENIZER, tmp_path / name, tmp_path / "cache", type="chat")
+        shown[name] = {*unread_message(store.manifest).split(", ")}
+    notes = {"id 100 %", "messages.note 50 %"}
+    assert shown["a.parquet"] == shown["saved"] == notes | {"source 100 %"}
+    assert shown["a.jsonl"] == notes | {"source 50 %"}
+    assert caplog.text.count("nothing reads these fields: id 100 %, ") == 3
+    prepare_file(_TOKENIZER, tmp_path / "a.jsonl", tmp_path / "cache", type="chat")
+    assert caplog.text.count("nothing reads these fields: id 100 %, ") == 4
+
+
 def test_text_beside_calls_must_be_written_too():
     only_calls = template_of(
         "{%- if m.tool_calls -%}" + AS_JSON + "{%- else -%}{{- m.content -}}{%- endif -%}"
     )
     error = refusal_of([U, {**call(), "content": "Let me look."}], only_calls)
-    assert "what the assistant says in message 1" in error.what
+    assert "what the assistant says in message 1 beside a call" in error.what
+    assert error.fix.endswith("ignore_fields: [content]")
+    text = text_of(
+        [U, {**call(), "content": "Let me look."}], only_calls, ignore_fields=["content"]
+    )
+    assert '[[<call>weather{"city": "Bonn"}<|im_end|>]]' in text and "Rain?" in text
     assert '[[<call>weather{"city": "Bonn"}<|im_end|>]]' in text_of([U, call()], only_calls)
 
 
@@ -407,6 +435,29 @@ def test_variables_of_the_run_and_of_a_row():
     describe_template(_TOKENIZER, "given.jinja", off)
     keys.append(Encoder(SourceConfig(path="a", type="chat"), _TOKENIZER).identity())
     assert keys[0] != keys[1]
+
+
+def test_an_answer_to_a_result_begins_behind_the_result():
+    # As in DeepSeek V3.1: no header of its own, and no generation prompt.
+    body = (
+        "{%- if m.role == 'user' -%}{{- '<|im_start|>' + m.content -}}"
+        "{%- elif m.role == 'tool' -%}{{- '<out>' + m.content + '</out>' -}}"
+        "{%- else -%}{%- if messages[loop.index0 - 1].role == 'user' -%}"
+        "{{- '<|im_end|></think>' -}}{%- endif -%}{{- m.content or '' -}}"
+        + AS_JSON
+        + "{{- '</s>' -}}"
+        "{%- endif -%}"
+    )
+    prompt = (
+        "{%- if add_generation_prompt and messages[-1].role == 'user' -%}"
+        "{{- '<|im_end|></think>' -}}{%- endif -%}"
+    )
+    template = f"{{%- for m in messages -%}}{body}{{%- endfor -%}}{prompt}"
+    chat = [U, call(), {"role": "tool", "content": "wet"}, A, U, A]
+    assert text_of(chat, template).replace("<|endoftext|>", "") == (
+        '<|im_start|>Rain?<|im_end|></think>[[<call>weather{"city": "Bonn"}</s>]]'
+        "<out>wet</out>[[No.</s>]]<|im_start|>Rain?<|im_end|></think>[[No.</s>]]"
+    )
 
 
 def test_every_function_of_the_date_gives_one_day(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from isles.config.load import load_run_file
 from isles.config.resolve import Resolved, resolve
 from isles.config.sections.training import TrainingConfig, learning_rate, length_in_steps
 from isles.config.show import TEMPLATES, template
+from isles.data.mix import Dataset
+from isles.data.order import SampleOrder
+from isles.data.samples import FakeSamples
 from isles.errors import ConfigErrors
 from isles.train.length import run_length, unmoved
 from tests.run_files import issues, load
@@ -30,9 +34,18 @@ def resolved(folder: Path, *values: str) -> Resolved:
     return resolve(load(folder, RUN, *values))
 
 
+def length(run: Resolved, samples: int, note: Callable[[str], None] = print) -> int | None:
+    """Of a run with so many training samples."""
+    fake = FakeSamples(64, 8, 0, samples)
+    data = Dataset([fake], SampleOrder([samples], None, 0), 8)
+    steps, epochs = run_length(run, data, None, note)
+    assert (epochs is None) == (run.config.training.num_train_epochs is None)
+    return steps
+
+
 def refused(run: Resolved, samples: int) -> str:
     with pytest.raises(ConfigErrors) as raised:
-        run_length(run, samples, None, print)
+        length(run, samples)
     return str(raised.value)
 
 
@@ -46,7 +59,7 @@ def test_a_schedule_that_is_longer_than_the_epochs_is_refused(tmp_path: Path) ->
     # One step that warms up would end at half the rate.
     assert "the 1 step of" in refused(resolved(tmp_path, "training.warmup_steps=1"), 3)
     for values in (("training.warmup_steps=4",), ("training.warmup_steps=0.9",), wsd[:2]):
-        assert run_length(resolved(tmp_path, *values), 20, None, print) == 5
+        assert length(resolved(tmp_path, *values), 20) == 5
 
 
 def test_a_share_that_warms_up_leaves_a_step_at_the_peak() -> None:
@@ -81,7 +94,7 @@ def test_every_template_reaches_its_rate_or_says_what_to_change(tmp_path: Path) 
                 kept if is_apart or training.method == "dpo" else kept * TOKENS // data.seq_length
             )
             notes: list[str] = []
-            steps = run_length(run, max(1, samples), None, notes.append)
+            steps = length(run, max(1, samples), notes.append)
             assert steps is not None
             rates = [
                 learning_rate(training, step, steps) for step in range(1, min(steps, 2000) + 1)

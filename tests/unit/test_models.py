@@ -31,6 +31,7 @@ from isles.models import attention, build
 from isles.models.adapter import base_name, frozen_dtype
 from isles.models.attention import use_maskless_attention
 from isles.models.fill import fill_fresh, weights_folder
+from isles.models.recompute import set_gradient_checkpointing
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.manifest import Manifest
 from isles.strategies.fsdp import find_blocks
@@ -245,7 +246,7 @@ def test_gradient_checkpointing_changes_no_gradient(kind, *, tiny_model):
         return [p.grad for p in model.parameters() if p.grad is not None], size
 
     plain, recomputing = whole(tiny_model), whole(tiny_model)
-    build.set_gradient_checkpointing(recomputing, kind)
+    set_gradient_checkpointing(recomputing, kind)
     (expected, all_bytes), (found, fewer_bytes) = train(plain), train(recomputing)
     assert len(expected) == len(found) > 10
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(expected, found, strict=True))

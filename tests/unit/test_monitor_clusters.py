@@ -110,6 +110,13 @@ def test_a_finished_run_is_not_begun_again(tmp_path: Path) -> None:
     assert choice.todo == {"a": "no", "b": "no"}
     more = choose(load(tmp_path, THREE), "auto")
     assert more.run.name == "t-2", "nobody is left to give c the weights"
+    for path in (cluster.path for cluster in choose(loaded, "t-1").run.clusters):
+        status = {"step": 1000, "total_steps": 1000, "updated_at": time.time() + 1}
+        write_record(RunDir(Path(path)).status, status)
+    assert choose(loaded, "t-1").todo == {}, "there is nothing left to train"
+    longer = choose(load(tmp_path, TWO, "training.max_steps=1200"), "t-1")
+    assert set(longer.todo) == {"a", "b"} and "no" not in longer.todo.values()
+    assert "have finished" not in longer.note
 
 
 def test_other_mathematics_is_no_resume(tmp_path: Path) -> None:

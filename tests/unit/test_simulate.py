@@ -327,8 +327,21 @@ def test_the_command(tmp_path, capsys):
     )
     assert main(["plan", str(run), "--simulate"]) == ExitCode.OK
     shown = capsys.readouterr().out
-    for words in ("goodput", "assumed: each GPU", "one hub carries", "sync_every", "█"):
+    for words in ("goodput", "assumed: a step of a takes", "one hub carries", "sync_every", "█"):
         assert words in shown
+    assert "1 clusters" not in shown and "days" not in shown
+    assert main(["plan", str(run), "--json"]) == ExitCode.OK
+    planned = json.loads(capsys.readouterr().out)["clusters"]
+    assert main(["plan", str(run), "--simulate", "--json"]) == ExitCode.OK
+    played = json.loads(capsys.readouterr().out)
+    steps = {each["name"]: each["step_s"] for each in played["groups"]}
+    assert steps["a"] == pytest.approx(planned[0]["speed"]["step_s"], rel=0.01)
+    assert played["goodput"] > 0.5, "the clusters are on one machine"
+    assert (
+        main(["plan", str(run), "--simulate", "--gpus", "4090", "--link", "1gbit"]) == ExitCode.OK
+    )
+    shown = capsys.readouterr().out
+    assert "a step of b takes" in shown and "100 Mbit/s" not in shown
     command = ["plan", str(run), "--simulate", "--fleet", str(path), "--json", "--hours", "1"]
     assert main(command) == ExitCode.OK
     found = json.loads(capsys.readouterr().out)
@@ -338,7 +351,8 @@ def test_the_command(tmp_path, capsys):
     run.with_name("plain.yaml").write_text(RUN_FILE.split("outer:", maxsplit=1)[0])
     for words, said in (
         (f"{run} --fleet {path}", "--fleet means nothing without --simulate"),
-        (f"{run} --simulate --gpus 4090", "--gpus means nothing beside --simulate"),
+        (f"{run} --simulate --gpus 4090 --fleet {path}", "--gpus means nothing beside --simulate"),
+        (f"{run} --simulate --price 2/h", "--price means nothing beside --simulate"),
         (f"{run} --simulate --png /nowhere/a.png", "there is no folder /nowhere"),
         (f"{run.with_name('plain.yaml')} --simulate", "has no outer steps"),
     ):

@@ -3,6 +3,8 @@ that goes on."""
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import signal
 import time
@@ -13,12 +15,13 @@ import pytest
 
 from isles.agent.requeue import QueuedRun
 from isles.config.load import load_run_file
-from isles.errors import ConfigError, ExitCode
+from isles.errors import ConfigError, ExitCode, UserError
+from isles.launch.base import StartOptions
 from isles.launch.queue.job import hand_on
 from isles.launch.queue.script import clock
 from isles.launch.queue.slurm import Slurm, SlurmAllocation, pending
 from isles.launch.queue.status import read_job, refresh, refresh_all
-from isles.launch.queue.submit import LostSubmission, submission, submit
+from isles.launch.queue.submit import LostSubmission, start_in_queue, submission, submit
 from isles.run.choose import Begun
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
@@ -351,3 +354,38 @@ def test_a_script_that_asks_to_be_started_again_is_queued_again(tmp_path: Path) 
     assert requeued == [True] * 20 + [False], "it is not started for ever"
     error = outcome(job)["error"]
     assert "no further in 21 starts" in error["what"] and "isles.report" in error["fix"]
+
+
+def test_in_a_job_the_commands_for_its_nodes_are_printed(tmp_path, monkeypatch) -> None:
+    """Each printed command is one that isles takes."""
+    monkeypatch.chdir(tmp_path)
+    text = RUN + "\noutput_dir: runs\n" if "output_dir" not in RUN else RUN
+    Path("run.yaml").write_text(text)
+    environment = "clusters.0.environment={venv: /v, modules: [cuda], variables: {A: '1'}}"
+    overrides = ["training.max_steps=7", environment, "clusters.0.workdir=."]
+    loaded = load_run_file(Path("run.yaml"), overrides)
+    typed = shlex.join(["isles", "train", "run.yaml", *overrides])
+    options = StartOptions(Path("run.yaml"), tuple(overrides), "auto", False, str, str, typed=typed)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for on_node in (False, True):
+        monkeypatch.setenv("SLURMD_NODENAME", "n1" if on_node else "")
+        with pytest.raises(UserError, match="this shell is in Slurm job 7") as caught:
+            start_in_queue(loaded, loaded.config.clusters[0].launcher, options)
+        commands = re.findall(r"`([^`]+)`", caught.value.fix)
+        assert len(commands) == 3
+        render, here, again = map(shlex.split, commands)
+        assert render[:2] == ["isles", "render"] and render[-4:] == [
+            "job.sh",
+            "&&",
+            "bash",
+            "job.sh",
+        ]
+        assert (
+            load_run_file(Path(render[2]), render[3 : render.index("--to")]).config == loaded.config
+        )
+        assert (here[0] == "srun") == (not on_node)
+        words = here[here.index("train") + 1 :]
+        cluster = load_run_file(Path(words[0]), words[1:]).config.clusters[0]
+        assert cluster.is_here and cluster.max_nodes == 1
+        assert cluster.environment.variables == {"A": "1"}
+        assert again[:3] == ["env", "-u", "SLURM_JOB_ID"]

@@ -120,4 +120,6 @@ class Members:
         words += [f"{self.labels(come)} {'has' if len(come) == 1 else 'have'} come"] if come else []
         why = " and ".join(words) or "the nodes have met again"
         number, limit = self.restart + 1, self._max_restarts
-        return record_restart(self._run_dir, self._attempt, number, why, max_restarts=limit)
+        return record_restart(
+            self._run_dir, self._attempt, number, why, max_restarts=limit, is_planned=not gone
+        )

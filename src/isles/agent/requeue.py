@@ -188,6 +188,7 @@ class QueuedRun:
                 restart + 1,
                 why,
                 max_restarts=self._config.clusters[0].max_restarts,
+                is_planned=True,
                 world_size=int((read_record(attempt.launch) or {}).get("world_size", 1)),
             )
             attempt.outcome.unlink(missing_ok=True)

@@ -417,7 +417,11 @@ class NodeRecords:
             for node in nodes:
                 if node.get("pid") and node not in self._written:
                     write_record(self._attempt.node_record(node["node"]), node, durable=False)
-            seen = {node: time.time() - peer.last_seen.seconds for node, peer in peers.items()}
+            seen = {
+                # An agent in this process sends no heartbeats.
+                node: time.time() - (0.0 if peer.process.is_me() else peer.last_seen.seconds)
+                for node, peer in peers.items()
+            }
             full = [{**node, "last_seen_at": seen.get(node["node"])} for node in nodes]
             record = {"at": time.time(), "launcher": self._nodes.launcher, "nodes": full}
             write_record(self._attempt.nodes, record, durable=False)

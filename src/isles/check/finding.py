@@ -122,7 +122,10 @@ def report_lines(
         f"{counts[level] or 'no'} {level}{'' if counts[level] == 1 else 's'}"
         for level in _WORST_FIRST[:2]
     ]
-    return [*lines, Text(f"{where}: {', '.join(bad)}, {counts['ok']} ok, in {seconds:.1f} s")]
+    return [
+        *lines,
+        Text(f"{where}: {', '.join(bad)}, {counts['ok']} ok, in {max(0.1, seconds):.1f} s"),
+    ]
 
 
 def _table(findings: Sequence[Finding], hosts: Sequence[str], is_terminal: bool) -> list[Text]:

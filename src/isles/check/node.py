@@ -18,7 +18,7 @@ from isles.check.checks.files import files, hub, probe_read, probe_remove, probe
 from isles.check.checks.gpus import gpus
 from isles.check.checks.links import Listener, bandwidth, keep_pairs, reach
 from isles.check.checks.machine import machine
-from isles.check.checks.network import dial, firewalls, interfaces
+from isles.check.checks.network import dial, dial_bucket, firewalls, interfaces
 from isles.check.checks.ranks import Ranks, smoke
 from isles.check.checks.topology import topology
 from isles.check.finding import Finding
@@ -58,6 +58,7 @@ def answer(more: Mapping[str, Work], *, idle_s: float = IDLE_S) -> None:
         "probe_read": probe_read,
         "probe_remove": probe_remove,
         "dial": dial,
+        "dial_bucket": dial_bucket,
         "listen": listener.listen,
         "unlisten": listener.unlisten,
         "reach": reach,

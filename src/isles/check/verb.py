@@ -22,7 +22,7 @@ from isles import __version__
 from isles.check.checks.files import try_shared
 from isles.check.checks.links import try_links
 from isles.check.checks.machine import clock_skew
-from isles.check.checks.network import choose_reach, try_hub
+from isles.check.checks.network import choose_reach, try_bucket, try_hub
 from isles.check.checks.ranks import try_reduce
 from isles.check.checks.versions import compare_versions, duplicates
 from isles.check.finding import Finding, exit_code, record, report_lines
@@ -43,6 +43,7 @@ from isles.config.sections.cluster import (
 )
 from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.errors import PreflightError, UserError
+from isles.facts.units import plural
 from isles.launch.container.enter import container_record, is_file_image
 from isles.launch.container.image import image_failure
 from isles.launch.multi_cluster import refuse_peers
@@ -353,6 +354,8 @@ def _check_login(run: RunFacts, channel: Channel, extent: Extent) -> list[Findin
     repos = hosts.check("hub", finding_id="hub.access")
     hosts.findings += joined(repos())
     hosts.findings += files()
+    if extent.net:
+        try_bucket(hosts)
     hosts.findings += compare_versions(hosts.facts, {}, {}, __version__)
     return hosts.findings
 
@@ -373,7 +376,7 @@ def _count_ranks(hosts: Hosts) -> None:
         hosts.nproc[name] = max(1, min(wanted, there))
         if there >= wanted:
             continue
-        text = f"the run has {wanted} ranks there, and {there} GPUs are visible"
+        text = f"the run has {plural(wanted, 'rank')} there, and {plural(there, 'GPU')} visible"
         fix = "see nvidia-smi there; leave the host out; or train on CPUs: clusters.0.device=cpu"
         if there:
             fix = "see nvidia-smi and CUDA_VISIBLE_DEVICES there; leave the host out; or give it a "

@@ -23,7 +23,7 @@ _SHARED: dict[str, tuple[str, ...]] = {
     "name": (),
     "seed": (),
     "model": ("name_or_path", "init", "attn_implementation", "trust_remote_code"),
-    "tokenizer": ("name_or_path", "chat_template", "train_vocab_size"),
+    "tokenizer": (*("name_or_path", "chat_template", "chat_template_kwargs", "train_vocab_size"),),
     "adapter": (
         *("type", "r", "alpha", "dropout", "target_modules", "modules_to_save"),
         *("use_rslora", "use_dora", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),

@@ -18,6 +18,7 @@ from isles.config.interop.deepspeed import deepspeed_file_issues
 from isles.config.links import LinkRefused, check_found
 from isles.config.load import Loaded
 from isles.config.rules.shape import check_shape
+from isles.config.sections.cluster import SshLauncherConfig
 from isles.config.sections.data import SourceConfig
 from isles.config.sections.model import ModelConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig
@@ -101,7 +102,10 @@ def _missing(loaded: Loaded) -> Iterator[ConfigError]:
         if not path.is_file():
             what = f"there is no such script: {path.absolute()}"
             what += " is a folder" if path.is_dir() else ""
-            yield missing("files.script", "training.script", what, how_to_find(path))
+            fix, cluster = how_to_find(path), config.clusters[0]
+            if isinstance(cluster.launcher, SshLauncherConfig) and cluster.sync is None:
+                fix = f"let isles copy the folder with it to the hosts: clusters[0].sync; or {fix}"
+            yield missing("files.script", "training.script", what, fix)
     for key in ("model.name_or_path", "tokenizer.name_or_path"):
         name = config.at(key)
         # A name of two parts may be on the hub, whatever folders are here.

@@ -229,7 +229,7 @@ def _world_size(loaded: Loaded, num_gpus: int, given: int | None) -> tuple[int, 
         raise ConfigError(
             f"{nodes} nodes on this machine need a GPU each, and {num_gpus} are visible",
             where=loaded.where("clusters.0.nodes"),
-            fix=f"use at most {num_gpus} nodes, or CUDA_VISIBLE_DEVICES= to train on the CPU",
+            fix=f"use at most {num_gpus} nodes, or train on the CPU: clusters.0.device=cpu",
             id="gpu.count",
         )
     if per_node == "auto":

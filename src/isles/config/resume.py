@@ -172,8 +172,8 @@ def changed_error(path: Path, resume: str, typed: str, changes: Sequence[Change]
         f"{path.name} is not finished, and these values have changed since:\n"
         + change_lines(changes),
         where=str(path),
-        fix=f"put them back to go on with it{started}, or `--resume no` for a new run, or "
-        f"`--resume {resume}` to go on with the new values",
+        fix=f"put them back to go on with it{started}, or `--resume no` for a new run (`name=…` "
+        f"for another name), or `--resume {resume}` to go on with the new values",
         id="run.changed",
     )
 

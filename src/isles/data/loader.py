@@ -77,10 +77,10 @@ class Loader:
     def __init__(
         self,
         dataset: Dataset,
-        *,
         split: RowSplit,
         dp_rank: int,
         device: torch.device,
+        *,
         numbering: Numbering | None = None,
         epochs: Epochs | None = None,
     ) -> None:

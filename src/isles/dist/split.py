@@ -38,11 +38,12 @@ class RowSplit:
 
     def shortened(self, num_rows: int) -> RowSplit:
         """The same shares of a smaller batch; some ranks may have no row of it."""
-        assert 0 < num_rows <= self.global_batch_size
-        edges = [
-            self.first_row(rank) * num_rows // self.global_batch_size
-            for rank in range(len(self.rows) + 1)
-        ]
+        whole = self.global_batch_size
+        assert 0 < num_rows <= whole
+        if num_rows == whole:
+            return self
+        ends = itertools.accumulate(self.rows, initial=0)
+        edges = [end * num_rows // whole for end in ends]
         rows = tuple(end - start for start, end in itertools.pairwise(edges))
         return RowSplit(rows, self.micro_batch_sizes, self.in_step)
 

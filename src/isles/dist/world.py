@@ -323,8 +323,8 @@ def _device(env: RankEnv, kind: str) -> torch.device:
             f"rank {env.rank} needs GPU {env.local_rank}, torch {torch.__version__} sees {count}",
             where=f"rank {env.rank} on {socket.gethostname()}",
             fix="compare `nvidia-smi` with `python -c 'import torch; print(torch.cuda."
-            "is_available())'`: a CPU build of torch or an older driver hides GPUs; or set "
-            "CUDA_VISIBLE_DEVICES= to train on the CPU",
+            "is_available())'`: a CPU build of torch or an older driver hides GPUs; or train on "
+            "the CPU: clusters.0.device=cpu",
             id="gpu.count",
         )
     device = torch.device("cuda", env.local_rank)

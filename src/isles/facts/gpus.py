@@ -59,6 +59,13 @@ def _geforce(
     return _gpu(name, tflops, memory_gb, bandwidth, watts, source, fp32=tflops / 2)
 
 
+def _laptop(
+    name: str, sms: int, boost_ghz: float, memory_gb: int, bandwidth: float, watts: float
+) -> Gpu:
+    # As nvidia-smi names it. Boost clock and watts are the highest that a laptop may have.
+    return _geforce(f"RTX {name} Laptop GPU", sms, boost_ghz, memory_gb, bandwidth, watts)
+
+
 _BLACKWELL_HGX = "NVIDIA HGX B200 datasheet (half of the sparse figure)"
 _BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper v1.1, appendices A to C"
 _HOPPER = "NVIDIA H100/H200 datasheets"
@@ -122,6 +129,20 @@ GPUS: tuple[Gpu, ...] = (
     _gpu("RTX 3070", 40.6, 8, 448, 220, _AMPERE, fp32=20.3),
     _geforce("RTX 3060 Ti", 38, 1.665, 8, 448, 200),
     _geforce("RTX 3060", 28, 1.777, 12, 360, 170),
+    _laptop("5090", 82, 2.16, 24, 896, 150),
+    _laptop("5080", 60, 2.287, 16, 896, 150),
+    _laptop("5070 Ti", 46, 2.22, 12, 672, 115),
+    _laptop("5070", 36, 2.347, 8, 384, 100),
+    _laptop("5060", 26, 2.497, 8, 384, 100),
+    _laptop("4090", 76, 2.04, 16, 576, 150),
+    _laptop("4080", 58, 2.28, 12, 432, 150),
+    _laptop("4070", 36, 2.175, 8, 256, 115),
+    _laptop("4060", 24, 2.37, 8, 256, 115),
+    _laptop("4050", 20, 2.37, 6, 192, 115),
+    _laptop("3080 Ti", 58, 1.59, 16, 512, 150),
+    _laptop("3070 Ti", 46, 1.485, 8, 448, 125),
+    _laptop("3070", 40, 1.62, 8, 448, 125),
+    _laptop("3060", 30, 1.703, 6, 336, 115),
     _gpu("MI300X", 1307.4, 192, 5300, 750, _AMD, fp32=163.4),
     # What the driver shows is one of its two dies.
     _gpu("MI250X", 191.5, 64, 1638, 280, f"{_AMD}, half a card", fp32=23.9),
@@ -186,6 +207,14 @@ _SHORT = {
     "RTX 5060 Ti 16GB": ("5060ti-16",),
     "RTX 4060 Ti": ("4060ti", "4060ti-8"),
     "RTX 5060 Ti": ("5060ti", "5060ti-8"),
+}
+
+
+_SHORT |= {
+    gpu.name: (f"{word}-laptop", f"{word}m", f"{word}-mobile")
+    for gpu in GPUS
+    if gpu.name.endswith(" Laptop GPU")
+    for word in [gpu.name.removeprefix("RTX ").removesuffix(" Laptop GPU").replace(" ", "").lower()]
 }
 
 

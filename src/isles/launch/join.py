@@ -141,10 +141,16 @@ def _warn(
         if isinstance(each, dict) and each.get("state") == "living"
     ]
     if own in living and not _has_run(mine.config):
-        warn(
-            f"a cluster called {own} takes part already, and two of one name cannot: "
-            "unless it is this one, type --name and another"
-        )
+        what = f"a cluster called {own} takes part already, and two of one name cannot"
+        if mine.config.clusters[0].is_here:  # its run directory would be here
+            raise PreflightError(
+                what,
+                where=str(line),
+                fix="type --name and another name; a cluster that was killed is dropped within "
+                "seconds, then type this again",
+                id="join.unlike",
+            )
+        warn(f"{what}: unless it is this one, type --name and another")
 
 
 def _has_run(config: RunConfig) -> bool:

@@ -13,6 +13,7 @@ import psutil
 
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
+from isles.config.sections.outer import DiLoCoConfig
 from isles.config.show import show
 from isles.errors import ConfigErrors, UserError
 from isles.launch.base import (
@@ -55,7 +56,10 @@ def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
     if options.dry_run:
         begun = choose_run(resolved, options.resume)
         note = begun.note or f"this would be a new run: {begun.run_dir.name}"
-        words = [*(["env"] if added else []), *(f"{key}={value}" for key, value in added.items())]
+        shown = dict(added)
+        if options.cluster and (threads := inherited().get("OMP_NUM_THREADS")):
+            shown["OMP_NUM_THREADS"] = threads  # of the clusters here, each has its share of cores
+        words = [*(["env"] if shown else []), *(f"{key}={value}" for key, value in shown.items())]
         words += agent_command(begun.run_dir, next_attempt(begun.run_dir))
         if container is not None:
             found = entry(
@@ -63,6 +67,8 @@ def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
             )
             note += f"\nthe agent enters its container:\n\n{shlex.join(found.words)}\n"
         note += f"\n{ranks}; the command that would start them:\n\n{shlex.join(words)}"
+        if not options.cluster and (outer := resolved.config.diloco) is not None:
+            note += f"\n\n{_meeting_text(outer, options)}"
         return f"{show(resolved).rstrip()}\n\n{note}"
     if container is None:
         check_packages(resolved)
@@ -90,6 +96,20 @@ def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
     )
     options.print_line(f"started {begun.run_dir.name}: {ranks}, in {begun.run_dir.path}")
     return Started(begun.run_dir, attempt, ProcessId.of(child.pid))
+
+
+def _meeting_text(outer: DiLoCoConfig, options: StartOptions) -> str:
+    # Of a run file with outer steps and one cluster.
+    if outer.url is not None:
+        return f"the cluster would meet others at {outer.url}"
+    if outer.engine == "hivemind":
+        return "the cluster would find others by hivemind"
+    if options.join or outer.hub is not None:
+        return "the cluster would join its hub"
+    return (
+        "the cluster would average alone: it has no hub. `isles hub` with this run file opens one, "
+        "and `isles join` takes part in one"
+    )
 
 
 def local_fleet(resolved: Resolved, resume_from: Path | None) -> Fleet:

@@ -18,9 +18,12 @@ from isles.monitor.follow import Follower
 from isles.monitor.logs import LineTail
 from isles.monitor.outer import ask_status
 from isles.monitor.table import columns
-from isles.run.join_line import JoinLine
+from isles.run.join_line import ENDED, JoinLine
 from isles.run.paths import is_file
+from isles.run.process import ProcessId
+from isles.run.records import read_record
 from isles.run.repeats import Repeats
+from isles.run.state import text_of
 
 _ANSWER_S = 5.0
 _POLL_S = 1.0
@@ -37,11 +40,21 @@ def find_hub(given: str | None, output_dir: Path) -> Path | None:
     return None
 
 
-def running_hubs(output_dir: Path) -> list[Path]:
+def list_hubs(output_dir: Path) -> list[Path]:
+    """The state directories of hubs, whether they run or not."""
     if not output_dir.is_dir():
         return []
-    found = sorted(path for path in output_dir.iterdir() if _is_hub(path))
-    return [path for path in found if hub_process(path) is not None]
+    return sorted(path for path in output_dir.iterdir() if _is_hub(path))
+
+
+def resting_state(state: Path) -> str:
+    """How a hub that does not run has ended: finished, stopped or killed; `unknown`: it may run on
+    another host."""
+    ended = text_of(read_record(state / ENDED), "state")
+    if ended in ("finished", "stopped"):
+        return ended
+    process = ProcessId.from_record(read_record(state / "process.json") or {})
+    return "killed" if process is not None and process.is_here() else "unknown"
 
 
 def _is_hub(path: Path) -> bool:
@@ -50,7 +63,7 @@ def _is_hub(path: Path) -> bool:
 
 def hub_record(state: Path) -> dict[str, Any]:
     """The status of a hub, as JSON takes it."""
-    record: dict[str, Any] = {"name": state.name, "state": "stopped", "hub": None}
+    record: dict[str, Any] = {"name": state.name, "state": resting_state(state), "hub": None}
     if hub_process(state) is None:
         return record
     try:
@@ -70,7 +83,7 @@ def hub_lines(state: Path, record: dict[str, Any]) -> list[str]:
         lines[-1] += f", round {answer['round']:.0f}"
         lines += [f"  weight     {note}" for note in heavy_notes(answer)]
         lines += _member_lines(answer["members"])
-    if record["state"] == "stopped":
+    if record["state"] in ("stopped", "killed"):
         lines.append("  `isles hub` with its run file goes on with it")
     return [*lines, f"  join line  {state / 'join'}", f"  directory  {state}"]
 
@@ -96,14 +109,14 @@ def _member_lines(members: list[dict[str, Any]]) -> list[str]:
 
 def stop_hub(state: Path, *, print_line: Callable[[str], object]) -> int:
     """End a hub; its clusters train on, each alone, and it may be opened again."""
-    begun = time.monotonic()
+    begun, record = time.monotonic(), hub_record(state)
     if not end_hub(state):
         print_line(f"{state.name} does not run")
         return ExitCode.OK
-    print_line(
-        f"{state.name} has ended after {format_duration(time.monotonic() - begun)}; its clusters "
-        "train on by themselves until it is opened again"
-    )
+    then = "its clusters train on by themselves until it is opened again"
+    if record["state"] == "finished":
+        then = "all its clusters have finished"
+    print_line(f"{state.name} has ended after {format_duration(time.monotonic() - begun)}; {then}")
     return ExitCode.OK
 
 

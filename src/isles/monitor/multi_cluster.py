@@ -113,8 +113,10 @@ def _go_on(
     names = [cluster.name for cluster in new.clusters]
     states = {name: reports[name].state for name in names if name in reports}
     running = [name for name, state in states.items() if state in ALIVE]
-    todo = {}
-    if not states or any(state != "finished" for state in states.values()):
+    length, is_over = loaded.config.training.max_steps or 0, set(states.values()) == {"finished"}
+    is_longer = is_over and may_change and all((r.step or 0) < length for r in reports.values())
+    todo = {name: known[name].path for name in names if is_longer and name in known}
+    if not is_over:
         for name in names:
             state = states.get(name, "new")
             if state in ("gone", "new"):
@@ -137,7 +139,7 @@ def _go_on(
     added = [name for name, resume in todo.items() if resume == "no"]
     if added:
         lines.append(f"  {', '.join(added)} {'are' if len(added) > 1 else 'is'} new in it")
-    over = [name for name, report in reports.items() if report.state == "finished"]
+    over = [n for n, report in reports.items() if report.state == "finished" and n not in todo]
     if over:
         lines.append(f"  {', '.join(over)} {'have' if len(over) > 1 else 'has'} finished")
     for name in [name for name in known if name not in names]:

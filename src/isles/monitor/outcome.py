@@ -11,7 +11,7 @@ from typing import Any
 
 from isles.errors import ExitCode, more_lines
 from isles.facts.console import Console
-from isles.facts.units import format_bytes, format_count, format_duration
+from isles.facts.units import format_bytes, format_count, format_duration, plural
 from isles.monitor.logs import LineTail
 from isles.monitor.status import generate_command, next_start
 from isles.run.env import IN_POD, machine_elsewhere, shown_place
@@ -213,6 +213,6 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
     if log.is_file():
         lines.append(f"  log: {log}")
     others = int(number_of(read_record(attempt.launch), "world_size") or 1) - 1
-    if others > 0:
-        lines.append(f"  {others} other rank{'s' if others > 1 else ''} stopped because of it")
+    if others > 0 and (rank is not None or any(attempt.path.glob("rank-*.json"))):
+        lines.append(f"  {plural(others, 'other rank')} stopped because of it")
     return [*lines, *then, *more_lines([text_of(cause, "id") or None])]

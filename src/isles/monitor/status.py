@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +20,7 @@ from isles.launch.queue.job import JobReport
 from isles.launch.queue.status import refresh
 from isles.monitor.outer import aged, known_outer
 from isles.run.checkpoints import newest_checkpoint
-from isles.run.find import typed_command, typed_name
+from isles.run.find import NUMBERED, own_runs, typed_command, typed_name
 from isles.run.nodes import read_fleet
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -222,11 +223,21 @@ def generate_command(run_dir: RunDir, prompt: str) -> str:
 def next_start(run_dir: RunDir) -> str:
     """The command that goes on with a run that has ended, and from where it does."""
     typed, newest = typed_command(run_dir), newest_checkpoint(run_dir)
-    command = f"`{typed}`" if typed else "the same `isles train` command"
+    resume = _resume_of(run_dir)
+    command = f"`{typed}{resume}`" if typed else f"the same `isles train` command{resume}"
     if script_of(run_dir) is not None:
         return f"{command} starts the script again"
     start = f"step {newest.step}" if newest else "the start, as nothing was saved"
     return f"{command} goes on from {start}"
+
+
+def _resume_of(run_dir: RunDir) -> str:
+    # `isles train` alone goes on with the newest run of the name.
+    match = NUMBERED.fullmatch(run_dir.name)
+    runs = own_runs(run_dir.path.parent, match["name"]) if match else []
+    if not runs or runs[-1].path == run_dir.path or run_dir.owner:
+        return ""
+    return f" --resume {shlex.quote(str(run_dir.path))}"
 
 
 def _hint(run_dir: RunDir, state: AttemptState, silent_s: float | None, now_s: float) -> str:

@@ -128,7 +128,7 @@ def _node_text(node: NodeReport) -> str:
         parts.append(f"ranks {first}-{last}" if last > first else f"rank {first}")
     if node.pid is not None:
         parts.append(f"pid {node.pid}")
-    if node.last_seen_s is not None:
+    if node.last_seen_s is not None and node.is_running:  # else the note says how it went
         parts.append(f"last seen {format_duration(node.last_seen_s)} ago")
     if node.note or not node.is_running:
         parts.append(node.note or "is not running")

@@ -159,8 +159,9 @@ def status(
         return check_run(run, output_dir, wait=wait, json=json, print_line=print_line, note=note)
     from json import dumps
 
+    from isles.launch.hub import hub_process
     from isles.monitor.clusters import group_by_run, multi_cluster_lines, multi_cluster_report
-    from isles.monitor.hub import find_hub, hub_lines, hub_record, running_hubs
+    from isles.monitor.hub import find_hub, hub_lines, hub_record, list_hubs, resting_state
     from isles.monitor.remote import report_of, reports_of_all
     from isles.monitor.table import console, report_lines, runs_table
     from isles.run.find import find_any
@@ -174,13 +175,14 @@ def status(
         if json:
             print_line(dumps([entry.model_dump() for entry in reports], indent=1))
             return ExitCode.OK
-        hubs = running_hubs(output_dir)
+        hubs = list_hubs(output_dir)
         if reports:
             console().print(runs_table(group_by_run(reports, output_dir)))
         elif not hubs:
             print_line(f"there is no run in {output_dir}/; start one with `isles train run.yaml`")
         for state in hubs:
-            print_line(f"{state.name} is a hub, which runs: isles status {state.name}")
+            how = "runs" if hub_process(state) is not None else f"is {resting_state(state)}"
+            print_line(f"{state.name} is a hub, which {how}: isles status {state.name}")
     elif isinstance(found := find_any(run, output_dir), MultiClusterRun):
         whole = multi_cluster_report(found)
         print_line(

@@ -156,7 +156,8 @@ def _host(text: str, number: int) -> Host:
         try:
             gpu = named_gpu(word)
         except KeyError as error:
-            near = f"did you mean {' or '.join(error.args)}? " if error.args else ""
+            names = [f"{n} ({named_gpu(n).memory_bytes >> 30} GB)" for n in error.args]
+            near = f"did you mean {' or '.join(names)}? " if names else ""
             example = "cards are named as 4090, 3070ti, a100-80 or 8xh100"
             raise UserError(
                 f"there is no card {word!r} in the table", where="--gpus", fix=f"{near}{example}"

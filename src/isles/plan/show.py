@@ -18,7 +18,7 @@ from isles.plan.apply import changed, typed
 from isles.plan.links import OuterPlan
 from isles.plan.machines import summary
 from isles.plan.measured import Measured
-from isles.plan.report import ClusterPlan, Plan, Speed, cost
+from isles.plan.report import ClusterPlan, Plan, Price, Speed, cost
 from isles.plan.roofline import ASSUMPTIONS
 from isles.plan.step import Job, Outcome, RankPlan, StepTime
 from isles.plan.ways import SHORTER, Candidate, Rung, name_of
@@ -70,7 +70,14 @@ def _parts(plan: Plan, details: bool) -> Iterator[RenderableType]:
             yield Text(f"guess: {line}", style="dim")
         if not details:
             every = "cluster, rung and strategy" if is_several else "moment, rung and strategy"
+            measured = [c for c in plan.clusters if c.speed is not None and c.speed.measured]
             text = "Times are guesses by the cards' table speed; --details says by which rules, and"
+            if measured and is_several:
+                names = ", ".join(cluster.job.machines.name for cluster in measured)
+                yield Text(f"Times of {names} are measured in earlier runs.", style="dim")
+                text = text.replace("Times are", "Other times are")
+            elif measured:
+                text = text.replace("Times are", "Times that are not measured are")
             yield Text(f"{text} shows every {every}.", style="dim")
 
 
@@ -396,7 +403,7 @@ def _strategies_table(candidates: Sequence[Candidate], details: bool) -> Table:
     return table
 
 
-def _time_rows(plan: Plan, cluster: ClusterPlan) -> Iterator[tuple[str, str]]:
+def _time_rows(plan: Plan, cluster: ClusterPlan) -> Iterator[tuple[str, str]]:  # a row each
     time, speed = cluster.own.time, cluster.speed
     if time is None:
         yield "Time", "not known: the speed of a card is not in the table"
@@ -435,6 +442,9 @@ def _time_rows(plan: Plan, cluster: ClusterPlan) -> Iterator[tuple[str, str]]:
         if "money" in found:
             text += f", {_amount(found['money'])} at the given price"
         yield "Energy", text
+    elif plan.price != Price():
+        steps = "how many steps the run has is not known yet (training.max_steps)"
+        yield "Energy", f"no price: {steps if speed.left_s is None else 'the ranks are on CPUs'}"
 
 
 def _measured_text(cluster: ClusterPlan, measured: Measured) -> str:

@@ -21,6 +21,7 @@ from isles.plan.machines import GUESSED_LINE, Link
 from isles.plan.model import model_facts, shape_of
 from isles.plan.report import Plan, Price, make_plan, record
 from isles.plan.show import text_of
+from isles.plan.simulate.fleet import Planned
 from isles.run.records import clear_errors, write_text_atomic
 
 Write = Callable[[str | Text], object]
@@ -56,17 +57,41 @@ def check_options(
     """
     planned = {f"--{name.replace('_', '-')}": value for name, value in asdict(options).items()}
     del planned["--as-json"]
-    idle = [name for name, value in planned.items() if value] if is_simulated else []
+    machines = () if played.get("--fleet") is not None else ("--gpus", "--nodes", "--link")
+    idle = [n for n, value in planned.items() if value and n not in machines]
+    idle = idle if is_simulated else []
     if not is_simulated:
         idle = [name for name, value in played.items() if value is not None]
     if idle:
         beside = "beside" if is_simulated else "without"
-        fix = "leave it out; links and speeds of a simulated fleet stand in --fleet"
+        fix = "leave it out; --fleet has the links and speeds of a simulated fleet"
         raise UserError(
             f"{idle[0]} means nothing {beside} --simulate",
             where="the command line",
             fix=fix if is_simulated else "add --simulate",
         )
+
+
+def planned_clusters(loaded: Loaded, options: PlanOptions) -> dict[str, Planned]:
+    """What a plan says of the clusters of a run, for a simulation: it goes before assumptions."""
+    if loaded.config.training.script is not None or deepspeed_issues(loaded):
+        return {}
+    plan = plan_of(loaded, options)
+    speeds = {cluster.job.machines.name: cluster.speed for cluster in plan.clusters}
+    found = {}
+    for machines in plan.machines:
+        speed, line = speeds.get(machines.name), machines.line
+        by = "a guess of `isles plan`"
+        if speed is not None and speed.measured is not None:
+            by = f"measured in run {speed.measured.run}"
+        is_known = line != GUESSED_LINE
+        found[machines.name] = Planned(
+            None if speed is None else speed.step_s,
+            by,
+            line.bytes_per_s if is_known else None,
+            line.latency_s if is_known else None,
+        )
+    return found
 
 
 def run_plan(run_file: Path, overrides: Sequence[str], options: PlanOptions, write: Write) -> int:

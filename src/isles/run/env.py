@@ -88,6 +88,11 @@ def allocation(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("SLURM_JOB_ID") or None
 
 
+def is_job_node(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is on a node of its Slurm job; a shell of salloc may be elsewhere."""
+    return bool(environ.get("SLURMD_NODENAME"))
+
+
 def run_dir_of_script(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The run directory of the script that calls this; None where isles has not started it."""
     value = environ.get(RUN_DIR)

@@ -38,6 +38,18 @@ _MOST_LETTERS = 2**16
 _FIX = "paste the whole line that the hub has written (isles://HOST:PORT/RUN#…)"
 
 
+ENDED = "ended.json"
+"""In the state directory of a hub that has ended by itself or was stopped: how."""
+
+
+def apart(one: str, other: str, length: int = 16) -> tuple[str, str]:
+    """Two texts, cut to a length in which they differ."""
+    first = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    begin = max(0, first - length // 2) if first >= length else 0
+    dots = "…" if begin else ""
+    return f"{dots}{one[begin : begin + length]}…", f"{dots}{other[begin : begin + length]}…"
+
+
 @dataclass(frozen=True, slots=True)
 class JoinLine:
     """Address and secrets of a hub. Printed, it shows no secret.
@@ -184,8 +196,9 @@ class _Pinned(http.client.HTTPSConnection):
         shown = hashlib.sha256(self.sock.getpeercert(binary_form=True) or b"").digest()
         if not hmac.compare_digest(shown, self._line.fingerprint):
             raise PreflightError(
-                f"the server there has a certificate with sha256 {shown.hex()[:16]}…, the join "
-                f"line names {self._line.fingerprint.hex()[:16]}…",
+                "the server there has a certificate with sha256 {}, the join line names {}".format(
+                    *apart(shown.hex(), self._line.fingerprint.hex())
+                ),
                 where=str(self._line),
                 fix="use the present join line of the hub; if it is, somebody stands "
                 "between it and this machine",

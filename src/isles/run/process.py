@@ -62,6 +62,10 @@ class ProcessId:
     def is_here(self) -> bool:
         return self.host == socket.gethostname()
 
+    def is_me(self) -> bool:
+        """Whether it is the process that asks."""
+        return self.is_here() and self.pid == os.getpid()
+
     def is_alive(self) -> bool:
         """Whether it still runs. Only meaningful on its own host."""
         try:

@@ -49,6 +49,7 @@ class Restart:
     max_restarts: int
     is_counted: bool
     world_size: int = 0
+    is_planned: bool = False
 
     @property
     def text(self) -> str:
@@ -78,6 +79,7 @@ def record_restart(
     decision: Decision = "restart",
     root_cause: dict[str, Any] | None = None,
     is_counted: bool = False,
+    is_planned: bool = False,
     world_size: int = 0,
 ) -> Restart:
     """Record the decision before restart `number`, with the steps that the ranks have done.
@@ -99,6 +101,7 @@ def record_restart(
         count=(before.count if before is not None else 0) + is_counted,
         max_restarts=max_restarts,
         is_counted=is_counted,
+        is_planned=is_planned,
         world_size=world_size,
     )
     update_restart(attempt, restart)

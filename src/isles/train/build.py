@@ -18,14 +18,15 @@ from isles.config.layout import Strategy
 from isles.config.memory import step_memory
 from isles.config.resolve import Resolved
 from isles.config.sections.run import RunConfig
-from isles.config.sections.training import Epochs
 from isles.data.loader import Loader
+from isles.data.mix import Dataset
 from isles.dist.files import Disks
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.facts.units import format_bytes
 from isles.models.attention import check_attention
-from isles.models.build import fill_model, set_gradient_checkpointing
+from isles.models.build import fill_model
+from isles.models.recompute import set_gradient_checkpointing
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.upload import Uploader
@@ -82,26 +83,20 @@ def build(
     """Build every part, and take over the state of a checkpoint. All ranks must call this."""
     config = resolved.config
     check_attention(config.model.attn_implementation, world.device)
-    for note in deepspeed_notes(config) if world.is_main else ():
-        recorder.note(note)
-    tokenizer, training, validation = make_data(
-        config, run_dir, world, recorder, resume_from, disks
-    )
-    total_steps = run_length(resolved, training.samples_per_epoch, resume_from, recorder.note)
-    epochs = Epochs.of(config.training, training.samples_per_epoch)
+    data = make_data(config, run_dir, world, recorder, resume_from, disks)
+    tokenizer, training, validation = data
+    total_steps, epochs = run_length(resolved, training, resume_from, recorder.note)
     recorder.phase("building model")
     base = agree_on_base(config, world, resume_from)
     strategy, mesh, balancer, engine, model_size = _make_engine(
         config, run_dir, world, recorder, tokenizer, resume_from
     )
-    if config.adapter.type != "none" and world.is_main and resume_from is None:
-        for line in adapter_notes(config, engine.model, tokenizer, training):
-            recorder.note(line)
+    if resume_from is None and world.is_main:
+        _note(recorder, config, engine, tokenizer, training)
     if config.training.method == "dpo":
         # With the weights that the run begins with, so before any checkpoint is loaded.
-        pairs = pairs_read(config, total_steps, epochs)
         score = functools.partial(score_reference, engine, mesh, world, recorder, run_dir)
-        score("training", training, pairs, balancer.even_size)
+        score("training", training, pairs_read(config, total_steps, epochs), balancer.even_size)
         score("validation", validation, config.training.eval_samples, balancer.even_size)
     exchange = None
     if config.diloco is not None:
@@ -111,15 +106,8 @@ def build(
         exchange = make_exchange(config, engine, world, run_dir, recorder, resume_from)
     progress = _take_over(engine, resume_from, config, run_dir, world, disks, recorder, exchange)
     samples = _begin(exchange, progress, resume_from)
-    split, rank = balancer.split, mesh.dp_rank
-    loader = Loader(
-        training,
-        split=split,
-        dp_rank=rank,
-        device=world.device,
-        numbering=samples,
-        epochs=epochs,
-    )
+    rank, device = mesh.dp_rank, world.device
+    loader = Loader(training, balancer.split, rank, device, numbering=samples, epochs=epochs)
     meter = _make_meter(model_size, config, strategy, mesh, balancer, world)
     now, saves = meter.clock.now, config.checkpoint  # the watchdog asks when a save has moved
     checkpoints = CheckpointManager(run_dir, world, saves, disks, attempt, now, uploader)
@@ -161,6 +149,17 @@ def build(
             base=base,
         )
     return parts
+
+
+def _note(
+    recorder: Recorder, config: RunConfig, engine: Engine, tokenizer: Any, training: Dataset
+) -> None:
+    # Lines for the user at the start of a new run.
+    lines = deepspeed_notes(config)
+    if config.adapter.type != "none":
+        lines += adapter_notes(config, engine.model, tokenizer, training)
+    for line in lines:
+        recorder.note(line)
 
 
 def _make_meter(

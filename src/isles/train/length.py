@@ -9,7 +9,8 @@ from typing import Any
 from isles.config.resolve import Resolved
 from isles.config.rules.training import schedule_rules
 from isles.config.sections.run import RunConfig
-from isles.config.sections.training import length_in_steps, warmup_in_steps
+from isles.config.sections.training import Epochs, length_in_steps, warmup_in_steps
+from isles.data.mix import Dataset
 from isles.errors import ConfigError, ConfigErrors
 from isles.run.checkpoints import CheckpointInfo
 
@@ -24,15 +25,15 @@ _LEAST_FALL = 0.01
 
 def run_length(
     resolved: Resolved,
-    samples_per_epoch: int,
+    data: Dataset,
     resume_from: CheckpointInfo | None,
     note: Callable[[str], None],
-) -> int | None:
-    """The length of a run in steps; None: it is a time.
+) -> tuple[int | None, Epochs | None]:
+    """The length of a run in steps, and its epochs; None: the length is a time, or is in steps.
 
     Args:
         resolved: the run.
-        samples_per_epoch: training samples in one pass over the data.
+        data: its training data.
         resume_from: the checkpoint that the run goes on from.
         note: takes a line for the user if epochs make few steps.
 
@@ -40,6 +41,8 @@ def run_length(
         ConfigErrors: the warm-up or the decay is longer than the run.
     """
     training, origins = resolved.config.training, resolved.origins
+    samples_per_epoch = data.samples_per_epoch
+    epochs = Epochs.of(training, samples_per_epoch)
     done = {"step": 0, "samples": 0} if resume_from is None else resume_from.manifest
     step, cursor = int(done["step"]), int(done["samples"])
     steps = length_in_steps(training, samples_per_epoch, step=step, cursor=cursor)
@@ -52,10 +55,10 @@ def run_length(
             ]
         )
     if steps is None:
-        return None
+        return None, None
     warmup = warmup_in_steps(training, steps)
     log.info("length steps=%d warmup=%d samples_per_epoch=%d", steps, warmup, samples_per_epoch)
-    if training.max_steps is None and steps < _FEW_STEPS:
+    if epochs is not None and steps < _FEW_STEPS:
         note(
             f"the run has {steps} step{'s' * (steps > 1)}: num_train_epochs "
             f"{training.num_train_epochs:g} of {samples_per_epoch} "
@@ -63,7 +66,7 @@ def run_length(
             f"{training.global_batch_size}. A model seldom learns in fewer than {_FEW_STEPS} "
             "steps: lower training.global_batch_size, or raise training.num_train_epochs"
         )
-    return steps
+    return steps, epochs
 
 
 def unmoved(

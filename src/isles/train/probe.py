@@ -19,7 +19,8 @@ from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.models.adapter import frozen_dtype
 from isles.models.attention import use_maskless_attention
-from isles.models.build import build_probe, set_gradient_checkpointing
+from isles.models.build import build_probe
+from isles.models.recompute import set_gradient_checkpointing
 from isles.run.limits import memory
 from isles.strategies.objective import CausalLM
 from isles.strategies.sequence import whole

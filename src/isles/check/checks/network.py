@@ -1,4 +1,4 @@
-"""How hosts are reached: addresses and interfaces, and the hub of clusters."""
+"""How hosts are reached: addresses and interfaces, and the hub or the bucket of clusters."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ import psutil
 from isles.check.finding import Finding
 from isles.check.plan import Hosts
 from isles.config.sections.outer import DiLoCoConfig
-from isles.errors import PreflightError
+from isles.errors import MissingDependencyError, PreflightError
+from isles.facts.buckets import FIXES
 from isles.launch.answers import parse_answer
 from isles.launch.hub import own_addresses, split_address
 from isles.launch.ssh.hosts import Reach, choose_addresses
+from isles.run.objects import StoreError, open_store, probe, within
 
-_CONNECT_S = 5.0
+_CONNECT_S, _BUCKET_S = 5.0, 12.0
 _FIREWALLS = ("ufw", "firewall-cmd", "nft", "iptables")
 _SBIN = os.pathsep.join((os.defpath, "/usr/sbin", "/sbin", "/usr/local/sbin"))
 
@@ -175,10 +177,13 @@ def dial(address: str, port: int, timeout_s: float) -> dict[str, Any]:
 
 
 def try_hub(hosts: Hosts) -> None:
-    """Dial the hub from the first host of the cluster, whose rank 0 will."""
+    """Dial the hub, or write to the bucket, from the first host, whose rank 0 will."""
     config = hosts.run.config
     outer = config.diloco if config is not None else None
-    if outer is None or outer.hub is None or not hosts.names:
+    if outer is None or not hosts.names:
+        return
+    try_bucket(hosts)
+    if outer.hub is None:
         return
     first = hosts.names[0]
     host, port = split_address(outer.hub, "outer.hub")
@@ -186,6 +191,55 @@ def try_hub(hosts: Hosts) -> None:
     asked = hosts.ask("dial", args, only=[first], finding_id="net.hub")
     if (answer := asked().get(first)) is not None:
         hosts.findings.append(hub_finding(first, outer, answer))
+
+
+def dial_bucket(url: str) -> dict[str, Any]:
+    """Write, as clusters do at their start, to the bucket in which they meet: `state` is ok, or the
+    kind of a `StoreError`; `what`, in words; and `seconds`."""
+    begin = time.perf_counter()
+
+    def write() -> bool:
+        store = open_store(url, f"outer.url {url}")
+        probe(store)
+        return bool(store.names("journal/"))
+
+    try:
+        has_run = within(_BUCKET_S, write, "its answer")
+    except StoreError as error:
+        return {"state": error.kind, "what": error.what}
+    except MissingDependencyError as error:
+        return {"state": "package", "what": error.what, "fix": error.fix}
+    except TimeoutError as error:
+        return {"state": "away", "what": f"it does not answer ({error})"}
+    return {"state": "ok", "seconds": time.perf_counter() - begin, "has_run": has_run}
+
+
+def try_bucket(hosts: Hosts) -> None:
+    """Write to the bucket in which clusters meet, from the first host, or from the login node."""
+    config = hosts.run.config
+    outer = config.diloco if config is not None else None
+    if config is None or outer is None or outer.engine != "bucket" or outer.url is None:
+        return
+    url = outer.url
+    first, name = hosts.names[0], config.name.removesuffix(f"-{config.clusters[0].name}")
+    place = f"{url.rstrip('/')}/{name}"
+    asked = hosts.ask("dial_bucket", {"url": place}, only=[first], finding_id="net.hub")
+    if (answer := asked().get(first)) is not None:
+        hosts.findings.append(bucket_finding(first, place, answer))
+
+
+def bucket_finding(first: str, place: str, answer: Mapping[str, Any]) -> Finding:
+    """The finding for the answer of `dial_bucket` of the first host."""
+    state = str(answer["state"])
+    if state == "ok":
+        taken = f"{answer['seconds'] * 1e3:.0f} ms"
+        text = f"it reads and writes at {place}"
+        if answer.get("has_run"):
+            text += ", where a run is already: clusters of this name join that run"
+        return Finding("net.hub", "ok", first, text, measured=taken)
+    fix = str(answer.get("fix") or FIXES.get(state, ""))
+    text = f"it cannot meet other clusters at {place}: {answer.get('what')}"
+    return Finding("net.hub", "error", first, text, measured=state, fix=fix)
 
 
 def hub_finding(first: str, outer: DiLoCoConfig, answer: Mapping[str, Any]) -> Finding:

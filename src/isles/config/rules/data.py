@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from isles.config.issues import Issue
 from isles.config.rules.idle import idle_keys, no_effect
 from isles.config.sections.data import COLUMNS, SourceConfig, isolates_any
+from isles.config.sections.model import OWN_VARIABLES
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import MeshSection
 from isles.facts.models import shape_names
@@ -143,6 +144,12 @@ def _tokenizer_rules(config: RunConfig) -> Iterator[Issue]:
             ("tokenizer.chat_template", "data.sources"),
             "there are no messages for a chat template: the source is fake",
             "delete chat_template",
+        )
+    for taken in OWN_VARIABLES & config.tokenizer.chat_template_kwargs.keys():
+        yield Issue(
+            (f"tokenizer.chat_template_kwargs.{taken}", "tokenizer.chat_template_kwargs"),
+            f"isles itself gives {taken} to the chat template",
+            f"delete {taken}",
         )
 
 

@@ -49,9 +49,9 @@ class SourceConfig(Section):
 
     ignore_fields: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Fields that the data has and training does not need, such as [tools, reasoning_content]:
-    columns, and fields of messages and tool calls. isles leaves them out and does not report
-    them. Without this key isles refuses calls, tools and thoughts that the chat template does not
-    write."""
+    columns, and fields of messages and tool calls (content: the text beside a call). isles leaves
+    them out and does not report them. Without this key isles refuses calls, tools and thoughts that
+    the chat template does not write."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """chat and instruct: which tokens are trained. assistant: what the assistant says, with the end

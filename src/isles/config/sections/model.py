@@ -27,6 +27,15 @@ class ModelConfig(Section):
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
 
+OWN_VARIABLES = frozenset(
+    (
+        *("messages", "tools", "add_generation_prompt", "continue_final_message"),
+        *("chat_template", "conversations", "return_assistant_tokens_mask"),
+    )
+)
+"""Variables of a chat template that isles and transformers give to it."""
+
+
 class TokenizerConfig(Section):
     """Which tokenizer; left out, the model's own."""
 
@@ -37,14 +46,14 @@ class TokenizerConfig(Section):
     """How messages become text: a Jinja file, or chatml, which is built in and works with any
     tokenizer. Default: the tokenizer's own template, or chatml if isles trains the tokenizer."""
 
+    chat_template_kwargs: dict[Text, Any] = {}  # noqa: RUF012 (pydantic copies defaults)
+    """Variables for the chat template, such as {enable_thinking: false}, in training and in
+    `isles generate --chat`. A row may set its own in the column chat_template_kwargs."""
+
     add_special_tokens: bool = True
     """Begin and end a text as the tokenizer does: with BOS for Llama and Gemma, without for Qwen. A
     chat is what its template writes. false: a text gets its end-of-text token alone, and so does
     the tokenizer that the run keeps and exports."""
-
-    chat_template_kwargs: dict[Text, Any] = {}  # noqa: RUF012 (pydantic copies defaults)
-    """Variables for the chat template, such as {enable_thinking: false}, in training and in
-    `isles generate --chat`. A row may set its own in the column chat_template_kwargs."""
 
     train_vocab_size: Annotated[int, Field(ge=260, le=1_000_000)] | None = None
     """Train a byte-level BPE of this many tokens on the data, and keep it with the run."""

@@ -9,6 +9,9 @@ from typing import Self
 from isles.data.chat.fields import TemplateRefusal, unused_mark
 from isles.data.sources.rows import Message
 
+Span = tuple[int, int]
+"""The first character, and the one after the last."""
+
 _QUESTION = "Hello there"
 
 
@@ -127,17 +130,17 @@ class Dialogue:
             return behind.index(token) + len(token)
         return len(self.closing) if behind.startswith(self.closing) else 0
 
-    def answer_start(self, before: str) -> int:
-        """Where an answer begins in the text before what the assistant says.
+    def last_header(self, before: str) -> Span | None:
+        """The last header in a text before an answer; the answer begins behind it.
 
         Generation may be prompted with more than answers begin with, such as a thought, and with
         more than answers begin with that others follow.
         """
-        if self.header and self.early and self.early in before:
-            start = before.rfind(self.early)
-            is_whole = before.startswith(self.header, start)
-            return start + len(self.header if is_whole else self.early)
-        return len(before.rstrip()) if self.header == "" else len(before)
+        if not (self.header and self.early and self.early in before):
+            return None
+        start = before.rfind(self.early)
+        is_whole = before.startswith(self.header, start)
+        return start, start + len(self.header if is_whole else self.early)
 
 
 def common_length(one: Sequence[object], other: Sequence[object]) -> int:

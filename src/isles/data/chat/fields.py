@@ -6,6 +6,7 @@ Both are found by probes: a mark in the place of a value, which the template wri
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,10 +29,10 @@ class TemplateRefusal(Exception):
 
     Args:
         ignore: the field that `data.sources.ignore_fields` can name so that the row is trained
-            without it; "" if that would not help.
+            without it; "" if that would not help; None: the template itself refuses.
     """
 
-    def __init__(self, what: str, ignore: str = "") -> None:
+    def __init__(self, what: str, ignore: str | None = None) -> None:
         super().__init__(what)
         self.ignore = ignore
 
@@ -179,6 +180,7 @@ class FieldProbe:
     def __init__(self) -> None:
         self._read = set[tuple[str, str]]()
         self._never = set[tuple[str, str]]()
+        self._missed = Counter[tuple[str, str]]()
         self._writes_thoughts: dict[str, bool] = {}
 
     def check(
@@ -234,40 +236,62 @@ class FieldProbe:
     ) -> set[str]:
         mark = unused_mark(text)
         marks = [f"{mark}f{number}q" for number in range(len(doubtful))]
-        try:
-            changed = chat
-            for field, one in zip(doubtful, marks, strict=True):
-                changed = _replaced(changed, field.place, one)
-            together: str | None = render(changed)
-        except TemplateRefusal:
-            together = None  # it looks into a value: one after another
-        unread = set[str]()
-        for field, one in zip(doubtful, marks, strict=True):
-            rest = field.name.rpartition(".")[2]
-            try:
-                alone = together or render(_replaced(chat, field.place, one))
-                is_read = one in alone
-                if not is_read and field.name not in _TOLD:  # it may decide on other text
-                    is_read = render(_replaced(chat, field.place, None)) != text
-            except TemplateRefusal:
-                is_read = True
-            if is_read:
-                self._read.add((field.role, field.name))
-                if field.name == _CONTENT and field.role == "assistant" and field.value not in text:
-                    unread.add(f"parts of {_CONTENT}")
+        pairs = list(zip(doubtful, marks, strict=True))
+        together = _try(render, _replaced(chat, [(field.place, one) for field, one in pairs]))
+        unread, lost = set[str](), list[_Field]()
+        for field, one in pairs:
+            key = field.role, field.name
+            alone = together
+            if alone is None and not (key in self._read and str(field.value).strip() in text):
+                alone = _try(render, _replaced(chat, [(field.place, one)]))
+            if alone is not None and one not in alone:
+                lost.append(field)
                 continue
-            if field.name in _TOLD:
+            self._read.add(key)
+            if field.name == _CONTENT and field.role == "assistant" and field.value not in text:
+                unread.add(f"parts of {_CONTENT}")
+        for field in lost:
+            # Another mark may be the reason.
+            if field.name in _TOLD and mark not in (
+                _try(render, _replaced(chat, [(field.place, mark)])) or mark
+            ):
                 self._judge_lost(field, chat, render)
-            elif not is_named(rest):
-                self._never.add((field.role, field.name))
-            unread.add(field.name)
+                unread.add(field.name)
+        silent = [field for field in lost if field.name not in _TOLD]
+        return unread | self._silent(silent, chat, text, render, is_named) if silent else unread
+
+    def _silent(
+        self,
+        silent: Sequence[_Field],
+        chat: Chat,
+        text: str,
+        render: Callable[[Chat], str],
+        is_named: Callable[[str], bool],
+    ) -> set[str]:
+        # Those that are not written and decide on no other text either.
+        unread = set[str]()
+        if _try(render, _replaced(chat, [(f.place, None) for f in silent])) == text:
+            unread |= {field.name for field in silent}
+            for field in silent:
+                key = field.role, field.name
+                self._missed[key] += 1
+                if not is_named(field.name.rpartition(".")[2]) or self._missed[key] > _MOST_TRIES:
+                    self._never.add(key)
+        else:
+            for field in silent:
+                if _try(render, _replaced(chat, [(field.place, None)])) == text:
+                    unread.add(field.name)
+                else:
+                    self._read.add((field.role, field.name))
         return unread
 
     def _judge_lost(self, field: _Field, chat: Chat, render: Callable[[Chat], str]) -> None:
         # Refuse, unless it is a thought of a template that leaves out all but the last.
         at = field.place[1]
         if field.name == _CONTENT:
-            raise TemplateRefusal(f"it leaves out what the {field.role} says in message {at}")
+            ignore = "content" if "tool_calls" in chat.messages[at] else ""
+            what = f"it leaves out what the {field.role} says in message {at}"
+            raise TemplateRefusal(what + (" beside a call" if ignore else ""), ignore)
         if field.name in _NAMES_OF_TOOLS:
             raise TemplateRefusal(f"it leaves out the tools, such as {field.value}", "tools")
         if field.name == _NAME_OF_CALL:
@@ -286,6 +310,9 @@ class FieldProbe:
         if not self._writes_thoughts.get(key):
             raise TemplateRefusal(f"it leaves out the {key} of message {at}", key)
 
+
+_MOST_TRIES = 16
+"""Rows in which a field that the template names is looked for, before it counts as unread."""
 
 _CONTENT = "messages.content"
 _NAME_OF_CALL = "messages.tool_calls.function.name"
@@ -328,10 +355,19 @@ def _fields_of_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[_Field]:
                 yield _Field(("tools", number, name), f"tools.{name}", "tools", value)
 
 
-def _replaced(chat: Chat, place: tuple[Any, ...], value: object) -> Chat:
-    # The conversation with another value there; None: without it.
-    part, *rest = place
-    return replace(chat, **{part: _with(getattr(chat, part), rest, value)})
+def _try(render: Callable[[Chat], str], chat: Chat) -> str | None:
+    # None: the template refuses.
+    with suppress(TemplateRefusal):
+        return render(chat)
+    return None
+
+
+def _replaced(chat: Chat, changes: Sequence[tuple[tuple[Any, ...], object]]) -> Chat:
+    # The conversation with other values at these places; None: without them.
+    parts: dict[str, Any] = {"messages": chat.messages, "tools": chat.tools}
+    for (part, *rest), value in changes:
+        parts[part] = _with(parts[part], rest, value)
+    return replace(chat, **parts)
 
 
 def _with(parent: Any, place: Sequence[Any], value: object) -> Any:

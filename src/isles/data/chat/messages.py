@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from isles.config.sections.model import OWN_VARIABLES
 from isles.data.sources.rows import Message, checked_text, from_json_text, show, wrong_type
 from isles.errors import DataError
 
@@ -52,7 +53,7 @@ def read_messages(
     wrong type.
 
     Args:
-        ignored: names of fields to leave out.
+        ignored: names of fields to leave out; content: only beside calls.
         unread: takes the names of fields that the messages lose here.
     """
     value = from_json_text(value, f"column {name!r}", where)
@@ -65,17 +66,21 @@ def read_messages(
     if not value:
         raise DataError(f"column {name!r} holds no message", where=where, fix="remove that row")
     lost: set[str] = set() if unread is None else unread
-    return [
+    messages = [
         _read_message(_without(message, ignored), f"{name}[{index}]", where, keys or {}, lost)
         for index, message in enumerate(value)
     ]
+    if "content" in ignored:
+        for one in messages:
+            one["content"] = "" if "tool_calls" in one else one["content"]
+    return messages
 
 
 def _without(message: Any, ignored: frozenset[str]) -> Any:
     # A message, and its calls, without these fields.
     if not ignored or not isinstance(message, Mapping):
         return message
-    kept = {key: value for key, value in message.items() if key not in ignored}
+    kept = {k: value for k, value in message.items() if k not in ignored or k == "content"}
     if isinstance(calls := kept.get("tool_calls"), list):
         kept["tool_calls"] = [_without(call, ignored) for call in calls]
     return kept
@@ -210,8 +215,8 @@ def take_masks(
         for key in (train_key,) if train_key else _TRAIN_NAMES:
             if key not in message:
                 continue
-            value = message[key]
-            if value not in (0, 1):
+            value, speaks = message[key], message["role"] == "assistant"
+            if speaks and value not in (0, 1):
                 raise DataError(
                     f"{name}[{index}].{key} is {show(value)}, and a message is trained (1 or true) "
                     "or not (0 or false)",
@@ -219,9 +224,9 @@ def take_masks(
                     fix="write 0 or 1, or train such messages as any other with "
                     f"data.sources.ignore_fields: [{key}]",
                 )
-            if message["role"] == "assistant" or not value:
+            if speaks or value == 0:
                 del message[key]
-            if message["role"] == "assistant" and not value:
+            if speaks and not value:
                 masked.add(index)
     return frozenset(masked)
 
@@ -241,13 +246,12 @@ def read_variables(value: object, name: str, where: str) -> dict[str, Any]:
     value = from_json_text(value, f"column {name!r}", where) if value not in (None, "") else {}
     if not isinstance(value, Mapping):
         raise wrong_type(value, f"column {name!r}", "variables of the chat template", where)
-    for taken in ("messages", "tools", "add_generation_prompt"):
-        if taken in value:
-            raise DataError(
-                f"column {name!r} sets {taken}, which isles gives to the template itself",
-                where=where,
-                fix=f"remove {taken} from it",
-            )
+    for taken in OWN_VARIABLES & value.keys():
+        raise DataError(
+            f"column {name!r} sets {taken}, which isles gives to the template itself",
+            where=where,
+            fix=f"remove {taken} from it",
+        )
     return {key: cell for key, cell in value.items() if cell is not None}
 
 

@@ -6,14 +6,14 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isles.config.files import CHATML, how_to_find
-from isles.data.chat.dialogue import Dialogue, SpecialTokens, common_length
+from isles.data.chat.dialogue import Dialogue, Span, SpecialTokens, common_length
 from isles.data.chat.fields import (
     FIXED_DAY,
     CallForm,
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
-Span = tuple[int, int]
-"""The first character, and the one after the last."""
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -106,6 +103,7 @@ class ChatTemplate:
         self._wants_parts = False
         """Whether contents are lists of parts, as templates of vision models may want them."""
         self._fields = FieldProbe()
+        self._words: dict[str, frozenset[str]] = {}
         self._plain = self._find_dialogue({})
         if self._plain.header is None:
             self._wants_parts = True
@@ -164,7 +162,9 @@ class ChatTemplate:
             raise self._refused(error, self._name) from error
 
     def _refused(self, error: TemplateRefusal, where: str, chat: Chat | None = None) -> DataError:
-        ignore = error.ignore or ("tools" if chat is not None and chat.tools else "")
+        ignore = error.ignore
+        if ignore is None and chat is not None and chat.tools:
+            ignore = "tools"
         fix = "use a template that takes it (tokenizer.chat_template), or repair or remove that row"
         if ignore:
             fix += f", or train without this field: data.sources.ignore_fields: [{ignore}]"
@@ -235,7 +235,9 @@ class ChatTemplate:
         )
 
     def _is_named(self, field: str) -> bool:
-        return field in self._text
+        if self._text not in self._words:
+            self._words[self._text] = frozenset(re.findall(r"\w+", self._text))
+        return field in self._words[self._text]
 
     def _render(self, messages: Sequence[Message], *, prompts: bool = False) -> str:
         return self._render_marked(messages, prompts=prompts)[0]
@@ -292,7 +294,7 @@ class ChatTemplate:
             so_far = self._render(chat.messages[: number + 1])
             fits = bool(before) and text.startswith(so_far)
             end = len(so_far.rstrip()) if self._dialogue.has_end else len(so_far)
-        start = self._dialogue.answer_start(before)
+        start = self._answer_start(number, chat, before)
         before = before[:start]
         if not (fits and text.startswith(before) and start <= end):
             raise DataError(
@@ -304,8 +306,27 @@ class ChatTemplate:
             )
         answer = text[start:end].strip()
         if not answer[: len(answer) - self._dialogue.length_of_end(answer)]:
-            raise TemplateRefusal(f"it leaves out what the assistant says in message {number}")
+            raise TemplateRefusal(f"it leaves out what the assistant says in message {number}", "")
         return start, end
+
+    def _answer_start(self, number: int, chat: Chat, before: str) -> int:
+        # Where the answer begins in the text before what the assistant says.
+        found = self._dialogue.last_header(before)
+        if found is None:
+            return len(before.rstrip() if self._dialogue.header == "" else before)
+        at, start = found
+        if start == len(before) or not number:
+            return start
+        # Behind the header is more, such as a thought; or it is the header of an earlier answer, as
+        # where a template writes an answer to a tool's result without one.
+        said = str(chat.messages[number - 1].get("content") or "").strip()
+        if said and before.find(said, 0, at) >= 0 and before.find(said, at) < 0:
+            return start
+        with suppress(TemplateRefusal):
+            if self._special.common_length(self._render(chat.messages[:number]), before) > at:
+                prompt = self._render(chat.messages[:number], prompts=True)
+                return self._special.common_length(prompt, before)
+        return start
 
 
 def describe_template(

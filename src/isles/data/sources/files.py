@@ -25,7 +25,7 @@ _MAGIC = {
     "gzip": rb"\x1f\x8b",
     "bzip2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",  # a block, or the end of an empty file
     "xz": rb"\xfd7zXZ\0",
-    "zstd": rb"\x28\xb5\x2f\xfd",
+    "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",  # a frame, or one that is skipped
 }
 _LONGEST_MAGIC = 10
 _BOM = b"\xef\xbb\xbf"
@@ -111,12 +111,24 @@ def opened_whole(path: Path) -> Iterator[IO[bytes]]:
 
 
 def packing_of(path: Path, raw: io.BufferedReader) -> str:
-    """How a file is packed, by its first bytes, else by its name: "gzip" or such; "": it is not."""
+    """How a file is packed, by its first bytes: "gzip" or such; "": it is not.
+
+    DataError: its name says that it is packed, and it is not.
+    """
     head = raw.peek(_LONGEST_MAGIC)
     for packing, magic in _MAGIC.items():
         if re.match(magic, head):
             return packing
-    return PACKED.get(ending_of(path.name).packing, "") if head else ""
+    if head and (named := ending_of(path.name).packing):
+        program = PACKED[named]
+        raise DataError(
+            f"its name ends with {named}, and it is not packed with {program}",
+            where=str(path),
+            fix=f"take {named} off its name if it was unpacked, as some browsers do, or fetch it "
+            f"again; {program} -t {path} tests it",
+            id="data.damaged",
+        )
+    return ""
 
 
 def skip(stream: IO[bytes], num_bytes: int) -> None:

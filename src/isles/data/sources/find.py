@@ -250,6 +250,8 @@ class DatasetSource(Source):
         parser.check(names, self.name)
         one_of_each(names, parser.wanted, self.name)
         wanted = [name for name in names if name in parser.wanted]
+        cells = {name: self.dataset.data.column(name) for name in names if name not in wanted}
+        skipped = [name for name, each in cells.items() if each.null_count < len(each)]
         # As Arrow, so that the library opens nothing that a row names.
         dataset = self.dataset.with_format("arrow").select_columns(wanted)
         features = undecoded(dataset.features)
@@ -260,13 +262,14 @@ class DatasetSource(Source):
                 table = dataset[number : number + CHUNK_ROWS]
             except Exception as error:  # whatever damaged buffers provoke
                 raise damaged(error, where) from error
+            skipped = [name for name in names if name not in wanted]
             check_plain(table, self.name)
             for begin, part in small_parts(table, self.name, number):
                 where = f"{self.name} row {begin}"
                 rows = table_rows(part, where, keeps_nulls=has_json)
                 if has_json:
                     rows = [_with_json(features, row, where) for row in rows]
-                yield from _numbered(self.name, begin, rows)
+                yield from _numbered(self.name, begin, rows, skipped)
 
 
 def _with_json(features: Any, row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -323,8 +326,10 @@ class HubStream(Source):
             ) from error
 
 
-def _numbered(name: str, first: int, rows: Sequence[Any]) -> list[Row | DataError]:
-    return [Row(f"{name} row {first + i}", row) for i, row in enumerate(rows)]
+def _numbered(
+    name: str, first: int, rows: Sequence[Any], skipped: Sequence[str] = ()
+) -> list[Row | DataError]:
+    return [Row(f"{name} row {first + i}", row, skipped) for i, row in enumerate(rows)]
 
 
 def _open_saved(folder: Path, split: str) -> DatasetSource:

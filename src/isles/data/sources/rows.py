@@ -286,12 +286,13 @@ class Tally:
 
     def record(self) -> dict[str, Any]:
         """The counts and the first bad rows, as plain JSON."""
+        unread = sorted(self._unread.items(), key=lambda entry: (-entry[1], entry[0]))
         return {
             "rows": self.num_rows,
             "empty": self.num_empty,
             "bad": self.num_bad,
             "first_bad": [[error.where, error.what, error.fix] for _, error in self._first],
-            "unread": {name[:100]: n for name, n in self._unread.most_common(MOST_UNREAD)},
+            "unread": {name[:100]: count for name, count in unread[:MOST_UNREAD]},
         }
 
 

@@ -35,6 +35,8 @@ def parquet_rows(path: Path, parser: Parser, first: int) -> Rows:
             raise _damaged("the Parquet file is damaged", path, error, row) from error
         with file:
             wanted = _wanted_columns(path, parser, names)
+            others = [field for field in file.schema_arrow if field.name not in wanted]
+            skipped_names = [f.name for f in others if not _is_null(file.metadata, f)]
             # The row groups before the first row are not read.
             sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
             skipped = group = 0
@@ -52,7 +54,7 @@ def parquet_rows(path: Path, parser: Parser, first: int) -> Rows:
                     return
                 kept = batch.slice(min(first - skipped, batch.num_rows))
                 skipped += batch.num_rows - kept.num_rows
-                yield from _rows_of(path, kept, row)
+                yield from _rows_of(path, kept, row, skipped_names)
                 row += kept.num_rows
 
 
@@ -73,7 +75,12 @@ def arrow_rows(path: Path, parser: Parser, first: int) -> Rows:
             wanted = _wanted_columns(path, parser, batch.schema.names)
             kept = batch.select(wanted).slice(min(max(first - row, 0), batch.num_rows))
             check_plain(kept, str(path))
-            yield from _rows_of(path, kept, row + batch.num_rows - kept.num_rows)
+            others = [name for name in batch.schema.names if name not in wanted]
+            # Two columns may have one name, if nothing reads them.
+            places = (batch.schema.names.index(name) for name in others)
+            nulls = [batch.column(place).null_count == batch.num_rows for place in places]
+            skipped = [name for name, is_null in zip(others, nulls, strict=True) if not is_null]
+            yield from _rows_of(path, kept, row + batch.num_rows - kept.num_rows, skipped)
             row += batch.num_rows
 
 
@@ -83,10 +90,22 @@ def _wanted_columns(path: Path, parser: Parser, names: Sequence[str]) -> list[st
     return [name for name in names if name in parser.wanted]
 
 
-def _rows_of(path: Path, batch: Any, first: int) -> Iterator[Row]:
+def _is_null(metadata: Any, field: Any) -> bool:
+    # Whether a column has nothing but nulls, as far as the file says it without being read.
+    if str(field.type) == "null":
+        return True
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        columns = map(group.column, range(group.num_columns))
+        found = [column.statistics for column in columns if column.path_in_schema == field.name]
+        if not found or found[0] is None or found[0].null_count != group.num_rows:
+            return False
+    return True
+
+
+def _rows_of(path: Path, batch: Any, first: int, skipped: Sequence[str]) -> Iterator[Row]:
     for begin, part in small_parts(batch, str(path), first):
         for number, values in enumerate(table_rows(part, f"{path} row {begin}"), start=begin):
-            yield Row(f"{path} row {number}", values)
+            yield Row(f"{path} row {number}", values, skipped)
 
 
 def _batch_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import socket
 import time
@@ -19,8 +20,9 @@ import yaml
 
 from isles.config.load import Loaded
 from isles.errors import CommunicationError, ExitCode, UserError
-from isles.facts.units import format_duration
-from isles.launch.ssh.shell import Result, Shell
+from isles.facts.secrets import without_secrets
+from isles.facts.units import format_duration, printable
+from isles.launch.ssh.shell import Result, Shell, environment_failure
 from isles.run.outcome import end, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import write_text_atomic
@@ -33,6 +35,7 @@ JobState = Literal["pending", "running", "requeued", "ended", "unknown"]
 ASK_S = 20.0
 """Longest wait for a command of a scheduler, which may be busy for some seconds."""
 
+_TAIL_BYTES = 4096
 _TRIES, _WRITTEN_S = 3, 2.0
 """How often a file is read that other hosts replace, and how long one may be empty that is made."""
 
@@ -114,12 +117,15 @@ class JobQueue(ABC):
         """Have a running job look at the stop request, if it does not by itself."""
         return
 
-    def hasten(self, report: JobReport) -> None:
+    def hasten(self, report: JobReport) -> str:
         """Start a job at once that waits only because it was queued again.
 
         For a user who asks for the run to go on, never for one who looks at it.
+
+        Returns:
+            Why it waits now, in words; empty: as before.
         """
-        return
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,18 +232,33 @@ class QueueJob:
         what, error = "asked to stop" if is_asked else f"{self.text}: {report.reason}", None
         if not is_stop:
             output = self.queue.output(self.attempt, self.job_id)
+            fix, id = report.fix or f"look at the end of {output.name}", ""
+            if saved is None and not any(self.attempt.path.glob("rank-*.json")):
+                # No rank has begun: the script itself, or what it loads, has failed.
+                tail = _tail(output)
+                line, fix = environment_failure(tail) or (tail.rpartition("\n")[2], fix)
+                what, id = (f"{what}: {line}", "python.runs") if line else (what, "")
             error = error_record(
                 what,
-                id="",
+                id=id,
                 kind="JobEnded",
                 code=code,
                 where=str(output),
-                fix=report.fix or f"look at the end of {output.name}",
+                fix=fix,
                 at=report.at,
                 host=None,
             )
         state: Literal["stopped", "failed"] = "stopped" if is_stop else "failed"
         end(self.attempt, state, code, f"{what}; {kept}", step=saved, error=error)
+
+
+def _tail(output: Path) -> str:
+    # The last lines of a job's output; empty if it cannot be read.
+    with suppress(OSError), output.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        text = stream.read(_TAIL_BYTES).decode(errors="replace")
+        return without_secrets(printable(text.strip()))
+    return ""
 
 
 def training_job(attempt: Attempt) -> str | None:

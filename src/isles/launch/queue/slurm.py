@@ -117,10 +117,12 @@ class Slurm(Scheduler):
         # The script looks at the request, on the host that sees the file at once.
         self.cancel(job, "--signal=USR1", "--batch")
 
-    def hasten(self, report: JobReport) -> None:
+    def hasten(self, report: JobReport) -> str:
         # Slurm holds a job that was queued again for two minutes.
-        if report.state == "requeued" and report.word.partition(" ")[2] in ("", "BeginTime"):
-            self.run("scontrol", "update", f"jobid={report.job_id}", "StartTime=now")
+        if report.state != "requeued" or report.word.partition(" ")[2] not in ("", "BeginTime"):
+            return ""
+        done = self.run("scontrol", "update", f"jobid={report.job_id}", "StartTime=now")
+        return f"{_HELD}; it is asked to start now" if not done.returncode else ""
 
     def refusal_fix(self, key: str, loaded: Loaded) -> str:
         """See Scheduler: which partitions there are."""
@@ -142,6 +144,8 @@ class Slurm(Scheduler):
         if word == "CONFIGURING":
             return "its nodes are being switched on", ""
         reason, fix = pending(why, job_id)
+        if why == "BeginTime" and fields.get("Restarts", "0") != "0":
+            reason = _HELD
         named = re.search(r"UnavailableNodes:(\S+)", why)
         if named is not None or why.startswith(("Nodes_required", "NodeDown", "Resources")):
             partition = ("-p", fields.get("Partition", ""), "-t", _BAD_NODES)
@@ -176,6 +180,9 @@ class Slurm(Scheduler):
         if done.returncode or not rows:
             return {}
         return {"JobState": rows[-1][0].split(" ")[0], "ExitCode": rows[-1][1]}
+
+
+_HELD = "Slurm holds a job for two minutes after it was queued again"
 
 
 def _option_words(option: str) -> list[str]:

@@ -97,8 +97,8 @@ def refresh(
         return last
     try:
         report = job.look()
-        if hasten:
-            job.queue.hasten(report)
+        if hasten and (why := job.queue.hasten(report)):
+            report = replace(report, reason=why, fix="")
     except UserError as error:
         if last is None:
             return JobReport("unknown", error.what, job.job_id, fix=error.fix, at=now())

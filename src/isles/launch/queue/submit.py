@@ -33,7 +33,7 @@ from isles.launch.remote.login import start_on_login
 from isles.launch.ssh.environment import python_of
 from isles.run.begin import begin_attempt, write_launch
 from isles.run.choose import Begun, choose_run
-from isles.run.env import allocation, pbs_job
+from isles.run.env import allocation, is_job_node, pbs_job
 from isles.run.find import own_runs
 from isles.run.outcome import end_failed, error_record
 from isles.run.paths import Attempt, RunDir
@@ -63,7 +63,7 @@ def start_in_queue(
     queue = Pbs(launcher.bin_path) if is_pbs else Slurm(launcher.bin_path)
     _refuse_extra(loaded, launcher.extra, queue)
     if not options.dry_run:
-        _refuse_inside_job(options.path, queue)
+        _refuse_inside_job(loaded, options, queue)
     with in_workdir(loaded) as workdir:
         resolved = resolve_for_nodes(loaded)
         if isinstance(launcher, PbsLauncherConfig):
@@ -255,20 +255,40 @@ def _refuse_extra(loaded: Loaded, extra: tuple[str, ...], queue: Scheduler) -> N
             )
 
 
-def _refuse_inside_job(path: Path, queue: Scheduler) -> None:
+def _refuse_inside_job(loaded: Loaded, options: StartOptions, queue: Scheduler) -> None:
     is_slurm = isinstance(queue, Slurm)
     job_id = allocation() if is_slurm else pbs_job()
     if job_id is None:
         return
+    typed = options.typed or f"isles train {options.path}"
+    here = f"{typed} {' '.join(map(shlex.quote, here_overrides(loaded)))}"
+    # The shell of salloc stays on the login node.
+    is_node = not is_slurm or is_job_node()
+    on_one = f"`{here}`" if is_node else f"`srun --nodes=1 --ntasks=1 --pty {here}`"
+    ways = [f"on {'this' if is_node else 'one'} node of the job: {on_one}"]
+    if loaded.config.clusters[0].max_nodes > 1:
+        words = [str(options.path), *options.overrides]
+        script = f"isles render {shlex.join(words)} --to {'sbatch' if is_slurm else 'pbs'}"
+        ways.insert(0, f"on the nodes of this job: `{script} --output job.sh && bash job.sh`")
     variable = "SLURM_JOB_ID" if is_slurm else "PBS_JOBID"
     raise UserError(
         f"this shell is in {queue.name} job {job_id}, and the launcher would submit another job",
-        where=str(path),
-        fix="leave it (exit) and start from the login node; or train on this node alone, with "
-        "'clusters.0.launcher={kind: local}' on the command line; or, if another job is what "
-        f"you want: env -u {variable} isles train …",
+        where=str(options.path),
+        fix=f"train {', or '.join(ways)}. For another job: `env -u {variable} {typed}`",
         id="queue.nested",
     )
+
+
+def here_overrides(loaded: Loaded) -> list[str]:
+    """Overrides with which the run of a queue trains on this machine."""
+    cluster, key = loaded.config.clusters[0], "clusters.0"
+    found = [f"{key}.launcher={{kind: local}}"]
+    for name in sorted(cluster.environment.model_fields_set - {"variables", "container"}):
+        # The ranks of this machine run in the Python of the command.
+        empty = "[]" if isinstance(getattr(cluster.environment, name), tuple) else "null"
+        found.append(f"{key}.environment.{name}={empty}")
+    found += [f"{key}.workdir=null"] if cluster.workdir is not None else []
+    return found + ([f"{key}.nodes=1"] if cluster.max_nodes > 1 else [])
 
 
 def refresh_last(resolved: Resolved, resume: str) -> None:

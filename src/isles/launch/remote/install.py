@@ -27,6 +27,17 @@ def look() -> tuple[dict[str, str] | None, str]:
     return json.loads(done.stdout), ""
 
 
+_NO_INDEX = (
+    "Connection to",
+    "NewConnectionError",
+    "ConnectTimeoutError",
+    "Temporary failure in name resolution",
+    "Name or service not known",
+    "Network is unreachable",
+)
+"""Signs in what pip prints."""
+
+
 def ensure(asked: dict[str, Any]) -> tuple[str, bool]:
     """Install where something is missing; returns an error text, and whether it did."""
     wanted = {key: asked[key] for key in ("extras", "requirements", "constraints")}
@@ -64,6 +75,12 @@ def _install(asked: dict[str, Any], folder: Path) -> str:
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             errors = [line for line in lines if line.startswith("ERROR")] or lines[-5:]
+            if any(sign in done.stderr for sign in _NO_INDEX):
+                errors.insert(
+                    0,
+                    "the package index cannot be reached from this host: is there a "
+                    "network, or a proxy or mirror to set (PIP_INDEX_URL, HTTPS_PROXY)?",
+                )
             return "\n".join(["pip failed:", *errors, f"(exit code {done.returncode})"])
     return ""
 

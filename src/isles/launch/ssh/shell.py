@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from isles.errors import PreflightError, UserError
+from isles.facts.units import printable
 from isles.run.env import IN_POD
 
 T = TypeVar("T")
@@ -253,6 +254,40 @@ _FAILURES = (
 )
 
 
+_ENVIRONMENTS = (
+    (
+        r"/bin/activate: No such file",
+        "make the venv: `isles setup run.yaml` does so over ssh, `python3 -m venv` anywhere; or "
+        "name another in clusters[0].environment.venv",
+    ),
+    (
+        r"\bmodule: (command )?not found",
+        "clusters[0].environment.modules needs the command module, which this host does not have: "
+        "delete it, or define the command first, such as clusters[0].environment.setup: [source "
+        "/etc/profile.d/modules.sh]",
+    ),
+    (
+        r"Unable to locate a modulefile|module(s|\(s\))? (is|are) unknown|ModuleCmd_Load",
+        "correct clusters[0].environment.modules: `module avail` shows the names",
+    ),
+    (
+        r"\bconda: (command )?not found|EnvironmentNameNotFound|Failed to activate conda",
+        "correct clusters[0].environment.conda: `conda env list` shows the names; "
+        "clusters[0].environment.setup may load conda first",
+    ),
+)
+
+
+def environment_failure(output: str) -> tuple[str, str] | None:
+    """The line that says why an environment could not be set up, and what to do; None: there is no
+    such line."""
+    for line in output.splitlines():
+        for pattern, fix in _ENVIRONMENTS:
+            if re.search(pattern, line):
+                return printable(line.strip(), longest=300), fix
+    return None
+
+
 def python_failure(host: str, python: str, code: int, stderr: str) -> PreflightError | None:
     """Why a command of isles could not be run on a host, by its exit status and its error output;
     None where isles itself has failed."""
@@ -270,6 +305,12 @@ def python_failure(host: str, python: str, code: int, stderr: str) -> PreflightE
         what = f"there is no folder {folder['folder']}, in which the ranks are to run"
         fix = "make it there, name another in clusters[0].workdir, or let isles copy this one: "
         fix += "clusters[0].sync"
+    elif (found := environment_failure(stderr)) is not None:
+        id, what, fix = (
+            "python.runs",
+            f"the environment cannot be set up there: {found[0]}",
+            found[1],
+        )
     elif code in (_CANNOT_RUN, _NOT_FOUND):
         words = stderr.strip().splitlines() or [f"exit status {code}"]
         id, what = "python.runs", f"{python} cannot be run there: {words[-1]}"

@@ -246,7 +246,7 @@ def _cut(line: str, width: int) -> str:
 
 
 def _head_lines(run: Head) -> list[str]:
-    state = f"{run.state}: {run.phase}" if run.phase else run.state
+    state = f"{run.state}: {run.phase}" if run.phase not in ("", run.state) else run.state
     steps = f"step {steps_text(run.step, run.total_steps)}" if run.step is not None else ""
     left = f"{format_duration(run.left_s)} left" if run.left_s is not None else ""
     figures = [

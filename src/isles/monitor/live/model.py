@@ -40,6 +40,9 @@ class Head(Live, frozen=True):
     saved_age_s: float | None = None
     restarts: int = 0
     last_restart: str = ""
+    eval_loss: float | None = None
+    values: dict[str, str] = {}
+    """Of its run file, by their keys, to compare runs."""
 
 
 class Point(Live, frozen=True):

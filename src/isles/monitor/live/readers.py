@@ -18,6 +18,7 @@ from isles.launch.hub import hub_process, local_line
 from isles.launch.remote.login import remote_isles
 from isles.launch.ssh.shell import SSH_FAILED, Shell, python_failure
 from isles.monitor.clusters import hub_line
+from isles.monitor.hub import resting_state
 from isles.monitor.live.model import Snapshot
 from isles.monitor.live.several import HubAnswer, SeveralView, ask
 from isles.monitor.live.snapshot import RunReader
@@ -297,7 +298,11 @@ class Hub:
         line = local_line(self._state)
         is_on = hub_process(self._state) is not None
         answer = ask(line) if is_on else HubAnswer(line.address, error="it does not run")
-        return self._view.snapshot({}, {}, answer)
+        shown = self._view.snapshot({}, {}, answer)
+        if is_on:
+            return shown
+        head = shown.run.model_copy(update={"state": resting_state(self._state)})
+        return shown.model_copy(update={"run": head})
 
     def close(self) -> None:
         """See `Reader.close`."""

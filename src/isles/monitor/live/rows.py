@@ -100,6 +100,11 @@ class Records:
         return max(0.0, written_at - heard_at)
 
 
+def _address(text: str) -> str:
+    # The loopback is every machine's own, and tells nothing.
+    return "" if text.startswith("127.") or text == "::1" else text
+
+
 def host_rows(records: Records) -> list[HostRow]:
     """A row per node; without live.json what `isles status` knows of them."""
     nodes = records.nodes
@@ -129,7 +134,7 @@ def host_rows(records: Records) -> list[HostRow]:
                 cluster=records.cluster,
                 node=number,
                 host=name,
-                address=_text(node, "address"),
+                address=_address(_text(node, "address")),
                 ranks=(first, first + count - 1) if first is not None and count > 0 else None,
                 state=_STATES.get(state, state),
                 cpu=number_of(host, "cpu"),
@@ -234,8 +239,8 @@ def _ranks_of(records: Records, host: HostRow, most: int) -> list[RankRow]:
                 rows=whole_of(own, "rows"),
                 micro_batch=whole_of(own, "micro_batch"),
                 step=whole_of(own, "step"),
-                stage=_text(own, "stage") or _text(own, "phase"),
-                stage_s=stage_s,
+                stage=(_text(own, "stage") or _text(own, "phase")) if records.is_on else "",
+                stage_s=stage_s if records.is_on else None,
                 use=number_of(gpu or own, "use" if gpu else "cpu"),
                 memory_bytes=_first(own, "memory_bytes", gpu)
                 if gpu
@@ -293,11 +298,9 @@ def _held_up(records: Records, rows: list[RankRow], waits: Waits) -> dict[int, s
     if not records.is_on or records.is_silent:
         return {}
     found = {}
-    step_s = max((step.step_s for step in timed.values()), default=0.0)
     for rank, waited_s in waits.look(timed).items():
-        found[rank] = (
-            f"the others wait for it: {_seconds(waited_s)} of each {_seconds(step_s)} step"
-        )
+        step_s = _seconds(waits.step_s[rank])
+        found[rank] = f"the others wait for it: {_seconds(waited_s)} of each {step_s} step"
     stages = {
         row.rank: Stage(row.step, row.stage, row.stage_s)
         for row in rows

@@ -146,7 +146,7 @@ class SeveralView:
             cut = {row.name: "the hub does not answer" for row in rows if row.state == "running"}
         links = [
             link.model_copy(update={"state": f"cut: {cut[link.cluster]}"})
-            if link.cluster in cut and "hub" in (link.source, link.target)
+            if link.cluster in cut and {"hub", "bucket"} & {link.source, link.target}
             else link
             for part in known.values()
             for link in part.links

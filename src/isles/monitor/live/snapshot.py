@@ -50,6 +50,7 @@ _RECENT_S = 300.0
 """A restart is among the notes for so long."""
 
 _LISTED = 5
+_MOST_VALUES, _LONGEST_VALUE = 200, 80
 _RATE_S = 15.0
 """Bytes to and from a hub are counted every few seconds: their rate is that of so long."""
 
@@ -66,6 +67,7 @@ class RunReader:
         self.cluster = _cluster_name(run_dir)
         """Name of its cluster; that of the run where it is not known."""
         self._history = History(run_dir.metrics)
+        self._values = _run_values(run_dir)
         self._view = ClusterView(self.cluster)
 
     def look(self) -> Snapshot:
@@ -85,6 +87,7 @@ class RunReader:
             curve=self._history.curve(),
             goodput=share,
             recorded_age_s=self._history.age_s(now),
+            values=self._values,
         )
 
 
@@ -114,6 +117,7 @@ class ClusterView:
         goodput: float | None = None,
         age_s: float | None = None,
         recorded_age_s: float | None = None,
+        values: dict[str, str] | None = None,
         most_hosts: int = MOST_HOSTS,
         most_ranks: int = MOST_RANKS,
     ) -> Snapshot:
@@ -126,6 +130,7 @@ class ClusterView:
             row: the newest row of metrics.jsonl.
             age_s: of live.json, where it does not follow from this machine's clock.
             recorded_age_s: of the newest row.
+            values: of its run file; see `Head`.
             most_hosts, most_ranks: rows that the snapshot may have.
         """
         # A network file system may show a record half a minute late.
@@ -153,7 +158,7 @@ class ClusterView:
             version=__version__,
             at=at,
             run=_head(report, records, row or {}, goodput).model_copy(
-                update={"recorded_age_s": recorded_age_s}
+                update={"recorded_age_s": recorded_age_s, "values": values or {}}
             ),
             curve=curve,
             clusters=clusters,
@@ -186,6 +191,28 @@ def _cluster_name(run_dir: RunDir) -> str:
     return config.clusters[0].name
 
 
+def _run_values(run_dir: RunDir) -> dict[str, str]:
+    # What makes the model: places, names and machines do not.
+    try:
+        config = read_resolved(run_dir).config
+    except (OSError, UserError, ValueError):
+        return {}
+    found: dict[str, str] = {}
+
+    def add(key: str, value: object) -> None:
+        if isinstance(value, dict):
+            for name, each in value.items():
+                add(f"{key}.{name}", each)
+        elif len(found) < _MOST_VALUES:
+            found[key] = printable(str(value), longest=_LONGEST_VALUE)
+
+    for section in ("model", "tokenizer", "adapter", "data", "training", "strategy", "outer"):
+        part = getattr(config, section, None)
+        add(section, part.model_dump(mode="json") if part is not None else None)
+    add("seed", config.seed)
+    return found
+
+
 def _head(
     report: RunReport, records: Records, row: Mapping[str, Any], goodput: float | None
 ) -> Head:
@@ -212,6 +239,7 @@ def _head(
         saved_age_s=saved_age_s,
         restarts=report.restarts,
         last_restart=report.last_restart,
+        eval_loss=report.eval_loss,
     )
 
 
@@ -266,7 +294,10 @@ class Rates:
             state = f"cut: {cluster} does not reach the hub"
         rate = number_of(outer, "bytes_per_s") or None
         by = "averages" if rate else ""
-        ends = ((cluster, "hub", up), ("hub", cluster, down))
+        place = "bucket" if "meeting" in outer else "hub"
+        if not outer.get("is_connected", True):
+            state = state.replace("the hub", f"the {place}")
+        ends = ((cluster, place, up), (place, cluster, down))
         return [
             LinkRow(
                 cluster=cluster,
@@ -308,7 +339,13 @@ def _notes(
         reason = records.report.reason or "its processes are gone and have left no outcome"
         found.insert(0, f"the run is {records.report.state}: {reason}")
     last = records.restart
-    if records.is_on and last is not None and 0 <= (ago_s := records.at - last.at) < _RECENT_S:
+    # A restart that was planned, as for another node or at a time limit, is in the head alone.
+    if (
+        records.is_on
+        and last is not None
+        and not last.is_planned
+        and 0 <= (ago_s := records.at - last.at) < _RECENT_S
+    ):
         found.append(f"{format_duration(ago_s)} ago: {last.text}")
     for more, what in zip(unshown(records, hosts, ranks), ("hosts", "ranks"), strict=True):
         found += [f"and {more:,} more {what}, which are not shown"] if more else []

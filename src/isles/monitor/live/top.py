@@ -387,7 +387,7 @@ class Reader(ModalScreen[None]):
         with VerticalScroll():
             yield Static(Text(self._waiting), classes="text")
         again = "  r again" if self._again else ""
-        yield Static(f" ↑↓ PgUp PgDn scroll{again}  q back", classes="help", markup=False)
+        yield Static(f" ↑↓ PgUp PgDn scroll{again}  Esc q back", classes="help", markup=False)
 
     def on_mount(self) -> None:
         self.thread.start()

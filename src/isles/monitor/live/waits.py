@@ -55,6 +55,8 @@ class Waits:
     def __init__(self) -> None:
         self._seen: dict[int, deque[Step]] = {}
         self._marked: set[int] = set()
+        self.step_s: dict[int, float] = {}
+        """Of the ranks that the last look has found: seconds of the step with the waits."""
 
     def look(self, steps: Mapping[int, Step]) -> dict[int, float]:
         """Take in the newest steps; the ranks that are waited for, and for how many seconds."""
@@ -76,9 +78,10 @@ class Waits:
             plain = steady.keys() & self._behind(num, _MEDIAN_OF, _PLAIN).keys()
         self._marked = clear | plain | (self._marked & recent.keys())
         both = {**now, **recent, **steady}
-        return {rank: both[rank] for rank in sorted(self._marked)}
+        self.step_s = {rank: both[rank][1] for rank in self._marked}
+        return {rank: both[rank][0] for rank in sorted(self._marked)}
 
-    def _behind(self, first: int, last: int, share: float) -> dict[int, float]:
+    def _behind(self, first: int, last: int, share: float) -> dict[int, tuple[float, float]]:
         # Ranks for which the others have waited for this share of a step, by the medians of the
         # looks from one to another, counted from the newest.
         middle = {}
@@ -91,7 +94,8 @@ class Waits:
         return _waits(middle, share)
 
 
-def _waits(steps: Mapping[int, Step], share: float) -> dict[int, float]:
+def _waits(steps: Mapping[int, Step], share: float) -> dict[int, tuple[float, float]]:
+    # Seconds of waiting, and of the step in which they were.
     # Half of the ranks or more wait: of two slow ranks on one host both are named.
     least_s = min(step.communication_s for step in steps.values())
     waits = {rank: step.communication_s - least_s for rank, step in steps.items()}
@@ -99,7 +103,9 @@ def _waits(steps: Mapping[int, Step], share: float) -> dict[int, float]:
     step_s = max(step.step_s for step in steps.values())
     if step_s <= 0 or typical_s < share * step_s:
         return {}
-    return {rank: typical_s - wait for rank, wait in waits.items() if wait < typical_s / 2}
+    return {
+        rank: (typical_s - wait, step_s) for rank, wait in waits.items() if wait < typical_s / 2
+    }
 
 
 def late(stages: Mapping[int, Stage], step_s: float | None) -> dict[int, Stage]:

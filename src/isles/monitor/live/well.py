@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,13 +79,17 @@ def is_over(snapshot: Snapshot) -> bool:
 
 
 def check_lines(snapshot: Snapshot, typed: str = "", *, is_script: bool = False) -> list[CheckLine]:
-    """The five lines of a run that goes on.
+    """The five lines of a run that goes on; one of a run that waits for its start.
 
     Args:
         typed: what a user types after a verb to mean the run; empty: its name.
         is_script: it trains by a user's own script, whose steps isles does not see.
     """
     named = typed or snapshot.run.name
+    if snapshot.run.state in ("queued", "new"):
+        why = f": {snapshot.run.reason}" if snapshot.run.reason else ""
+        text = f"its job is queued{why}" if snapshot.run.state == "queued" else "it has not begun"
+        return [CheckLine("processes", "not yet", text, next=f"isles status {named}")]
     lines = [_processes(snapshot, named), _memory(snapshot, named)]
     if is_script:
         unseen = "not seen by isles: a script of your own trains"
@@ -118,9 +123,10 @@ def wait_until_well(
         if not waiting or left_s <= 0 or is_over(snapshot):
             return snapshot, lines
         text = "; ".join(f"{line.id}: {line.text}" for line in waiting)
-        if clock() - said_at >= (_SAID_EVERY_S if text != said else _SAME_EVERY_S):
+        kind = re.sub(r"\d[\d.:]*", "#", text)  # the same trouble with other figures is no news
+        if clock() - said_at >= (_SAID_EVERY_S if kind != said else _SAME_EVERY_S):
             say(f"waiting, {format_duration(left_s)} at most, for {text}")
-            said, said_at = text, clock()
+            said, said_at = kind, clock()
 
 
 def text_lines(snapshot: Snapshot, lines: Sequence[CheckLine], typed: str = "") -> list[str]:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from isles.errors import ConfigError
+from isles.facts.buckets import FIXES
 from isles.outer.bucket import BucketSettings
 from isles.outer.bucket.link import (
-    FIXES,
     BucketRefusal,
     Link,
     Missing,

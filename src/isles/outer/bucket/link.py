@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from isles.errors import ConfigError
+from isles.facts.buckets import FIXES
 from isles.outer.client.http import DeadlineError, HubRefusal, RateLimit, in_parallel
 from isles.outer.messages import digest_of, hash_chunks
 from isles.run.objects import Store, StoreError
@@ -29,16 +30,6 @@ _THREADS, _TRANSFERS, _AT_ONCE = 4, 4, 2
 """Two pools: what many bytes wait for must not hold up a heartbeat. With the chain's thread they
 are fewer than the ten connections of the bucket's driver."""
 _FOREVER_S = 1e9
-FIXES = {
-    "away": "look whether this machine reaches the bucket, and at the provider's state page; "
-    "outer.deadline waits longer",
-    "full": "free some space there; clusters try again by themselves",
-    "forbidden": "give this machine credentials that may read, write, list and delete there, as "
-    "the tools of your provider find them (AWS_PROFILE, ~/.aws, gcloud, a role)",
-    "missing": "make the bucket, or correct outer.url",
-    "unconditional": "take a bucket that knows them: AWS S3, Google, R2, B2, MinIO; or engine hub",
-    "odd": "isles did not write this object; delete it, and check who can write to the bucket",
-}
 
 
 class BucketRefusal(HubRefusal):

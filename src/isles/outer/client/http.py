@@ -29,7 +29,7 @@ from isles.outer.messages import (
     hash_chunks,
     num_chunks,
 )
-from isles.run.join_line import JoinLine
+from isles.run.join_line import JoinLine, apart
 from isles.run.web import MOST_BYTES
 
 A = TypeVar("A", bound=BaseModel)
@@ -297,8 +297,8 @@ class Channel:
             except aiohttp.ServerFingerprintMismatch as error:
                 raise HubRefusal(
                     "certificate",
-                    f"the server there shows a certificate with sha256 {error.got.hex()[:16]}…, "
-                    f"the join line names {error.expected.hex()[:16]}…",
+                    "the server there shows a certificate with sha256 {}, the join line names "
+                    "{}".format(*apart(error.got.hex(), error.expected.hex())),
                     where=str(self.line),
                     fix="use the present join line of the hub; if it is, somebody stands "
                     "between it and this machine",

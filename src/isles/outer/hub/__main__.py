@@ -7,7 +7,10 @@ import asyncio
 import logging
 import os
 import signal
+import sqlite3
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from isles.errors import ConfigError, ExitCode, UserError
 from isles.facts.terminal import show_streams
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import Server
-from isles.run.join_line import NAME
+from isles.run.join_line import ENDED, NAME
+from isles.run.records import write_record
 from isles.run.repeats import FewLines
 
 _LINES = 60
@@ -70,6 +74,7 @@ async def _serve(options: argparse.Namespace) -> None:
     except UserError:
         server.release()
         raise
+    (options.folder / ENDED).unlink(missing_ok=True)
     sys.stdout.write(f"{line} is open; the join line stands in {options.folder / 'join'}\n")
     sys.stdout.flush()
     ticking = server.work.ticking
@@ -79,7 +84,16 @@ async def _serve(options: argparse.Namespace) -> None:
     done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
         task.cancel()
+    is_over = False
+    if ticking not in done:
+        with suppress(OSError, sqlite3.Error):
+            is_over = await server.work.ask(server.work.core.membership.end_kind) == "over"
     await server.stop()
+    if ticking not in done:
+        # A hub that is killed writes nothing.
+        ended = {"state": "finished" if is_over else "stopped", "at": time.time()}
+        with suppress(OSError):  # the disk is full
+            write_record(options.folder / ENDED, ended)
     if ticking in done:
         ticking.result()  # its memory cannot be believed: better to end than to lie
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo
 
@@ -21,6 +22,8 @@ from isles.plan.simulate.setting import Setting
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(bit|B)(?:/s)?")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kMBT]?)")
+_LOOPBACK = {"uplink": 1.25e9, "downlink": 1.25e9, "latency": 1e-4}
+"""Of clusters on one machine."""
 ASSUMED_GPU, ASSUMED_MFU = "RTX 4090", 0.4
 """What a GPU of the run file's clusters is taken for, where no fleet file says how fast it is."""
 
@@ -239,12 +242,35 @@ def _unknown(key: str, noun: str, name: str, known: list[str]) -> Issue:
     return Issue((key,), f"there is no {noun} {quote(name)}", fix)
 
 
-def fleet_of(loaded: Loaded, setting: Setting) -> tuple[FleetConfig, list[str]]:
-    """The clusters of a run file as a fleet, and what had to be assumed of them."""
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What `isles plan` says of a cluster.
+
+    Args:
+        step_s: seconds of an inner step; None: not known.
+        by: where that comes from.
+        bytes_per_s, latency_s: of its line to the hub; None: nothing is known of it.
+    """
+
+    step_s: float | None
+    by: str
+    bytes_per_s: float | None = None
+    latency_s: float | None = None
+
+
+def fleet_of(
+    loaded: Loaded, setting: Setting, planned: Mapping[str, Planned] | None = None
+) -> tuple[FleetConfig, list[str]]:
+    """The clusters of a run file as a fleet, and what had to be assumed of them.
+
+    Args:
+        planned: what `isles plan` says of clusters, by name.
+    """
     gpu = find_gpu(ASSUMED_GPU)
     assert gpu is not None
     speed = gpu.bf16_flops * ASSUMED_MFU
-    groups, waits = [], False
+    groups, waits, assumed, unlinked = [], False, list[str](), False
+    notes = list[str]()
     for cluster in loaded.config.clusters:
         launcher = cluster.launcher
         nodes = cluster.nodes if isinstance(cluster.nodes, int) else 1
@@ -256,18 +282,40 @@ def fleet_of(loaded: Loaded, setting: Setting) -> tuple[FleetConfig, list[str]]:
         if isinstance(launcher, SlurmLauncherConfig | PbsLauncherConfig) and launcher.requeue:
             limit = launcher.time
         waits = waits or limit is not None
+        known = (planned or {}).get(cluster.name)
+        if known is not None and known.step_s:
+            step_s = known.step_s
+            notes.append(
+                f"a step of {cluster.name or 'the cluster'} takes {step_s:.3g} s: {known.by}"
+            )
+        else:
+            step_s = flops_per_step / (speed * nodes * per_node)
+            assumed.append(cluster.name)
+        links: dict[str, Any] = dict(_LOOPBACK) if cluster.is_here else {}
+        if known is not None and known.bytes_per_s is not None:
+            links |= dict.fromkeys(("uplink", "downlink"), known.bytes_per_s)
+            links |= {"latency": known.latency_s} if known.latency_s is not None else {}
+        unlinked = unlinked or not links
         groups.append(
             GroupConfig(
                 name=cluster.name,
-                step=flops_per_step / (speed * nodes * per_node),
+                step=step_s,
                 time_limit=limit,
                 queue_wait=None if limit is None else 3600.0,
+                **links,
             )
         )
-    notes = [
-        f"each GPU does {speed / 1e12:.0f} TFLOP/s ({ASSUMED_MFU:.0%} of an {ASSUMED_GPU})",
-        "each cluster and the hub have the links of a fleet file's defaults: 100 Mbit/s each way "
-        "and 20 ms, the hub 1 Gbit/s",
-        *(["a job waits an hour in the queue"] if waits else []),
-    ]
+    if assumed:
+        which = "" if len(assumed) == len(groups) else f" of {', '.join(assumed)}"
+        card = f"{speed / 1e12:.0f} TFLOP/s ({ASSUMED_MFU:.0%} of an {ASSUMED_GPU})"
+        notes.append(f"each GPU{which} does {card}")
+    if unlinked:
+        notes.append(
+            "each cluster and the hub have the links of a fleet file's defaults: 100 Mbit/s each "
+            "way and 20 ms, the hub 1 Gbit/s"
+        )
+    notes += ["a job waits an hour in the queue"] if waits else []
+    if all(cluster.is_here for cluster in loaded.config.clusters):
+        hub = HubConfig(uplink=_LOOPBACK["uplink"], downlink=_LOOPBACK["downlink"])
+        return FleetConfig(clusters=tuple(groups), hub=hub), notes
     return FleetConfig(clusters=tuple(groups)), notes

@@ -154,6 +154,7 @@ class Result:
                 {
                     "name": group.name,
                     "clusters": group.count,
+                    "step_s": round(group.step_s, 9),
                     "goodput": round(group.goodput, 4),
                     "shares": {cause: round(part, 4) for cause, part in group.shares.items()},
                     "steps": round(group.steps_done, 1),

@@ -6,7 +6,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +16,10 @@ from rich.table import Table
 from isles.config.load import Loaded
 from isles.errors import ExitCode, MissingDependencyError, UserError
 from isles.facts.console import Console
-from isles.facts.units import format_bytes, format_count, format_duration
+from isles.facts.units import format_bytes, format_count, format_duration, plural
 from isles.plan.simulate.capacity import Capacity, capacity
 from isles.plan.simulate.engine import settled, simulate
-from isles.plan.simulate.fleet import FleetConfig, fleet_of, load_fleet
+from isles.plan.simulate.fleet import FleetConfig, Planned, fleet_of, load_fleet
 from isles.plan.simulate.result import Result, Span
 from isles.plan.simulate.search import Found, search
 from isles.plan.simulate.setting import Setting, setting_of
@@ -59,6 +59,7 @@ def simulate_run(
     fleet_path: Path | None,
     hours: float | None,
     seed: int,
+    planned: Mapping[str, Planned] | None = None,
     *,
     as_json: bool,
     png: Path | None,
@@ -68,6 +69,7 @@ def simulate_run(
 
     Args:
         fleet_path: left out: the clusters of the run file, with assumptions that are printed.
+        planned: see `fleet_of`.
         hours: of the virtual clock, at most; left out: to the run's last step, or a day.
         png: where the timeline is drawn, too.
 
@@ -91,7 +93,7 @@ def simulate_run(
     notes: list[str] = []
     if fleet_path is None:
         setting = setting_of(loaded)
-        fleet, notes = fleet_of(loaded, setting)
+        fleet, notes = fleet_of(loaded, setting, planned)
     else:
         fleet = load_fleet(fleet_path)
         setting = setting_of(loaded, parameters=fleet.parameters)
@@ -161,13 +163,14 @@ def report(
 
 def _head(setting: Setting, result: Result) -> list[str]:
     days = result.seconds / 86400
+    time = f"{days:.2g} days" if days >= 1 else format_duration(result.seconds)
     num = result.num_clusters
     received = sum(group.received_bytes for group in result.groups) / num
     sent = sum(group.sent_bytes for group in result.groups) / num
     stale = max((group.most_stale for group in result.groups), default=0)
     codec = setting.codec.kind
     return [
-        f"{setting.name}: {num} clusters, {format_count(setting.parameters)} parameters, "
+        f"{setting.name}: {plural(num, 'cluster')}, {format_count(setting.parameters)} parameters, "
         f"sync_every {result.sync_every}, fragments {setting.num_fragments}, "
         f"delay {setting.delay}, codec {codec}",
         f"  simulated    {format_duration(result.seconds)}, {len(result.commits)} outer steps",
@@ -176,8 +179,7 @@ def _head(setting: Setting, result: Result) -> list[str]:
         f"  a round has  {result.steps_per_round:.0f} inner steps of each cluster, on average",
         f"  staleness    {result.stale_steps:.1f} inner steps from contribution to average, "
         f"{stale} at most",
-        f"  each sends   {format_bytes(sent)}, and fetches {format_bytes(received)}, "
-        f"in {days:.2g} days",
+        f"  each sends   {format_bytes(sent)}, and fetches {format_bytes(received)}, in {time}",
     ]
 
 
@@ -226,14 +228,14 @@ def _hub(fleet: FleetConfig, setting: Setting, result: Result, limits: Capacity)
     lines += [f"    {limit.clusters:>9}  {limit.what}" for limit in limits.limits[1:]]
     if num > limits.first.clusters and fleet.hub.hubs == 1:
         lines.append(
-            f"  WARNING: one hub does not carry {num} clusters. On paper (isles has no second "
-            f"level today) {limits.hubs} hubs below a root would: try hub.hubs: "
-            f"{limits.hubs} in the fleet file"
+            f"  WARNING: one hub does not carry {plural(num, 'cluster')}. On paper (isles has no "
+            f"second level today) {plural(limits.hubs, 'hub')} below a root would: try "
+            f"hub.hubs: {limits.hubs} in the fleet file"
         )
     if limits.hubs > 1:
         lines.append(
             f"  a second level, on paper, carries {limits.two_levels} clusters; with "
-            f"{limits.hubs} hubs it adds {limits.root_s:.1f} s to an outer step"
+            f"{plural(limits.hubs, 'hub')} it adds {limits.root_s:.1f} s to an outer step"
         )
     return lines
 

@@ -73,6 +73,8 @@
       number("Time", 110, (row) => row.elapsed_s, span),
       number("Loss", 86, (row) => row.loss, loss),
       number("Lowest", 86, (row) => row.lowest, loss),
+      number("Validation", 90, (row) => row.eval_loss, loss),
+      plain("Differs in", -190, (row) => row.differs),
       number("Tokens/s", 90, (row) => row.tokens_per_second, count),
       number("MFU", 70, (row) => row.mfu, percent),
       number("Goodput", 90, (row) => row.goodput, percent),
@@ -175,7 +177,7 @@
     write($("name"), run.name || "isles");
     write($("state"), run.state);
     attribute($("state"), "data-tone", STATE_TONES[run.state] || null);
-    write($("phase"), [run.phase, run.reason].filter(Boolean).join(": "));
+    write($("phase"), [run.phase, run.reason].filter((words) => words && words !== run.state).join(": "));
     write($("step"), known(run.step) ? `Step ${whole(run.step)}` : "No step yet");
     write($("total"), run.total_steps ? `of ${whole(run.total_steps)}` : "");
     if (done === null) attribute($("bar"), "value", "0");
@@ -211,16 +213,25 @@
     spoken = kinds;
   }
 
-  function run_row({ run, curve = [] }, key) {
+  /** The keys of which the runs do not all have the same value. */
+  function differing(values) {
+    const keys = new Set(values.flatMap(Object.keys));
+    return [...keys].filter((key) => values.some((of_run) => of_run[key] !== values[0][key]));
+  }
+
+  function run_row({ run, curve = [] }, key, keys) {
+    const differs = keys.map((name) => `${name.split(".").pop()} ${or((run.values || {})[name], String)}`).join(", ");
     const losses = curve.map((point) => point.loss).filter(known);
     const last = curve[curve.length - 1];
-    return { ...run, key, elapsed_s: last && last.elapsed_s, lowest: losses.length ? losses.reduce((a, b) => Math.min(a, b)) : null };
+    const lowest = losses.length ? losses.reduce((a, b) => Math.min(a, b)) : null;
+    return { ...run, key, differs, elapsed_s: last && last.elapsed_s, lowest };
   }
 
   function draw_runs() {
     const all = [snapshot, ...others];
+    const keys = differing(all.map(({ run }) => run.values || {}));
     chart.series = all.map(({ run, curve = [] }, index) => ({ key: `${index}`, name: run.name, curve }));
-    tables.runs.show(others.length ? all.map((one_run, index) => run_row(one_run, `${index}`)) : [], []);
+    tables.runs.show(others.length ? all.map((one_run, index) => run_row(one_run, `${index}`, keys)) : [], []);
     chart.draw();
   }
 

@@ -25,8 +25,9 @@ const view = (() => {
     return `${x.toFixed(digits)}${units[unit]}`;
   }
   const count = (x) => scaled(x, ["", " k", " M", " B", " T"], 1000);
-  const size = (x) => scaled(x, [" B", " kB", " MB", " GB", " TB", " PB"], 1000);
-  const rate = (x) => `${size(x)}/s`;
+  // The units of `isles top`.
+  const size = (x) => scaled(x, [" B", " KiB", " MiB", " GiB", " TiB", " PiB"], 1024);
+  const rate = (x) => scaled(8 * x, [" bit/s", " kbit/s", " Mbit/s", " Gbit/s", " Tbit/s"], 1000);
   const gib = (x) => (x / 2 ** 30).toFixed(x < 10 * 2 ** 30 ? 2 : 1);
   const short = (s) => (s < 1 ? `${(1000 * s).toFixed(s < 0.01 ? 1 : 0)} ms` : `${s.toFixed(s < 10 ? 2 : 1)} s`);
 
