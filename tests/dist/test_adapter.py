@@ -188,6 +188,7 @@ def test_a_frozen_model_in_bf16_learns_and_is_merged(run_file, base, name):
     """Weights that are trained stay in fp32 beside it."""
     options = (*LORA, "training.precision=bf16-mixed", "adapter.modules_to_save=[lm_head]")
     export = ("checkpoint.export_on_finish=true", "checkpoint.merge_adapter=true")
+    export += ("checkpoint.export_dtype=bfloat16",)  # else as the files of the base
     run_dir = check_that_it_learns(run_file, *options, *export, f"strategy={STRATEGIES[name]}")
     assert {value.dtype for value in weights_of(run_dir).values()} == {torch.float32}
     model = AutoModelForCausalLM.from_pretrained(run_dir.model)

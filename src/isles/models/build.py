@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 
 from isles.config.foreign import (
@@ -34,7 +34,6 @@ from isles.models.fill import (
     fill_magnitudes,
     fill_pretrained,
     untied,
-    weights_folder,
     with_home,
 )
 
@@ -255,35 +254,6 @@ def _unchanging(config: ModelConfig, file: Path) -> Iterator[Path]:
     else:
         with unchanging(file.parent, [file.name]) as folder:
             yield folder / file.name
-
-
-def base_files(config: ModelConfig) -> tuple[dict[str, Any], torch.dtype | None]:
-    """The config.json that a run begins with, and the type of the weights in the files.
-
-    Returns:
-        Of a model from scratch the type is None: it has no weights yet.
-
-    Raises:
-        UserError: they cannot be found or read.
-    """
-    from transformers.utils.hub import cached_file
-
-    name = with_home(config.name_or_path)
-    found = load_model_config(config)
-    if name in shape_names():
-        return dict(load_shape(name)), None
-    file = Path(name) if Path(name).is_file() else Path(str(cached_file(name, "config.json")))
-    dtype = found.dtype
-    if config.init == "scratch":
-        return model_config(file), None
-    if dtype is None:
-        folder, where = weights_folder(name)
-        for weight, held_in in where.items():
-            with safe_open(folder / held_in, "pt") as reader:
-                dtype = reader.get_tensor(weight).dtype
-            if dtype.is_floating_point:
-                break
-    return model_config(file), dtype
 
 
 def _refuse_methods(known: Mapping[str, Any], holder: Any) -> None:

@@ -21,17 +21,12 @@ from isles.checkpoint.export import (
 from isles.checkpoint.hub import push
 from isles.config.resolve import Resolved
 from isles.errors import UserError
-from isles.models.build import (
-    base_files,
-    converts_weights,
-    load_model_config,
-    take_generation_config,
-)
+from isles.models.build import converts_weights, load_model_config, take_generation_config
 from isles.run.checkpoints import find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_metrics, write_record
 from isles.train.length import unmoved
-from isles.train.model import base_of, empty_model, whole_model, with_base
+from isles.train.model import base_files, base_of, empty_model, whole_model, with_base
 from isles.train.parts import Parts
 from isles.train.strategy import holds_whole_model
 

@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
+from isles.config.foreign import model_config
+from isles.config.sections.model import ModelConfig
 from isles.config.sections.run import RunConfig
 from isles.config.sections.training import Precision
 from isles.dist.world import World
 from isles.errors import UserError
 from isles.facts.cost import train_flops_per_token
 from isles.facts.memory.architecture import Architecture, UnknownShapeError
+from isles.facts.models import load_shape, shape_names
 from isles.models.adapter import base_name, frozen_dtype
-from isles.models.build import build_empty_model, build_model
-from isles.models.fill import base_fingerprint
+from isles.models.build import build_empty_model, build_model, load_model_config
+from isles.models.fill import base_fingerprint, weights_folder, with_home
 from isles.run.checkpoints import CheckpointInfo
 
 Base = dict[str, str]
@@ -140,6 +144,35 @@ def base_of(config: RunConfig) -> Base:
         "name": str(folder.absolute()) if folder.exists() else name,
         "fingerprint": base_fingerprint(config.model),
     }
+
+
+def base_files(config: ModelConfig) -> tuple[dict[str, Any], torch.dtype | None]:
+    """The config.json that a run begins with, and the type of the weights in the files.
+
+    Returns:
+        Of a model from scratch the type is None: it has no weights yet.
+
+    Raises:
+        UserError: they cannot be found or read.
+    """
+    from transformers.utils.hub import cached_file
+
+    name = with_home(config.name_or_path)
+    found = load_model_config(config)
+    if name in shape_names():
+        return dict(load_shape(name)), None
+    file = Path(name) if Path(name).is_file() else Path(str(cached_file(name, "config.json")))
+    dtype = found.dtype
+    if config.init == "scratch":
+        return model_config(file), None
+    if dtype is None:
+        folder, where = weights_folder(name)
+        for weight, held_in in where.items():
+            with safe_open(folder / held_in, "pt") as reader:
+                dtype = reader.get_tensor(weight).dtype
+            if dtype.is_floating_point:
+                break
+    return model_config(file), dtype
 
 
 def with_base(config: RunConfig, checkpoint: CheckpointInfo) -> RunConfig:
