@@ -23,7 +23,10 @@ _SHARED: dict[str, tuple[str, ...]] = {
     "name": (),
     "seed": (),
     "model": ("name_or_path", "init", "attn_implementation", "trust_remote_code"),
-    "tokenizer": (*("name_or_path", "chat_template", "chat_template_kwargs", "train_vocab_size"),),
+    "tokenizer": (
+        *("name_or_path", "chat_template", "chat_template_kwargs", "add_special_tokens"),
+        "train_vocab_size",
+    ),
     "adapter": (
         *("type", "r", "alpha", "dropout", "target_modules", "modules_to_save"),
         *("use_rslora", "use_dora", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
@@ -47,7 +50,7 @@ _SHARED: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint": (
         *("every_steps", "every_minutes", "keep", "async_save", "export_on_finish"),
-        *("merge_adapter", "max_shard_gb", "timeout"),
+        *("export_dtype", "merge_adapter", "max_shard_gb", "timeout"),
     ),
 }
 """Keys that all clusters of a run share, by section: numbers, words of a list, and `_PATHS`.

@@ -164,11 +164,11 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
 
 def _may_keep(folder: Path) -> bool:
     # Whether caches can be made below it, or are there already.
-    above = folder / ".cache"
-    if not above.exists():
-        above = next(path for path in (folder, *folder.parents) if path.exists())
-        return os.access(above, os.W_OK | os.X_OK)
-    return True
+    # `Path.exists` would raise an error if this user may not look into the folder.
+    if os.path.exists(folder / ".cache"):  # noqa: PTH110
+        return True
+    above = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110
+    return os.access(above, os.W_OK | os.X_OK)
 
 
 def settle_home() -> str:

@@ -103,7 +103,7 @@ class Shell:
                     output, errors = _read_all(process, timeout_s)
                 except (TimeoutError, OverflowError) as error:
                     raise PreflightError(
-                        f"{error}, to: {shlex.join(command)[:200]}",
+                        f"{error} to: {shlex.join(command)[:200]}",
                         where=f"host {self.name}",
                         fix=f"try it by hand: {self.by_hand}" if self.destination else "",
                         id="host.answers",
