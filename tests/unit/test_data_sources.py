@@ -116,7 +116,7 @@ def test_saved_datasets_are_read_also_from_any_row_on(tmp_path):
     assert open_source(one).identity() == open_source(one).identity()
     for arrow in (tmp_path / "one").glob("*.arrow"):
         arrow.write_bytes(b"junk")
-    assert "cannot be loaded" in error_of(tmp_path / "one").what
+    assert "cannot be used" in error_of(tmp_path / "one").what
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "long")
     source = open_source(SourceConfig(path=str(tmp_path / "long")), streams=True)
     assert_read_on(partial(source.chunks, COLUMNS), TEXTS)

@@ -168,6 +168,16 @@ def flipped(folder: Path) -> None:
     file.write_bytes(data)
 
 
+def packed(folder: Path) -> None:
+    import pyarrow as pa
+
+    [file] = folder.glob("*.arrow")
+    table = pa.ipc.open_stream(file.read_bytes()).read_all()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(file, table.schema, options=options) as stream:
+        stream.write_table(pa.concat_tables([table] * 999).combine_chunks())
+
+
 SAVED: list[Any] = [
     state(_data_files=[{"filename": "../saved/x.arrow"}]),
     state(_data_files=[{"filename": "/etc/passwd"}]),
@@ -191,6 +201,7 @@ SAVED: list[Any] = [
     linked,
     piped,
     flipped,
+    packed,
 ]
 
 

@@ -159,6 +159,25 @@ def arrow_batches(stream: IO[bytes], where: str) -> Iterator[Any]:
     """
     import pyarrow as pa
 
+    inside = _inside(stream, where)
+    # One that looks ahead, and one that unpacks.
+    batches = pa.ipc.open_stream(pa.BufferReader(inside))
+    for is_batch, size in _unpacked_sizes(inside):
+        if size > MOST_BATCH_BYTES:
+            raise DataError(
+                f"a batch of rows unpacks to more than {MOST_BATCH_BYTES >> 20} MiB",
+                where=where,
+                fix="write it again with fewer rows a batch, or as Parquet",
+                id="data.rows",
+            )
+        if is_batch:
+            yield batches.read_next_batch()
+
+
+def _inside(stream: IO[bytes], where: str) -> Any:
+    # The stream of Arrow in a file, as a buffer.
+    import pyarrow as pa
+
     try:
         data = pa.py_buffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
     except ValueError as error:  # it is empty
@@ -166,44 +185,40 @@ def arrow_batches(stream: IO[bytes], where: str) -> Iterator[Any]:
     is_file = bytes(data[: len(ARROW_MAGIC)]) == ARROW_MAGIC
     if is_file and bytes(data[-6:]) != ARROW_MAGIC[:6]:
         raise damaged(EOFError("it ends before its end was marked"), where)
-    inside = data.slice(len(ARROW_MAGIC) if is_file else 0)
-    # One that looks ahead, and one that unpacks.
+    return data.slice(len(ARROW_MAGIC) if is_file else 0)
+
+
+def _unpacked_sizes(inside: Any) -> Iterator[tuple[bool, int]]:
+    # Of each batch of rows, and of each dictionary: whether it is rows, and the bytes to which it
+    # unpacks; 0: it is not packed.
+    import pyarrow as pa
+
     messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(inside))
-    batches = pa.ipc.open_stream(pa.BufferReader(inside))
     while True:
-        is_batch = False
-        while not is_batch:
-            try:
-                message = messages.read_next_message()
-            except StopIteration:
-                return
-            is_batch = message.type == "record batch"
-            if is_batch or message.type == "dictionary":
-                _check_size(message, where, is_batch=is_batch)
-        yield batches.read_next_batch()
+        try:
+            message = messages.read_next_message()
+        except StopIteration:
+            return
+        is_batch = message.type == "record batch"
+        if is_batch or message.type == "dictionary":
+            yield is_batch, _unpacked_size(message, is_batch=is_batch)
 
 
-def _check_size(message: Any, where: str, *, is_batch: bool) -> None:
-    # Refuse a packed batch that would fill the memory. Each packed buffer begins with its unpacked
-    # size; where the buffers are is said in a flatbuffer (Arrow's format/Message.fbs).
+def _unpacked_size(message: Any, *, is_batch: bool) -> int:
+    # Each packed buffer begins with its unpacked size; where the buffers are is said in a
+    # flatbuffer (Arrow's format/Message.fbs).
     head, body = bytes(message.metadata), message.body
     table = _field(head, struct.unpack_from("<I", head)[0], 2)  # the header, by its offset
     if not is_batch:
         table = _field(head, table, 1)  # DictionaryBatch.data
     buffers = _field(head, table, 2)
     if not _field(head, table, 3) or not buffers:
-        return  # not packed
+        return 0  # not packed
     size, (count,) = 0, struct.unpack_from("<I", head, buffers)
     for number in range(count):
         offset, length = struct.unpack_from("<qq", head, buffers + 4 + 16 * number)
         size += max(*struct.unpack_from("<q", body, offset), 0) if length >= 8 else 0
-    if size > MOST_BATCH_BYTES:
-        raise DataError(
-            f"a batch of rows unpacks to more than {MOST_BATCH_BYTES >> 20} MiB",
-            where=where,
-            fix="write it again with fewer rows a batch, or as Parquet",
-            id="data.rows",
-        )
+    return size
 
 
 def _field(data: bytes, table: int, number: int) -> int:
@@ -319,14 +334,18 @@ def check_saved(folder: Path) -> None:
             name = entry.get("filename") if isinstance(entry, dict) else None
             if not is_plain(name):
                 raise ValueError(f"_data_files names {name!r:.200}, which is not a plain name")
-            open_regular(folder / name, os.O_NOFOLLOW).close()
+            with open_regular(folder / name, os.O_NOFOLLOW) as stream:
+                sizes = _unpacked_sizes(_inside(stream, str(folder / name)))
+                # The library unpacks all of them as it opens the file. It never writes such files.
+                if any(size for _, size in sizes):
+                    raise ValueError(f"{name} holds packed rows")
         for key in ("_fingerprint", "_split"):
             value = state.get(key)
             if not isinstance(value, str) and (key == "_fingerprint" or value is not None):
                 raise ValueError(f"{key} is {value!r:.100}, not text")
         where = folder / "dataset_info.json"
         _object(where)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, struct.error) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         named = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
         raise DataError(
