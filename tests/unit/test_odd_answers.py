@@ -267,7 +267,7 @@ def test_odd_replies_of_a_node() -> None:
         "{}",
         DEEP,
         '{"id": 1}',
-        '{"id": "1", "result": {}}',
+        '{"id": [1], "result": {}}',
         '{"id": 1, "error": {}}',
         "\xff",
     )

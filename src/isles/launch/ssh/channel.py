@@ -19,15 +19,11 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Annotated, Any
-
-from pydantic import Field
+from typing import IO, Any
 
 from isles.errors import ExitCode, PreflightError, UserError
-from isles.launch.answers import parse_answer
 from isles.launch.container.failure import explain
 from isles.launch.ssh.shell import SSH_FAILED, Shell, python_failure
-from isles.run.records import MAX_LIST_BYTES
 
 Operation = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -35,6 +31,8 @@ READY = "ISLES-NODE"
 """Begins the first line of the answers; what a login prints before it is skipped."""
 
 _CLOSE_S = 5.0
+_LINE_BYTES = 64 * 2**20
+"""Of an answer. A host may send a line without end."""
 
 
 def serve(operations: Mapping[str, Operation]) -> int:
@@ -84,7 +82,7 @@ class _Words:
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    id: Annotated[int, Field(strict=True)]
+    id: int
     result: dict[str, Any] | None = None
     error: _Words | None = None
 
@@ -188,9 +186,7 @@ class Channel:
     def _read(self) -> None:
         is_ready = False
         with suppress(OSError, ValueError):  # the connection is cut, or was closed here
-            while raw := self._reader.readline(
-                MAX_LIST_BYTES
-            ):  # a host may send a line without end
+            while raw := self._reader.readline(_LINE_BYTES):
                 line = raw.decode(errors="replace")
                 if is_ready:
                     self._take(line)
@@ -204,6 +200,8 @@ class Channel:
             future.set_exception(failure)
 
     def _take(self, line: str) -> None:
+        from isles.launch.answers import parse_answer  # a node that serves may have no pydantic
+
         try:
             reply = parse_answer(_Reply, line)
         except ValueError:
