@@ -152,6 +152,7 @@ def test_it_can_be_read_in_light_and_dark_on_a_wall_and_on_a_phone(page: Browser
         page.evaluate("document.getElementById('theme').focus()")
         page.press("Enter")
         assert page.text("#theme") == "Dark" and page.evaluate(CONTRAST) == []
+        page.until("document.querySelectorAll('#runs tbody tr').length === 2")  # they come later
         assert [row.split()[0] for row in rows(page, "runs")] == ["wide-3", "narrow-1"]
         assert page.evaluate("document.querySelectorAll('#chart .line').length") == 2
         for width, height in ((1920, 1080), (390, 844)):
