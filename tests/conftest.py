@@ -10,6 +10,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -54,8 +55,20 @@ def _seed(text: str) -> int:
     return random.SystemRandom().randrange(10**6) if text == "random" else int(text)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    # A worker reads `random` from its own command line again, and all need one order.
+    node.workerinput["order"] = _order_of(node.config)
+
+
+def _order_of(config: pytest.Config) -> int | None:
+    own: int | None = config.getoption("--random-order")
+    given: int | None = getattr(config, "workerinput", {}).get("order", own)
+    return given
+
+
 def pytest_report_header(config: pytest.Config) -> str | None:
-    seed: int | None = config.getoption("--random-order")
+    seed = _order_of(config)
     return None if seed is None else f"order of the tests: --random-order {seed}"
 
 
@@ -95,7 +108,7 @@ def pytest_collection_modifyitems(
         total[_group_of(item)] += seconds.get(_plain_id(item.nodeid), 0)
     if part := config.getoption("--part"):
         _keep_part(config, items, part, total)
-    if (seed := config.getoption("--random-order")) is not None:
+    if (seed := _order_of(config)) is not None:
         _shuffle(items, seed)
     else:
         items.sort(key=lambda item: -total[_group_of(item)])
