@@ -97,11 +97,11 @@ too, otherwise by the ranks:
 - It is of a kind for which that way of cutting is known to be exact, see below. `fsdp` without
   these sizes and `deepspeed` cut any model.
 - With rotary scaling of type `longrope`, `data.seq_length` is at most the model's
-  `original_max_position_embeddings`, unless every sample is full, as with packed text. transformers
-  gives all rows of a batch the frequencies of its longest document.
+  `original_max_position_embeddings`, unless every sample is full, as with packed text.
+  transformers uses the frequencies of the longest document for all rows of a batch.
 
-The ranks check one rule before the first step, when they know the number of samples:
-`warmup_steps`, and with `wsd` also `decay_steps`, fit into the steps of `num_train_epochs`.
+Before the first step, when the number of samples is known, the ranks check one more rule.
+The epochs (`num_train_epochs`) have at least `warmup_steps` steps, plus `decay_steps` with `wsd`.
 
 Data that is named by a path or a glob must be there when the run is started.
 

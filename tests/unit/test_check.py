@@ -334,11 +334,11 @@ def test_a_bucket_is_asked_as_a_run_asks_it(tmp_path, monkeypatch):
 
     place = tmp_path / "shared" / "run"
     fresh = found(f"file://{place}")
-    assert fresh.level == "ok" and "a run is already" not in fresh.text
+    assert fresh.level == "ok" and "has a run already" not in fresh.text
     assert not [path for path in place.rglob("*") if path.is_file()], "nothing is left there"
     (place / "journal").mkdir(parents=True, exist_ok=True)
     (place / "journal" / "00000001").write_bytes(b"x")
-    assert "a run is already" in found(f"file://{place}").text
+    assert "has a run already" in found(f"file://{place}").text
     (tmp_path / "file").write_text("")
     bad = found(f"file://{tmp_path}/file/run")
     assert bad.level == "error" and bad.id == "net.hub" and bad.fix

@@ -155,7 +155,7 @@ def test_tool_calls_and_the_last_reasoning_are_what_the_assistant_says():
     assert last.endswith("two<|im_end|>")
     assert "# Tools" in tokenizer.decode(document.ids[:40])
     # A template that knows nothing of them would train on an empty turn.
-    with pytest.raises(DataError, match="leaves out the call of add in message 1"):
+    with pytest.raises(DataError, match="does not write the call of add in message 1"):
         encode_chat(with_template("LLAMA_3"), messages)
 
 

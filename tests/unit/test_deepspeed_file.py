@@ -148,14 +148,19 @@ def test_what_a_file_leaves_out_is_said_where_deepspeed_takes_it_otherwise(tmp_p
     for kind, rest in (("WarmupLR", "max_lr"), ("WarmupDecayLR", "max_lr"), ("WarmupCosineLR", "")):
         given = steps | ({"warmup_max_lr": "auto"} if rest else {"cos_min_ratio": 0})
         text = said({"scheduler": {"type": kind, "params": given}})
-        assert "scheduler: " in text and "takes warmup_type log; this run takes linear" in text
+        assert " scheduler: the file omits " in text
+        assert "warmup_type log in DeepSpeed. This run uses linear." in text
         linear = {"scheduler": {"type": kind, "params": given | {"warmup_type": "linear"}}}
         assert said(linear) == ""
     text = said({"scheduler": {"type": "WarmupDecayLR"}})
     assert "warmup_type log, warmup_num_steps 1000, warmup_max_lr 0.001" in text
     assert "linear, 10, 0.0004" in text
     text = said({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
-    assert "betas" in text and "weight_decay 0; this run takes" in text and "eps" not in text
+    assert (
+        "betas" in text
+        and "weight_decay 0 in DeepSpeed. This run uses" in text
+        and "eps" not in text
+    )
     assert said({}) == said({"zero_optimization": {"stage": 2}}) == ""
     path = write(tmp_path, {"scheduler": DECAY})
     (issue,) = deepspeed_file_issues(path, run_config(path, lr_scheduler_type="linear"))

@@ -127,12 +127,15 @@ def test_fields_that_nothing_reads_are_named_with_their_share_of_rows(tmp_path):
 @each(
     ([U, {**call(), "content": "Let me look."}, RESULT, A], "the call of weather in message 1"),
     ([U, call(), RESULT, A], "the call of weather in message 1"),
-    ({"messages": [U, A], "tools": [TOOL]}, "leaves out the tools, such as weather"),
-    ({"messages": [U, A], "functions": [WEATHER]}, "leaves out the tools, such as weather"),
-    ([U, {**A, "reasoning_content": "It is wet"}], "leaves out the reasoning_content of message 1"),
-    ([U, {**A, "thinking": "It is wet"}], "leaves out the thinking of message 1"),
-    ([{"role": "system", "content": "Be brief"}, U, A], "what the system says in message 0"),
-    ([U, {"role": "tool", "content": "dry"}, A], "what the tool says in message 1"),
+    ({"messages": [U, A], "tools": [TOOL]}, "does not write the tools, such as weather"),
+    ({"messages": [U, A], "functions": [WEATHER]}, "does not write the tools, such as weather"),
+    (
+        [U, {**A, "reasoning_content": "It is wet"}],
+        "does not write the reasoning_content of message 1",
+    ),
+    ([U, {**A, "thinking": "It is wet"}], "does not write the thinking of message 1"),
+    ([{"role": "system", "content": "Be brief"}, U, A], "the content of message 0 (system)"),
+    ([U, {"role": "tool", "content": "dry"}, A], "the content of message 1 (tool)"),
 )
 def test_a_part_that_the_template_leaves_out_is_refused_with_its_key(row, what):
     knows_two = PLAIN.replace(
@@ -165,9 +168,9 @@ def test_columns_of_tables_that_nobody_fetches_are_named(tmp_path, caplog):
     notes = {"id 100 %", "messages.note 50 %"}
     assert shown["a.parquet"] == shown["saved"] == notes | {"source 100 %"}
     assert shown["a.jsonl"] == notes | {"source 50 %"}
-    assert caplog.text.count("nothing reads these fields: id 100 %, ") == 3
+    assert caplog.text.count("that nothing reads (share of rows): id 100 %, ") == 3
     prepare_file(_TOKENIZER, tmp_path / "a.jsonl", tmp_path / "cache", type="chat")
-    assert caplog.text.count("nothing reads these fields: id 100 %, ") == 4
+    assert caplog.text.count("that nothing reads (share of rows): id 100 %, ") == 4
 
 
 def test_text_beside_calls_must_be_written_too():
@@ -175,7 +178,7 @@ def test_text_beside_calls_must_be_written_too():
         "{%- if m.tool_calls -%}" + AS_JSON + "{%- else -%}{{- m.content -}}{%- endif -%}"
     )
     error = refusal_of([U, {**call(), "content": "Let me look."}], only_calls)
-    assert "what the assistant says in message 1 beside a call" in error.what
+    assert "the content of message 1 (assistant), which also has a call" in error.what
     assert error.fix.endswith("ignore_fields: [content]")
     text = text_of(
         [U, {**call(), "content": "Let me look."}], only_calls, ignore_fields=["content"]
@@ -269,7 +272,7 @@ def test_tools_of_preferences_and_completions():
         ("instruct", {"completion": "a"}),
     ):
         row = {"tools": [TOOL], "prompt": "Rain?", **answers}
-        assert "leaves out the tools" in refusal_of(row, type=kind).what
+        assert "does not write the tools" in refusal_of(row, type=kind).what
         assert "'tools' is for a chat template" in refusal_of(row, None, type=kind).what
 
 
@@ -365,7 +368,7 @@ def test_arguments_stay_as_the_data_has_them():
     assert "not as JSON" in error.what
     names_only = CALLS.replace("CALL", "c.function.name")
     error = refusal_of([U, call()], template_of("{{- m.content or '' -}}" + names_only))
-    assert "leaves out arguments of weather in message 1" in error.what
+    assert "does not write arguments of weather in message 1" in error.what
 
 
 @each({"rain": False, "mm": [1, 2]}, [{"day": 1}], [], 17, ["a", "b"])
@@ -473,7 +476,7 @@ def test_the_built_in_template_says_what_it_lacks():
     tokenizer = train_tokenizer(["abc"], 320, is_chat=True)
     use_template(tokenizer, "chatml")
     for row, what in (
-        ([U, {**A, "reasoning_content": "wet"}], "leaves out the reasoning_content"),
+        ([U, {**A, "reasoning_content": "wet"}], "does not write the reasoning_content"),
         ([U, {**call(), "content": "Let me look."}], "no form for tool_calls"),
         ({"messages": [U, A], "tools": [TOOL]}, "no form for tools"),
     ):

@@ -128,7 +128,7 @@ def test_positions_that_depend_on_the_neighbours_are_refused(shape, values, tmp_
     """transformers gives all rows of a micro-batch the frequencies of the longest document."""
     (issue,) = check_shape(load(tmp_path, SCALED, *values).config, shape)
     assert "longrope" in issue.what and "beyond 512 tokens" in issue.what
-    assert "data.seq_length: 512 or less" in issue.fix
+    assert "data.seq_length to 512 or less" in issue.fix
 
 
 @pytest.mark.parametrize(

@@ -221,8 +221,8 @@ def export_merged(
     """Merge a model's adapter into its weights, and export it as one whole model.
 
     Args:
-        model: a Hugging Face model with a trained adapter, whole on one device, not quantised;
-            afterwards it is the merged model.
+        model: a Hugging Face model with a trained adapter, whole on one device, not quantised. This
+            function changes it into the merged model.
         folder, max_shard_bytes, base, dtype, card, verify: as for `export_model`.
 
     Raises:

@@ -1,8 +1,8 @@
-"""config.json and the files of a tokenizer, as old and new versions of transformers take them.
+"""Write config.json and tokenizer files that old and new versions of transformers read.
 
-transformers 5 has other names for some keys and classes. Version 4 and other readers (vLLM,
-llama.cpp) know only the old names, and take a default where one is missing, without a word. So a
-file holds both, and is read again.
+transformers 5 renamed some keys and classes. Version 4 and other readers (vLLM, llama.cpp) know
+only the old names. If an old name is missing, they use a default and print no warning. So isles
+writes both names, and reads the file again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLAIN = "PreTrainedTokenizerFast"
 _NEW_CLASSES = (None, "TokenizersBackend", "PythonBackend", "SentencePieceBackend")
 _OF_THIS_MACHINE = ("backend", "is_local", "local_files_only", "name_or_path")
 _RENAMED = ("num_experts",)
-"""Old names in `attribute_map` that version 4 reads, and for which it takes a default."""
+"""Old names in `attribute_map` that version 4 reads. If one is missing, it uses a default."""
 
 _NOT_KEPT = (
     *("transformers_version", "_name_or_path", "_commit_hash", "dtype", "torch_dtype"),
@@ -37,7 +37,7 @@ _NOT_KEPT = (
 
 
 def save_config(config: Any, folder: Path, base: Mapping[str, Any]) -> None:
-    """Write config.json with the names that transformers 5 has, and the old ones beside them.
+    """Write config.json with the names of transformers 5 and the old names.
 
     Args:
         config: of the model that is exported.

@@ -1,7 +1,7 @@
-"""Read an export in a process of its own: `python -m isles.checkpoint.reread FOLDER LOGITS`.
+"""Read an export in a separate process: `python -m isles.checkpoint.reread FOLDER LOGITS`.
 
-What a run holds in memory may hide what its files lack. So a fresh process loads the folder as
-anybody would, and answers a probe, which the run compares with its own answer.
+A file may lack something that the run still has in memory. So a new process loads the folder as a
+user would, and computes the logits of a test text. The run compares them with its own logits.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ def read_again(folder: Path, wanted: Tensor | None) -> None:
     is_short = any("32" not in str(dtype) for dtype in _types(folder))
     tolerance = (0.05 if is_short else 1e-3) * float(wanted.abs().max())
     if (apart := float((found - wanted).abs().max())) > tolerance:
-        raise _unread(folder, f"its logits are up to {apart:.3g} from those of the trained model")
+        raise _unread(folder, f"its logits differ from the trained model by up to {apart:.3g}")
 
 
 def _unread(folder: Path, why: str) -> TrainingError:
     return TrainingError(
-        f"the export does not load as it was trained: {why}",
+        f"the export differs from the trained model: {why}",
         where=str(folder),
         fix="the checkpoints are untouched; look at the base model's config.json",
     )

@@ -156,17 +156,17 @@ def open_foreign(path: Path, root: Path | None = None) -> tuple[io.BufferedReade
 
 @contextmanager
 def unchanging(folder: Path, names: Iterable[str] = ()) -> Iterator[Path]:
-    """A folder with the same small files, which no other user can change meanwhile.
+    """A folder with the same small files, which no other user can change in the meantime.
 
     A library opens the files of a model by their paths. If another user can write to the folder,
     that user could replace a file by a link to a private file, after isles has checked it.
 
     Args:
-        names: the files to take; empty: all that `check_folder` looks at. Weights are left out.
+        names: the files to copy. Default: all files that `check_folder` checks, without weights.
 
     Yields:
-        `folder` itself if nobody else can write to it; else a copy, which this function deletes at
-        the end. Check the copy again: the files may have changed.
+        `folder` itself if nobody else can write to it, or else a copy, which this function deletes
+        at the end. The caller must check the copy again: the files may have changed.
 
     Raises:
         OSError: a file cannot be read or written.

@@ -130,7 +130,7 @@ class Loader:
             self._ahead = None
 
     def batch_at(self, samples_seen: int) -> int:
-        """Samples of the global batch at this cursor; 0: the run is over."""
+        """Number of samples of the global batch at this cursor, or 0 at the end of the run."""
         size = self.split.global_batch_size
         return size if self._epochs is None else min(size, self._epochs.batch_at(samples_seen))
 

@@ -1,4 +1,4 @@
-"""What to do about a bucket in which clusters meet and that does not do its part."""
+"""Fixes for a bucket that clusters cannot use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ FIXES: dict[str, str] = {
     "forbidden": "give this machine credentials that may read, write, list and delete there, as "
     "the tools of your provider find them (AWS_PROFILE, ~/.aws, gcloud, a role)",
     "missing": "make the bucket, or correct outer.url",
-    "unconditional": "take a bucket that knows them: AWS S3, Google, R2, B2, MinIO; or engine hub",
+    "unconditional": "use a bucket with conditional writes (AWS S3, Google, R2, B2, MinIO), or "
+    "engine hub",
     "odd": "isles did not write this object; delete it, and check who can write to the bucket",
 }
-"""Of clusters that meet at outer.url, by the kind of a `StoreError` (`isles.run.objects`)."""
+"""The fix for each kind of `StoreError` (`isles.run.objects`) at outer.url."""

@@ -1,4 +1,4 @@
-"""A text on which two ways to cut a text into tokens differ, if they do."""
+"""A text to compare two tokenizers. It has many cases that tokenizers split differently."""
 
 PROBE = (
     "Okay 2024: 1234567 is 3.14 or 1,000\u00b2. We'll DON'T camelCase HTTPServer_v2 x+=1;  \t\tif "

@@ -380,8 +380,8 @@ def _misfit(config: ModelConfig, what: str) -> UserError:
     return UserError(
         f"the weights of {config.name_or_path} do not fit its config.json: {what}",
         where="model.name_or_path",
-        fix="use a folder that holds one whole model; if transformers converts its weights while "
-        "it loads them, use strategy: {kind: ddp}, which loads by transformers",
+        fix="use a folder that holds one whole model. If transformers converts the weights of this "
+        "model while it loads them, set strategy to {kind: ddp}, which loads with transformers",
         id="model.load",
     )
 

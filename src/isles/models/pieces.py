@@ -1,7 +1,8 @@
 """Weights that the files of a model hold under other names than the model, or in pieces.
 
-The hub keeps each expert of a mixture by itself. transformers holds all experts of a layer in one
-tensor, and converts while it loads a whole model. Here each rank finds the pieces of its own part.
+Files of the Hugging Face hub have a tensor for each expert of a mixture. transformers has one
+tensor for all experts of a layer, and converts the tensors while it loads a whole model. This
+module finds the pieces of each rank's part.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Pieces:
 def pieces_of(model: Any, own: Collection[str], names: Iterable[str]) -> dict[str, Pieces]:
     """The weights of a model that are made of these names in its files.
 
-    Weights that transformers makes in another way than by stacking are left out.
+    The result omits weights that transformers does not make by stacking.
 
     Args:
         model: the model, or this rank's part of it.

@@ -54,7 +54,7 @@ def never_trained(
 
     Returns:
         The tokens for each of the modules `embed_tokens` and `lm_head`, as the model names them. A
-        module that is trained, or that the files hold otherwise, is left out.
+        trained module, or a module with another name in the files, is not in the result.
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {id(module): name for name, module in model.named_modules() if name}

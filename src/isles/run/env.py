@@ -358,8 +358,8 @@ def rank_defaults(
 def usable_cores(environ: Mapping[str, str] = os.environ) -> int:
     """Cores that this process and its children may keep busy.
 
-    A queue that binds no cores lets a job see all cores of its node, which other jobs use: then
-    only the variables of the queue say how many the job has.
+    If a queue does not bind cores, a job sees all cores of its node, and other jobs use them too.
+    Then only the variables of the queue show how many cores the job has.
     """
     from isles.run.limits import cores  # psutil, which `isles --help` does not need
 

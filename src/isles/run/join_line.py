@@ -43,7 +43,7 @@ ENDED = "ended.json"
 
 
 def apart(one: str, other: str, length: int = 16) -> tuple[str, str]:
-    """Two texts, cut to a length in which they differ."""
+    """Shorten two texts to a part that differs."""
     first = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
     begin = max(0, first - length // 2) if first >= length else 0
     dots = "…" if begin else ""

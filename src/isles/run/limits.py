@@ -1,7 +1,7 @@
-"""Memory and cores that this process may use: of its machine and of its control groups.
+"""Memory and cores that the machine and the control groups allow this process.
 
-A container, a job of a queue and a user's session have control groups with limits of their own. The
-limits of all groups above a process hold too. Source: Linux, Documentation/admin-guide/
+A container, a job of a queue and a user's session can each have a control group with limits. The
+limits of all groups above a process apply too. Source: Linux, Documentation/admin-guide/
 cgroup-v2.rst and cgroup-v1/.
 """
 
@@ -64,8 +64,8 @@ def cgroup_folders(controller: str) -> Iterator[tuple[Path, bool]]:
     """The folder of this process's control group and those above it, if they can be seen here, and
     whether they are of version 2.
 
-    In a container the paths in /proc may be those of the host: then only the root, which is the
-    container's own group, can be seen.
+    In a container /proc may show the paths of the host. Then only the root of the mounted control
+    groups exists, which is the container's own group.
     """
     for line in _read(OWN).splitlines():
         number, _, rest = line.partition(":")

@@ -1,9 +1,9 @@
 """Prepared tokens in a cache folder: their names, who uses them, and the removal of old ones.
 
-`tokens-NEAR-CONTENT` is a folder of them. NEAR names what is cheap to see: how the rows are made
-into tokens, and the kinds and sizes of the files. CONTENT is a hash of all bytes of the files.
-`.known-KEY.UID` holds the CONTENT of files that a user has prepared or compared before, by their
-paths, sizes and times of change, so that they are not read again.
+Prepared tokens are in a folder `tokens-NEAR-CONTENT`. NEAR is a hash of the tokenizer settings and
+of the kinds and sizes of the files, which are cheap to compute. CONTENT is a hash of all bytes of
+the files. `.known-KEY.UID` stores the CONTENT of files that a user has prepared or compared before.
+KEY is a hash of the paths, sizes and times of change, so isles does not read these files again.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Prepared:
 
 
 def prepared_in(cache_dir: Path) -> list[Prepared]:
-    """The folders of prepared tokens in a cache, the one that was used last first."""
+    """The folders of prepared tokens in a cache, sorted by last use, newest first."""
     used: dict[str, float] = {}
     for known in cache_dir.glob(".known-*"):
         with suppress(OSError, ValueError):
@@ -205,10 +205,11 @@ def sweep(cache_dir: Path) -> None:
 def doomed(
     found: list[Prepared], unused_s: float, max_bytes: float | None, now: float | None = None
 ) -> list[Prepared]:
-    """Which folders to remove, the one that was used last first.
+    """The folders to remove, sorted by last use, newest first.
 
-    Those that nobody has used for so long; and the longest unused ones of the rest, until all that
-    stay have at most `max_bytes`.
+    Args:
+        unused_s: remove folders that were last used longer ago.
+        max_bytes: remove more of the oldest folders, until the rest has at most this size.
     """
     now = time.time() if now is None else now
     size, gone = 0.0, []

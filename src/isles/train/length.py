@@ -17,10 +17,10 @@ from isles.run.checkpoints import CheckpointInfo
 log = logging.getLogger(__name__)
 
 _FEW_STEPS = 20
-"""A run of fewer steps, if its length is in epochs, is named at the start."""
+"""isles warns at the start of a run whose epochs have fewer steps."""
 
 _LEAST_FALL = 0.01
-"""Share of the loss by which it must fall for a run to count as one that has learned."""
+"""isles warns at the end of a run if the loss fell by less than this share."""
 
 
 def run_length(
@@ -34,8 +34,8 @@ def run_length(
     Args:
         resolved: the run.
         data: its training data.
-        resume_from: the checkpoint that the run goes on from.
-        note: takes a line for the user if epochs make few steps.
+        resume_from: the checkpoint that the run resumes from.
+        note: called with a line for the user if the epochs have few steps.
 
     Raises:
         ConfigErrors: the warm-up or the decay is longer than the run.

@@ -150,7 +150,7 @@ def base_files(config: ModelConfig) -> tuple[dict[str, Any], torch.dtype | None]
     """The config.json that a run begins with, and the type of the weights in the files.
 
     Returns:
-        Of a model from scratch the type is None: it has no weights yet.
+        The config, and the type; None for a model from scratch, which has no weights yet.
 
     Raises:
         UserError: they cannot be found or read.

@@ -13,7 +13,7 @@ from isles.dist.batch import IGNORE_INDEX
 from isles.models.untrained import beyond_adapter, never_trained
 
 _SAMPLES = 256
-"""Samples in which tokens are looked for."""
+"""Number of samples that are searched for tokens."""
 
 _SHOWN = 8
 

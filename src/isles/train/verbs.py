@@ -149,7 +149,7 @@ def exported_lines(step: int, folder: Path) -> list[str]:
     line = f"step {step} is exported to {there}"
     if machine.startswith(IN_POD):
         return [f"{line}, on the volume of the run's pods"]
-    bring = f"  it is on that machine; to bring it here: scp -r {shlex.quote(there)} ."
+    bring = f"  it is on that machine. To copy it: scp -r {shlex.quote(there)} ."
     return [line, bring] if machine else [line]
 
 
@@ -208,7 +208,7 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
 
 
 def prompt_ids(tokenizer: Any, prompt: str, *, is_chat: bool) -> list[int]:
-    """The ids that a model continues: they begin as those of the rows that it was trained on."""
+    """The ids of a prompt, with the same first tokens as the rows of the training data."""
     if is_chat:
         text = chat_prompt(tokenizer, prompt)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])

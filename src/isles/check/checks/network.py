@@ -194,8 +194,11 @@ def try_hub(hosts: Hosts) -> None:
 
 
 def dial_bucket(url: str) -> dict[str, Any]:
-    """Write, as clusters do at their start, to the bucket in which they meet: `state` is ok, or the
-    kind of a `StoreError`; `what`, in words; and `seconds`."""
+    """Write a test object to the bucket of the clusters, as clusters do at their start.
+
+    Returns:
+        `state` (ok, or the kind of a `StoreError`), `what` (its message) and `seconds`.
+    """
     begin = time.perf_counter()
 
     def write() -> bool:
@@ -215,7 +218,7 @@ def dial_bucket(url: str) -> dict[str, Any]:
 
 
 def try_bucket(hosts: Hosts) -> None:
-    """Write to the bucket in which clusters meet, from the first host, or from the login node."""
+    """Write to the bucket of the clusters, from the first host or the login node."""
     config = hosts.run.config
     outer = config.diloco if config is not None else None
     if config is None or outer is None or outer.engine != "bucket" or outer.url is None:
@@ -235,7 +238,7 @@ def bucket_finding(first: str, place: str, answer: Mapping[str, Any]) -> Finding
         taken = f"{answer['seconds'] * 1e3:.0f} ms"
         text = f"it reads and writes at {place}"
         if answer.get("has_run"):
-            text += ", where a run is already: clusters of this name join that run"
+            text += ", which has a run already: clusters with this name join that run"
         return Finding("net.hub", "ok", first, text, measured=taken)
     fix = str(answer.get("fix") or FIXES.get(state, ""))
     text = f"it cannot meet other clusters at {place}: {answer.get('what')}"

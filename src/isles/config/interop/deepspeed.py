@@ -223,8 +223,8 @@ def _is_other_if_absent(key: str, wanted: object) -> bool:
 
 
 def deepspeed_notes(config: RunConfig) -> list[str]:
-    """Lines for the user about keys that a DeepSpeed file leaves out, and that DeepSpeed by itself
-    would take otherwise than this run does; for example, a warm-up is logarithmic by default."""
+    """Lines for the user about keys that a DeepSpeed file omits, if DeepSpeed's default differs
+    from the value of this run. For example, DeepSpeed's default warm-up is logarithmic."""
     strategy, table = config.strategy, deepspeed_keys()
     if not isinstance(strategy, DeepSpeedStrategyConfig) or strategy.config_file is None:
         return []
@@ -243,9 +243,9 @@ def deepspeed_notes(config: RunConfig) -> list[str]:
                 ours.append(show_value(value))
         if theirs:
             notes.append(
-                f"{file.where(section)}: for keys that the file leaves out, DeepSpeed takes "
-                f"{', '.join(theirs)}; this run takes {', '.join(ours)}. Write the keys to say "
-                "which is meant, or delete the section"
+                f"{file.where(section)}: the file omits keys with the defaults "
+                f"{', '.join(theirs)} in DeepSpeed. This run uses {', '.join(ours)}. Add these "
+                "keys to the file, or delete the section"
             )
     return notes
 

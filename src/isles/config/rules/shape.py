@@ -211,11 +211,11 @@ def _long_rope(config: RunConfig, shape: Shape) -> Iterator[Issue]:
         return
     yield Issue(
         ("data.seq_length", "model.name_or_path"),
-        f"the model's position embeddings (longrope) change beyond {original} tokens, and a batch "
-        f"of seq_length {data.seq_length} gets those of its longest document: the loss of the "
-        "others would depend on the micro-batch",
-        f"use data.seq_length: {original} or less, or a model with other rotary scaling; packed "
-        "text, whose samples are all full, may be longer",
+        f"the model (longrope) uses other position embeddings beyond {original} tokens, and data."
+        f"seq_length is {data.seq_length}. One long document would change the embeddings of its "
+        "whole micro-batch, so that the loss would depend on the micro-batch",
+        f"set data.seq_length to {original} or less, or use a model with other rotary scaling. "
+        "Packed text may be longer, because all of its samples are full",
     )
 
 

@@ -42,16 +42,16 @@ class SourceConfig(Section):
     columns: dict[Annotated[str, Field(min_length=1)], Text] = {}  # noqa: RUF012 (pydantic copies defaults)
     """Names of the data's columns, if they differ, such as {instruction: question, output: answer}.
     chat: messages. instruct: instruction, input, output, history, or prompt and completion.
-    preference: prompt, chosen, rejected. All three: tools, system, chat_template_kwargs, and the
-    fields of messages: role, content, and train, which is 0 or false if a message of the assistant
-    is not trained (by default weight, train, loss and the like). tokens: input_ids, labels,
+    preference: prompt, chosen, rejected. All three: tools, system, chat_template_kwargs, and role,
+    content and train of messages. isles does not train an assistant's message whose train is 0 or
+    false. Default for train: weight, train, loss and similar names. tokens: input_ids, labels,
     attention_mask."""
 
     ignore_fields: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Fields that the data has and training does not need, such as [tools, reasoning_content]:
-    columns, and fields of messages and tool calls (content: the text beside a call). isles leaves
-    them out and does not report them. Without this key isles refuses calls, tools and thoughts that
-    the chat template does not write."""
+    """Fields that training does not need, such as [tools, reasoning_content]. isles omits columns
+    and fields of messages and tool calls with these names, and does not list them. content means
+    the text of a message with a tool call. Without this key isles refuses calls, tools and thoughts
+    that the chat template does not write."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """chat and instruct: which tokens are trained. assistant: what the assistant says, with the end

@@ -186,7 +186,7 @@ class Epochs:
         return cls(samples_per_epoch, end, config.global_batch_size)
 
     def batch_at(self, cursor: int) -> int:
-        """Samples of the step that begins at this sample; 0: the run is over."""
+        """Number of samples of the step that begins at this sample, or 0 at the end of the run."""
         left = min(self.samples - cursor % self.samples, self.end - cursor)
         return max(0, min(self.batch, left))
 

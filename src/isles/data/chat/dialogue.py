@@ -76,8 +76,8 @@ class Dialogue:
         """Render a question and an answer in several ways.
 
         Args:
-            give: makes messages into those that `render` takes.
-            render: the text of messages; with `prompts`, behind them the generation prompt.
+            give: changes messages into the form that `render` accepts.
+            render: returns the text of messages; with `prompts`, the generation prompt follows.
         """
         mark = unused_mark("")
         asked: Message = {"role": "user", "content": _QUESTION}

@@ -1,6 +1,6 @@
-"""Fields of a conversation: the form in which a template takes them, and those that it leaves out.
+"""Find the form of calls that a template accepts, and the fields that the template does not write.
 
-Both are found by probes: a mark in the place of a value, which the template writes or does not.
+Both use probes: isles replaces a value by a mark, and searches the rendered text for the mark.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class CallForm:
 
     Args:
         arguments: an object, or JSON text.
-        empty: the content beside calls if there is none; "missing": without the key.
-        results: a result that is not text stays an object, or becomes JSON text.
+        empty: the content of a message that has only calls; "missing" omits the key.
+        results: whether a result that is not text stays an object or becomes JSON text.
     """
 
     arguments: Literal["object", "text"] = "object"
@@ -53,9 +53,10 @@ class CallForm:
 
 
 def kind_of(chat: Chat) -> object:
-    """The kinds of calls and results in a conversation, for which one form is found.
+    """The kinds of calls and results in a conversation. One form suits all conversations of a kind.
 
-    None: it has neither.
+    Returns:
+        None if the conversation has neither calls nor results.
     """
     kinds = set()
     for message in chat.messages:
@@ -106,9 +107,9 @@ def _as_object(value: Any) -> Any:
 
 
 def find_form(chat: Chat, render: Callable[[Chat], str]) -> CallForm:
-    """The first form in which the template writes the calls and results of a conversation.
+    """The first form that lets the template write the calls and results of a conversation.
 
-    TemplateRefusal: it takes none, leaves a call out in all of them, or writes objects as Python.
+    TemplateRefusal: no form works, because the template refuses it, omits a call or writes Python.
 
     Args:
         render: makes the text of a conversation; raises TemplateRefusal.
@@ -148,12 +149,12 @@ def find_form(chat: Chat, render: Callable[[Chat], str]) -> CallForm:
         if not lost and not is_odd:
             return form
         if lost:
-            refusals.append(TemplateRefusal(f"it leaves out {lost[0]}", _CALLS))
+            refusals.append(TemplateRefusal(f"it does not write {lost[0]}", _CALLS))
         else:
             refusals.append(
                 TemplateRefusal("it writes the arguments of calls, or results, not as JSON", _CALLS)
             )
-    # What it leaves out says more than an error, which may be that of another form.
+    # What it does not write says more than an error, which may be that of another form.
     own = [error for error in refusals if error.ignore] or refusals
     # Without its calls, a message without text would say nothing.
     says = all(message["content"] for message in chat.messages if "tool_calls" in message)
@@ -173,7 +174,7 @@ class _Field(NamedTuple):
 
 
 class FieldProbe:
-    """Finds the fields of conversations that one template leaves out.
+    """Finds the fields of conversations that one template does not write.
 
     A field that was read once, in a message of the same role, is looked up in the text later; only
     if its value is not there is the conversation rendered again.
@@ -293,14 +294,15 @@ class FieldProbe:
         at = field.place[1]
         if field.name == _CONTENT:
             ignore = "content" if "tool_calls" in chat.messages[at] else ""
-            what = f"it leaves out what the {field.role} says in message {at}"
-            raise TemplateRefusal(what + (" beside a call" if ignore else ""), ignore)
+            what = f"it does not write the content of message {at} ({field.role})"
+            raise TemplateRefusal(what + (", which also has a call" if ignore else ""), ignore)
         if field.name in _NAMES_OF_TOOLS:
-            raise TemplateRefusal(f"it leaves out the tools, such as {field.value}", "tools")
+            raise TemplateRefusal(f"it does not write the tools, such as {field.value}", "tools")
         if field.name == _NAME_OF_CALL:
             says = chat.messages[at]["content"]
             raise TemplateRefusal(
-                f"it leaves out the call of {field.value} in message {at}", _CALLS if says else ""
+                f"it does not write the call of {field.value} in message {at}",
+                _CALLS if says else "",
             )
         key = field.place[2]
         if key not in self._writes_thoughts:
@@ -311,11 +313,11 @@ class FieldProbe:
                 text = render(replace(chat, messages=[asked, answer], tools=None))
                 self._writes_thoughts[key] = mark in text
         if not self._writes_thoughts.get(key):
-            raise TemplateRefusal(f"it leaves out the {key} of message {at}", key)
+            raise TemplateRefusal(f"it does not write the {key} of message {at}", key)
 
 
 _MOST_TRIES = 16
-"""Rows in which a field that the template names is looked for, before it counts as unread."""
+"""Number of rows that are probed for a field of the template before the field counts as unread."""
 
 _CONTENT = "messages.content"
 _NAME_OF_CALL = "messages.tool_calls.function.name"
@@ -384,7 +386,7 @@ def _with(parent: Any, place: Sequence[Any], value: object) -> Any:
 
 
 def unused_mark(text: str) -> str:
-    """Letters and digits that do not stand in a text."""
+    """Letters and digits that a text does not contain."""
     number = 0
     while (mark := f"Zq{number}xJ7answerK4v") in text:
         number += 1

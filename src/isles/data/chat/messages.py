@@ -32,7 +32,7 @@ _SAME_ROLE = {
 _ROLE_NAMES = ("role", "from")
 _CONTENT_NAMES = ("content", "value")
 _TRAIN_NAMES = ("train", "training", "trainable", "train_on", "train_on_turn", "weight", "loss")
-"""Fields that exclude a message from training: OpenAI's `weight`, and those of other trainers."""
+"""Fields of OpenAI and of other trainers that exclude a message from training."""
 
 
 def read_messages(
@@ -53,8 +53,8 @@ def read_messages(
     wrong type.
 
     Args:
-        ignored: names of fields to leave out; content: only beside calls.
-        unread: takes the names of fields that the messages lose here.
+        ignored: names of fields to omit. `content` is omitted only from messages with calls.
+        unread: this function adds the names of fields that it drops.
     """
     value = from_json_text(value, f"column {name!r}", where)
     if isinstance(value, Mapping) and all(isinstance(v, list) for v in value.values()):
@@ -207,7 +207,7 @@ def _tool_calls(value: object, at: str, where: str) -> list[dict[str, Any]]:
 def take_masks(
     messages: Sequence[Message], name: str, where: str, train_key: str | None = None
 ) -> frozenset[int]:
-    """The numbers of the assistant's messages that are not trained, by a field of their own.
+    """The numbers of the assistant's messages that a field excludes from training.
 
     The field leaves the messages: `train_key`, or else any of the known names. DataError: its value
     is neither 0 nor 1, or it masks the only answers.

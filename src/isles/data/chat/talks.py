@@ -36,7 +36,7 @@ _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 
 
 class TalkParser(Parser):
-    """Base of the types that hold messages: what each of them may have beside these.
+    """Base of the types with messages. It reads the columns that all of these types may have.
 
     `columns.train` names a field of messages, not a column.
     """
@@ -112,7 +112,7 @@ class TalkParser(Parser):
 class ChatParser(TalkParser):
     """Conversations: a column of messages, and perhaps columns of tools and a system message.
 
-    Without a column that was named, `messages` is read, else `conversations` (or `conversation`).
+    Default for the column: `messages`, or else `conversations` or `conversation`.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class InstructParser(TalkParser):
                 raise DataError(
                     "there are columns for both instruction and output, and prompt and completion",
                     where=where,
-                    fix="say which to read: data.sources.columns: {prompt: prompt}, or "
+                    fix="choose one of them with data.sources.columns, such as {prompt: prompt} or "
                     "{instruction: instruction}",
                 )
         if not there:

@@ -129,8 +129,8 @@ class ChatTemplate:
     def render(self, chat: Chat, where: str, *, train_on: str) -> Rendered:
         """A conversation as text, with the spans that are trained on.
 
-        DataError: the template does not take these messages or leaves out a part of them, or it
-        cannot be told what the assistant says.
+        DataError: the template refuses these messages or does not write a part of them, or isles
+        cannot find the assistant's answers in the text.
         """
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         wanted = [i for i in answers if i >= chat.first and i not in chat.masked]
@@ -306,7 +306,9 @@ class ChatTemplate:
             )
         answer = text[start:end].strip()
         if not answer[: len(answer) - self._dialogue.length_of_end(answer)]:
-            raise TemplateRefusal(f"it leaves out what the assistant says in message {number}", "")
+            raise TemplateRefusal(
+                f"it does not write the content of message {number} (assistant)", ""
+            )
         return start, end
 
     def _answer_start(self, number: int, chat: Chat, before: str) -> int:
@@ -335,8 +337,8 @@ def describe_template(
     """Note at a tokenizer what the run file says of its chat template.
 
     Args:
-        name: of the template, for messages: the tokenizer itself lies in a folder of the run.
-        variables: for the template, in each conversation.
+        name: the name of the template, for error messages.
+        variables: variables of the template for all conversations.
     """
     setattr(tokenizer, _SETTINGS, (name, dict(variables)))
 

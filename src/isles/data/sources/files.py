@@ -86,7 +86,7 @@ def opened_raw(path: Path) -> Iterator[io.BufferedReader]:
 def opened_whole(path: Path) -> Iterator[IO[bytes]]:
     """A file to read from any place, such as a Parquet file; unpacked into a temporary file.
 
-    Give it to a library instead of the path, which somebody may replace by a link meanwhile.
+    Give it to a library instead of the path, which somebody may replace by a link.
     DataError: it cannot be read, or unpacks to more than `UNPACKED_BYTES`.
     """
     with opened_raw(path) as raw:

@@ -36,7 +36,7 @@ MOST_UNREAD = 50
 
 
 class Row(NamedTuple):
-    """One row of a file or dataset; `skipped` names columns that nobody fetched."""
+    """One row of a file or dataset. `skipped` lists the columns that were not read."""
 
     where: str
     columns: Mapping[str, Any]
@@ -128,7 +128,7 @@ class Parser(ABC):
     Args:
         columns: how the data names them; by their keys in the run file.
         keys: of all columns that may be read.
-        ignored: names of fields that the parser leaves out at every depth, and does not report.
+        ignored: names of fields that the parser omits at every depth, and does not report.
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class Parser(ABC):
         self.wanted = frozenset(self._names.values()) - self.ignored
         """Names of all columns that may be read; others need not be fetched."""
         self.unread: set[str] = set()
-        """Fields that the last call of `read` found and left out."""
+        """Fields that the last call of `read` did not use."""
 
     def read(self, row: Row) -> Item | None:
-        """Parse a row without the ignored fields, and note in `unread` which fields it left out."""
+        """Parse a row without the ignored fields, and write the unused fields to `unread`."""
         self.unread = {name for name in row.skipped if name not in self.ignored}
         if self.ignored:
             kept = {name: cell for name, cell in row.columns.items() if name not in self.ignored}
@@ -308,7 +308,7 @@ def unread_message(record: Mapping[str, Any]) -> str:
 def log_unread(name: str, record: Mapping[str, Any]) -> None:
     """Log the fields of a `Tally.record` that nothing reads, if there are any."""
     if fields := unread_message(record):
-        log.info("source=%s: nothing reads these fields: %s of rows", name, fields)
+        log.info("source=%s has fields that nothing reads (share of rows): %s", name, fields)
 
 
 def judge_bad_rows(

@@ -75,7 +75,7 @@ class Encoder:
             raise no_template()
         self.template = ChatTemplate(tokenizer) if has_template else None
         self.unread: list[Sequence[str]] = []
-        """Fields that the chat template left out of each item of the last call of `encode`."""
+        """For each item of the last call of `encode`, fields that the template did not write."""
         self.train_on: Literal["assistant", "last", "all"] = (
             "assistant" if source.type == "preference" else source.train_on
         )
@@ -126,8 +126,8 @@ class Encoder:
                 continue
             made = [next(ready) for _ in one]
             error = DataError(
-                "no token of this row would be trained: the template leaves out what the "
-                "assistant says",
+                "no token of this row would be trained: the template does not write the "
+                "assistant's answers",
                 where=where,
                 fix="repair or remove that row, or look at the template's {% generation %} marks",
             )

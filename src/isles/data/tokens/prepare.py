@@ -131,13 +131,17 @@ class _Order:
         return self.stem.with_name(f"{self.stem.name}-{content[:32]}")
 
     def find(self, progress: Report) -> Path | None:
-        """The folder with these tokens, if it is there and whole."""
+        """The folder with these tokens; None if it does not exist or is damaged."""
         if content := known_content(self.stem.parent, self.key):
             folder = self.folder(content)
             if (damage := find_damage(folder, self.encoder)) is None:
                 return folder
             if folder.exists():
-                log.warning("prepared tokens=%s damaged: %s; preparing anew", folder, damage)
+                log.warning(
+                    "prepared tokens=%s are damaged (%s), so isles prepares them again",
+                    folder,
+                    damage,
+                )
         # Only files of the same sizes as those of a prepared folder are read for a comparison.
         folders = self.stem.parent.glob(f"{self.stem.name}-*")
         whole = [folder for folder in folders if find_damage(folder, self.encoder) is None]

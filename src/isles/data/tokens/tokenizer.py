@@ -290,8 +290,8 @@ def train_tokenizer(
     has spoken.
 
     Args:
-        model_type: of the model that it will lie beside. For some, such as qwen2, transformers
-            splits a text by rules of its own, whatever the files say; then they are used here, too.
+        model_type: the type of the model. For some types, such as qwen2, transformers ignores the
+            rules of the files and splits a text by fixed rules. Then isles uses these rules, too.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -415,7 +415,7 @@ def check_vocabulary(
 def affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Ids that the tokenizer itself puts before and behind a text, such as BOS of Llama and Gemma.
 
-    An end-of-text token is none of them, as every document ends with one.
+    The end-of-text token does not count, because every document ends with it.
     """
     bare: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole: list[int] = tokenizer("a")["input_ids"]
@@ -437,7 +437,7 @@ def add_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
             setattr(tokenizer, name, False)
     if affixes(tokenizer) != ([], []):
         raise DataError(
-            "the tokenizer puts tokens around a text whatever it is told",
+            "the tokenizer adds tokens to a text even with add_bos_token and add_eos_token off",
             where="tokenizer.add_special_tokens",
             fix="delete this key, or use another tokenizer",
             id="data.tokenizer",

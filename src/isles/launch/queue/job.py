@@ -123,7 +123,7 @@ class JobQueue(ABC):
         For a user who asks for the run to go on, never for one who looks at it.
 
         Returns:
-            Why it waits now, in words; empty: as before.
+            A reason why it waits now. Empty if nothing has changed.
         """
         return ""
 

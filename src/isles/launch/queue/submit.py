@@ -280,7 +280,7 @@ def _refuse_inside_job(loaded: Loaded, options: StartOptions, queue: Scheduler) 
 
 
 def here_overrides(loaded: Loaded) -> list[str]:
-    """Overrides with which the run of a queue trains on this machine."""
+    """Overrides that let the run of a queue train on this machine."""
     cluster, key = loaded.config.clusters[0], "clusters.0"
     found = [f"{key}.launcher={{kind: local}}"]
     for name in sorted(cluster.environment.model_fields_set - {"variables", "container"}):

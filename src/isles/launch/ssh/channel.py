@@ -32,7 +32,7 @@ READY = "ISLES-NODE"
 
 _CLOSE_S = 5.0
 _LINE_BYTES = 64 * 2**20
-"""Of an answer. A host may send a line without end."""
+"""The longest answer that is read: a host may send a line without end."""
 
 
 def serve(operations: Mapping[str, Operation]) -> int:

@@ -30,7 +30,7 @@ SSH_FAILED = 255
 _POD_S = 180.0
 """How long a pod may take to be there, where none of a run runs."""
 _MOST_BYTES = 64 * 2**20
-"""Of an answer; that of `isles report` has up to 26 MB."""
+"""The longest answer that is read. An answer of `isles report` has up to 26 MB."""
 _CANNOT_RUN, _NOT_FOUND = 126, 127
 _WORD_CHARS = 1000
 _NO_FOLDER = re.compile(r"cd: (?P<folder>.*): No such file or directory")
@@ -257,8 +257,8 @@ _FAILURES = (
 _ENVIRONMENTS = (
     (
         r"/bin/activate: No such file",
-        "make the venv: `isles setup run.yaml` does so over ssh, `python3 -m venv` anywhere; or "
-        "name another in clusters[0].environment.venv",
+        "make the venv with `isles setup run.yaml` (over ssh) or `python3 -m venv`, or set "
+        "clusters[0].environment.venv to another one",
     ),
     (
         r"\bmodule: (command )?not found",
@@ -279,8 +279,11 @@ _ENVIRONMENTS = (
 
 
 def environment_failure(output: str) -> tuple[str, str] | None:
-    """The line that says why an environment could not be set up, and what to do; None: there is no
-    such line."""
+    """The line with the reason why an environment could not be set up, and the fix.
+
+    Returns:
+        None if the output has no such line.
+    """
     for line in output.splitlines():
         for pattern, fix in _ENVIRONMENTS:
             if re.search(pattern, line):
