@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import shlex
+import sys
 from itertools import groupby
 from typing import Any
 
@@ -24,6 +26,7 @@ from isles.errors import DataError
 from isles.facts.units import printable
 from tests import chat_templates as templates
 from tests.data import prepare_file, write_rows
+from tests.deadline import run_program
 from tests.each import each
 from tests.small_models import small_model
 
@@ -430,3 +433,12 @@ def test_documents_are_shown_whole_and_marked_exactly_and_pairs_together(chatml,
     assert titles == [f"{n} of 9, {which}" for n in (1, 9) for which in ("chosen", "rejected")]
     said = [one.stretches[1].text for one in shown]
     assert said == ["yes<|im_end|>", "no<|im_end|>"] * 2
+
+
+def test_who_has_seen_enough_of_the_data_sees_no_traceback(tmp_path, run_file):
+    chats = [[user("Count"), assistant("so " * 9_000)]] * 40
+    write_rows(tmp_path / "chat.jsonl", [{"messages": chat} for chat in chats])
+    words = [sys.executable, "-m", "isles", "data", "show", str(run_file), "--samples=40"]
+    words += ["data.sources=[{path: chat.jsonl, type: chat}]", f"data.cache_dir={tmp_path}/made"]
+    done = run_program(["bash", "-c", f"{shlex.join(words)} | head -1"], cwd=tmp_path)
+    assert "1. chat.jsonl" in done.stdout and "Traceback" not in done.stderr

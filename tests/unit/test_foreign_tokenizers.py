@@ -6,6 +6,7 @@ import base64
 import gc
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -267,3 +268,25 @@ def test_a_file_that_is_exchanged_after_the_check_is_not_read(tmp_path, monkeypa
     tokenizer = None
     gc.collect()
     assert not list(copies.iterdir())
+
+
+def test_all_files_of_a_hub_tokenizer_are_fetched_before_the_copy(tmp_path, monkeypatch):
+    """Also into a cache that a group may write to, as with umask 002."""
+    hub, cache = tmp_path / "hub", tmp_path / "cache"
+    train_tokenizer(["a text of words"] * 9, 300).save_pretrained(hub)
+    (hub / "chat_template.jinja").write_text("of the hub")
+    cache.mkdir()
+    cache.chmod(0o775)
+    shutil.copy(hub / "tokenizer.json", cache)
+    read = AutoTokenizer.from_pretrained
+
+    def from_hub(name: str, **more: Any) -> Any:
+        if name == "owner/name":
+            shutil.copytree(hub, cache, dirs_exist_ok=True)
+            name = str(cache)
+        return read(name, **more)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_hub)
+    found = [cache / "tokenizer.json"]
+    monkeypatch.setattr("isles.data.tokens.tokenizer._fetch", lambda *_: found)
+    assert load_tokenizer("owner/name").chat_template == "of the hub"

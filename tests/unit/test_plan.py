@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import struct
 from pathlib import Path
 
@@ -458,3 +459,25 @@ def test_links_that_check_has_measured_are_those_of_a_plan(here, capsys):
     assert (found["confidence"], found["name"]) == ("measured", "480 Mbit/s")
     assert any("as `isles check` measured on 2023-11-1" in note for note in notes), "the oldest"
     assert set(read_links(Path("runs"))["a1"]) == {"a2", "a3"}, "older pairs are kept"
+
+
+def test_rows_that_are_not_packed_are_samples(here):
+    Path("rows.jsonl").write_text('{"text": "a few words"}\n' * 60)
+    source = "data.sources=[{path: rows.jsonl}]"
+    epochs = ("training.max_steps=null", "training.num_train_epochs=2", source)
+    assert planned(*epochs, "data.packing=false", "training.global_batch_size=8").data.steps == 16
+    packed = planned(*epochs, "data.packing=true", "training.global_batch_size=8").data.steps
+    assert packed is not None and packed < 16
+
+
+def test_the_disk_is_that_of_the_output_folder(here, monkeypatch):
+    asked, usage = list[Path](), shutil.disk_usage
+
+    def asks(path: Path) -> object:
+        asked.append(path)
+        return usage(path)
+
+    monkeypatch.setattr("isles.plan.find.shutil.disk_usage", asks)
+    Path("big").mkdir()
+    planned("output_dir=big/new/runs", "clusters=[{device: cpu}]")
+    assert asked == [here / "big"]

@@ -15,7 +15,7 @@ import pytest
 
 from isles.errors import PreflightError, UserError
 from isles.launch.ssh.channel import Channel, open_channel
-from isles.launch.ssh.shell import Shell, on_all
+from isles.launch.ssh.shell import Shell, on_all, python_failure
 from tests.deadline import DEADLINE_S
 from tests.each import each
 from tests.programs import write_program
@@ -170,3 +170,9 @@ def test_an_older_isles_there_is_not_taken_for_none(module: str, *, tmp_path: Pa
     what = r"another version of isles, .* isles\.la"
     error = refusal(what, python=sys.executable, lines=older, module=module)
     assert error.id == "version.isles" and "isles setup" in error.fix
+
+
+def test_a_line_of_a_login_script_does_not_hide_the_error_of_isles():
+    noise = "bash: module: command not found\n"
+    assert python_failure("h", "python", 3, f"{noise}error: this run exists\n  fix: x") is None
+    assert python_failure("h", "python", 3, noise) is not None

@@ -338,9 +338,20 @@ def test_what_is_no_export_is_not_replaced(tmp_path):
     thesis = tmp_path / "notes" / "thesis.txt"
     thesis.parent.mkdir()
     thesis.write_text("years of work")
-    with pytest.raises(UserError, match="not a model"):
+    with pytest.raises(UserError, match="not an export"):
         export_model(small_model(), None, thesis.parent, max_shard_bytes=10**9)
     assert thesis.read_text() == "years of work" and not list(tmp_path.glob(".partial*"))
+    base, own = tmp_path / "base", tmp_path / "own"
+    small_model().save_pretrained(base)
+    card = card_of(tmp_path, None)
+    for _ in range(2):  # an export of isles is replaced
+        export_model(small_model(), None, own, max_shard_bytes=10**9, card=card, verify=unread)
+    (own / "notes.txt").write_text("mine")
+    for folder in (base, own):
+        before = (folder / "model.safetensors").read_bytes()
+        with pytest.raises(UserError, match="not an export"):
+            export_model(small_model(), None, folder, max_shard_bytes=10**9, verify=unread)
+        assert (folder / "model.safetensors").read_bytes() == before
 
 
 def test_a_card_of_odd_metrics_has_the_figures_that_are_numbers(tmp_path):

@@ -34,6 +34,7 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
 """What peft's own models put before every name."""
 
+_CARD_BYTES = 4096
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NOTHING: Mapping[str, Any] = {}
 
@@ -252,15 +253,28 @@ def export_merged(
     )
 
 
+def _is_export(folder: Path) -> bool:
+    # Whether isles has made all of a folder. Its model card says so; somebody may have put other
+    # files into the folder since.
+    with contextlib.suppress(OSError):
+        card = (folder / "README.md").read_bytes()[:_CARD_BYTES]
+        return b"\n- isles\n" in card and all(map(_is_of_export, folder.iterdir()))
+    return False
+
+
+def _is_of_export(path: Path) -> bool:
+    known = (".json", ".jinja", ".md", ".model", ".safetensors")
+    names = ("additional_chat_templates", "merges.txt", "vocab.txt")
+    return path.suffix in known or path.name in names
+
+
 @contextlib.contextmanager
 def _whole_folder(folder: Path, card: str | None) -> Iterator[Path]:
     # A new folder beside another, which takes its place at the end if nothing was raised.
     is_file = folder.exists() and not folder.is_dir()
-    # An earlier export is a model, or an adapter alone.
-    is_export = any((folder / f).is_file() for f in ("config.json", "adapter_config.json"))
-    if is_file or (folder.is_dir() and any(folder.iterdir()) and not is_export):
+    if is_file or (folder.is_dir() and any(folder.iterdir()) and not _is_export(folder)):
         raise UserError(
-            "this is a file" if is_file else "this folder is not empty and not a model",
+            "this is a file" if is_file else "this folder is not empty and not an export of isles",
             where=str(folder),
             fix="give another folder with --output",
             id="file.exists",

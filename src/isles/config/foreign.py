@@ -172,7 +172,7 @@ def unchanging(folder: Path, names: Iterable[str] = ()) -> Iterator[Path]:
         OSError: a file cannot be read or written.
         ValueError: a file is too large, or is not a regular file.
     """
-    if not _is_open_to_others(folder):
+    if not is_open_to_others(folder):
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="isles-copy-") as made:
@@ -184,8 +184,8 @@ def unchanging(folder: Path, names: Iterable[str] = ()) -> Iterator[Path]:
         yield Path(made)
 
 
-def _is_open_to_others(folder: Path) -> bool:
-    # Whether a user other than this one and root can replace files of the folder, or the folder.
+def is_open_to_others(folder: Path) -> bool:
+    """Whether a user other than this one and root can replace the folder, or a file in it."""
     absolute = folder.absolute()
     for place in (absolute, folder.resolve()):
         for above in (place, *place.parents):

@@ -10,11 +10,11 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Annotated, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from isles.errors import PreflightError
 from isles.run.nodes import Host
-from isles.run.records import MAX_LIST_BYTES, parse_record
+from isles.run.records import MAX_LIST_BYTES, as_kind, parse_record
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Announced:
     attempt: Annotated[int, Field(strict=True, ge=1, lt=2**31)]
     ssh: Host = ""
     elsewhere: Annotated[str, Field(pattern=r"^([/~]\P{Cc}*)?$")] = ""
-    home: _Folder | None = None
+    home: Annotated[str, Field(pattern=r"^/\P{Cc}*$")] | None = None
 
     def line(self) -> str:
         """The line to print, which `read_started` parses."""
@@ -67,7 +67,7 @@ def parse_answer(kind: type[T], text: str) -> T:
         ValueError: it is not JSON, is nested too deeply, or a key has an odd value.
     """
     try:
-        return TypeAdapter(kind).validate_python(parse_record(text, MAX_LIST_BYTES))
+        return as_kind(kind, parse_record(text, MAX_LIST_BYTES))
     except json.JSONDecodeError:
         raise ValueError("it is not JSON") from None
     except RecursionError:

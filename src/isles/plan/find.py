@@ -191,7 +191,9 @@ def find_machines(loaded: Loaded, gpus: str, nodes: int | None, link: str) -> li
         environs = local_environs(loaded)
         output_dir = Path(loaded.config.output_dir).expanduser()
         found = [
-            _measured(_known(cluster, environs.get(cluster.name, {})), cluster, output_dir)
+            _measured(
+                _known(cluster, environs.get(cluster.name, {}), output_dir), cluster, output_dir
+            )
             for cluster in clusters
         ]
     else:
@@ -233,10 +235,10 @@ def _measured(found: Machines, cluster: ClusterConfig, output_dir: Path) -> Mach
     return replace(found, network=network, notes=(*found.notes, note))
 
 
-def _known(cluster: ClusterConfig, environ: Mapping[str, str]) -> Machines:
+def _known(cluster: ClusterConfig, environ: Mapping[str, str], output_dir: Path) -> Machines:
     match cluster.launcher:
         case LocalLauncherConfig():
-            found = _here(cluster, environ)
+            found = _here(cluster, environ, output_dir)
         case SshLauncherConfig(connect_timeout=connect_s):
             found = _asked(cluster, connect_s)
         case RayLauncherConfig() as launcher:
@@ -246,12 +248,18 @@ def _known(cluster: ClusterConfig, environ: Mapping[str, str]) -> Machines:
     return found
 
 
-def _here(cluster: ClusterConfig, environ: Mapping[str, str]) -> Machines:
+def _existing(folder: Path) -> Path:
+    # The nearest folder above that exists: a new folder will be on its disk.
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _here(cluster: ClusterConfig, environ: Mapping[str, str], output_dir: Path) -> Machines:
     # Its visible GPUs, or processes of its CPU; of several clusters here, each has its own GPUs.
     finding = find_gpus({**inherited(), **environ})
     notes = (finding.warning,) if finding.warning else ()
     wanted = cluster.gpus_per_node
-    disk = shutil.disk_usage(Path.cwd()).free
+    disk = shutil.disk_usage(_existing(output_dir)).free
     name, main = socket.gethostname(), memory()
     if finding.gpus and cluster.device != "cpu":
         gpus = finding.gpus if wanted == "auto" else finding.gpus[:wanted]

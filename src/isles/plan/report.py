@@ -26,6 +26,9 @@ PROCESS_BYTES = 2.5 * 2**30
 """Of a rank: Python, torch and its libraries. A guess."""
 
 _BYTES_PER_TOKEN = 4
+_COUNTED_BYTES = 2**28
+"""Files are read to count their rows if they are not larger: that takes a second."""
+
 """Of text, as tokenizers of 32 thousand tokens and more cut English. A guess."""
 
 
@@ -276,6 +279,8 @@ def _data_of(config: RunConfig) -> Data:
     """Tokens by the size of local files, and the length of the run that follows."""
     tokens = _tokens(config)
     samples = None if tokens is None else max(1, int(tokens / config.data.seq_length))
+    if not config.data.packing:
+        samples = _num_rows(config)
     steps = length_in_steps(config.training, samples)
     return Data(tokens, steps, config.training.max_steps is None)
 
@@ -290,6 +295,20 @@ def _tokens(config: RunConfig) -> float | None:
         if not files or any(e.packing or e.format in (None, "parquet", "arrow") for e in endings):
             return None
         total += sum(file.stat().st_size for file in files) / _BYTES_PER_TOKEN
+    return total
+
+
+def _num_rows(config: RunConfig) -> int | None:
+    # Each row is a sample if samples are not packed; None: the files would have to be parsed.
+    total = 0
+    for source in config.data.sources:
+        files = [] if source.path is None else named_files(source.path)
+        endings = [ending_of(file.name) for file in files]
+        if not files or any(e.packing or e.format != "lines" for e in endings):
+            return None
+        if sum(file.stat().st_size for file in files) > _COUNTED_BYTES:
+            return None
+        total += sum(line.strip() != b"" for file in files for line in file.open("rb"))
     return total
 
 

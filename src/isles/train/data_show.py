@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -52,6 +53,9 @@ def main() -> int:
     except UserError as error:
         sys.stderr.write("\n".join([f"error: {error}", *more_lines(error.ids), ""]))
         return int(error.exit_code)
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. Python flushes stdout once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     return ExitCode.OK

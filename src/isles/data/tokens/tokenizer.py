@@ -18,6 +18,7 @@ from isles.config.foreign import (
     MAX_CONFIG_BYTES,
     TOKENIZER_FILES,
     check_folder,
+    is_open_to_others,
     is_plain,
     read_json,
     unchanging,
@@ -101,6 +102,10 @@ def load_tokenizer(
     try:
         with clear_panics(name_or_path), ExitStack() as copies:
             if folder is not None and not trust_remote_code:  # code may do what it wants anyway
+                if not path.is_dir() and is_open_to_others(folder):
+                    # This fetches all files from the hub that the library uses. The result is
+                    # dropped, as another user may have exchanged a file.
+                    AutoTokenizer.from_pretrained(name_or_path)
                 copy = copies.enter_context(unchanging(folder))
                 if copy != folder:
                     place, folder = str(copy), _check_files(copy, str(copy))

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
@@ -34,6 +35,8 @@ _MOST_BYTES = 64 * 2**20
 _CANNOT_RUN, _NOT_FOUND = 126, 127
 _WORD_CHARS = 1000
 _NO_FOLDER = re.compile(r"cd: (?P<folder>.*): No such file or directory")
+_OWN_ERROR = re.compile(r"^error: ", re.M)
+"""isles' own error says more than a line of a login script."""
 _NO_MODULE = re.compile(r"No module named '?(?P<name>isles[\w.]*)")
 
 
@@ -94,11 +97,13 @@ class Shell:
                 no end.
         """
         timeout_s += _POD_S if self.is_pod else 0.0
-        with tempfile.TemporaryFile() as given:
-            given.write((stdin or "").encode())
-            given.seek(0)
-            pipe = subprocess.PIPE
-            with self.popen(command, stdin=given, stderr=pipe) as process:
+        with ExitStack() as opened:
+            given: int | IO[bytes] = subprocess.DEVNULL
+            if stdin is not None:
+                given = opened.enter_context(tempfile.TemporaryFile())
+                given.write(stdin.encode(errors="replace"))
+                given.seek(0)
+            with self.popen(command, stdin=given, stderr=subprocess.PIPE) as process:
                 try:
                     output, errors = _read_all(process, timeout_s)
                 except (TimeoutError, OverflowError) as error:
@@ -308,7 +313,7 @@ def python_failure(host: str, python: str, code: int, stderr: str) -> PreflightE
         what = f"there is no folder {folder['folder']}, in which the ranks are to run"
         fix = "make it there, name another in clusters[0].workdir, or let isles copy this one: "
         fix += "clusters[0].sync"
-    elif (found := environment_failure(stderr)) is not None:
+    elif not _OWN_ERROR.search(stderr) and (found := environment_failure(stderr)) is not None:
         id, what, fix = (
             "python.runs",
             f"the environment cannot be set up there: {found[0]}",
