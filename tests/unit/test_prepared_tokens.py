@@ -98,6 +98,13 @@ def test_other_content_is_prepared_anew_also_of_the_same_size(tmp_path, tokenize
     assert len(hashed) == 6
 
 
+def test_the_report_of_unread_fields_is_that_of_this_source(tmp_path, tokenizer):
+    file = write_rows(tmp_path / "a.jsonl", [{**row, "title": "t"} for row in ROWS])
+    for ignored, unread in ((["title"], {}), ([], {"title": len(ROWS)}), (["title"], {})):
+        store = prepare_file(tokenizer, file, tmp_path / "cache", ignore_fields=ignored)
+        assert store.manifest["unread"] == unread, ignored
+
+
 def test_a_saved_dataset_elsewhere_is_the_same(tmp_path, tokenizer):
     import datasets
 
