@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +199,26 @@ def test_unused_tokens_are_listed_first_and_then_deleted(tmp_path, tokenizer, pr
     assert len(list(cache.glob(".tokens-*.lock"))) == 1
     # It is prepared again when it is needed.
     assert prepare_file(tokenizer, tmp_path / "rows-1.jsonl", cache).folder == kept[1]
+
+
+def test_tokens_open_during_a_listing_and_not_during_a_removal(tmp_path, tokenizer, monkeypatch):
+    file = write_rows(tmp_path / "a.jsonl", ROWS)
+    folder = prepare_file(tokenizer, file, tmp_path / "cache").folder
+    old = folder.with_name("old")
+
+    def open_while_locked(then: Callable[[], object]) -> TokenStore:
+        """Open the tokens, which another process has locked. It does this before it unlocks."""
+        with (folder / "tokens.bin").open("r+b") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            monkeypatch.setattr(time, "sleep", lambda _: (then(), other.close()))
+            return TokenStore.open(folder)
+
+    assert open_while_locked(lambda: None).digest
+    with pytest.raises(DataError, match="No such file"):
+        open_while_locked(lambda: folder.rename(old))
+    old.rename(folder)
+    with pytest.raises(DataError, match="is being removed"):
+        open_while_locked(lambda: (folder.rename(old), shutil.copytree(old, folder)))
 
 
 def test_a_use_is_noted_and_what_is_damaged_or_old_goes(tmp_path, tokenizer, prune):

@@ -33,6 +33,9 @@ _FOLDER = re.compile(r"tokens-[0-9a-f]{32}(-[0-9a-f]{32})?")
 """A folder of an earlier version has no CONTENT."""
 _CONTENT = re.compile(r"[0-9a-f]{32}")
 
+_LOCKED_S = 1.0
+"""A listing or a removal locks the tokens of a folder for less time."""
+
 
 def temporary_beside(folder: Path, kind: str = "new") -> Path:
     """A name next to a folder that has its owner's process in it, for `remove_stale`."""
@@ -95,17 +98,32 @@ def _known(cache_dir: Path, key: str) -> Path:
     return cache_dir / f".known-{key}.{os.geteuid()}"
 
 
-def hold(handle: int) -> None:
+def hold(handle: int, path: Path) -> None:
     """Show that the file TOKENS is in use, for as long as it is open or mapped.
 
-    ValueError: it is being removed.
+    Args:
+        handle: the open file.
+        path: the path that it was opened by.
+
+    Raises:
+        ValueError: the file is being removed.
+        FileNotFoundError: the file has been removed.
     """
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{TOKENS} is being removed") from None
-    except OSError:
-        pass  # no locks on this disk: `prune` leaves its folders alone
+    give_up_at = time.monotonic() + _LOCKED_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            # A listing also locks each folder, but only for a moment.
+            if time.monotonic() > give_up_at:
+                raise ValueError(f"{TOKENS} is being removed") from None
+            time.sleep(0.01)
+        except OSError:
+            return  # no locks on this disk: `prune` leaves its folders alone
+    # `remove` may have renamed the folder after the file was opened.
+    if not os.path.samestat(os.fstat(handle), path.stat()):
+        raise ValueError(f"{TOKENS} is being removed")
 
 
 @dataclass(frozen=True, slots=True)
