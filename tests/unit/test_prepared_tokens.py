@@ -21,7 +21,7 @@ from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.errors import DataError
-from isles.run.prepared import prepared_in
+from isles.run.prepared import Prepared, doomed, prepared_in
 from tests.data import prepare_file, quiet, write_parquet, write_rows
 from tests.disks import closed
 from tests.each import each
@@ -219,6 +219,21 @@ def test_tokens_open_during_a_listing_and_not_during_a_removal(tmp_path, tokeniz
     old.rename(folder)
     with pytest.raises(DataError, match="is being removed"):
         open_while_locked(lambda: (folder.rename(old), shutil.copytree(old, folder)))
+
+
+def test_the_longest_unused_tokens_go_until_the_rest_is_small_enough():
+    def names_of_doomed(max_bytes: float, *sizes: int, kept: int = -1) -> str:
+        # A was used last, and C is the longest unused.
+        found = [
+            Prepared(Path(name), name, size, -float(age), "in use" * (age == kept))
+            for age, (name, size) in enumerate(zip("ABC", sizes, strict=False))
+        ]
+        return "".join(each.name for each in doomed(found, DAY_S, max_bytes, now=0.0))
+
+    assert names_of_doomed(10, 9, 4, 2) == "BC", "large and new tokens stay"
+    assert names_of_doomed(11, 9, 4, 2) == "BC" and names_of_doomed(13, 9, 4, 2) == "C"
+    assert names_of_doomed(15, 9, 4, 2) == "" and names_of_doomed(8, 9, 4, 2) == "ABC"
+    assert names_of_doomed(8, 6, 6, 1, kept=1) == "AC", "tokens in use have their part of the size"
 
 
 def test_a_use_is_noted_and_what_is_damaged_or_old_goes(tmp_path, tokenizer, prune):

@@ -230,12 +230,11 @@ def doomed(
         max_bytes: remove more of the oldest folders, until the rest has at most this size.
     """
     now = time.time() if now is None else now
-    size, gone = 0.0, []
-    for each in found:
+    size, gone = sum(each.size_bytes for each in found), list[Prepared]()
+    for each in reversed(found):
         is_old = now - each.used_at > unused_s
-        is_large = max_bytes is not None and size + each.size_bytes > max_bytes
+        is_large = max_bytes is not None and size > max_bytes
         if not each.kept and (is_old or is_large):
             gone.append(each)
-        else:
-            size += each.size_bytes
-    return gone
+            size -= each.size_bytes
+    return gone[::-1]
