@@ -253,8 +253,12 @@ def test_a_use_is_noted_and_what_is_damaged_or_old_goes(tmp_path, tokenizer, pru
     (cache / "tokens-of-mine").mkdir()
     stale = cache / f".tmp-new-x@{os.uname().nodename}@{2**30}@1.0"
     stale.mkdir()
+    pipes = [cache / f".known-x.{os.geteuid() + 1}", cache / f".known-x.{os.geteuid()}"]
+    for pipe in pipes:
+        os.mkfifo(pipe)  # reading it would never end
     assert "2 folders (" in prune("--yes") and not stale.exists()
     assert [entry.name for entry in folders(cache)] == ["tokens-of-mine"]
+    assert [pipe.exists() for pipe in pipes] == [True, False], "another user's stays"
 
 
 def test_the_cache_of_a_run_file_is_pruned_and_odd_flags_are_refused(

@@ -71,8 +71,13 @@ def _stale(folder: Path, *, locked: bool) -> Iterator[Path]:
 
 def known_content(cache_dir: Path, key: str) -> str | None:
     """The CONTENT that this user has noted for a key; None: nothing, or nothing sound."""
+    return _noted(_known(cache_dir, key))
+
+
+def _noted(known: Path) -> str | None:
+    # Other users may have made it, even as a pipe.
     try:
-        with open_regular(_known(cache_dir, key), os.O_NOFOLLOW) as stream:
+        with open_regular(known, os.O_NOFOLLOW) as stream:
             text = stream.read(64).decode("ascii", "replace")
     except (OSError, ValueError):
         return None
@@ -147,8 +152,9 @@ def prepared_in(cache_dir: Path) -> list[Prepared]:
     """The folders of prepared tokens in a cache, sorted by last use, newest first."""
     used: dict[str, float] = {}
     for known in cache_dir.glob(".known-*"):
-        with suppress(OSError, ValueError):
-            content = known.read_text("ascii")[:64]
+        if (content := _noted(known)) is None:
+            continue
+        with suppress(OSError):
             used[content] = max(used.get(content, 0.0), known.stat().st_mtime)
     found = []
     for folder in cache_dir.glob("tokens-*"):
@@ -207,8 +213,8 @@ def sweep(cache_dir: Path) -> None:
     names = [folder.name for folder in cache_dir.glob("tokens-*")]
     contents = {name.rpartition("-")[2] for name in names}
     for known in cache_dir.glob(f".known-*.{os.geteuid()}"):
-        with suppress(OSError, ValueError):
-            if known.read_text("ascii")[:64] not in contents:
+        if _noted(known) not in contents:
+            with suppress(OSError):
                 known.unlink()
     for lock in cache_dir.glob(f".tokens-*.{os.geteuid()}.lock"):
         stem = lock.name[1:].partition(".")[0]
