@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 from isles.cli import main
-from isles.config.sections.data import SourceConfig
+from isles.config.sections.data import DataConfig, SourceConfig
+from isles.data.mix import build_datasets
 from isles.data.sources.find import Files, open_source
 from isles.data.tokens.encode import Encoder
 from isles.data.tokens.prepare import prepare
@@ -115,6 +117,17 @@ def test_a_saved_dataset_elsewhere_is_the_same(tmp_path, tokenizer):
     first = prepare_file(tokenizer, tmp_path / "saved", tmp_path / "cache")
     shutil.copytree(tmp_path / "saved", tmp_path / "copy")
     assert prepare_file(tokenizer, tmp_path / "copy", tmp_path / "cache").folder == first.folder
+
+
+def test_each_rank_names_a_source_by_the_run_file(tmp_path, tokenizer, monkeypatch, caplog):
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    datasets.Dataset.from_list(ROWS).save_to_disk("saved")
+    data = DataConfig.model_validate({"sources": [{"path": "saved"}], "seq_length": 8})
+    with caplog.at_level(logging.INFO, logger="isles"):
+        build_datasets(data, tokenizer, tmp_path / "cache", seed=0, progress=quiet)
+    assert [line.split()[0] for line in caplog.messages if "documents=" in line] == ["source=saved"]
 
 
 @each("jsonl", "parquet")
