@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from isles.config.endings import ending_of
 from isles.config.sections.data import SourceConfig
 from isles.data.sources import arrow as arrow_files
 from isles.data.sources import files, read
@@ -198,6 +199,19 @@ def test_the_pages_table_of_files_holds(tmp_path):
                     wrong.append(f"{first}: {path.name} as {kind} is {got}, not {want}")
     assert not wrong, "\n".join(wrong)
     assert len(table()) == len(WRITTEN)
+
+
+def test_the_number_of_a_piece_is_no_part_of_the_ending_and_other_digits_are():
+    suffixes = {
+        ".jsonl": "a.jsonl a.JSONL.1 a.jsonl-00001-of-00007 a.jsonl_03 a.jsonl.part2 a.jsonl.gz.1",
+        ".csv": "a.csv.2024-01-02 a.csv-part-3 a.csvpart3 a.csv.2.gz",
+        ".z": "core.z core.z.80",
+        "": "core.z80 a.json5 a.json5.gz a.py3 a.db3 part-00000 squad.v2",
+    }
+    for suffix, names in suffixes.items():
+        assert {name: ending_of(name).suffix for name in names.split()} == dict.fromkeys(
+            names.split(), suffix
+        )
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:

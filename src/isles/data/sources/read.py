@@ -19,7 +19,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from isles.config.endings import Format, ending_of
+from isles.config.endings import Format, ending_of, unread_issue
 from isles.data.sources.arrow import ARROW_MAGIC, one_of_each
 from isles.data.sources.files import ROW_BYTES, ROW_LINES, decode, opened, skip, too_large
 from isles.data.sources.rows import (
@@ -84,9 +84,8 @@ def file_chunks(path: Path, parser: Parser, begin: ChunkStart) -> Iterator[Chunk
 def check_endings(files: Sequence[Path]) -> None:
     """Refuse files whose names say that isles does not read them. DataError, before any is read."""
     for path in files:
-        if fix := (ending := ending_of(path.name)).fix:
-            what = f"isles does not read {ending.suffix} files"
-            raise DataError(what, where=str(path), fix=fix, id="files.data")
+        if found := unread_issue(path.name):
+            raise DataError(found[0], where=str(path), fix=found[1], id="files.data")
 
 
 def format_of(path: Path) -> Format:
