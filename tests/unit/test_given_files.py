@@ -352,6 +352,42 @@ def test_one_huge_line_is_read_up_to_a_limit(tmp_path, monkeypatch):
     assert "of more than" in refusal(tmp_path / "a.jsonl")
 
 
+def test_a_damaged_line_among_rows_does_not_make_them_text(tmp_path):
+    rows = [{"text": f"text {number}"} for number in range(3000)]
+    good = lines(rows)
+    for damage in (b'{"text": "text 7"\n', b"\n<html>\n", b'["text 7"]\n'):
+        damaged = good.replace(b'{"text": "text 7"}\n', damage)
+        for name in ("a", "a.dat", "a.1"):
+            (tmp_path / name).write_bytes(damaged)
+            assert refused_line(tmp_path / name) == 8 + damage.startswith(b"\n"), name
+        (tmp_path / "a.txt").write_bytes(damaged)
+        assert "most lines are JSON objects" in refusal(tmp_path / "a.txt")
+    (tmp_path / "a").write_bytes(lines(rows[:2]) + b'{"te')
+    assert refused_line(tmp_path / "a") == 3
+    for size in (50_000, 2**16 - 15):  # the first 64 KiB end inside the second row
+        row = {"text": "a" * size}
+        (tmp_path / "a.txt").write_bytes(lines([row] * 3))
+        assert "most lines are JSON objects" in refusal(tmp_path / "a.txt"), size
+
+
+def refused_line(path: Path) -> int:
+    with pytest.raises(DataError) as caught:
+        items(path)
+    return int(caught.value.where.removeprefix(f"{path}:"))
+
+
+def test_text_with_some_json_in_it_is_text(tmp_path):
+    for name, text in (
+        ("a.py", "{}\n"),
+        ("a.md", '{"a": 1}\n'),
+        ("a.txt", 'It answers:\n{"a": 1}\n'),
+        ("a", 'It answers:\n{"a": 1}\n'),
+        ("a.log", '{"a": 1}\nDone.\n' * 9000),
+    ):
+        (tmp_path / name).write_text(text)
+        assert items(tmp_path / name) == [text], name
+
+
 def test_a_packed_file_that_is_damaged_is_named_so(tmp_path):
     data = lines([{"text": f"text {number}"} for number in range(9000)])
     tests = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
