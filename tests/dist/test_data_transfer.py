@@ -96,9 +96,11 @@ def test_tokens_get_to_the_nodes_that_lack_the_data_once(tmp_path):
     files = sorted(file.name for file in one.iterdir())
     assert [(one / f).read_bytes() for f in files] == [(other / f).read_bytes() for f in files]
     assert not [name for name in first[0][3] if name.startswith(".tmp")]
+    os.utime(one, (0, 0))
     second = build(tmp_path, 2, 2)
     assert second[0][:2] == first[0][:2]
     assert second[0][2] == [], "it lies in that node's cache already"
+    assert one.stat().st_mtime > 0, "its use is noted, for `isles data prune`"
     # Damaged at its source, it is sent and refused.
     damaged = bytearray((other / "tokens.bin").read_bytes())
     damaged[len(damaged) // 2] ^= 1

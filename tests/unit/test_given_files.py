@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from isles.config.endings import ending_of
 from isles.config.sections.data import SourceConfig
 from isles.data.sources import arrow as arrow_files
 from isles.data.sources import files, read
@@ -200,6 +201,19 @@ def test_the_pages_table_of_files_holds(tmp_path):
     assert len(table()) == len(WRITTEN)
 
 
+def test_the_number_of_a_piece_is_no_part_of_the_ending_and_other_digits_are():
+    suffixes = {
+        ".jsonl": "a.jsonl a.JSONL.1 a.jsonl-00001-of-00007 a.jsonl_03 a.jsonl.part2 a.jsonl.gz.1",
+        ".csv": "a.csv.2024-01-02 a.csv-part-3 a.csvpart3 a.csv.2.gz",
+        ".z": "core.z core.z.80",
+        "": "core.z80 a.json5 a.json5.gz a.py3 a.db3 part-00000 squad.v2",
+    }
+    for suffix, names in suffixes.items():
+        assert {name: ending_of(name).suffix for name in names.split()} == dict.fromkeys(
+            names.split(), suffix
+        )
+
+
 def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -336,6 +350,42 @@ def test_one_huge_line_is_read_up_to_a_limit(tmp_path, monkeypatch):
     assert "JSON objects" in refusal(tmp_path / "a.txt")
     monkeypatch.setattr(read, "ROW_BYTES", 2**20)
     assert "of more than" in refusal(tmp_path / "a.jsonl")
+
+
+def test_a_damaged_line_among_rows_does_not_make_them_text(tmp_path):
+    rows = [{"text": f"text {number}"} for number in range(3000)]
+    good = lines(rows)
+    for damage in (b'{"text": "text 7"\n', b"\n<html>\n", b'["text 7"]\n'):
+        damaged = good.replace(b'{"text": "text 7"}\n', damage)
+        for name in ("a", "a.dat", "a.1"):
+            (tmp_path / name).write_bytes(damaged)
+            assert refused_line(tmp_path / name) == 8 + damage.startswith(b"\n"), name
+        (tmp_path / "a.txt").write_bytes(damaged)
+        assert "most lines are JSON objects" in refusal(tmp_path / "a.txt")
+    (tmp_path / "a").write_bytes(lines(rows[:2]) + b'{"te')
+    assert refused_line(tmp_path / "a") == 3
+    for size in (50_000, 2**16 - 15):  # the first 64 KiB end inside the second row
+        row = {"text": "a" * size}
+        (tmp_path / "a.txt").write_bytes(lines([row] * 3))
+        assert "most lines are JSON objects" in refusal(tmp_path / "a.txt"), size
+
+
+def refused_line(path: Path) -> int:
+    with pytest.raises(DataError) as caught:
+        items(path)
+    return int(caught.value.where.removeprefix(f"{path}:"))
+
+
+def test_text_with_some_json_in_it_is_text(tmp_path):
+    for name, text in (
+        ("a.py", "{}\n"),
+        ("a.md", '{"a": 1}\n'),
+        ("a.txt", 'It answers:\n{"a": 1}\n'),
+        ("a", 'It answers:\n{"a": 1}\n'),
+        ("a.log", '{"a": 1}\nDone.\n' * 9000),
+    ):
+        (tmp_path / name).write_text(text)
+        assert items(tmp_path / name) == [text], name
 
 
 def test_a_packed_file_that_is_damaged_is_named_so(tmp_path):

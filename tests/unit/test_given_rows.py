@@ -241,11 +241,19 @@ def test_a_weight_between_is_refused_and_one_of_a_question_is_named():
 
 def test_history_comes_before_the_question():
     row = {"instruction": "And Italy?", "output": "Rome.", "system": "Be brief"}
-    for history in ([["Capital of France?", "Paris."]], '[["Capital of France?", "Paris."]]'):
-        text = text_of({**row, "history": history}, type="instruct")
+    turns = [["Capital of France?", "Paris."]]
+    asked = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "And Italy?"}]
+    for given in (
+        {**row, "history": turns},
+        {**row, "history": json.dumps(turns)},
+        {"prompt": asked, "completion": "Rome.", "history": turns},
+        {"prompt": asked[1:], "completion": "Rome.", "history": turns, "system": "Be brief"},
+    ):
+        text = text_of(given, type="instruct")
         places = [text.find(part) for part in ("brief", "France?", "Paris.", "And Italy?", "Rome")]
         assert places == sorted(places) and places[0] > 0
         assert "[[Paris.<|im_end|>]]" in text and "[[Rome.<|im_end|>]]" in text
+    history = json.dumps(turns)
     last = text_of({**row, "history": history}, type="instruct", train_on="last")
     assert "[[Paris." not in last and "[[Rome." in last
     named = text_of({**row, "old": history}, type="instruct", columns={"history": "old"})

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from isles.cli import main
-from isles.config.sections.data import SourceConfig
+from isles.config.sections.data import DataConfig, SourceConfig
+from isles.data.mix import build_datasets
 from isles.data.sources.find import Files, open_source
 from isles.data.tokens.encode import Encoder
 from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.errors import DataError
-from isles.run.prepared import prepared_in
+from isles.run.prepared import Prepared, doomed, prepared_in
 from tests.data import prepare_file, quiet, write_parquet, write_rows
 from tests.disks import closed
 from tests.each import each
@@ -98,6 +103,13 @@ def test_other_content_is_prepared_anew_also_of_the_same_size(tmp_path, tokenize
     assert len(hashed) == 6
 
 
+def test_the_report_of_unread_fields_is_that_of_this_source(tmp_path, tokenizer):
+    file = write_rows(tmp_path / "a.jsonl", [{**row, "title": "t"} for row in ROWS])
+    for ignored, unread in ((["title"], {}), ([], {"title": len(ROWS)}), (["title"], {})):
+        store = prepare_file(tokenizer, file, tmp_path / "cache", ignore_fields=ignored)
+        assert store.manifest["unread"] == unread, ignored
+
+
 def test_a_saved_dataset_elsewhere_is_the_same(tmp_path, tokenizer):
     import datasets
 
@@ -105,6 +117,17 @@ def test_a_saved_dataset_elsewhere_is_the_same(tmp_path, tokenizer):
     first = prepare_file(tokenizer, tmp_path / "saved", tmp_path / "cache")
     shutil.copytree(tmp_path / "saved", tmp_path / "copy")
     assert prepare_file(tokenizer, tmp_path / "copy", tmp_path / "cache").folder == first.folder
+
+
+def test_each_rank_names_a_source_by_the_run_file(tmp_path, tokenizer, monkeypatch, caplog):
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    datasets.Dataset.from_list(ROWS).save_to_disk("saved")
+    data = DataConfig.model_validate({"sources": [{"path": "saved"}], "seq_length": 8})
+    with caplog.at_level(logging.INFO, logger="isles"):
+        build_datasets(data, tokenizer, tmp_path / "cache", seed=0, progress=quiet)
+    assert [line.split()[0] for line in caplog.messages if "documents=" in line] == ["source=saved"]
 
 
 @each("jsonl", "parquet")
@@ -191,6 +214,41 @@ def test_unused_tokens_are_listed_first_and_then_deleted(tmp_path, tokenizer, pr
     assert prepare_file(tokenizer, tmp_path / "rows-1.jsonl", cache).folder == kept[1]
 
 
+def test_tokens_open_during_a_listing_and_not_during_a_removal(tmp_path, tokenizer, monkeypatch):
+    file = write_rows(tmp_path / "a.jsonl", ROWS)
+    folder = prepare_file(tokenizer, file, tmp_path / "cache").folder
+    old = folder.with_name("old")
+
+    def open_while_locked(then: Callable[[], object]) -> TokenStore:
+        """Open the tokens, which another process has locked. It does this before it unlocks."""
+        with (folder / "tokens.bin").open("r+b") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            monkeypatch.setattr(time, "sleep", lambda _: (then(), other.close()))
+            return TokenStore.open(folder)
+
+    assert open_while_locked(lambda: None).digest
+    with pytest.raises(DataError, match="No such file"):
+        open_while_locked(lambda: folder.rename(old))
+    old.rename(folder)
+    with pytest.raises(DataError, match="is being removed"):
+        open_while_locked(lambda: (folder.rename(old), shutil.copytree(old, folder)))
+
+
+def test_the_longest_unused_tokens_go_until_the_rest_is_small_enough():
+    def names_of_doomed(max_bytes: float, *sizes: int, kept: int = -1) -> str:
+        # A was used last, and C is the longest unused.
+        found = [
+            Prepared(Path(name), name, size, -float(age), "in use" * (age == kept))
+            for age, (name, size) in enumerate(zip("ABC", sizes, strict=False))
+        ]
+        return "".join(each.name for each in doomed(found, DAY_S, max_bytes, now=0.0))
+
+    assert names_of_doomed(10, 9, 4, 2) == "BC", "large and new tokens stay"
+    assert names_of_doomed(11, 9, 4, 2) == "BC" and names_of_doomed(13, 9, 4, 2) == "C"
+    assert names_of_doomed(15, 9, 4, 2) == "" and names_of_doomed(8, 9, 4, 2) == "ABC"
+    assert names_of_doomed(8, 6, 6, 1, kept=1) == "AC", "tokens in use have their part of the size"
+
+
 def test_a_use_is_noted_and_what_is_damaged_or_old_goes(tmp_path, tokenizer, prune):
     cache = tmp_path / "isles" / "data"
     file = write_rows(tmp_path / "a.jsonl", ROWS)
@@ -208,8 +266,12 @@ def test_a_use_is_noted_and_what_is_damaged_or_old_goes(tmp_path, tokenizer, pru
     (cache / "tokens-of-mine").mkdir()
     stale = cache / f".tmp-new-x@{os.uname().nodename}@{2**30}@1.0"
     stale.mkdir()
+    pipes = [cache / f".known-x.{os.geteuid() + 1}", cache / f".known-x.{os.geteuid()}"]
+    for pipe in pipes:
+        os.mkfifo(pipe)  # reading it would never end
     assert "2 folders (" in prune("--yes") and not stale.exists()
     assert [entry.name for entry in folders(cache)] == ["tokens-of-mine"]
+    assert [pipe.exists() for pipe in pipes] == [True, False], "another user's stays"
 
 
 def test_the_cache_of_a_run_file_is_pruned_and_odd_flags_are_refused(

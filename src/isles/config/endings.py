@@ -37,7 +37,8 @@ REFUSED = {
 }
 """Endings of formats that isles does not read, each with the way to a format that it reads."""
 
-_NUMBER = re.compile(r"[-_.]?(?:part)?[-_.]?\d+(?:-of-\d+)?$")
+_NUMBER = re.compile(r"([-_.]|[-_.]?part[-_.]?)\d+(-of-\d+)?$")
+"""The number of a piece of a file. A digit of an ending, as in .json5 or .z80, is not one."""
 
 
 class Ending(NamedTuple):
@@ -72,3 +73,9 @@ def ending_of(name: str) -> Ending:
             rest = rest[: found.start()]  # a piece of what was split
         else:
             return Ending("", None, "", packing)
+
+
+def unread_issue(name: str) -> tuple[str, str] | None:
+    """Why isles does not read files with this ending, and a fix; None: it may read them."""
+    ending = ending_of(name)
+    return (f"isles does not read {ending.suffix} files", ending.fix) if ending.fix else None

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from isles.config.endings import ending_of
+from isles.config.endings import ending_of, unread_issue
 from isles.config.foreign import model_config
 from isles.config.interop.deepspeed import deepspeed_file_issues
 from isles.config.links import LinkRefused, check_found
@@ -147,8 +147,8 @@ def _missing_source(source: SourceConfig) -> tuple[str, str] | None:
 
 def _odd_file(path: Path) -> tuple[str, str] | None:
     try:
-        if path.is_file() and (fix := (ending := ending_of(path.name)).fix):
-            return f"isles does not read {ending.suffix} files: {path.absolute()}", fix
+        if path.is_file() and (found := unread_issue(path.name)):
+            return f"{found[0]}: {path.absolute()}", found[1]
         if path.is_dir() or path.is_file() or not path.exists():
             return None
     except OSError:

@@ -277,7 +277,8 @@ def _make_parts(
 ) -> _Parts:
     def prepared(source: SourceConfig, open_rows: Callable[[], Source]) -> TokenStore:
         assert tokenizer is not None, "text needs a tokenizer"
-        names = [str(source.path)]
+        # The rows may name their source otherwise, but only one rank of a node opens them.
+        name = f"{source.path} ({source.subset})" if source.subset else str(source.path)
 
         def make(report: Callable[[str], None]) -> Path:
             encoder = Encoder(source, tokenizer)
@@ -286,13 +287,12 @@ def _make_parts(
             is_far = source.path is not None and may_be_hub_id(source.path)
             with reporting(report, f"opening {source.path}") if is_far else nullcontext():
                 rows = open_rows()
-            names.insert(0, rows.name)
             return prepare(rows, encoder, cache_dir, progress=report, max_bad_fraction=limit)
 
         if world is None:
-            return TokenStore.open(make(progress), names[0])
+            return TokenStore.open(make(progress), name)
         folder = prepare_everywhere(source, make, world, cache_dir, progress)
-        return TokenStore.open(folder, names[0])
+        return TokenStore.open(folder, name)
 
     def parts_of(number: int, source: SourceConfig) -> tuple[Samples | None, Samples | None]:
         if source.type == "fake":

@@ -33,6 +33,9 @@ _FOLDER = re.compile(r"tokens-[0-9a-f]{32}(-[0-9a-f]{32})?")
 """A folder of an earlier version has no CONTENT."""
 _CONTENT = re.compile(r"[0-9a-f]{32}")
 
+_LOCKED_S = 1.0
+"""A listing or a removal locks the tokens of a folder for less time."""
+
 
 def temporary_beside(folder: Path, kind: str = "new") -> Path:
     """A name next to a folder that has its owner's process in it, for `remove_stale`."""
@@ -68,8 +71,13 @@ def _stale(folder: Path, *, locked: bool) -> Iterator[Path]:
 
 def known_content(cache_dir: Path, key: str) -> str | None:
     """The CONTENT that this user has noted for a key; None: nothing, or nothing sound."""
+    return _noted(_known(cache_dir, key))
+
+
+def _noted(known: Path) -> str | None:
+    # Other users may have made it, even as a pipe.
     try:
-        with open_regular(_known(cache_dir, key), os.O_NOFOLLOW) as stream:
+        with open_regular(known, os.O_NOFOLLOW) as stream:
             text = stream.read(64).decode("ascii", "replace")
     except (OSError, ValueError):
         return None
@@ -95,17 +103,32 @@ def _known(cache_dir: Path, key: str) -> Path:
     return cache_dir / f".known-{key}.{os.geteuid()}"
 
 
-def hold(handle: int) -> None:
+def hold(handle: int, path: Path) -> None:
     """Show that the file TOKENS is in use, for as long as it is open or mapped.
 
-    ValueError: it is being removed.
+    Args:
+        handle: the open file.
+        path: the path that it was opened by.
+
+    Raises:
+        ValueError: the file is being removed.
+        FileNotFoundError: the file has been removed.
     """
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{TOKENS} is being removed") from None
-    except OSError:
-        pass  # no locks on this disk: `prune` leaves its folders alone
+    give_up_at = time.monotonic() + _LOCKED_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            # A listing also locks each folder, but only for a moment.
+            if time.monotonic() > give_up_at:
+                raise ValueError(f"{TOKENS} is being removed") from None
+            time.sleep(0.01)
+        except OSError:
+            return  # no locks on this disk: `prune` leaves its folders alone
+    # `remove` may have renamed the folder after the file was opened.
+    if not os.path.samestat(os.fstat(handle), path.stat()):
+        raise ValueError(f"{TOKENS} is being removed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +152,9 @@ def prepared_in(cache_dir: Path) -> list[Prepared]:
     """The folders of prepared tokens in a cache, sorted by last use, newest first."""
     used: dict[str, float] = {}
     for known in cache_dir.glob(".known-*"):
-        with suppress(OSError, ValueError):
-            content = known.read_text("ascii")[:64]
+        if (content := _noted(known)) is None:
+            continue
+        with suppress(OSError):
             used[content] = max(used.get(content, 0.0), known.stat().st_mtime)
     found = []
     for folder in cache_dir.glob("tokens-*"):
@@ -189,8 +213,8 @@ def sweep(cache_dir: Path) -> None:
     names = [folder.name for folder in cache_dir.glob("tokens-*")]
     contents = {name.rpartition("-")[2] for name in names}
     for known in cache_dir.glob(f".known-*.{os.geteuid()}"):
-        with suppress(OSError, ValueError):
-            if known.read_text("ascii")[:64] not in contents:
+        if _noted(known) not in contents:
+            with suppress(OSError):
                 known.unlink()
     for lock in cache_dir.glob(f".tokens-*.{os.geteuid()}.lock"):
         stem = lock.name[1:].partition(".")[0]
@@ -212,12 +236,11 @@ def doomed(
         max_bytes: remove more of the oldest folders, until the rest has at most this size.
     """
     now = time.time() if now is None else now
-    size, gone = 0.0, []
-    for each in found:
+    size, gone = sum(each.size_bytes for each in found), list[Prepared]()
+    for each in reversed(found):
         is_old = now - each.used_at > unused_s
-        is_large = max_bytes is not None and size + each.size_bytes > max_bytes
+        is_large = max_bytes is not None and size > max_bytes
         if not each.kept and (is_old or is_large):
             gone.append(each)
-        else:
-            size += each.size_bytes
-    return gone
+            size -= each.size_bytes
+    return gone[::-1]

@@ -46,7 +46,8 @@ class TrainingConfig(Section):
 
     num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
     """Length of the run in passes over the training data. Each pass reads each sample once: the
-    last step of a pass has fewer samples if global_batch_size does not divide them."""
+    last step of a pass has fewer samples if global_batch_size does not divide them. If sources have
+    weights, a pass has the same number of samples, but repeats some samples and omits others."""
 
     max_time: Annotated[DurationS, Field(gt=0)] | None = None
     """Wall-clock limit of training in one start of the run (preparing is not counted), such as

@@ -246,8 +246,10 @@ class InstructParser(TalkParser):
         if not self._has_template:
             raise _needs_template(f"column {name!r} holds messages", row.where)
         asked = self._read_messages(row.columns[name], name, row)
-        messages = self._with_system([*history, *asked], system)
-        first = len(messages)
+        asked = self._with_system(asked, system)
+        start = 1 if asked and asked[0]["role"] == "system" else 0
+        messages = [*asked[:start], *history, *asked[start:]]
+        first = start if history else len(messages)
         answer = self._need("completion", list(row.columns), row.where)
         value = row.columns[answer]
         if isinstance(value, str):

@@ -19,7 +19,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from isles.config.endings import Format, ending_of
+from isles.config.endings import Format, ending_of, unread_issue
 from isles.data.sources.arrow import ARROW_MAGIC, one_of_each
 from isles.data.sources.files import ROW_BYTES, ROW_LINES, decode, opened, skip, too_large
 from isles.data.sources.rows import (
@@ -84,9 +84,8 @@ def file_chunks(path: Path, parser: Parser, begin: ChunkStart) -> Iterator[Chunk
 def check_endings(files: Sequence[Path]) -> None:
     """Refuse files whose names say that isles does not read them. DataError, before any is read."""
     for path in files:
-        if fix := (ending := ending_of(path.name)).fix:
-            what = f"isles does not read {ending.suffix} files"
-            raise DataError(what, where=str(path), fix=fix, id="files.data")
+        if found := unread_issue(path.name):
+            raise DataError(found[0], where=str(path), fix=found[1], id="files.data")
 
 
 def format_of(path: Path) -> Format:
@@ -101,21 +100,26 @@ def format_of(path: Path) -> Format:
 
 
 def _rows_in(head: bytes) -> Literal["json", "lines"] | None:
-    # How a file that begins so holds rows, if it does: its first lines are JSON objects, or it is
-    # an array of objects.
+    # How a file that begins so holds rows, if it does: two thirds of its first lines are JSON
+    # objects, or it is an array of objects. A damaged line is then a bad row. A log, in which each
+    # second line is an object, is text.
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if _ARRAY.match(text):
         return "json"
-    lines = [line for line in text.split(b"\n") if line.strip()]
+    lines = [line.lstrip() for line in text.split(b"\n") if line.strip()]
+    are_rows = [_is_object(line) for line in lines]
     if lines and len(head) == _HEAD_BYTES:  # the last line goes on behind it
-        if len(lines) == 1:
-            return "lines" if _OBJECT.match(text) else None
-        lines.pop()
+        # Only a few bytes of it may be here.
+        is_row = lines[-1].startswith(b"{") if len(lines) > 1 else _OBJECT.match(lines[-1])
+        are_rows[-1] = bool(is_row)
+    return "lines" if lines and 3 * sum(are_rows) >= 2 * len(lines) else None
+
+
+def _is_object(line: bytes) -> bool:
     try:
-        is_row = all(isinstance(json.loads(line), dict) for line in lines)
+        return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
-        return None
-    return "lines" if lines and is_row else None
+        return False
 
 
 def _line_chunks(path: Path, begin: ChunkStart) -> Iterator[Chunk]:
@@ -144,8 +148,12 @@ def _text_chunks(path: Path, parser: Parser, begin: ChunkStart) -> Iterator[Chun
     with opened(path) as stream:
         skip(stream, offset)
         block = stream.read(2 * PIECE_BYTES if offset else WHOLE_BYTES + 1)
-        if not offset and (rows := _rows_in(block[:_HEAD_BYTES])):
-            lines = "its lines are JSON objects" if rows == "lines" else "it is a JSON array"
+        head = block[:_HEAD_BYTES]
+        rows = None if offset else _rows_in(head)
+        # A short text, such as an example of a program, may be one JSON object.
+        is_one_line = len(head) < _HEAD_BYTES and b"\n" not in head.strip()
+        if rows == "json" or (rows == "lines" and not is_one_line):
+            lines = "most lines are JSON objects" if rows == "lines" else "it is a JSON array"
             raise DataError(
                 f"{lines}, and its name says that it is text",
                 where=str(path),

@@ -92,13 +92,13 @@ class Encoder:
         identity: dict[str, Any] = {
             "kind": self.kind,
             "tokenizer": tokenizer_digest(self.tokenizer),
+            "ignored": sorted(source.ignore_fields),
         }
         if self._last_ids or (self._first_ids and self.kind == "text"):
             identity["around"] = [self._first_ids, self._last_ids]
         if self.kind == "text":
             return {**identity, "text_column": source.text_column}
         identity |= {"columns": dict(source.columns), "vocab_size": self.vocab_size}
-        identity["ignored"] = sorted(source.ignore_fields)
         if self.kind != "tokens":
             template = None if self.template is None else self.template.identity
             identity |= {"train_on": self.train_on, "template": template, "first": self._first_ids}

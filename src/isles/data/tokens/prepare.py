@@ -423,6 +423,9 @@ def _send(
         takers = broadcast_folder(
             folder, world, src=src.rank, needs=needs, files=files, progress=report
         )
+    if me in lacking:  # it has no files whose key `note_use` could note
+        with suppress(OSError):  # another user's
+            os.utime(folder)
     if world.is_main and takers:
         hosts = ", ".join(str(place) for place in lacking if place.rank in takers)
         log.info("data=%s from=%s to=%s seconds=%.1f", name, src, hosts, time.monotonic() - began)

@@ -214,7 +214,7 @@ def _mapped(path: Path, size_bytes: int, dtype: str, count: int | None = None) -
     # `count`: numbers in a file of NumPy; None: the file has nothing but numbers.
     with open_regular(path, os.O_NOFOLLOW) as stream:
         if path.name == TOKENS:
-            hold(stream.fileno())  # the map keeps a copy of this handle, and with it the lock
+            hold(stream.fileno(), path)  # the map keeps a copy of this handle and its lock
         if os.fstat(stream.fileno()).st_size != size_bytes:
             raise ValueError(f"{path.name} is not a file of {size_bytes} bytes")
         offset = 0
