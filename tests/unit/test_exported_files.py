@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from isles.checkpoint.export import export_checkpoint, export_model
 from isles.checkpoint.readable import save_config, save_tokenizer
+from isles.checkpoint.reread import answer, read_again
 from isles.data.tokens.tokenizer import add_nothing, affixes, load_tokenizer, train_tokenizer
 from isles.errors import TrainingError
 from tests.each import each
@@ -247,4 +248,12 @@ def test_an_export_that_does_not_read_back_is_no_export(tmp_path):
     with pytest.raises(TrainingError, match="answers otherwise"):
         exported(small_model(), None, tmp_path / "model", verify=refuse)
     assert not list(tmp_path.iterdir())
-    assert export_checkpoint.__kwdefaults__["verify"] is export_model.__kwdefaults__["verify"]
+    for export in (export_checkpoint, export_model):
+        assert export.__kwdefaults__["verify"] is read_again
+
+
+def test_a_model_with_flash_attention_answers_in_fp32_and_on_a_cpu():
+    model = small_model().eval()
+    wanted = answer(model)
+    model.config._attn_implementation = "flash_attention_2"
+    torch.testing.assert_close(answer(model), wanted)

@@ -33,7 +33,13 @@ _ANSWER = "logits"
 
 @torch.no_grad()
 def answer(model: Any, *, autocast: torch.dtype | None = None) -> Tensor:
-    """Logits of a model for the same few tokens every time, [B, T, V] in fp32 on the CPU."""
+    """Logits of a model for the same few tokens every time, [B, T, V] in fp32 on the CPU.
+
+    A model with flash attention has eager attention afterwards.
+    """
+    if model.config._attn_implementation == "flash_attention_2":
+        # It computes in 16 bits and on a GPU only. Some of its models have no sdpa.
+        model.set_attn_implementation("eager")
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     vocab_size = int(model.config.get_text_config().vocab_size)
