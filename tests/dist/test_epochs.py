@@ -63,7 +63,8 @@ def test_epochs_are_the_same_by_any_strategy(few: Path) -> None:
     check_same(few, reference, 1, two)
     check_same(few, reference, 2, "strategy.kind=ddp", "balance={'0': 3, '1': 1}")
     check_same(few, reference, 2, "strategy={kind: ddp, tp_size: 2}")
-    check_same(few, reference, 3, "strategy={kind: deepspeed, zero_stage: 3}")
+    # Two micro-batches a rank in a whole step, and one in the last step of an epoch.
+    check_same(few, reference, 2, "strategy={kind: deepspeed, zero_stage: 3}", one)
     for schedule in ("1f1b", "interleaved-1f1b", "zbv"):
         pipeline = f"strategy={{kind: ddp, pp_size: 2, pp_schedule: {schedule}}}"
         check_same(few, reference, 2, pipeline, one)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -17,8 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from isles.checkpoint.export import export_checkpoint, export_model
 from isles.checkpoint.readable import save_config, save_tokenizer
+from isles.checkpoint.reread import answer, read_again
 from isles.data.tokens.tokenizer import add_nothing, affixes, load_tokenizer, train_tokenizer
 from isles.errors import TrainingError
+from isles.run import limits
 from tests.each import each
 from tests.small_models import small_config, small_model
 
@@ -247,4 +250,40 @@ def test_an_export_that_does_not_read_back_is_no_export(tmp_path):
     with pytest.raises(TrainingError, match="answers otherwise"):
         exported(small_model(), None, tmp_path / "model", verify=refuse)
     assert not list(tmp_path.iterdir())
-    assert export_checkpoint.__kwdefaults__["verify"] is export_model.__kwdefaults__["verify"]
+    for export in (export_checkpoint, export_model):
+        assert export.__kwdefaults__["verify"] is read_again
+
+
+def test_a_model_with_flash_attention_answers_in_fp32_and_on_a_cpu():
+    model = small_model().eval()
+    wanted = answer(model)
+    model.config._attn_implementation = "flash_attention_2"
+    torch.testing.assert_close(answer(model), wanted)
+
+
+def a_folder_to_read(folder: Path) -> Path:
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(1000))
+    return folder
+
+
+@each(("kill -9 $$", 600, "signal 9"), ("exec sleep 1000", 0.5, "it takes more than"))
+def test_an_export_that_a_machine_cannot_read_stays(
+    line, least_s, words, *, tmp_path, monkeypatch, caplog
+):
+    """The system kills the process that reads it, or the process is too slow."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{line}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    read_again(a_folder_to_read(tmp_path), None, least_s=least_s)
+    assert f"the export is not read again: {words}" in caplog.text
+
+
+def test_an_export_is_read_within_the_memory_of_the_job(tmp_path, monkeypatch, caplog):
+    for name, text in {"own": "0::/", "memory.max": "1000", "memory.current": "0"}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
+    monkeypatch.setattr(limits, "OWN", tmp_path / "own")
+    read_again(a_folder_to_read(tmp_path), None)
+    assert "1000 B of memory is free" in caplog.text

@@ -36,7 +36,7 @@ from isles.run.checkpoints import CheckpointInfo
 from isles.run.manifest import Manifest
 from isles.strategies.fsdp import find_blocks
 from isles.train.data import data_cache
-from isles.train.model import base_of, count_parameters, flops_per_token, with_base
+from isles.train.model import base_files, base_of, count_parameters, flops_per_token, with_base
 from isles.train.optimizer import make_optimizers
 from isles.train.probe import standing_bytes
 from isles.train.strategy import check_is_read_whole
@@ -157,6 +157,18 @@ def test_pretrained_weights_are_those_of_the_files(tied, prefix, *, tiny_model, 
     assert (len(list(folder.glob("*.safetensors"))) > 1) == bool(prefix)
     for way in WAYS:
         assert same(way(folder, init="pretrained", seed=5), model)
+
+
+def test_the_type_of_a_base_is_that_of_most_numbers_in_its_files(tmp_path):
+    """Not the type in config.json, unless the files have gone."""
+    model = small_model().bfloat16()
+    model.model.norm.float()
+    model.save_pretrained(tmp_path)
+    change_config(tmp_path, dtype="float16")
+    config = ModelConfig(name_or_path=str(tmp_path))
+    assert base_files(config)[1] == torch.bfloat16
+    (tmp_path / "model.safetensors").unlink()
+    assert base_files(config)[1] == torch.float16
 
 
 @each(

@@ -317,27 +317,28 @@ def with_home(name: str) -> str:
     return os.path.expanduser(name)  # noqa: PTH111  # a path would not keep every hub id as it is
 
 
-def weights_folder(name: str) -> tuple[Path, dict[str, str]]:
+def weights_folder(name: str, *, fetches: bool = True) -> tuple[Path, dict[str, str]]:
     """The folder of a model's safetensors, and the file of each weight.
 
     Args:
         name: a local folder, or a hub id, whose files are fetched where they are not here.
+        fetches: False: only files that are on this machine count.
 
     Raises:
         UserError: there are none, or they cannot be read.
     """
     from transformers.utils.hub import cached_file
 
-    name = with_home(name)
+    name, options = with_home(name), {"local_files_only": not fetches}
     try:
-        found = cached_file(name, _INDEX, _raise_exceptions_for_missing_entries=False)
+        found = cached_file(name, _INDEX, _raise_exceptions_for_missing_entries=False, **options)
         if found is not None:
             index = Path(found)
             where = weight_files(index)
             for file in sorted(set(where.values())):
-                cached_file(name, file)
+                cached_file(name, file, **options)
             return index.parent, where
-        single = Path(str(cached_file(name, _SINGLE)))
+        single = Path(str(cached_file(name, _SINGLE, **options)))
         with safe_open(single, "pt") as reader:
             return single.parent, dict.fromkeys(reader.keys(), _SINGLE)
     except (OSError, ValueError, KeyError, SafetensorError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,19 @@ from isles.train.strategy import holds_whole_model
 log = logging.getLogger(__name__)
 
 
-def finish(parts: Parts) -> None:
-    """Export, write the summary and the picture. Only rank 0 does anything."""
+def finish(parts: Parts) -> bool:
+    """Export, write the summary and the picture. Only rank 0 does anything.
+
+    Returns:
+        Whether RUN/model is the export of this run, and not an older one.
+    """
     if not parts.world.is_main:
-        return
+        return False
     run_dir, progress = parts.run_dir, parts.progress
     failed, pushed = None, None
     elapsed_s = progress.elapsed_s  # an export is no training
-    if parts.config.checkpoint.export_on_finish:
+    exports = parts.config.checkpoint.export_on_finish
+    if exports:
         failed = _export(parts)
         pushed = None if failed else _push(parts)
     curves = _read_losses(run_dir.metrics)
@@ -63,6 +68,7 @@ def finish(parts: Parts) -> None:
     notes = {"hub": pushed, "export_error": failed}
     write_record(run_dir.summary, summary | {k: v for k, v in notes.items() if v is not None})
     _plot_loss(curves, run_dir.name, run_dir.loss_plot)
+    return exports and failed is None
 
 
 def _export(parts: Parts) -> str | None:
@@ -140,7 +146,15 @@ def export_step(
         model, base = empty_model(config, tokenizer), base_of(config)["name"]
         export_adapter(checkpoint.path, model, tokenizer, folder, base=base, card=card)
         return
-    base_config, dtype = base_files(config.model)
+    base_config: Mapping[str, Any] = {}
+    dtype = None
+    try:
+        base_config, dtype = base_files(config.model)
+    except UserError as error:
+        if model is None:
+            raise  # the model cannot be built without them
+        # A long run may outlive its base model's folder, or the cache of the hub.
+        log.warning("%s: %s; exporting without the base's config.json", error.where, error.what)
     if export_dtype != "base":
         dtype = getattr(torch, export_dtype)
     log.info("export dtype=%s", dtype or "as trained")

@@ -72,10 +72,11 @@ def run_length(
 def unmoved(
     config: RunConfig, losses: Sequence[tuple[int, Any, Any]], evals: Sequence[tuple[int, Any, Any]]
 ) -> str:
-    """A note if the loss of a whole run fell by less than `_LEAST_FALL`; otherwise empty.
+    """A note if neither loss of a whole run fell by `_LEAST_FALL`; otherwise empty.
 
-    The validation loss decides if there are two: its samples are always the same ones. Otherwise
-    the means of the first and last tenth of the training losses decide.
+    The training loss is compared by the means of its first and last tenth, the validation loss by
+    its first and last value. Either alone would be wrong: a run may learn most before its first
+    validation, its validation loss may rise again, and its training loss may be noisy.
 
     Args:
         config: the run file.
@@ -83,19 +84,23 @@ def unmoved(
     """
     if all(source.type == "fake" for source in config.data.sources):
         return ""  # nobody can learn random tokens
-    name, points = ("validation", evals) if len(evals) > 1 else ("training", losses)
-    found = [(step, loss) for step, loss, _ in points if isinstance(loss, float)]
-    if len(found) < 2 or found[0][0] == found[-1][0]:
-        return ""
-    count = 1 if name == "validation" else max(1, len(found) // 10)
-    first = sum(loss for _, loss in found[:count]) / count
-    last = sum(loss for _, loss in found[-count:]) / count
-    if last < first * (1 - _LEAST_FALL):
-        return ""
-    verb = "rose" if last > first * (1 + _LEAST_FALL) else f"did not move by {_LEAST_FALL:.0%}"
-    return (
-        f"the {name} loss {verb}: {first:.4f} at step {found[0][0]}, {last:.4f} at step "
-        f"{found[-1][0]}. The model has learned little or nothing: give it more steps (a larger "
+    text = ""
+    for name, points in (("training", losses), ("validation", evals)):
+        found = [(step, loss) for step, loss, _ in points if isinstance(loss, float)]
+        if len(found) < 2 or found[0][0] == found[-1][0]:
+            continue
+        count = 1 if name == "validation" else max(1, len(found) // 10)
+        first = sum(loss for _, loss in found[:count]) / count
+        last = sum(loss for _, loss in found[-count:]) / count
+        if last < first * (1 - _LEAST_FALL):
+            return ""
+        verb = "rose" if last > first * (1 + _LEAST_FALL) else f"did not move by {_LEAST_FALL:.0%}"
+        text = (
+            f"the {name} loss {verb}: {first:.4f} at step {found[0][0]}, {last:.4f} at step "
+            f"{found[-1][0]}"
+        )
+    return text and (
+        f"{text}. The model has learned little or nothing: give it more steps (a larger "
         "training.num_train_epochs or max_steps, a smaller training.global_batch_size), or change "
         f"training.learning_rate ({config.training.learning_rate:g})"
     )

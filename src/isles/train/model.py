@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from isles.models.adapter import base_name, frozen_dtype
 from isles.models.build import build_empty_model, build_model, load_model_config
 from isles.models.fill import base_fingerprint, weights_folder, with_home
 from isles.run.checkpoints import CheckpointInfo
+
+_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types of weights, by their names in safetensors."""
 
 Base = dict[str, str]
 """What a checkpoint's manifest says of the frozen model: `name` and `fingerprint`."""
@@ -150,7 +155,8 @@ def base_files(config: ModelConfig) -> tuple[dict[str, Any], torch.dtype | None]
     """The config.json that a run begins with, and the type of the weights in the files.
 
     Returns:
-        The config, and the type; None for a model from scratch, which has no weights yet.
+        The config, and the type that most numbers in the files have. If the files are not on this
+        machine, the type in the config. None for a model from scratch.
 
     Raises:
         UserError: they cannot be found or read.
@@ -162,17 +168,20 @@ def base_files(config: ModelConfig) -> tuple[dict[str, Any], torch.dtype | None]
     if name in shape_names():
         return dict(load_shape(name)), None
     file = Path(name) if Path(name).is_file() else Path(str(cached_file(name, "config.json")))
-    dtype = found.dtype
     if config.init == "scratch":
         return model_config(file), None
-    if dtype is None:
-        folder, where = weights_folder(name)
-        for weight, held_in in where.items():
-            with safe_open(folder / held_in, "pt") as reader:
-                dtype = reader.get_tensor(weight).dtype
-            if dtype.is_floating_point:
-                break
-    return model_config(file), dtype
+    try:  # some tools write another type into the config
+        folder, where = weights_folder(name, fetches=False)
+    except UserError:
+        return model_config(file), found.dtype
+    sizes: Counter[torch.dtype] = Counter()
+    for held_in in set(where.values()):
+        with safe_open(folder / held_in, "pt") as reader:
+            for weight in reader.keys():  # noqa: SIM118  # no dict
+                header = reader.get_slice(weight)
+                if dtype := _FLOATS.get(header.get_dtype()):
+                    sizes[dtype] += math.prod(header.get_shape())
+    return model_config(file), max(sizes, key=sizes.__getitem__, default=None)
 
 
 def with_base(config: RunConfig, checkpoint: CheckpointInfo) -> RunConfig:

@@ -138,9 +138,7 @@ def _train(
             raise
         parts.close(is_over=True)
     parts.checkpoints.close()
-    if code is ExitCode.OK:
-        finish(parts)
-    has_model = saving.export_on_finish and run_dir.model.is_dir()
+    has_model = code is ExitCode.OK and finish(parts)
     finish_copy(uploader, code, recorder, has_model=has_model)
     if code is ExitCode.OK:
         reason = "finished"

@@ -39,7 +39,9 @@ class CheckpointConfig(Section):
 
     export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
     """Type of the weights in an exported model. base: the type of the files that training began
-    with; a model from scratch is exported in the type that it was trained in."""
+    with; a model from scratch is exported in the type that it was trained in. With an
+    adapter, the key applies to a merged model only, also if `isles checkpoint export
+    --merge-adapter` merges it later; the adapter alone keeps its training type."""
 
     merge_adapter: bool = False
     """Export a whole model with the adapter merged into it. false: the adapter alone, as peft loads
