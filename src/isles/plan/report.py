@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from isles.config.endings import ending_of
-from isles.config.files import BUILT_IN, named_files
 from isles.config.load import Loaded
 from isles.config.memory import checkpoint_sizes
 from isles.config.sections.run import RunConfig
-from isles.config.sections.training import length_in_steps
 from isles.errors import UserError
 from isles.facts.memory.step import Moment
+from isles.plan.data import Data, data_of
 from isles.plan.links import OuterPlan, outer_plan
 from isles.plan.machines import Link, Machines, summary
 from isles.plan.measured import Measured, find_measured
@@ -24,10 +22,6 @@ from isles.plan.ways import Candidate, Rung, climb, compare, name_of
 
 PROCESS_BYTES = 2.5 * 2**30
 """Of a rank: Python, torch and its libraries. A guess."""
-
-_BYTES_PER_TOKEN = 4
-_COUNTED_BYTES = 2**28
-"""Files are read to count their rows if they are not larger: that takes a second."""
 
 """Of text, as tokenizers of 32 thousand tokens and more cut English. A guess."""
 
@@ -53,20 +47,6 @@ class Store:
     @property
     def needed_bytes(self) -> float:
         return sum(item.size_bytes for item in self.items)
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """What is known of the data before it is prepared.
-
-    Args:
-        tokens: of all sources; None: not known.
-        steps: length of the run; None: not known, or a time.
-    """
-
-    tokens: float | None
-    steps: int | None
-    is_guess: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +145,7 @@ def make_plan(
     price: Price,
 ) -> Plan:
     """The plan of a run file on machines; without a model, what can be said all the same."""
-    config, data = loaded.config, _data_of(loaded.config)
+    config, data = loaded.config, data_of(loaded.config)
     if isinstance(model, UserError):
         return Plan(loaded, tuple(machines), None, model, data, (), None, price)
     jobs = [
@@ -273,43 +253,6 @@ def _gains(job: Job, step_s: float) -> list[tuple[str, float]]:
 
 def _seconds(found: Outcome) -> float | None:
     return found.time.total_s if found.time else None
-
-
-def _data_of(config: RunConfig) -> Data:
-    """Tokens by the size of local files, and the length of the run that follows."""
-    tokens = _tokens(config)
-    samples = None if tokens is None else max(1, int(tokens / config.data.seq_length))
-    if not config.data.packing:
-        samples = _num_rows(config)
-    steps = length_in_steps(config.training, samples)
-    return Data(tokens, steps, config.training.max_steps is None)
-
-
-def _tokens(config: RunConfig) -> float | None:
-    total = 0.0
-    for source in config.data.sources:
-        if source.path is None or source.path in BUILT_IN:
-            return None
-        files = named_files(source.path)
-        endings = [ending_of(file.name) for file in files]
-        if not files or any(e.packing or e.format in (None, "parquet", "arrow") for e in endings):
-            return None
-        total += sum(file.stat().st_size for file in files) / _BYTES_PER_TOKEN
-    return total
-
-
-def _num_rows(config: RunConfig) -> int | None:
-    # Each row is a sample if samples are not packed; None: the files would have to be parsed.
-    total = 0
-    for source in config.data.sources:
-        files = [] if source.path is None else named_files(source.path)
-        endings = [ending_of(file.name) for file in files]
-        if not files or any(e.packing or e.format != "lines" for e in endings):
-            return None
-        if sum(file.stat().st_size for file in files) > _COUNTED_BYTES:
-            return None
-        total += sum(line.strip() != b"" for file in files for line in file.open("rb"))
-    return total
 
 
 def _stores(job: Job, own: Outcome, model: ModelFacts, data: Data) -> list[Store]:

@@ -227,6 +227,10 @@ class Source(ABC):
     def identity(self) -> dict[str, Any]:
         """All that the rows depend on, on this machine: plain JSON, cheap."""
 
+    def stamp(self) -> list[int]:
+        """Numbers that also change if somebody exchanges a file and keeps its time of change."""
+        return []
+
     def content(self) -> dict[str, Any]:
         """What the rows depend on, alike on every machine that has the same; plain JSON."""
         return self.identity()

@@ -124,7 +124,7 @@ class _Order:
         self.identity = source.identity()
         made_by = {"encoder": encoder.identity(), "format": FORMAT}
         self.stem = cache_dir / f"tokens-{_hash({'source': source.near(self.identity), **made_by})}"
-        self.key = _hash({"source": self.identity, **made_by})
+        self.key = _hash({"source": self.identity, "stamp": source.stamp(), **made_by})
         self._content: Future[str] | None = None
 
     def folder(self, content: str) -> Path:
