@@ -492,3 +492,16 @@ def test_the_built_in_template_says_what_it_lacks():
         assert what in error.what
         named = error.fix.partition("ignore_fields: [")[2].rstrip("]")
         text_of(row, tokenizer.chat_template, ignore_fields=[named])
+
+
+@each(["ts", "source"], ["messages.ts", "source"])
+def test_fields_are_ignored_by_the_names_that_are_shown(ignored):
+    row = {"messages": [{**U, "ts": 1}, A], "source": "web"}
+    assert "messages.ts" in encode_row(row, KNOWS)[1] and "source" in encode_row(row, KNOWS)[1]
+    assert encode_row(row, KNOWS, ignore_fields=ignored)[1] == ""
+
+
+def test_the_fix_for_calls_names_the_tools_too():
+    row = {"messages": [U, {**call(), "content": "I look."}, RESULT, A], "tools": [TOOL]}
+    assert "ignore_fields: [tools, tool_calls]" in refusal_of(row, PLAIN).fix
+    assert "[[No." in text_of(row, PLAIN, ignore_fields=["tools", "tool_calls"])

@@ -158,7 +158,9 @@ def find_form(chat: Chat, render: Callable[[Chat], str]) -> CallForm:
     own = [error for error in refusals if error.ignore] or refusals
     # Without its calls, a message without text would say nothing.
     says = all(message["content"] for message in chat.messages if "tool_calls" in message)
-    raise TemplateRefusal(str(own[0]), _CALLS if says else "")
+    # A template that takes no calls often takes no tools either.
+    ignore = f"tools, {_CALLS}" if chat.tools else _CALLS
+    raise TemplateRefusal(str(own[0]), ignore if says else "")
 
 
 _FORMS = ("object", "text")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -136,7 +137,10 @@ class Parser(ABC):
     ) -> None:
         self._named = set(columns)
         self._names = {key: columns.get(key, key) for key in keys}
-        self.ignored = frozenset(ignored)
+        # Also by the names that are shown, such as messages.timestamp.
+        self.ignored = frozenset(
+            re.sub(r"^(messages|tools)\.(.*\.)?", "", name) for name in ignored
+        )
         self.wanted = frozenset(self._names.values()) - self.ignored
         """Names of all columns that may be read; others need not be fetched."""
         self.unread: set[str] = set()
