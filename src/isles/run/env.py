@@ -35,6 +35,9 @@ SKY_JOIN = "ISLES_JOIN"
 
 _HOME = "isles-home-"
 
+_SPECIAL_STEP = 0xFFFFFFF0
+"""Slurm gives special steps, such as the interactive step of `salloc`, numbers from here on."""
+
 SET_BY_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
 """Variables of torchrun's ranks that no other module here sets."""
 
@@ -367,7 +370,9 @@ def usable_cores(environ: Mapping[str, str] = os.environ) -> int:
     if allocation(environ) is not None:
         # A step of srun has one task of isles on a node; a batch script has all tasks of the node.
         names = ["SLURM_CPUS_ON_NODE"]
-        names += ["SLURM_CPUS_PER_TASK"] if environ.get("SLURM_STEP_ID", "").isdecimal() else []
+        step = environ.get("SLURM_STEP_ID", "")
+        is_step = step.isdecimal() and int(step) < _SPECIAL_STEP
+        names += ["SLURM_CPUS_PER_TASK"] if is_step else []
     given = (environ.get(name, "") for name in names)
     return min([cores(), *(max(1, int(value)) for value in given if value.isdecimal())])
 
