@@ -34,6 +34,8 @@ SKY_JOIN = "ISLES_JOIN"
 """Join line of a start, the same way."""
 
 _HOME = "isles-home-"
+_SETTLED = "ISLES_SETTLED_HOME"
+"""The folder in place of HOME that a process above this one has made."""
 
 _SPECIAL_STEP = 0xFFFFFFF0
 """Slurm gives special steps, such as the interactive step of `salloc`, numbers from here on."""
@@ -155,7 +157,8 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
             found = Path.home()
     if found is not None and _may_keep(found):
         return found
-    folder = Path(environ.get("TMPDIR") or tempfile.gettempdir()) / f"{_HOME}{os.getuid()}"
+    below = Path(environ.get("TMPDIR") or tempfile.gettempdir())
+    folder = Path(environ.get(_SETTLED) or below / f"{_HOME}{os.getuid()}")
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
         # Others can write to this folder's parent, and might have made it.
@@ -189,13 +192,16 @@ def settle_home() -> str:
             pwd.getpwuid(os.getuid())
         except KeyError:
             os.environ["USER"] = str(os.getuid())
-    if before == str(found) or os.environ.get("XDG_CACHE_HOME") == f"{found}/.cache":
+    if before and Path(before) == found:
         return ""
+    has_caches = bool(os.environ.get("XDG_CACHE_HOME"))
     if before in ("", "/") or not Path(before).is_dir():
         os.environ["HOME"] = str(found)
     else:  # it may have files to read, such as .netrc
-        os.environ.setdefault("XDG_CACHE_HOME", f"{found}/.cache")
-    if not found.name.startswith(_HOME):
+        os.environ[_SETTLED] = str(found)
+        if not has_caches:
+            os.environ["XDG_CACHE_HOME"] = f"{found}/.cache"
+    if has_caches or not found.name.startswith(_HOME):
         return ""
     why = f"HOME is {before}, which cannot be written to" if before else "this user has no HOME"
     return f"{why}: caches are in {found}. To keep them, set HOME, or XDG_CACHE_HOME and HF_HOME"
