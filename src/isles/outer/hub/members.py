@@ -145,7 +145,7 @@ class Membership:
         return self.db.row(sql, member_id) is not None
 
     def all_have_finished(self, but: int | None = None) -> bool:
-        """Whether all clusters but this one have left after the last step; false if there are none.
+        """Whether all clusters except `but` have left after the last step; False if none joined.
 
         A cluster that pauses, or that left earlier, may come back and train.
         """
