@@ -91,6 +91,7 @@ def test_threads_are_the_cores_of_the_job(group: Any, monkeypatch: pytest.Monkey
         assert added["OMP_NUM_THREADS"] == str(cores // 2)
     batch = {**job, "SLURM_CPUS_PER_TASK": "2"}  # of each of four tasks in a job of the user
     assert usable_cores(batch) == 8
+    assert usable_cores({**batch, "SLURM_STEP_ID": str(0xFFFFFFFA)}) == 8, "the shell of salloc"
     own = {**pbs, "OMP_NUM_THREADS": "3"}  # the user's
     assert rank_defaults(device="cpu", nproc=2, interface=None, environ=own) == {}
 

@@ -391,6 +391,9 @@ def test_what_is_known_of_a_bucket_ages(tmp_path: Path) -> None:
     text = "\n".join(report_lines(report))
     assert "the bucket was last read 25s ago" in text
     assert "heard 26s ago" in text and "heard 35s ago" in text
+    odd = {**OUTER, "meeting": {"age_s": "x", "members": []}}  # another user wrote the record
+    other, _ = running(tmp_path / "t-b-1", outer=odd)
+    assert "the bucket" not in "\n".join(report_lines(collect(other, lambda: now)))
 
 
 def test_the_clusters_of_this_machine_are_read_from_their_directories(tmp_path: Path) -> None:

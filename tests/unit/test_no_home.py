@@ -23,6 +23,7 @@ from isles.run.env import (
 )
 
 NAMES = ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CACHE_HOME", "HF_HOME")
+NAMES += ("XDG_STATE_HOME", "ISLES_SETTLED_HOME")
 
 
 @pytest.fixture
@@ -53,10 +54,18 @@ def test_caches_are_below_tmpdir_and_it_is_said_once(nobody: Path) -> None:
     assert Path("~/x").expanduser() == home() / "x"
 
 
-def test_a_home_that_cannot_be_written_to(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = nobody / "closed"
-    closed.mkdir()
-    monkeypatch.setattr(env.os, "access", lambda path, _mode: Path(path) not in (closed, Path("/")))
+@pytest.fixture
+def closed(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home that cannot be written to."""
+    folder = nobody / "closed"
+    folder.mkdir()
+    monkeypatch.setattr(env.os, "access", lambda path, _mode: Path(path) not in (folder, Path("/")))
+    return folder
+
+
+def test_a_home_that_cannot_be_written_to(
+    nobody: Path, closed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", "/")  # docker run --user 54321
     assert "HOME is /" in settle_home() and Path(os.environ["HOME"]).parent == nobody
     monkeypatch.setenv("HOME", str(closed))
@@ -67,6 +76,42 @@ def test_a_home_that_cannot_be_written_to(nobody: Path, monkeypatch: pytest.Monk
     (closed / ".cache").mkdir()  # filled by somebody who may
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert settle_home() == "" and cache_home({"HOME": str(closed)}).is_relative_to(closed)
+
+
+def test_caches_that_the_user_has_placed_are_not_said_to_be_elsewhere(
+    nobody: Path, closed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(nobody / "c"))
+    monkeypatch.setenv("HF_HOME", str(nobody / "hf"))
+    for given in (str(closed), ""):
+        monkeypatch.setenv("HOME", given)
+        assert settle_home() == ""
+        assert os.environ["XDG_CACHE_HOME"] == str(nobody / "c")
+
+
+def test_a_slash_at_the_end_of_home_changes_nothing(
+    nobody: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", f"{nobody}/")
+    assert settle_home() == "" and "XDG_CACHE_HOME" not in os.environ
+
+
+@pytest.mark.parametrize("caches", ["", "c"])
+def test_a_process_and_its_children_make_one_folder(
+    nobody: Path, closed: Path, monkeypatch: pytest.MonkeyPatch, caches: str
+) -> None:
+    taken = nobody / f"isles-home-{os.getuid()}"
+    taken.mkdir()
+    taken.chmod(0o777)
+    monkeypatch.setenv("HOME", str(closed))
+    if caches:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(nobody / caches))
+    settle_home()
+    for _ in range(3):
+        assert settle_home() == ""
+        state_home()
+    (made,) = set(nobody.glob("isles-home-*")) - {taken}
+    assert state_home().is_relative_to(made)
 
 
 def test_a_folder_of_another_user_is_not_taken(nobody: Path) -> None:

@@ -196,6 +196,21 @@ def test_a_finished_run_is_not_given_to_a_new_cluster(tmp_path):
     world.join("d", identity=longer)  # a trains again
 
 
+def test_a_new_cluster_joins_if_another_may_come_back(tmp_path):
+    for way in ("pauses", "left"):
+        (tmp_path / way).mkdir()
+        world = World(tmp_path / way, "ab")
+        world.turn("ab", 0)
+        world.leave("a", has_finished=True)
+        if way == "left":
+            world.leave("b")
+        else:
+            world.now += 1e4
+            world.core.membership.drop_silent()
+        assert world.core.membership.end_kind() == "alone"
+        world.join("c")
+
+
 def test_a_cluster_that_trained_no_step_is_not_finished():
     progress = Progress.fresh()
     parts: Any = SimpleNamespace(progress=progress, total_steps=9, outer=None)

@@ -372,6 +372,17 @@ esac"""
     )
 
 
+def test_the_cores_of_a_host_are_not_its_openmp_threads(here):
+    lines = """case "$*" in
+*nvidia-smi*) exit 127;;
+*) export OMP_NUM_THREADS=3999; exec sh -c "${!#}";;
+esac"""
+    write_program(here / "bin" / "ssh", lines)
+    plan = planned("clusters=[{launcher: {kind: ssh, hosts: [me@desk1]}, device: cpu}]")
+    name = only(plan).job.machines.devices[0].name
+    assert name.endswith(" cores") and name != "CPU process, 3999 cores"
+
+
 def test_what_slurm_is_asked_for_names_the_cards(here):
     cluster = "nodes: 2, gpus_per_node: 8"
     named = f"clusters=[{{launcher: {{kind: slurm, gres: 'gpu:h100:8'}}, {cluster}}}]"

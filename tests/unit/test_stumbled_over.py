@@ -12,6 +12,7 @@ import pytest
 
 from isles.cli import main
 from isles.config.files import data_issues
+from isles.config.resolve import dump_resolved, resolve
 from isles.errors import ExitCode
 from isles.facts.gpus import GPUS, find_gpu, named_gpu
 from isles.launch.queue.job import QueueJob
@@ -84,7 +85,20 @@ def test_an_environment_that_is_not_there_has_its_fix(
     job.write_outcome(report)  # type: ignore[arg-type]
     shown = "\n".join(failure_lines(attempt))
     assert output[:40] in shown and fix in shown
+    assert "isles explain python.runs" in shown
     assert "stopped because of it" not in shown, "no rank has run"
+
+
+def test_a_job_that_failed_for_another_reason_is_not_a_python_that_does_not_run(
+    tmp_path: Path,
+) -> None:
+    run_dir, attempt = recorded_run(tmp_path / "a-1", {"launcher": "slurm"})
+    job = QueueJob(run_dir, attempt, "7", Slurm(None))
+    job.queue.output(attempt, "7").write_text("slurmstepd: error: Detected 1 oom_kill event\n")
+    report = SimpleNamespace(reason="out of memory", fix="", at=time.time(), word="OUT_OF_MEMORY")
+    job.write_outcome(report)  # type: ignore[arg-type]
+    shown = "\n".join(failure_lines(attempt))
+    assert "oom_kill" in shown and "python.runs" not in shown
 
 
 def test_a_script_that_is_not_on_the_host_may_be_copied(tmp_path: Path, monkeypatch: Any) -> None:
@@ -174,10 +188,18 @@ def test_a_finished_run_is_said_to_be_so_once(tmp_path: Path) -> None:
 
 
 def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
-    run_dir, _ = recorded_run(tmp_path / "a-1", {}, status={"eval_loss": 3.25})
-    values = RunReader(run_dir).look().run
-    assert values.eval_loss == 3.25
-    assert isinstance(values.values, dict)
+    def values(name: str, *overrides: str) -> dict[str, str]:
+        run_dir, _ = recorded_run(tmp_path / name, {}, status={"eval_loss": 3.25})
+        resolved = resolve(load(tmp_path, RUN, *overrides), num_gpus=0)
+        run_dir.resolved.write_text(dump_resolved(resolved))
+        run = RunReader(run_dir).look().run
+        assert run.eval_loss == 3.25
+        return run.values
+
+    one, other = values("a-1"), values("a-2", "training.max_steps=5")
+    assert one["training.max_steps"] == "4"
+    assert dict(other.items() - one.items()) == {"training.max_steps": "5"}
+    assert one.keys() == other.keys()
 
 
 def test_certificates_are_cut_where_they_differ() -> None:

@@ -118,7 +118,7 @@ _COMMIT: dict[str, _Read] = {
     "weights": _by_name(_number),
 }
 _ANSWER: dict[str, _Read] = {
-    **dict.fromkeys(("round", "fragments"), _number),
+    **dict.fromkeys(("round", "fragments", "age_s"), _number),
     "is_over": _flag,
     "at": _time,
     "heavy": _record({"name": _text, "share": _number}),

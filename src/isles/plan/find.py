@@ -78,7 +78,13 @@ _MOST = 1024
 """Machines of a cluster, and cards of a machine."""
 
 _ASK_S = 10.0
-_CPU_QUERY = ("sh", "-c", "nproc; awk '/^Mem(Total|Available):/ { print $2 }' /proc/meminfo")
+_CPU_QUERY = (
+    "sh",
+    "-c",
+    # nproc prints OMP_NUM_THREADS if a login file sets it, not the cores.
+    "unset OMP_NUM_THREADS OMP_THREAD_LIMIT; nproc; "
+    "awk '/^Mem(Total|Available):/ { print $2 }' /proc/meminfo",
+)
 _NOT_FOUND = 127
 """Of a shell: there is no such command."""
 

@@ -34,6 +34,11 @@ SKY_JOIN = "ISLES_JOIN"
 """Join line of a start, the same way."""
 
 _HOME = "isles-home-"
+_SETTLED = "ISLES_SETTLED_HOME"
+"""The folder in place of HOME that a process above this one has made."""
+
+_SPECIAL_STEP = 0xFFFFFFF0
+"""Slurm gives special steps, such as the interactive step of `salloc`, numbers from here on."""
 
 SET_BY_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
 """Variables of torchrun's ranks that no other module here sets."""
@@ -152,7 +157,8 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
             found = Path.home()
     if found is not None and _may_keep(found):
         return found
-    folder = Path(environ.get("TMPDIR") or tempfile.gettempdir()) / f"{_HOME}{os.getuid()}"
+    below = Path(environ.get("TMPDIR") or tempfile.gettempdir())
+    folder = Path(environ.get(_SETTLED) or below / f"{_HOME}{os.getuid()}")
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
         # Others can write to this folder's parent, and might have made it.
@@ -186,13 +192,16 @@ def settle_home() -> str:
             pwd.getpwuid(os.getuid())
         except KeyError:
             os.environ["USER"] = str(os.getuid())
-    if before == str(found) or os.environ.get("XDG_CACHE_HOME") == f"{found}/.cache":
+    if before and Path(before) == found:
         return ""
+    has_caches = bool(os.environ.get("XDG_CACHE_HOME"))
     if before in ("", "/") or not Path(before).is_dir():
         os.environ["HOME"] = str(found)
     else:  # it may have files to read, such as .netrc
-        os.environ.setdefault("XDG_CACHE_HOME", f"{found}/.cache")
-    if not found.name.startswith(_HOME):
+        os.environ[_SETTLED] = str(found)
+        if not has_caches:
+            os.environ["XDG_CACHE_HOME"] = f"{found}/.cache"
+    if has_caches or not found.name.startswith(_HOME):
         return ""
     why = f"HOME is {before}, which cannot be written to" if before else "this user has no HOME"
     return f"{why}: caches are in {found}. To keep them, set HOME, or XDG_CACHE_HOME and HF_HOME"
@@ -367,7 +376,9 @@ def usable_cores(environ: Mapping[str, str] = os.environ) -> int:
     if allocation(environ) is not None:
         # A step of srun has one task of isles on a node; a batch script has all tasks of the node.
         names = ["SLURM_CPUS_ON_NODE"]
-        names += ["SLURM_CPUS_PER_TASK"] if environ.get("SLURM_STEP_ID", "").isdecimal() else []
+        step = environ.get("SLURM_STEP_ID", "")
+        is_step = step.isdecimal() and int(step) < _SPECIAL_STEP
+        names += ["SLURM_CPUS_PER_TASK"] if is_step else []
     given = (environ.get(name, "") for name in names)
     return min([cores(), *(max(1, int(value)) for value in given if value.isdecimal())])
 

@@ -236,8 +236,10 @@ class QueueJob:
             if saved is None and not any(self.attempt.path.glob("rank-*.json")):
                 # No rank has begun: the script itself, or what it loads, has failed.
                 tail = _tail(output)
-                line, fix = environment_failure(tail) or (tail.rpartition("\n")[2], fix)
-                what, id = (f"{what}: {line}", "python.runs") if line else (what, "")
+                line = tail.rpartition("\n")[2]
+                if (found := environment_failure(tail)) is not None:
+                    (line, fix), id = found, "python.runs"
+                what = f"{what}: {line}" if line else what
             error = error_record(
                 what,
                 id=id,

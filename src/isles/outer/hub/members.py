@@ -144,6 +144,16 @@ class Membership:
         sql = "SELECT 1 FROM members WHERE id = ? AND state != 'left'"
         return self.db.row(sql, member_id) is not None
 
+    def all_have_finished(self, but: int | None = None) -> bool:
+        """Whether all clusters except `but` have left after the last step; False if none joined.
+
+        A cluster that pauses, or that left earlier, may come back and train.
+        """
+        others = [row for row in self.latest() if row["number"] != but]
+        return bool(others) and all(
+            row["state"] == "left" and row["has_finished"] for row in others
+        )
+
     def end_kind(self) -> Literal["", "over", "alone"]:
         """How far the run's end is.
 
@@ -153,9 +163,8 @@ class Membership:
         members = self.latest()
         if not any(row["has_finished"] for row in members):
             return ""
-        if all(row["state"] == "left" and row["has_finished"] for row in members) and (
-            len(self._have_done_their_part()) >= self.settings.min_clusters
-        ):
+        is_enough = len(self._have_done_their_part()) >= self.settings.min_clusters
+        if is_enough and self.all_have_finished():
             return "over"
         return "" if any(row["state"] == "living" for row in members) else "alone"
 
@@ -171,7 +180,7 @@ class Membership:
         sql = "SELECT 1 FROM members WHERE id = ?"
         if join.version or self.db.row(sql, join.id) is not None:
             return
-        if self.end_kind() and (names := self._have_done_their_part()):
+        if self.all_have_finished() and (names := self._have_done_their_part()):
             raise Refusal(FINISHED, f"{FINISHED_WHAT} ({', '.join(sorted(names))})", FINISHED_FIX)
 
     def _have_done_their_part(self) -> set[str]:

@@ -91,8 +91,7 @@ class States:
         self._choose(member["number"])
         if self._source is not None:
             return StateAnswer(state=None, source=self._membership.get(self._source)["name"])
-        others = [row for row in self._membership.latest() if row["number"] != member["number"]]
-        if others and all(row["has_finished"] and row["state"] == "left" for row in others):
+        if self._membership.all_have_finished(but=member["number"]):
             raise Refusal(
                 FINISHED,
                 f"{FINISHED_WHAT}, and the averages since this one was here last are not kept",
