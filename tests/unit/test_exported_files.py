@@ -226,6 +226,10 @@ def test_no_id_is_exported_that_the_model_does_not_have(name, *, tmp_path):
     ]
     assert flat and max(flat) < 340
     assert written["pad_token_id"] is None, "as in the base"
+    if name == "pad_token":
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+        padded = tokenizer(["Hi", "Hello there, all"], padding=True)["input_ids"]
+        assert max(map(max, padded)) < 340 and made.pad_token == "<new>"
 
 
 def test_weights_are_exported_in_the_type_that_is_asked_for(tmp_path):

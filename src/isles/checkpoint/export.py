@@ -147,7 +147,17 @@ def _save_files(model: Any, tokenizer: Any, folder: Path, base: Mapping[str, Any
         path = folder / "generation_config.json"
         model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
     if tokenizer is not None:
-        save_tokenizer(tokenizer, folder)
+        save_tokenizer(_padded_within(model, tokenizer), folder)
+
+
+def _padded_within(model: Any, tokenizer: Any) -> Any:
+    # A batch that is padded with an id that the model lacks cannot be computed.
+    size = model.config.get_text_config().vocab_size
+    pad, end = tokenizer.pad_token_id, _known(tokenizer.eos_token_id, size)
+    if pad is not None and pad >= size:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.pad_token = None if end is None else tokenizer.eos_token
+    return tokenizer
 
 
 @torch.no_grad()

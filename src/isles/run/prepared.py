@@ -189,6 +189,9 @@ def _alone(folder: Path) -> Iterator[None]:
     # No process uses the folder, and none begins to within the block. UserError: it belongs to
     # another user; BlockingIOError: it is in use; other OSError: it cannot be known.
     with open_own_file(folder / TOKENS, os.O_RDWR) as stream:
+        # The files of root are safe to read, but they are not this user's to delete.
+        if os.fstat(stream.fileno()).st_uid != os.geteuid():
+            raise PreflightError("it belongs to another user", where=str(folder))
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 

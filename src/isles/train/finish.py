@@ -23,6 +23,7 @@ from isles.config.resolve import Resolved
 from isles.errors import UserError
 from isles.models.build import converts_weights, load_model_config, take_generation_config
 from isles.run.checkpoints import find_checkpoint
+from isles.run.find import typed_name
 from isles.run.paths import RunDir
 from isles.run.records import read_metrics, write_record
 from isles.train.length import unmoved
@@ -88,7 +89,7 @@ def _export(parts: Parts) -> str | None:
         fix = f"{known.fix}; then " if known and known.fix else ""
         parts.recorder.note(
             f"the model is not exported: {what}. The checkpoint of step {step} is whole: {fix}"
-            f"`isles checkpoint export {run_dir.name}` exports it"
+            f"`isles checkpoint export {typed_name(run_dir)}` exports it"
         )
         return what
     return None
@@ -194,8 +195,8 @@ def _push(parts: Parts) -> dict[str, str] | None:
         url = push(folder, repo, message=f"{name}, step {parts.progress.step}")
     except UserError as error:
         parts.recorder.note(
-            f"{error.where}: {error.what}; the model is in {folder}, and "
-            f"`isles checkpoint export {name} --push-to-hub {repo}` tries again"
+            f"{error.where}: {error.what}; the model is in {folder}, and `isles checkpoint export "
+            f"{typed_name(parts.run_dir)} --push-to-hub {repo}` tries again"
         )
         return {"repo": repo, "error": error.what}
     return {"repo": repo, "url": url}
