@@ -7,6 +7,7 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -14,13 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
 
 from isles import __version__
 from isles.errors import ConfigErrors, ExitCode, UserError, more_lines
 from isles.facts.console import Console
 from isles.facts.secrets import without_secrets
 from isles.facts.terminal import shown_streams
+from isles.launch.groups import START, TOOLS
 from isles.launch.verbs import config, data, normalise_overrides, render, setup_app
 from isles.monitor import results, verbs
 from isles.monitor.live import verbs as live_verbs
@@ -29,40 +31,56 @@ from isles.run.env import settle_home
 app = App(
     name="isles",
     help="Train or fine-tune one language model on whatever GPUs you have.",
-    help_format="plaintext",
+    # Paragraphs are filled to the width of the terminal.
+    help_format="markdown",
     version=__version__,
     console=Console(),
-    default_parameter=Parameter(negative=()),
+    default_parameter=Parameter(negative=(), show_default=lambda value: value or None),
 )
+for flag in ("--help", "--version"):
+    app[flag].group = Group("Options", sort_key=6)
 app.command(config)
 app.command(data)
-app.command(render)
+app.command(render, group=TOOLS)
 app.command(setup_app)
 verbs.register(app)
 live_verbs.register(app)
 results.register(app)
 
 
-@app.command
+@app.command(group=START)
 def init(
-    *, template: str = "quickstart", output: Path = Path("run.yaml"), force: bool = False
+    path: Path | None = None,
+    /,
+    *,
+    template: str = "quickstart",
+    output: Path | None = None,
+    force: bool = False,
 ) -> int:
-    """Write a small commented run file.
+    """Write a commented run file to start from.
 
     Args:
-        template: What it is for: quickstart, pretrain, finetune, chat, lora, qlora or dpo.
-        output: Where it is written.
-        force: Replace the file if it is there.
+        path: The file to write. [default: run.yaml]
+        template: quickstart, pretrain, finetune, chat, lora, qlora or dpo.
+        output: The same as PATH.
+        force: Overwrite an existing file.
     """
     from isles.config.show import template as template_text
     from isles.run.records import write_new
 
-    write_new(output, template_text(template), force=force)
-    print(f"wrote {output}; look at it, then: isles train {output}")
+    if path is not None and output is not None and path != output:
+        raise UserError(
+            f"two files to write: {path} and {output}", where="--output", fix="give one of them"
+        )
+    chosen = path or output or Path("run.yaml")
+    write_new(
+        chosen, template_text(template).replace("run.yaml", shlex.quote(str(chosen))), force=force
+    )
+    print(f"wrote {chosen}. Read it, then run: {shlex.join(['isles', 'train', str(chosen)])}")
     return ExitCode.OK
 
 
-@app.command
+@app.command(group=START)
 def train(
     run_file: Path,
     /,
@@ -75,19 +93,19 @@ def train(
     cluster: Annotated[str, Parameter(show=False)] = "",
     typed: Annotated[str, Parameter(show=False)] = "",
 ) -> int:
-    """Train: start the ranks, follow them, and go on where the last start ended.
+    """Start a run, or resume the unfinished run, and follow it.
 
     Args:
         run_file: The run file.
-        overrides: Values that replace those in the file, such as training.max_steps=5.
-        resume: auto: go on with the newest unfinished run of this name. no: a new run.
-            Or the path of a run directory, or of a checkpoint in one.
-        dry_run: Show the resolved values and the exact command; start nothing.
-        detach: Return as soon as the run is started.
-        announce: The same, and say which run it is; for isles on another machine.
-        join_file: A file with the join line by which this cluster reaches the others.
-        cluster: Of several in the run file, start only this one.
-        typed: The command by which the user goes on with this run, where isles starts it for him.
+        overrides: Values that override the run file, such as training.max_steps=5.
+        resume: `auto` resumes the newest unfinished run of this name. `no` starts a new run.
+            Or give a run directory, or one of its checkpoints.
+        dry_run: Print the resolved values and the exact command. Start nothing.
+        detach: Return as soon as the run has started.
+        announce: Detach, and print the name of the run for isles on another machine.
+        join_file: File with the join line that connects this cluster to the other clusters.
+        cluster: Start only this cluster of the run file.
+        typed: The user's command that resumes this run, if isles on another machine starts it.
     """
     from isles.launch.base import StartOptions
     from isles.launch.verbs import train_command
@@ -111,7 +129,7 @@ def train(
     return verbs.start_and_follow(options, detach=detach, announce=announce)
 
 
-@app.command
+@app.command(group=START)
 def check(
     run_file: Path | None = None,
     /,
@@ -123,20 +141,20 @@ def check(
     in_job: bool = False,
     timeout: str = "60s",
 ) -> int:
-    """Check machines before a run: each finding with its fix.
+    """Check the machines before a run, and print a fix for each problem.
 
-    The exit code is 0 where all is well (also with warnings), 1 for an issue in the run file or the
-    command line, and 2 where there are errors.
+    Exit codes: 0 means ready, perhaps with warnings. 1 means a fault in the run file or the
+    command line. 2 means that a check failed.
 
     Args:
-        run_file: The run file; left out: the machines alone are checked.
-        overrides: Values that replace those in the file, such as data.seq_length=512.
-        hosts: These hosts, as ssh takes them, in place of the run file's.
+        run_file: The run file. If omitted, isles checks only the machines.
+        overrides: Values that override the run file, such as data.seq_length=512.
+        hosts: Check these ssh hosts instead of the hosts in the run file.
         json: Print JSON.
-        net: Also the links between hosts, and an all-reduce over all ranks.
-        smoke: Also train a small model for three steps on each machine alone.
-        in_job: Check the nodes that Slurm gives, by a short job, not by its own answers.
-        timeout: Longest wait for one answer of a host.
+        net: Test the links between hosts, and an all-reduce over all ranks.
+        smoke: Train a small model for three steps on each machine.
+        in_job: Run the checks on the allocated nodes, in a short Slurm job.
+        timeout: Longest wait for an answer from a host.
     """
     from isles.check.plan import Extent
     from isles.check.verb import run_check
@@ -157,7 +175,7 @@ def check(
     return run_check(run_file, overrides, hosts, extent, lambda text: console.print_lines([text]))
 
 
-@app.command
+@app.command(group=START)
 def plan(
     run_file: Path,
     /,
@@ -176,28 +194,27 @@ def plan(
     seed: int | None = None,
     png: Path | None = None,
 ) -> int:
-    """Say whether a run will fit, how fast it will be, and what to change first.
+    """Estimate memory, speed and cost of a run before you start it.
 
-    Nothing is started. The exit code is 0 where it fits, or where that is not known, 1 for an issue
-    in the run file or the command line, and 2 where it does not fit as it is written.
+    Exit codes: 0 means that the run fits, or that isles cannot tell. 1 means a fault in the run
+    file or the command line. 2 means that the run does not fit.
 
     Args:
         run_file: The run file.
-        overrides: Values that replace those in the file, such as data.seq_length=512.
-        gpus: Cards in place of the run file's machines, such as "2x4090,3070ti@1gbe".
-        nodes: So many machines as --gpus names one, such as --gpus 8xh100 --nodes 2.
-        link: The line of each cluster to the hub, such as 100mbit+25ms; several separated by ;.
-        hub_link: The hub's own line; left out: as that of the first cluster.
-        price: Of energy, such as 0.30/kWh, or of an hour of one card, such as 2.50/h.
+        overrides: Values that override the run file, such as data.seq_length=512.
+        gpus: Plan for these GPUs instead, such as "2x4090,3070ti@1gbe".
+        nodes: Number of machines, each with the GPUs of --gpus.
+        link: Link of each cluster to the hub, such as 100mbit+25ms. Separate several with ";".
+        hub_link: Link of the hub. If omitted, the link of the first cluster.
+        price: Price of energy, such as 0.30/kWh, or of one GPU for an hour, such as 2.50/h.
         json: Print JSON.
-        apply: Write the first rung of the ladder that fits into the run file.
-        details: Show every moment, rung and strategy, and by which rules times are guessed.
-        simulate: Play its clusters on a virtual clock instead: goodput, idle time, bytes, and
-            better settings.
-        fleet: For --simulate: a file with other clusters, their speeds, links and failures.
-        hours: For --simulate: so long at most; left out: to the last step, or a day.
-        seed: For --simulate: of what happens by chance; the same seed gives the same run.
-        png: For --simulate: draw the timeline into this file, too.
+        apply: Write the first change that makes the run fit into the run file.
+        details: Show each phase, each memory-saving option and each strategy.
+        simulate: Simulate the clusters: goodput, idle time, traffic and better settings.
+        fleet: With --simulate, a file with other clusters, speeds, links and failures.
+        hours: With --simulate, the longest simulated time. If omitted, to the last step or 24.
+        seed: With --simulate, the random seed.
+        png: With --simulate, draw the timeline into this file.
     """
     from isles.plan.verb import PlanOptions, check_options, planned_clusters, run_plan
 
@@ -217,12 +234,13 @@ def plan(
     )
 
 
-@app.command
+@app.command(group=TOOLS)
 def explain(id: str = "", /) -> int:
-    """Say what an error or a finding means, and what to do about it.
+    """Explain an error, a finding or an exit code.
 
     Args:
-        id: As its last line names it, such as data.rows; or an exit code. Left out: list all.
+        id: ID in the last line of an error, such as data.rows, or an exit code. If omitted, list
+            all IDs.
     """
     from isles.facts import troubleshooting as page
 
@@ -242,9 +260,9 @@ def explain(id: str = "", /) -> int:
     return ExitCode.OK
 
 
-@app.command
+@app.command(group=TOOLS)
 def version() -> int:
-    """Print the versions of isles and of what it builds on."""
+    """Print the versions of isles and of its libraries."""
     from isles.launch.worker import version_lines
 
     print("\n".join(version_lines()))

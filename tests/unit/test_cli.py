@@ -78,6 +78,15 @@ def test_init_replaces_a_file_only_with_force(here: Path, capsys) -> None:
     assert main(["init", "--output", "no/such/folder.yaml"]) == 1
 
 
+def test_init_takes_the_file_as_an_argument(here: Path, capsys) -> None:
+    """And the comments of the file name it."""
+    assert main(["init", "my run.yaml", "--template", "lora"]) == 0
+    assert "isles train 'my run.yaml'" in capsys.readouterr().out
+    assert "isles train 'my run.yaml'" in Path("my run.yaml").read_text()
+    assert main(["init", "a.yaml", "--output", "b.yaml"]) == 1
+    assert "a.yaml and b.yaml" in capsys.readouterr().err
+
+
 def test_config_show_and_schema(here: Path, capsys) -> None:
     main(["init"])
     capsys.readouterr()

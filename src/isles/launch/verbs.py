@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from isles.errors import ConfigError, ConfigErrors, ExitCode, UserError
+from isles.launch.groups import START, TOOLS
 
 if TYPE_CHECKING:
     from isles.run.prepared import Prepared
 
-config = App(name="config", help="Show the resolved run file, or its JSON schema.")
-data = App(name="data", help="Show the data as the model sees it.")
-setup_app = App(name="setup", help="Make the Python environments of all hosts equal.")
+config = App(name="config", help="Show the resolved run file, or its JSON schema.", group=TOOLS)
+data = App(name="data", help="Show the data as the model sees it.", group=START)
+setup_app = App(
+    name="setup", help="Install the same Python environment on every host.", group=START
+)
 
 
 def normalise_overrides(tokens: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from isles.errors import ConfigError, ExitCode, UserError
+from isles.launch.groups import RESULTS
 from isles.monitor.verbs import RUNS, Run, RunsDir, note, print_line
 
 if TYPE_CHECKING:
@@ -17,16 +18,18 @@ if TYPE_CHECKING:
     from isles.run.bucket import RunStore
     from isles.run.paths import RunDir
 
-checkpoint = App(name="checkpoint", help="List, verify, export and push checkpoints.")
+checkpoint = App(
+    name="checkpoint", help="List, verify, export and push checkpoints.", group=RESULTS
+)
 
-Step = Annotated[int | None, Parameter(help="Checkpoint of this step; left out: the newest.")]
-OneStep = Annotated[int | None, Parameter(name="--step", help="Only this one; left out: all.")]
+Step = Annotated[int | None, Parameter(help="Step of the checkpoint. If omitted, the newest.")]
+OneStep = Annotated[int | None, Parameter(name="--step", help="Only this step. If omitted, all.")]
 
 
 def register(app: App) -> None:
     app.command(checkpoint)
-    app.command(generate)
-    app.command(evaluate, name="eval")
+    app.command(generate, group=RESULTS)
+    app.command(evaluate, name="eval", group=RESULTS)
 
 
 @checkpoint.command(name="list")
@@ -61,7 +64,7 @@ def verify(
     """Read checkpoints back and compare every byte with its recorded hash.
 
     Args:
-        remote: Those at checkpoint.remote instead: all their bytes are fetched.
+        remote: Fetch and verify the checkpoints at checkpoint.remote instead.
     """
     from isles.monitor.table import checkpoint_lines
     from isles.run.checkpoints import find_checkpoint, verify_checkpoint
@@ -96,7 +99,7 @@ def verify(
 
 @checkpoint.command
 def push(run: Run = None, /, *, output_dir: RunsDir = RUNS) -> int:
-    """Send what a run that has ended could not send to checkpoint.remote."""
+    """Upload the missing checkpoints of an ended run to checkpoint.remote."""
     from isles.run.bucket import in_words
     from isles.run.find import typed_name
     from isles.run.state import run_state
@@ -129,13 +132,13 @@ def export(
     push_to_hub: str | None = None,
     output_dir: RunsDir = RUNS,
 ) -> int:
-    """Write a Hugging Face folder that from_pretrained loads; of an adapter, that peft loads.
+    """Write the model as a Hugging Face folder that from_pretrained or peft loads.
 
     Args:
-        output: Where it is written, on the machine of the run; left out: RUN/model.
-        merge_adapter: Merge the adapter into its model, and write that.
-        push_to_hub: Upload it to this repository of the hub, owner/name; made private if it is
-            not there.
+        output: Folder to write on the machine that has the run. If omitted, RUN/model.
+        merge_adapter: Merge the adapter into its base model, and write the merged model.
+        push_to_hub: Upload the model to this Hugging Face repository (owner/name). isles creates
+            a missing repository as private.
     """
     options: dict[str, object] = {"step": step, "output": output, "push-to-hub": push_to_hub}
     options["merge-adapter"] = merge_adapter
@@ -155,15 +158,15 @@ def generate(
     step: Step = None,
     output_dir: RunsDir = RUNS,
 ) -> int:
-    """Let the trained model continue a text, or answer a message.
+    """Generate text with a trained model.
 
     Args:
-        prompt: The text that it continues; left out: it begins by itself.
-        chat: The prompt is a message of the user, which the model answers by its chat template.
-        max_new_tokens: How many tokens at most.
-        temperature: 0 takes the likeliest token; higher is more varied.
-        top_p: Choose among the likeliest tokens that together have this probability.
-        seed: The same seed gives the same text.
+        prompt: Text to continue. If omitted, the model starts a new text.
+        chat: Treat the prompt as a user's message, in the model's chat template.
+        max_new_tokens: Largest number of new tokens.
+        temperature: 0 picks the most likely token. Higher values vary more.
+        top_p: Sample from the most likely tokens whose probabilities add up to this.
+        seed: Random seed. The same seed gives the same text.
     """
     options = {
         "prompt": prompt,
@@ -188,7 +191,7 @@ def evaluate(
     """Measure loss and perplexity on the validation data.
 
     Args:
-        samples: How many validation sequences; left out: as in the run file.
+        samples: Number of validation sequences. If omitted, the number in the run file.
     """
     return _worker_verb("eval", run, output_dir, {"step": step, "samples": samples})
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from isles.errors import ExitCode, UserError
+from isles.launch.groups import CLUSTERS, WATCH
 
 if TYPE_CHECKING:
     from isles.launch.base import StartOptions
@@ -24,29 +25,32 @@ if TYPE_CHECKING:
 Run = Annotated[
     str | None,
     Parameter(
-        help="Name or directory of a run, or NAME@HOST of one on another machine; left out: the "
-        "one that was started last."
+        help="Name or directory of a run, or NAME@HOST for a run on another machine. "
+        "If omitted, the run that was started last."
     ),
 ]
 Cluster = Annotated[
-    str | None, Parameter(help="Of a run on several clusters only this one; left out: all.")
+    str | None, Parameter(help="Only this cluster of the run. If omitted, all clusters.")
 ]
-RunsDir = Annotated[Path, Parameter(name="--output-dir", help="Folder of the run directories.")]
+RunsDir = Annotated[Path, Parameter(name="--output-dir", help="Folder with the run directories.")]
 RUNS = Path("runs")
 
 hub_app = App(
     name="hub",
     alias="rendezvous",
-    help="Open the hub through which clusters of one run average, and print how they join.",
+    help="Start the hub that averages the clusters of a run.",
+    group=CLUSTERS,
 )
 join_app = App(
-    name="join", help="Take part, with the GPUs of this site, in a run that others have begun."
+    name="join",
+    help="Join a run of several clusters with the GPUs of this site.",
+    group=CLUSTERS,
 )
 
 
 def register(app: App) -> None:
     for verb in (status, logs, stop):
-        app.command(verb)
+        app.command(verb, group=WATCH)
     app.command(follow, show=False)
     app.command(status_records, show=False)
     app.command(hub_app)
@@ -143,14 +147,15 @@ def status(
     json: bool = False,
     output_dir: RunsDir = RUNS,
 ) -> int:
-    """Show the status of runs: all of them, or one in full, wherever they run.
+    """Show the status of all runs, or of one run in full.
 
     Args:
-        run: Name or directory of a run, or NAME@HOST; left out: all of them, and with --check the
-            one that was started last.
-        check: Whether it is well: a process on every GPU, memory in use, loss falling, ranks in
-            step, records arriving. Exit code 0, or 2.
-        wait: With --check: until all five are so, or for so long (5m), or until the run ends.
+        run: Name or directory of a run, or NAME@HOST. If omitted, all runs. With --check, the run
+            that was started last.
+        check: Check that every GPU has a process, memory is in use, the loss falls, ranks keep
+            in step and records arrive. Exit code 0, or 2 if a check fails.
+        wait: With --check, wait until all five hold, for at most this time (5m), or until the run
+            ends.
         json: Print JSON.
     """
     if check or wait is not None:
@@ -230,16 +235,16 @@ def logs(
     here: Annotated[bool, Parameter(show=False)] = False,
     output_dir: RunsDir = RUNS,
 ) -> int:
-    """Show what the ranks of a run printed, on all its nodes.
+    """Show the output of all ranks on all nodes.
 
     Args:
-        follow: Go on until the run ends.
-        lines: How many lines of each rank; with --by-node of each node.
-        rank: Only this rank; left out: all, each line with its rank.
-        node: Only the ranks of this node; left out: all, each line with its node.
-        by_node: One node after the other, each below a headline.
-        attempt: Which start of the run; left out: the last.
-        here: Only what this machine has; for isles on another one.
+        follow: Keep printing until the run ends.
+        lines: Number of lines per rank. With --by-node, per node.
+        rank: Only this rank. If omitted, all ranks, with the rank before each line.
+        node: Only the ranks of this node. If omitted, all nodes, with the node before each line.
+        by_node: Print one node after the other, each below a heading.
+        attempt: Number of the attempt. If omitted, the last attempt.
+        here: Only the files of this machine, for isles on another machine.
     """
     from isles.monitor.logs import LogChoice
     from isles.monitor.stream import shown_lines
@@ -247,7 +252,7 @@ def logs(
 
     if by_node and (follow or rank is not None):
         raise UserError(
-            "--by-node shows one node after the other", fix="leave out --follow and --rank"
+            "--by-node shows one node after the other", fix="remove --follow and --rank"
         )
     choice = LogChoice(rank, node, max(0, lines), follow, attempt, here, by_node)
     if here and follow:
@@ -271,10 +276,10 @@ def stop(
     timeout: str = "10m",
     output_dir: RunsDir = RUNS,
 ) -> int:
-    """Let a run save a checkpoint and stop, and wait until it has.
+    """Save a checkpoint, stop the run and wait for its end.
 
     Args:
-        now: End it at once, without saving.
+        now: Stop immediately, without a checkpoint.
         timeout: Longest wait.
     """
     from isles.facts.units import parse_duration_s
@@ -311,14 +316,14 @@ def follow(
     width: int | None = None,
     output_dir: RunsDir = RUNS,
 ) -> int:
-    """Follow a run, for isles on another machine, or as one cluster of a multi-cluster run.
+    """Follow a run for isles on another machine, or one cluster of a multi-cluster run.
 
     Args:
         run: The run directory, or HOST:PATH.
-        attempt: Which start of it; left out: the last.
-        stdin: Read interrupt and requeue, one a line, from stdin; its end leaves the run.
-        begun: It has been followed before: show what is new.
-        width: Columns of the terminal that this draws on from afar; left out: no terminal.
+        attempt: Number of the attempt. If omitted, the last attempt.
+        stdin: Read `interrupt` and `requeue` from stdin, one per line. The end of stdin detaches.
+        begun: Show only new output, because somebody has followed the run before.
+        width: Columns of the remote terminal. If omitted, the output is not a terminal.
     """
     from isles.monitor.stop import caught_signals
     from isles.run.find import find_cluster
@@ -341,18 +346,20 @@ def hub(
     detach: bool = False,
     new: bool = False,
 ) -> int:
-    """Open the hub through which clusters of one run average, print the line by which they join,
-    and show which join and leave. Typed again it goes on where it was: same line, same state.
+    """Start the hub that averages the clusters of a run.
+
+    isles prints the join line, and shows which clusters join and leave. The same command resumes
+    the hub with the same join line and the same state.
 
     Args:
-        run_file: The run file, with outer: {kind: diloco}. Clusters elsewhere get from here what
-            all must have alike: model, data, training, outer.
-        overrides: Values that replace those in the file, such as outer.sync_every=100.
-        public: HOST:PORT that clusters dial: a name, a VPN's address, or a router's that passes it
-            on. Left out: outer.public of the run file, or clusters of this machine only.
-        listen: HOST:PORT of this machine, if it is not what --public says.
-        detach: Return as soon as it is open.
-        new: Begin with an empty state and another line.
+        run_file: The run file, with `outer: {kind: diloco}`. Every cluster gets its model, data,
+            training and outer sections from the hub.
+        overrides: Values that override the run file, such as outer.sync_every=100.
+        public: HOST:PORT that clusters connect to: a host name, a VPN address, or a router that
+            forwards the port. If omitted, outer.public, or clusters on this machine only.
+        listen: HOST:PORT on this machine, if it differs from --public.
+        detach: Return as soon as the hub is open.
+        new: Start with an empty state and a new join line.
     """
     from isles.launch.hub import start_hub
     from isles.monitor.hub import HubFollower, opening_lines
@@ -380,22 +387,22 @@ def join(
     dry_run: bool = False,
     detach: bool = False,
 ) -> int:
-    """Train as one more cluster of a run, by the line that `isles hub` has printed.
+    """Join a run of several clusters with the GPUs of this site.
 
-    Model, data, training and outer are the run's own, and come from there. Typed again it goes on
-    where the last start ended.
+    The sections model, data, training and outer come from the hub. The same command resumes this
+    cluster.
 
     Args:
-        line: A file with the join line; or - to read it from stdin; or the line itself, which the
-            shell's history keeps then.
-        words: A run file of this site, of which the section clusters is enough; and values such as
-            launcher.partition=gpu, nodes=4, gpus_per_node=8 of this site's cluster, or
-            data.sources.0.path=/scratch/text where the same data lies elsewhere.
-        name: Of this cluster. Left out: as the run file says, or the name of this machine.
-        on: How ranks are started. Left out: as the run file says, or on this machine.
-        resume: As in isles train.
-        dry_run: Show what would be started; start nothing.
-        detach: Return as soon as it is started.
+        line: File with the join line that `isles hub` printed. Use - for stdin. You can also give
+            the line itself, but your shell's history keeps it.
+        words: A run file of this site, whose clusters section is enough. Then values such as
+            launcher.partition=gpu, nodes=4 or gpus_per_node=8 for this cluster, or
+            data.sources.0.path=/scratch/text if the data has another path on this site.
+        name: Name of this cluster. If omitted, the name in the run file or of this machine.
+        on: Launcher of this cluster. If omitted, the launcher in the run file, or local.
+        resume: As in `isles train`.
+        dry_run: Show the command. Start nothing.
+        detach: Return as soon as the cluster has started.
     """
     from isles.launch.base import StartOptions
     from isles.launch.join import Joiner, joining_run, read_join_line

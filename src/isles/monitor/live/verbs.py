@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 
 from isles.errors import ExitCode, UserError
 from isles.facts.units import printable
+from isles.launch.groups import TOOLS, WATCH
 from isles.monitor.verbs import RUNS, Run, RunsDir, end_with_stdin, note, print_line
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def register(app: App) -> None:
-    for verb in (top, dashboard, report):
-        app.command(verb)
+    app.command(top, group=WATCH)
+    app.command(dashboard, group=WATCH)
+    app.command(report, group=TOOLS)
     app.command(rank_stack, show=False)
 
 
@@ -33,15 +35,15 @@ def top(
     own: Annotated[bool, Parameter(show=False)] = False,
     output_dir: RunsDir = RUNS,
 ) -> int:
-    """Show what every rank, host, link and cluster of a run does now, wherever it runs.
+    """Show every rank, host, link and cluster of a run, live in the terminal.
 
-    In a terminal it is live; else it prints lines of text, once.
+    If the output is not a terminal, isles prints the state once as text.
 
     Args:
-        json: Print JSON; with --every one line each time, until nobody reads it.
-        every: Seconds between two looks; left out: 2.
-        stdin: End with the end of stdin; for isles on another machine.
-        own: Of a cluster that has joined others only itself; for isles on another machine.
+        json: Print JSON. With --every, one line per refresh until the reader closes the pipe.
+        every: Refresh interval in seconds. If omitted, 2.
+        stdin: End when stdin ends, for isles on another machine.
+        own: Show only this cluster of several, for isles on another machine.
     """
     from isles.monitor.live.cells import plain_lines
     from isles.monitor.live.source import Watch, snapshot
@@ -84,14 +86,14 @@ def dashboard(
     export: Path | None = None,
     output_dir: RunsDir = RUNS,
 ) -> int:
-    """Serve one page on this machine that shows a run live, and compares it with others.
+    """Show a run live in the browser, and compare runs.
 
     Args:
-        runs: Names or directories of runs, or NAME@HOST of ones on other machines: the first is
-            shown in full, the others are compared with it; left out: the one that was started
-            last.
-        port: Of the page; 0: any.
-        export: Write the page as one file that opens anywhere, and serve nothing.
+        runs: Names or directories of runs, or NAME@HOST for runs on other machines. The page
+            shows the first run in full, and compares the others with it. If omitted, the run
+            that was started last.
+        port: Port of the page. 0 picks a free port.
+        export: Write the page to this HTML file instead of serving it.
     """
     from contextlib import ExitStack
 
@@ -118,14 +120,16 @@ def report(
     most_bytes: Annotated[int | None, Parameter(show=False)] = None,
     output_dir: RunsDir = RUNS,
 ) -> int:
-    """Write one file with everything for a bug report: run file, versions, ends of logs, findings,
-    stacks, telemetry; secrets are taken out, and it lists what is in it.
+    """Write a ZIP file for a bug report, without secrets.
+
+    The file has the run file, versions, the ends of the logs, findings, stacks and telemetry.
+    isles lists its contents.
 
     Args:
-        output: The file; left out: report-TIME.zip in the run directory.
-        yes: Do not ask before it is written outside of the run directory.
-        print_: Print it; for isles on another machine.
-        most_bytes: Of its files together, unpacked.
+        output: The file. If omitted, report-TIME.zip in the run directory.
+        yes: Write outside the run directory without asking.
+        print_: Print the report, for isles on another machine.
+        most_bytes: Largest sum of the unpacked files, in bytes.
     """
     from isles.facts.units import format_bytes
     from isles.monitor import bundle
@@ -156,11 +160,11 @@ def report(
 
 
 def rank_stack(run: Path, rank: int, /) -> int:
-    """Print where a rank stands now, for isles on another machine.
+    """Print the stack of a rank, for isles on another machine.
 
     Args:
         run: Run directory.
-        rank: Its number.
+        rank: Number of the rank.
     """
     from isles.monitor.live.source import stack_of
     from isles.run.paths import RunDir
