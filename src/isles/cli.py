@@ -37,8 +37,7 @@ app = App(
     console=Console(),
     default_parameter=Parameter(negative=(), show_default=lambda value: value or None),
 )
-for flag in ("--help", "--version"):
-    app[flag].group = Group("Options", sort_key=6)
+app["--help"].group = app["--version"].group = Group("Options", sort_key=6)
 app.command(config)
 app.command(data)
 app.command(render, group=TOOLS)
