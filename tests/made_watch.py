@@ -245,7 +245,7 @@ def _break(ranks: list[RankRow], links: list[model.LinkRow]) -> list[str]:
     for place, mark, note, changes in (
         (0.35, "dead", "it was killed by SIGKILL", gone),
         (0.55, "straggler", "the others wait for it: 0.9 s of each 4.0 s step", slow),
-        (0.75, "throttled", "its card is slowed down by heat", hot),
+        (0.75, "throttled", "its GPU is throttled by heat", hot),
         (0.9, "silent", "nothing is heard of it for 24 s", gone),
     ):
         old = ranks[index := int(place * len(ranks))]

@@ -104,7 +104,7 @@ def test_a_run_of_two_clusters_is_killed_and_gone_on_with(two: Path) -> None:
         kill_all(folder)
 
     command = isles("train", two, cwd=folder)
-    assert "going on with t-1" in command.text and "t-1 is finished" in command.text
+    assert "resuming t-1" in command.text and "t-1 is finished" in command.text
     assert hub_process(run.state) is None
     assert_ended(folder)
     assert "a   | " in command.text and "b   | " in command.text
@@ -167,7 +167,7 @@ def test_clusters_of_engine_hivemind_are_started_from_one_file(two: Path, first_
     assert command.end() == 130, command.text
     assert "a  stopped at step" in command.text and "b  stopped at step" in command.text
     command = isles("train", two, cwd=folder)
-    assert "going on with t-1" in command.text and "the same weights" in command.text
+    assert "resuming t-1" in command.text and "the same weights" in command.text
     assert not run.state.exists()
     for found in assert_same_weights(folder):
         assert all(row["weights"].keys() == {"a", "b"} for row in outer_steps_of(found).values())

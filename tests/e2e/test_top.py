@@ -192,7 +192,7 @@ def _assert_faults(lab: Lab, top: Top) -> None:
     top.until(is_well)
     with link_cut(lab, "a3"):
         top.until(
-            lambda s: is_named(s, "office: a3 has not been heard of"),
+            lambda s: is_named(s, "office: no heartbeat from a3"),
             lambda s: any(row.source == "a3" and "cut" in row.state for row in s.links),
         )
     top.until(is_well)

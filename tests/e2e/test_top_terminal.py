@@ -87,7 +87,7 @@ def test_keys_read_and_only_a_yes_stops(tmp_path: Path) -> None:
         for key, text in (
             ("l", "INFO rank=2 line=499"),
             ("?", "The run goes on: nothing but x and a yes touches it"),
-            ("n", "rank 1 on lyon-01: its card is slowed down by heat"),
+            ("n", "rank 1 on lyon-01: its GPU is throttled by heat"),
         ):
             terminal.after(key, text, gone="line=300")
             terminal.after("q", "q quit")

@@ -139,8 +139,8 @@ def test_stop_from_another_terminal_and_going_on(training: tuple[Command, RunDir
     step = list_checkpoints(run_dir)[-1].step
     words = ["isles", "train", str(cwd / "run.yaml"), *TWO, *LONG]
     typed = f"`{shlex.join(words)}`"
-    assert f"{typed} goes on from step {step}" in stopped
-    assert f"  {typed} goes on from step {step}\n" in command.out
+    assert f"{typed} resumes from step {step}" in stopped
+    assert f"  {typed} resumes from step {step}\n" in command.out
 
     # The same without the overrides would end it at once.
     plain = isles("train", words[2], cwd=cwd, expected=ExitCode.USER)

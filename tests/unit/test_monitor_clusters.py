@@ -93,12 +93,12 @@ def test_a_start_goes_on_with_those_that_neither_run_nor_have_finished(tmp_path:
     choice = choose(loaded, "auto")
     assert choice.is_resumed and choice.run.path == old.path
     assert choice.todo == {"a": a.path, "c": "no"}
-    for words in ("going on with t-1", "c is new", "b has finished", "gone is no longer"):
+    for words in ("resuming t-1", "c is new", "b has finished", "gone is no longer"):
         assert words in choice.note
     assert [cluster.name for cluster in choice.run.clusters] == ["a", "b", "c"]
     fresh = choose(loaded, "no")
     assert fresh.run.name == "t-2" and not fresh.is_resumed
-    with pytest.raises(UserError, match="no multi-cluster run"):
+    with pytest.raises(UserError, match="not a multi-cluster run"):
         choose(loaded, "t-7")
 
 
@@ -106,7 +106,7 @@ def test_a_finished_run_is_not_begun_again(tmp_path: Path) -> None:
     loaded = load(tmp_path, TWO)
     several(loaded, *(cluster_run(tmp_path, name, "finished") for name in "ab"))
     choice = choose(loaded, "auto")
-    assert choice.note == "t-1 is finished; this is a new run: t-2"
+    assert choice.note == "t-1 is finished, so this is a new run: t-2"
     assert choice.todo == {"a": "no", "b": "no"}
     more = choose(load(tmp_path, THREE), "auto")
     assert more.run.name == "t-2", "nobody is left to give c the weights"
@@ -204,7 +204,7 @@ def test_a_failure_counts_before_a_stop_and_the_end_says_what_goes_on(tmp_path: 
     for codes, expected in (((0, 0), 0), ((0, 130), 130), ((130, 3, 0), 3), ((85, 5), 5)):
         lines, code = outcome_lines(run, dict(enumerate(codes)))
         assert code == expected
-    assert lines[-1] == "  `isles train run.yaml seed=3` goes on with all of them"
+    assert lines[-1] == "  `isles train run.yaml seed=3` resumes all of them"
 
 
 def test_only_clusters_of_the_same_turns_are_said_to_hold_the_same(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_silent_run_on_another_host_is_unknown(tmp_path: Path) -> None:
     assert "last seen 10m" in report.hint
     write_record(attempt.launch, {**FAR, "begun_at": time.time() - FRESH_S + 1.0})
     for _ in ("falls silent while it is waited for", "is silent"):
-        with pytest.raises(UserError, match="has not been heard of for") as caught:
+        with pytest.raises(UserError, match="has sent no heartbeat for") as caught:
             stop(run_dir)
         assert "if far is up" in caught.value.fix
     assert attempt.stop_request.exists(), "it is heard when the host is back"

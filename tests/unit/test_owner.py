@@ -212,7 +212,7 @@ def test_a_log_of_another_shows_no_file_of_this_user(tmp_path: Path, give) -> No
         give(path)
     lines = list(log_lines(run_dir, attempt, LogChoice()))
     assert "[rank 2] line" in lines and "my key" not in " ".join(lines)
-    assert sum("is not read: " in line for line in lines) == 2, lines
+    assert sum("isles cannot read " in line for line in lines) == 2, lines
 
 
 def test_a_link_of_another_to_a_folder_shows_no_file_of_this_user(

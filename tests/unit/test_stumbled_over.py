@@ -228,7 +228,7 @@ def test_a_hub_that_does_not_run_is_listed(tmp_path: Path, capsys: Any) -> None:
         hub / "process.json", {"host": os.uname().nodename, "pid": 2**22 - 7, "started": 1}
     )
     assert main(["status", "--output-dir", str(tmp_path)]) == ExitCode.OK
-    assert "t-hub-1 is a hub, which is killed" in capsys.readouterr().out
+    assert "the hub t-hub-1 is killed" in capsys.readouterr().out
 
 
 def test_pip_without_a_network_is_said_to_be_so(tmp_path: Path, monkeypatch: Any) -> None:

@@ -53,7 +53,7 @@ def test_a_run_that_is_well() -> None:
         "  ok      processes  3 processes on 2 hosts, one on each GPU",
         "  ok      memory     10.0 GiB to 12.0 GiB of 16.0 GiB in use by each rank",
         "  ok      loss       falling: 7.2 around step 18, 5.4 around step 36",
-        "  ok      ranks      all 3 at step 40, heard of 1s ago at most",
+        "  ok      ranks      all 3 at step 40, last heartbeat 1s ago at most",
         "  ok      records    step 40 was recorded 2s ago",
     ]
     assert all(line.state == "ok" for line in check_lines(shown, is_script=True))
@@ -102,7 +102,7 @@ def test_what_is_not_well() -> None:
         ("ranks", three(r1={"step": 38}), "wrong; rank 1 on a; behind; --rank 1"),
         ("ranks", three(r0={"step": None}), "not yet; rank 0 on a; no step; logs"),
         ("ranks", snapshot(*apart, clusters=clusters, hosts=()), "wrong; y; y is silent; status"),
-        ("records", snapshot(hosts=silent), "wrong; b; from b, last heard of 40s ago; status"),
+        ("records", snapshot(hosts=silent), "wrong; b; from b, last heartbeat 40s ago; status"),
         ("records", snapshot(run=late), "wrong; ; recorded 1m 10s ago, and nothing since; logs"),
         ("records", snapshot(run=evaluating), "not yet; ; and now it is evaluating; logs"),
     )
@@ -139,7 +139,7 @@ def test_ranks_of_two_clusters_are_in_step_with_their_own() -> None:
     clusters = (ClusterRow(name="x"), ClusterRow(name="y"))
     ranks = [rank(n, cluster=name, step=s) for name, s in (("x", 40), ("y", 90)) for n in (0, 1)]
     line = line_of("ranks", snapshot(*ranks, clusters=clusters, hosts=()))
-    assert line.state == "ok" and "steps 40 to 90, those of each cluster together" in line.text
+    assert line.state == "ok" and "steps 40 to 90, each cluster in step" in line.text
     ranks[3] = rank(1, cluster="y", step=80)
     line = line_of("ranks", snapshot(*ranks, clusters=clusters, hosts=()))
     assert (line.where, line.next) == ("y rank 1 on a", "isles logs run-1 --cluster y --rank 1")

@@ -1,8 +1,9 @@
 """`isles report`: what a bug report needs of a run as one zip file, without secrets.
 
 `gather` collects texts of a run (`Bundle`), on the machine that has its directory; every text goes
-through a `Redactor`. Of a run on another machine isles there does it (`packed`), and what it sends
-is unpacked here; of several clusters each one's files are in a folder of its name.
+through a `Redactor`. For a run on another machine, isles on that machine packs the bundle
+(`packed`), and this machine unpacks it. The files of each of several clusters are in a folder with
+the cluster's name.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Found = RunDir | RemoteRun | MultiClusterRun | Path
 """A path: the state directory of a hub that was opened by itself."""
 
 MOST_BYTES = 19 * 10**6
-"""Of all texts together; packed they take less."""
+"""Largest sum of all texts, unpacked."""
 
 ANSWER = "ISLES-BUNDLE "
 """Begins the line with the file, packed in base64."""
@@ -60,10 +61,10 @@ _RECORD_BYTES, _LOG_BYTES, _ROWS_BYTES = 1 << 20, 1 << 18, 1 << 19
 _LEAST_BYTES = 1 << 13
 _README_BYTES = 1 << 18
 _LOGS_SHARE = 0.6
-"""Of what is left, that the logs of all ranks of one start may take."""
+"""Largest part of the remaining bytes that the logs of one attempt may take."""
 
 _ATTEMPTS = 4
-"""The last starts of the run whose records and logs are taken."""
+"""Number of attempts, counted from the last, whose records and logs are in the bundle."""
 
 _LINES_ELSEWHERE = 500
 _STACKS_S, _LOOK_S, _THERE_S = 10.0, 0.1, 120.0
@@ -89,7 +90,7 @@ class Bundle:
 
     Args:
         left: bytes that may still be added.
-        left_out: what is not in it, and why.
+        left_out: missing texts, each with the reason.
     """
 
     redact: Redactor
@@ -100,7 +101,7 @@ class Bundle:
     _is_cut: bool = False
 
     def add(self, name: str, text: str, about: str = "") -> None:
-        """Add one text; one that is too large is cut at its beginning."""
+        """Add one text. If the text is too large, its beginning is cut off."""
         if self._is_full(name):
             return
         data = self.redact(text).encode("utf-8", errors="replace")
@@ -150,7 +151,7 @@ class Bundle:
             return
         except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
             why = getattr(error, "strerror", None) or error
-            self.left_out.append(f"{name}: cannot be read: {why}")
+            self.left_out.append(f"{name} cannot be read ({why})")
             return
         if size > most:
             # From the next whole line on: half of a secret would not be known as one.
@@ -223,7 +224,7 @@ def _owner(found: Found) -> str:
 
 
 def is_inside(found: Found, path: Path) -> bool:
-    """Whether a path is in the run directory, so that nobody need be asked."""
+    """Whether a path is in the run directory, so that isles need not ask."""
     if isinstance(found, RemoteRun):
         return False
     folder = found if isinstance(found, Path) else found.path
@@ -234,7 +235,7 @@ def write_report(path: Path, bundle: Bundle) -> int:
     """Write the file, readable by this user alone; its size.
 
     Raises:
-        UserError: it is there already, or cannot be written.
+        UserError: the file exists, or cannot be written.
     """
     if path.exists():
         raise UserError(
@@ -256,7 +257,7 @@ def write_report(path: Path, bundle: Bundle) -> int:
 
 
 def contents(bundle: Bundle) -> list[str]:
-    """What is in a report, a line for each file."""
+    """Contents of a report, one line per file."""
     width = max(map(len, bundle.files))
     lines = []
     for name, data in sorted(bundle.files.items()):
@@ -328,7 +329,7 @@ def _ask_stacks(bundle: Bundle, attempt: Attempt) -> None:
         why = error.what
     if ranks:
         text = json.dumps(ranks, indent=1)
-        bundle.add("stacks-now.json", text, "where each rank stands at this moment")
+        bundle.add("stacks-now.json", text, "the stack of each rank")
     else:
         bundle.left_out.append(f"stacks-now.json: {why}")
 
@@ -382,7 +383,7 @@ def _gather_remote(bundle: Bundle, run: RemoteRun, output_dir: Path) -> None:
         known = last_report(output_dir, run)
         if known is not None:
             text = json.dumps({"at": known[0], **known[1]}, indent=1)
-            bundle.add("status-last-known.json", text, "what `isles status` was told at last")
+            bundle.add("status-last-known.json", text, "the last answer to `isles status`")
 
 
 def _unpacked(data: bytes) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from isles.errors import UserError
 from isles.run.env import inherited
 
 _PATIENCE_S = 30.0
-"""Interval of the lines that name the clusters for which a command waits."""
+"""Interval of the lines that list the clusters that a command waits for."""
 
 _END_S = 30.0
 """How long a command may take to end once it was interrupted."""
@@ -34,7 +34,7 @@ class Line:
 
 
 class Children:
-    """Processes and what they print. Ctrl+C does not reach them."""
+    """Child processes and their output. Ctrl+C does not reach them."""
 
     def __init__(self) -> None:
         self.left: list[str] = []
@@ -45,7 +45,7 @@ class Children:
     def start(
         self, child: str, argv: Sequence[str], environ: Mapping[str, str] | None = None
     ) -> None:
-        """Start a command; `environ`: variables that it has besides those of this process."""
+        """Start a command. `environ` adds variables to the environment of this process."""
         process = subprocess.Popen(
             argv,
             env={**inherited(), **(environ or {})},
@@ -97,7 +97,7 @@ class Children:
                     process.stdin.close()
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to those that are left; after SIGKILL also wait for their ends."""
+        """Send a signal to all remaining children. After SIGKILL, wait for their ends."""
         for process in self._processes.values():
             if process.poll() is None:
                 process.send_signal(number)
@@ -107,7 +107,7 @@ class Children:
 
 @dataclass(slots=True)
 class Ended:
-    """Exit code of a command, and what it printed."""
+    """Exit code and output of a command that has ended."""
 
     code: int = 0
     out: list[str] = field(default_factory=list)
@@ -127,14 +127,14 @@ def run_all(
     stdin: str = "",
     environs: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Ended]:
-    """Run an isles command for each cluster, all at once, to their ends.
+    """Run an isles command for each cluster, in parallel, and wait for all.
 
     Ctrl+C interrupts them, and is raised again when they have ended.
 
     Args:
         commands: the words after `isles`, by the names of the clusters.
-        doing: what they do, for the user who waits: `starting`.
-        show: called with every line as it comes.
+        doing: description for the waiting user, such as `starting`.
+        show: called with each line of output.
     """
     found = {name: Ended() for name in commands}
     children = Children()

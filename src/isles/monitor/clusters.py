@@ -1,7 +1,8 @@
 """Multi-cluster runs: status, outcome, stopping.
 
-Such a run is a parent whose children are the runs of its clusters. Each verb does its work with all
-children at once (`children.py`), and adds what the hub reports. `multi_cluster.py` starts them.
+Such a run is a parent whose children are the runs of its clusters. Each command works on all
+children in parallel (`children.py`), and adds the report of the hub. `multi_cluster.py` starts the
+children.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ PrintLine = Callable[[str], object]
 
 
 def cluster_reports(run: MultiClusterRun) -> dict[str, RunReport]:
-    """Reports of the clusters that were started; all machines are asked at once."""
+    """Reports of the clusters that were started. isles queries all machines in parallel."""
     there = {c.name: found for c in run.clusters if (found := run_of(run, c)) is not None}
     reports = reports_of(list(there.values()), run.path.parent)
     return dict(zip(there, reports, strict=True))
@@ -63,12 +64,12 @@ def furthest(run: MultiClusterRun) -> str | None:
 
 
 def place_of(cluster: ClusterRun) -> str:
-    """What is typed on this machine to mean the run of a cluster."""
+    """Argument that names the run of a cluster on this machine."""
     return f"{cluster.ssh}:{cluster.path}" if cluster.ssh else cluster.path
 
 
 def hub_line(run: MultiClusterRun) -> JoinLine:
-    """The join line by which this machine reaches the hub of a run.
+    """The join line that connects this machine to the hub of a run.
 
     Raises:
         ConfigError: it is not known.
@@ -81,9 +82,9 @@ class MultiClusterReport:
     """A multi-cluster run at one moment.
 
     Args:
-        clusters: reports of those that were started, by name.
-        hub: its answer to `/v1/status`; None where there is none.
-        hub_error: why there is none.
+        clusters: reports of the started clusters, by name.
+        hub: its answer to `/v1/status`, or None.
+        hub_error: the reason if `hub` is None.
     """
 
     run: MultiClusterRun
@@ -144,7 +145,7 @@ def multi_cluster_lines(report: MultiClusterReport) -> list[str]:
         lines += _model_lines(run, report.clusters)
     elif not any(r.state in ALIVE for r in report.clusters.values()):
         typed = f"`{run.typed}`" if run.typed else "`isles train` with its run file"
-        lines.append(f"  {typed} goes on with all of them")
+        lines.append(f"  {typed} resumes all of them")
     lines.append(f"  directory  {run.path}")
     return lines
 
@@ -206,7 +207,11 @@ def _bucket_lines(report: MultiClusterReport) -> list[str]:
     lines = [f"  bucket     {url}"]
     for name, member in report.members.items():
         if name not in here:  # of another run file, perhaps at another site
-            heard = f", heard {member['heard_s']:.0f}s ago" if member["state"] == "living" else ""
+            heard = (
+                f", last heartbeat {member['heard_s']:.0f}s ago"
+                if member["state"] == "living"
+                else ""
+            )
             text = f"{name}, started elsewhere: {member['state']} at step {member['step']}{heard}"
             lines.append(f"  cluster    {text}")
     return [*lines, *waiting_lines(report.hub or {})]
@@ -276,14 +281,14 @@ def _remarks(report: MultiClusterReport) -> list[str]:
         exposed_s = outer.get("exposed_s") or 0.0
         if exposed_s > max(_WAITED_S, outer.get("hidden_s") or 0.0):
             waited = format_duration(exposed_s)
-            lines.append(f"{name}: has waited {waited} for averages, with no step meanwhile")
+            lines.append(f"{name}: has waited {waited} for averages, without a step")
         if member and member.get("refused"):
             lines.append(f"{name}: {member['refused']}")
     return lines
 
 
 def group_by_run(reports: Sequence[RunReport], output_dir: Path) -> list[RunReport]:
-    """Rows of the table of all runs: clusters stand below their run, which has a row of its own.
+    """Rows of the table of all runs. Each cluster has a row below the row of its run.
 
     Args:
         reports: of all runs, the newest first.
@@ -360,7 +365,7 @@ def outcome_lines(run: MultiClusterRun, codes: Mapping[str, int]) -> tuple[list[
     lines += _model_lines(run, reports)
     if state != "finished" and not any(r.state in ALIVE for r in reports.values()):
         typed = f"`{run.typed}`" if run.typed else "the same `isles train` command"
-        lines.append(f"  {typed} goes on with all of them")
+        lines.append(f"  {typed} resumes all of them")
     return lines, worst(codes.values())
 
 
@@ -405,10 +410,10 @@ def _version(report: RunReport) -> tuple[int, str]:
 def stop_clusters(
     run: MultiClusterRun, *, now: bool, timeout: str, print_line: PrintLine, warn: PrintLine
 ) -> int:
-    """Stop all clusters of a run at once, then their hub.
+    """Stop all clusters of a run in parallel, then their hub.
 
     Returns:
-        0 where nothing of it runs any more; else the highest exit code of the clusters' stops.
+        0 if no part of the run is alive. Otherwise the highest exit code of the stops.
     """
     run.require_own("stop the runs that it names")
     words = ["--now"] if now else []
@@ -423,7 +428,7 @@ def stop_clusters(
     ended = run_all(commands, doing="stopping", print_line=print_line, show=show)
     code = max((end.code for end in ended.values()), default=ExitCode.OK)
     if code and run.meets:
-        print_line("the hub goes on for those that run")
+        print_line("the hub continues for the clusters that run")
     elif run.meets and not run.hub and end_hub(run.state):
         print_line(f"{run.name} has stopped, and its hub has ended")
     elif not code:

@@ -51,8 +51,9 @@ class Follower:
     """Base class: something that is followed to its end.
 
     Args:
-        typed: what is typed after a verb to mean it.
-        console, errors: for progress and results; for failures and remarks.
+        typed: argument that names the run on the command line.
+        console: gets progress and results.
+        errors: gets failures and remarks.
     """
 
     def __init__(self, name: str, typed: str, console: Console, errors: Console) -> None:
@@ -62,22 +63,22 @@ class Follower:
         self.errors = errors
 
     def look(self) -> int | None:
-        """Show what is new; the exit code once there is nothing left to follow."""
+        """Show new output. Returns the exit code once the run has ended."""
         raise NotImplementedError
 
     def handle(self, number: signal.Signals) -> int | None:
-        """Handle SIGINT or SIGTERM; the exit code where that ends the following."""
+        """Handle SIGINT or SIGTERM. Returns the exit code if the signal ends the follower."""
         raise NotImplementedError
 
     def close(self) -> None:
         """Release what following holds; may be called more than once."""
 
     def print_line(self, line: str) -> None:
-        """Print a line beside the progress."""
+        """Print a line next to the progress bar."""
         self.errors.print_lines([line])
 
     def follow(self, signals: Signals, pause: Callable[[float], object] = time.sleep) -> int:
-        """Follow to the end: the exit code; 0 where the terminal was closed and the run goes on."""
+        """Follow to the end. Returns the exit code, or 0 if the terminal closes."""
         try:
             while True:
                 code = self.look()
@@ -90,7 +91,8 @@ class Follower:
                 pause(_POLL_S)
         except BrokenPipeError:
             self.print_line(
-                f"nobody reads this any more; {self.name} goes on: isles status {self.typed}"
+                f"the reader has closed this output, and {self.name} continues: "
+                f"isles status {self.typed}"
             )
             raise
         finally:
@@ -101,7 +103,7 @@ class RunFollower(Follower):
     """Follows a run whose directory is seen here: a bar on a terminal, plain lines elsewhere.
 
     Args:
-        is_begun: show only what is new from now on.
+        is_begun: show only new output.
     """
 
     def __init__(
@@ -224,7 +226,7 @@ class _Bar:
 
 
 class _Watch:
-    """Reads what is new in the records of an attempt since the last look."""
+    """Reads the new entries in the records of an attempt."""
 
     def __init__(self, run_dir: RunDir, attempt: Attempt, *, is_begun: bool) -> None:
         self.status: dict[str, Any] = {}

@@ -84,12 +84,12 @@ def hub_lines(state: Path, record: dict[str, Any]) -> list[str]:
         lines += [f"  weight     {note}" for note in heavy_notes(answer)]
         lines += _member_lines(answer["members"])
     if record["state"] in ("stopped", "killed"):
-        lines.append("  `isles hub` with its run file goes on with it")
+        lines.append("  `isles hub` with its run file resumes it")
     return [*lines, f"  join line  {state / 'join'}", f"  directory  {state}"]
 
 
 _SILENT = ("living", "dropped")
-"""States of a member whose last heartbeat tells something."""
+"""States of a member whose heartbeat matters."""
 
 
 def _member_lines(members: list[dict[str, Any]]) -> list[str]:
@@ -124,8 +124,8 @@ class HubNews:
     """Events and averages of a hub that are new since the last look.
 
     Args:
-        line: gives the join line; called at each look.
-        since: seconds since the epoch; what was before is not shown. None: its last start.
+        line: returns the join line. Called for each query.
+        since: seconds since the epoch. Older events are not shown. Default: the hub's last start.
     """
 
     def __init__(self, line: Callable[[], JoinLine], since: float | None = None) -> None:
@@ -141,8 +141,8 @@ class HubNews:
     def look(self) -> list[tuple[float, str, str]]:
         """The time, the kind and the text of each, in order.
 
-        The kind is that of an event, `round` for an average, `silent` once where the hub does not
-        answer, and `again` where it does again.
+        The kind is the kind of an event, `round` for an average, `silent` when the hub stops
+        answering, or `again` when the hub answers again.
         """
         now = time.time()
         try:
@@ -188,10 +188,10 @@ class HubNews:
 
 
 def opening_lines(hub: OpenHub, *, shows_line: bool) -> list[str]:
-    """Where a hub is, and what is typed elsewhere to join it.
+    """Lines with the address of a hub and the command that joins it.
 
     Args:
-        shows_line: show the join line, a secret: not where the output goes to a file.
+        shows_line: print the join line. It is a secret, so not if the output is a file.
     """
     line = hub.line
     paste = line.secret_text() if shows_line else f"cat {hub.join_file}"
@@ -208,19 +208,19 @@ def opening_lines(hub: OpenHub, *, shows_line: bool) -> list[str]:
         ]
     return [
         *lines,
-        "The join line is a secret: who has it takes part. It stands in the file",
+        "The join line is a secret, because it lets anyone join. It is in the file",
         f"    {hub.join_file}",
-        "Copy that file to the other sites, and type at each of them, for example",
+        "Copy that file to the other sites, and run on each site, for example",
         "    isles join FILE",
         "    isles join FILE --on slurm launcher.partition=gpu nodes=4 gpus_per_node=8",
-        "or type `isles join -` there, and paste the line:",
+        "or run `isles join -` on the site, and paste the line:",
         f"    {paste}",
         "",
     ]
 
 
 class HubFollower(Follower):
-    """Shows which clusters join and leave a hub, and what is averaged, until it ends."""
+    """Shows which clusters join and leave a hub, and its averages, until the hub ends."""
 
     def __init__(self, hub: OpenHub, console: Console, errors: Console) -> None:
         super().__init__(hub.state.name, hub.state.name, console, errors)
@@ -240,7 +240,7 @@ class HubFollower(Follower):
             raise CommunicationError(
                 "\n    ".join(["the hub has ended; the end of its log:", *lines]),
                 where=str(log),
-                fix="type the command again: it goes on where it was, and the clusters come back",
+                fix="run the same command again: the hub resumes, and the clusters reconnect",
             )
         if time.monotonic() >= self._ask_at:
             for at, _, text in self._news.look():

@@ -34,7 +34,7 @@ class LineTail:
     """Reads whole lines of a file as they appear; the file may come late, shrink or be replaced.
 
     Args:
-        last: how many of the lines that are there already come first; None: all.
+        last: number of existing lines to start with. None means all.
     """
 
     def __init__(self, path: Path, *, last: int | None = None) -> None:
@@ -68,7 +68,7 @@ class LineTail:
         except (UnsupportedOperation, PermissionError) as error:
             if not self._is_refused:
                 self._is_refused = True
-                yield f"isles: {self.path} is not read: {error.strerror or error}"
+                yield f"isles cannot read {self.path} ({error.strerror or error})"
             return
         if final and self._rest:
             line, self._rest = self._rest, b""
@@ -125,8 +125,8 @@ class LogChoice:
     Args:
         rank: only this rank, without a prefix; None: all ranks and agents.
         node: only this node; None: all.
-        last: lines of each log that are there already; None: all.
-        follow: go on until the run ends.
+        last: number of existing lines per log. None means all.
+        follow: keep printing until the run ends.
         attempt: its number; None: the last.
         is_here: only what this machine sees.
         by_node: one node after the other, below headlines.
@@ -263,7 +263,7 @@ class LogFiles:
         return found
 
     def node_of(self, rank: int) -> int | None:
-        """The node that has a rank; None where there is only one."""
+        """The node that has a rank, or None for a run on one node."""
         record = read_record(self._attempt.rank_record(rank))
         if record is not None:
             at = [node for node, host in self.nodes.items() if host == record.get("host")]

@@ -1,7 +1,7 @@
 """Starts and follows a multi-cluster run.
 
-Each cluster is started, followed and stopped by an isles command of its own, as a process, so that
-launchers that need the terminal's signals or the working directory do not meet.
+A separate isles process starts, follows and stops each cluster. So launchers that need the
+terminal's signals or the working directory do not get in each other's way.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Choice:
     """What a start will do.
 
     Args:
-        is_resumed: whether the folder of the run is there.
+        is_resumed: whether the folder of the run exists.
         todo: clusters to start, and the `--resume` of each.
-        running: clusters that run already, and are only followed.
+        running: clusters that run already, which isles only follows.
         note: lines for the user.
     """
 
@@ -90,7 +90,7 @@ def choose(loaded: Loaded, resume: str) -> Choice:
         found = [old for old in found if not old.owner][-1:]
     if not found and resume != "auto":
         raise UserError(
-            f"{resume} is no multi-cluster run",
+            f"{resume} is not a multi-cluster run",
             where="--resume",
             fix="give the folder that has clusters.json, or `--resume no` for a new run",
             id="run.unknown",
@@ -101,7 +101,7 @@ def choose(loaded: Loaded, resume: str) -> Choice:
     choice = _go_on(loaded, found[0], run, may_change=resume != "auto")
     if choice.todo or choice.running or resume != "auto":
         return choice
-    return replace(fresh, note=f"{found[0].name} is finished; this is a new run: {run.name}")
+    return replace(fresh, note=f"{found[0].name} is finished, so this is a new run: {run.name}")
 
 
 def _go_on(
@@ -132,7 +132,7 @@ def _go_on(
     )
     if not todo and not running:  # no cluster is left from which a new one could take the weights
         return Choice(run, True, {})
-    lines = [f"going on with {run.name}"]
+    lines = [f"resuming {run.name}"]
     if running:
         are = "run" if len(running) > 1 else "runs"
         lines.append(f"  {', '.join(running)} {are} already: followed, not started")
@@ -145,7 +145,7 @@ def _go_on(
     for name in [name for name in known if name not in names]:
         text = f"  {name} is no longer in the run file, and is not waited for"
         if name in reports and reports[name].state in ALIVE:
-            text += f"; it still runs: isles stop {reports[name].name}"
+            text += f". It still runs (isles stop {reports[name].name})"
         lines.append(text)
     saved = [r.checkpoint_step for r in reports.values() if r.checkpoint_step is not None]
     lines += _changes(loaded, old, max(saved, default=None), may_change=may_change)
@@ -224,7 +224,7 @@ class MultiClusterStart:
         return "\n".join(lines)
 
     def start(self) -> MultiClusterRun:
-        """Start what is to be started; where one start fails, nothing is left running.
+        """Start the clusters. If one cluster cannot start, stop the others.
 
         Raises:
             UserError: clusters cannot be started.
@@ -283,7 +283,7 @@ class MultiClusterStart:
         is_set = "outer.min_clusters" in self._loaded.origins
         if not is_set or there < max(1, self._outer.min_clusters):
             raise error
-        self._options.warn(f"{error}\n  the others go on, as outer.min_clusters allows")
+        self._options.warn(f"{error}\n  the others continue, as outer.min_clusters allows")
 
     def _with_keys(self, name: str, text: str) -> str:
         # To itself each cluster is the only one: its keys are those of the run file of all.
@@ -368,7 +368,7 @@ class MultiClusterStart:
         if address is None:
             if line is None:
                 return None
-            what = "a join line is given, and the run file opens a hub of its own"
+            what = "a join line is given, but the run file also opens a hub"
             fix = f"outer.hub={line.address}"
         elif line is None:
             what = f"the hub is at {address}, and its join line is not known here"
@@ -421,7 +421,7 @@ class ClustersFollower(Follower):
     """Follows all clusters of a run until they end: one stream, each line with its cluster's name.
 
     Args:
-        running: clusters that ran before; only what is new is shown of them.
+        running: clusters that ran before. Only their new output is shown.
     """
 
     def __init__(

@@ -49,13 +49,13 @@ def report_outcome(run_dir: RunDir, attempt: Attempt, console: Console, errors: 
         case "running":
             errors.print_lines([f"{run_dir.name} is still closing; {status} says when it is done"])
         case "queued":
-            errors.print_lines([f"{run_dir.name} waits in the queue; {status} says how it is"])
+            errors.print_lines([f"{run_dir.name} waits in the queue. Its state: {status}"])
         case "unknown":
             what = f"is {state.process.host if state.process else 'its host'} up?"
             if state.last_seen_at is not None:
                 at = datetime.fromtimestamp(state.last_seen_at).strftime("%H:%M:%S")
-                what = f"its last sign of life was at {at}; {what}"
-            errors.print_lines([f"error: {run_dir.name} is not heard of any more: {what}"])
+                what = f"its last heartbeat was at {at}. {what}"
+            errors.print_lines([f"error: {run_dir.name} sends no heartbeat any more. {what}"])
     recorded = number_of(state.outcome, "exit_code")
     if recorded is not None:
         return int(recorded)
@@ -63,7 +63,7 @@ def report_outcome(run_dir: RunDir, attempt: Attempt, console: Console, errors: 
 
 
 def finished_lines(run_dir: RunDir) -> list[str]:
-    """Figures of a finished run, where its results lie, and what can be done next."""
+    """Lines for a finished run: its metrics, the place of its results and the next commands."""
     summary = read_record(run_dir.summary) or {}
     head = f"{run_dir.name} is finished"
     if (steps := number_of(summary, "steps")) is not None:
@@ -92,7 +92,7 @@ def finished_lines(run_dir: RunDir) -> list[str]:
     ]
     lines += [f"  {name:<12} {shown_place(path)}" for name, path in places if path.exists()]
     if script_of(run_dir) is not None:
-        return [*lines, f"  what it printed: isles logs {typed_name(run_dir)}"]
+        return [*lines, f"  its output: isles logs {typed_name(run_dir)}"]
     return [
         *lines,
         "next:",
@@ -122,7 +122,7 @@ def _bring_lines(run_dir: RunDir) -> list[str]:
 
 
 def root_cause(attempt: Attempt) -> dict[str, Any] | None:
-    """The error that ended an attempt: an error record, or the outcome's; None if there is none.
+    """The error that ended an attempt, from an error record or the outcome, or None.
 
     A rank's own error comes before the agent's decision, and that before the errors of ranks
     that only lost the connection to others. Among equals the earliest is the cause.
@@ -168,7 +168,7 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
     """The failure of an attempt as it is printed; the first line begins with `error: `.
 
     Args:
-        then: lines for the end, before those that name `isles explain`.
+        then: lines before the lines about `isles explain`.
     """
     outcome = read_record(attempt.outcome) or {}
     full_disk = ""

@@ -43,10 +43,10 @@ ANSWER = "ISLES-REPORT "
 
 _RETRY_S = 2.0
 _GIVE_UP_S = 600.0
-"""How long a lost connection is tried again."""
+"""Time after a lost connection during which isles reconnects."""
 
 _STEADY_S = 20.0
-"""A connection that has lasted so long starts the time to give up anew."""
+"""After a connection of this length, the time to give up starts from zero again."""
 
 
 def report_of(found: RunDir | RemoteRun, output_dir: Path) -> RunReport:
@@ -60,20 +60,20 @@ def report_of(found: RunDir | RemoteRun, output_dir: Path) -> RunReport:
         raise PreflightError(
             report.reason,
             where=f"host {found.host}",
-            fix=f"try it by hand: {Shell(found.ssh).by_hand}",
+            fix=f"try it manually: {Shell(found.ssh).by_hand}",
             id="host.answers",
         )
     return report
 
 
 def reports_of_all(output_dir: Path) -> list[RunReport]:
-    """The status of every run, the newest first; also of those that cannot be reached."""
+    """The status of every run, the newest first, including runs on unreachable machines."""
     reports = reports_of([*list_runs(output_dir), *remote_runs(output_dir)], output_dir)
     return sorted(reports, key=lambda report: report.begun_at or 0.0, reverse=True)
 
 
 def reports_of(runs: Sequence[RunDir | RemoteRun], output_dir: Path) -> list[RunReport]:
-    """The status of some runs, in their order; each machine is asked once, and all at once."""
+    """The status of some runs, in their order. Queries each machine once, all in parallel."""
     here = [run for run in runs if isinstance(run, RunDir)]
     groups: dict[tuple[object, ...], list[RemoteRun]] = defaultdict(list)
     for run in runs:
@@ -209,7 +209,7 @@ class RemoteFollower(Follower):
     That isles draws the progress on this terminal, and reads signals as words on its stdin.
 
     Args:
-        is_begun: show only what is new.
+        is_begun: show only new output.
     """
 
     def __init__(
@@ -252,8 +252,8 @@ class RemoteFollower(Follower):
         if self._lost_at is None or now - self._tried_at > _STEADY_S:
             self._lost_at = now
             self.print_line(
-                f"the connection to {self._run.host} is lost; the run goes on there. Trying "
-                f"again for {format_duration(_GIVE_UP_S)}; Ctrl+C leaves it running"
+                f"the connection to {self._run.host} is lost, but the run continues. isles "
+                f"reconnects for {format_duration(_GIVE_UP_S)}. Ctrl+C leaves the run running"
             )
         self._tried_at = now
         return None
@@ -361,7 +361,7 @@ def _stop_pods(
     if any(pod.is_running for pod in place.kubectl.pods(place.job)):
         code = ask(run, words)
     else:
-        print_line(f"no pod of {run.name} runs; what it has saved is on its claim")
+        print_line(f"no pod of {run.name} is running. Its checkpoints are on its volume claim")
     if code == 0:
         place.delete()
     return code

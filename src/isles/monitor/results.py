@@ -86,7 +86,7 @@ def verify(
         try:
             damage = verify_checkpoint(folder)
         except UserError as error:  # the others are still to be verified
-            print_line(f"{folder.name}: cannot be verified: {error.what}")
+            print_line(f"{folder.name} cannot be verified: {error.what}")
             print_line(f"  {error.fix}")
             code = ExitCode.TRAINING
             continue
@@ -224,7 +224,7 @@ def _needed_copy(run_dir: RunDir) -> RunStore:
     raise UserError(
         "its run file names no checkpoint.remote",
         where=str(run_dir.path),
-        fix="`isles train run.yaml checkpoint.remote=URL` goes on with it, and sends them",
+        fix="`isles train run.yaml checkpoint.remote=URL` resumes the run and uploads them",
         id="run.checkpoint",
     )
 
@@ -267,9 +267,10 @@ def _run_here(
     verb: Sequence[str],
     options: Mapping[str, object] | None = None,
 ) -> RunDir | int:
-    """The run that a verb means; of a multi-cluster run that of the cluster that is furthest.
+    """The run that a command names. For a multi-cluster run, the run of the most advanced cluster.
 
-    Where its directory is on another machine, isles there runs the verb: its exit code.
+    If the run is on another machine, isles on that machine runs the command. Then this returns
+    the exit code.
     """
     from isles.launch.remote.login import pass_on
     from isles.launch.worker import option_words

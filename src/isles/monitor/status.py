@@ -57,11 +57,11 @@ class NodeReport(BaseModel, frozen=True):
     """One node of a run.
 
     Args:
-        address: where the other nodes reach it; empty: not known.
-        ranks: its first and its last rank; None: not known.
-        pid: of its agent, or of its first rank; None: it has not come yet.
+        address: address for the other nodes, or empty if unknown.
+        ranks: its first and its last rank, or None if unknown.
+        pid: PID of its agent or of its first rank. None until the node has connected.
         is_running: as far as the first node knows.
-        last_seen_s: seconds since its last heartbeat; None: not known.
+        last_seen_s: seconds since its last heartbeat, or None if unknown.
     """
 
     node: int
@@ -77,7 +77,7 @@ class NodeReport(BaseModel, frozen=True):
 class RunReport(BaseModel, frozen=True):
     """A run at one moment, as `isles status --json` gives it; of another version, as far as known.
 
-    Times are seconds since the epoch, `_s` seconds; None where nothing is known.
+    Times are seconds since the epoch. Names with `_s` are seconds. None means unknown.
     """
 
     name: str = ""
@@ -117,9 +117,9 @@ class RunReport(BaseModel, frozen=True):
     """State of that job, in the queue's words."""
     last_seen_at: float | None = None
     on: str = ""
-    """The machine that has the run directory, as ssh takes it; empty: it is seen here."""
+    """ssh name of the machine with the run directory. Empty if this machine sees the directory."""
     nodes: tuple[NodeReport, ...] = ()
-    """Empty where there is only one."""
+    """Empty for a run on one node."""
     hangs: tuple[str, ...] = ()
     """Steps that took far too long."""
     checked: str = ""
@@ -214,25 +214,25 @@ def _whole(record: dict[str, Any], key: str) -> int | None:
 
 
 def generate_command(run_dir: RunDir, prompt: str) -> str:
-    """The command that asks a finished run for text: for an answer, where it has a template."""
+    """The command that generates text with a finished run, with --chat if it has a template."""
     has_template = (run_dir.tokenizer / "chat_template.jinja").is_file()
     chat = "--chat " if has_template else ""
     return f'isles generate {typed_name(run_dir)} {chat}--prompt "{prompt}"'
 
 
 def next_start(run_dir: RunDir) -> str:
-    """The command that goes on with a run that has ended, and from where it does."""
+    """The command that resumes an ended run, and its step."""
     typed, newest = typed_command(run_dir), newest_checkpoint(run_dir)
     resume = _resume_of(run_dir)
     command = f"`{typed}{resume}`" if typed else f"the same `isles train` command{resume}"
     if script_of(run_dir) is not None:
         return f"{command} starts the script again"
-    start = f"step {newest.step}" if newest else "the start, as nothing was saved"
-    return f"{command} goes on from {start}"
+    start = f"step {newest.step}" if newest else "step 0, as nothing was saved"
+    return f"{command} resumes from {start}"
 
 
 def _resume_of(run_dir: RunDir) -> str:
-    # `isles train` alone goes on with the newest run of the name.
+    # `isles train` alone resumes the newest run of the name.
     match = NUMBERED.fullmatch(run_dir.name)
     runs = own_runs(run_dir.path.parent, match["name"]) if match else []
     if not runs or runs[-1].path == run_dir.path or run_dir.owner:
@@ -248,16 +248,16 @@ def _hint(run_dir: RunDir, state: AttemptState, silent_s: float | None, now_s: f
         case "new":
             hint = "it was never started"
         case "finished" | "stopped" | "failed" | "killed" if script_of(run_dir) is not None:
-            hint = f"what it printed: `isles logs {typed_name(run_dir)}`"
+            hint = f"its output: `isles logs {typed_name(run_dir)}`"
         case "finished":
             hint = f"try it: `{generate_command(run_dir, '…')}`"
         case "stopped" | "failed" | "killed":
             hint = next_start(run_dir)
         case "unknown" if (mark := read_record(run_dir.node_of)) is not None:
             first = f"{text_of(mark, 'first_node')}, its first host"
-            hint = f"it has ended here; {first}, knows how: `isles status` there"
+            hint = f"it has ended on this host. Run `isles status` on {first}, for the reason"
         case "unknown" if state.is_queue:
-            hint = "its queue cannot be asked from here: look where it was submitted"
+            hint = "this machine cannot query its queue: look where you submitted it"
         case "unknown":
             host = state.process.host if state.process else "another host"
             seen_s = now_s - (state.last_seen_at or state.begun_at or now_s)
@@ -265,14 +265,14 @@ def _hint(run_dir: RunDir, state: AttemptState, silent_s: float | None, now_s: f
             hint = f"it runs on {host}, and was {seen}: is {host} up? look there"
         case "running" if silent_s is not None and silent_s > SILENT_S:
             silent = f"it has reported nothing for {format_duration(silent_s)}"
-            hint = f"{silent}: `isles logs {typed_name(run_dir)}` shows what it was doing"
+            hint = f"{silent}: `isles logs {typed_name(run_dir)}` shows its last output"
         case _:
             pass
     return hint
 
 
 def node_reports(attempt: Attempt, now_s: float) -> tuple[NodeReport, ...]:
-    """The nodes of an attempt, by number; empty where there is only one."""
+    """The nodes of an attempt, by number. Empty for a run on one node."""
     fleet = None
     with suppress(UserError):  # of another version: what else is known of it is shown
         fleet = read_fleet(attempt)
@@ -328,7 +328,7 @@ def hang_texts(attempt: Attempt) -> tuple[str, ...]:
         took_s = number_of(record, "went_on_after_s")
         end = f"stacks of the ranks: {attempt.hangs}"
         if took_s is not None:
-            end = f"it went on after {format_duration(took_s)}"
+            end = f"it continued after {format_duration(took_s)}"
         at, step = number_of(record, "at") or 0.0, number_of(record, "step") or 0.0
         texts.append((at, step, f"{text_of(record, 'text')}; {end}"))
     return tuple(text for _, _, text in sorted(texts)[-_LISTED:])

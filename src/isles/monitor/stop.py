@@ -23,12 +23,12 @@ from isles.run.state import attempt_state, current_status, script_of
 from isles.run.stop import StopKind, kill_now, request_stop, send_signal
 
 WORDS = {signal.SIGINT: "interrupt", signal.SIGTERM: "requeue"}
-"""Lines on the stdin of `isles follow` that stand for signals."""
+"""Words on the stdin of `isles follow`, by the signal that each replaces."""
 
 _POLL_S = 0.5
 _KILL_S = 10.0
 _GLANCE_S, _SILENT_S = 5.0, 15.0
-"""Longest wait for an answer of a scheduler, and the age at which its last one says no more."""
+"""Longest wait for an answer of a scheduler, and the largest age of its last answer."""
 _COORDINATOR_S = 15.0
 """How long a coordinator may take to end the ranks of all nodes, before it is killed itself."""
 
@@ -80,7 +80,7 @@ def caught_signals() -> Iterator[Signals]:
 
 
 def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, print_line: PrintLine) -> int:
-    """Stop a run and wait until it has ended; 0 also where it does not run.
+    """Stop a run and wait for its end. Returns 0, also if the run has already ended.
 
     Raises:
         UserError: it belongs to another user, is silent, or did not end in time.
@@ -162,7 +162,7 @@ class Stopping:
         return f"pid {process.pid}" if process.is_here() else f"{process.host}, pid {process.pid}"
 
     def ask(self, kind: StopKind) -> bool:
-        """Ask it to stop, in every way there is; False where it has just ended.
+        """Request the stop in every possible way. Returns False if the run has just ended.
 
         Raises:
             UserError: there is no way, or it is silent.
@@ -212,7 +212,7 @@ class Stopping:
         return True
 
     def wait_now(self, timeout_s: float = _BY_FILES_S) -> None:
-        """Wait for the end of a run that is not to save; kill what does not end.
+        """Wait for the end of a run without a save, then kill the remaining processes.
 
         Args:
             timeout_s: longest wait for a run without a process of this user here.
@@ -259,16 +259,16 @@ class Stopping:
         silent_s = time.time() - (self.state.last_seen_at or self.state.begun_at or time.time())
         host = process.host if process else "another host"
         raise UserError(
-            f"{self._run_dir.name} runs on {host}, and has not been heard of for "
-            f"{format_duration(silent_s)}; a request to stop lies in its directory",
+            f"{self._run_dir.name} runs on {host}, but has sent no heartbeat for "
+            f"{format_duration(silent_s)}. Its directory has a request to stop",
             where=f"host {host}" + (f", pid {process.pid}" if process else ""),
-            fix=f"if {host} is up: run `isles stop {self._run_dir.path.absolute()}` there",
+            fix=f"if {host} is up, run `isles stop {self._run_dir.path.absolute()}` on {host}",
             id="stop.late",
         )
 
 
 def wait_for_end(process: ProcessId, timeout_s: float) -> bool:
-    """Wait until a process of this host has ended; False where it has not in time."""
+    """Wait until a process of this host has ended. Returns False after the timeout."""
     deadline = time.monotonic() + timeout_s
     while process.is_alive():
         left_s = deadline - time.monotonic()

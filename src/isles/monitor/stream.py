@@ -32,9 +32,9 @@ class Source:
     """A command of this machine that prints some logs.
 
     Args:
-        host: the machine that has them, for messages; empty: this one.
-        node: of which node they are; None: of all nodes that the machine sees.
-        prefix: stands before each line.
+        host: the machine that has the logs, for messages. Empty for this machine.
+        node: node of the logs. None means all nodes that the machine sees.
+        prefix: text before each line.
     """
 
     argv: Sequence[str]
@@ -48,8 +48,8 @@ def shown_lines(
 ) -> Iterator[str]:
     """The lines that `isles logs` prints: source after source, or as they come if followed.
 
-    Of a multi-cluster run each line has its cluster's name. `note` takes remarks: which logs
-    cannot be read, and where they are.
+    In a multi-cluster run each line has the name of its cluster. `note` gets remarks, such as logs
+    that cannot be read, with their place.
 
     Raises:
         UserError: there is no such attempt, rank or node.
@@ -91,9 +91,9 @@ def _sources(found: RunDir | RemoteRun, choice: LogChoice, note: Note) -> list[S
     if not (choice.node in (None, 0) or choice.node in files.nodes):
         there = ", ".join(f"{n} ({name})" for n, name in files.nodes.items()) or "0, the only one"
         raise UserError(
-            f"there is no node {choice.node} in attempt {attempt.number}",
+            f"attempt {attempt.number} has no node {choice.node}",
             where=str(attempt.path),
-            fix=f"the nodes there are: {there}",
+            fix=f"its nodes are: {there}",
             id="run.logs",
         )
     if (owner := found.owner) != "":

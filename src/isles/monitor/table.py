@@ -50,7 +50,7 @@ def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def cell(value: T | None, form: Callable[[T], str]) -> str:
-    """A value as text; `-` where it is not known."""
+    """A value as text, or `-` if the value is unknown."""
     return "-" if value is None else form(value)
 
 
@@ -89,7 +89,7 @@ def report_lines(report: RunReport) -> list[str]:
         *(("", _node_text(node)) for node in report.nodes),
         (
             "restarts",
-            f"{report.restarts}; the last: {report.last_restart}" if report.restarts else "-",
+            f"{report.restarts} (last: {report.last_restart})" if report.restarts else "-",
         ),
         *(("stuck", text) for text in report.hangs),
         *(("cluster", text) for text in _meeting_texts(report)),
@@ -115,7 +115,7 @@ def _meeting_texts(report: RunReport) -> list[str]:
     for member in (meeting or {}).get("members") or []:
         text = f"{member['name']}  {member['state']} at step {member['step']}"
         if member["state"] in ("living", "dropped"):
-            text += f", heard {format_duration(member['heard_s'])} ago"
+            text += f", last heartbeat {format_duration(member['heard_s'])} ago"
         texts.append(f"{text}; {member['slow']}" if member["slow"] else text)
     return texts
 

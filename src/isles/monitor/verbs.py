@@ -184,10 +184,10 @@ def status(
         if reports:
             console().print(runs_table(group_by_run(reports, output_dir)))
         elif not hubs:
-            print_line(f"there is no run in {output_dir}/; start one with `isles train run.yaml`")
+            print_line(f"no run found in {output_dir}/. Start one with `isles train run.yaml`")
         for state in hubs:
             how = "runs" if hub_process(state) is not None else f"is {resting_state(state)}"
-            print_line(f"{state.name} is a hub, which {how}: isles status {state.name}")
+            print_line(f"the hub {state.name} {how}: isles status {state.name}")
     elif isinstance(found := find_any(run, output_dir), MultiClusterRun):
         whole = multi_cluster_report(found)
         print_line(
@@ -212,7 +212,7 @@ def status_records(*paths: Path) -> int:
 
 
 def end_with_stdin() -> None:
-    """End this process once the other end of its stdin is closed: nobody reads any more."""
+    """End this process once the other end of its stdin is closed."""
 
     def wait() -> None:
         sys.stdin.read()
@@ -371,8 +371,12 @@ def hub(
         print_line("\n".join(opening_lines(meeting, shows_line=sys.stdout.isatty())))
         if detach:
             return ExitCode.OK
-        how = "ends it; typed again it goes on" if meeting.is_new else "leaves it running"
-        print_line(f"Ctrl+C {how}; closing this terminal leaves it running\n")
+        how = (
+            "ends the hub, and the same command resumes it"
+            if meeting.is_new
+            else "leaves the hub running"
+        )
+        print_line(f"Ctrl+C {how}. Closing this terminal leaves it running\n")
         return HubFollower(meeting, console(), console(stderr=True)).follow(signals)
 
 

@@ -1,6 +1,6 @@
 """Columns of the tables of `isles top`, each figure a word of text; and a snapshot as such lines.
 
-The lines are for where there is no terminal to draw on.
+isles prints the lines if the output is not a terminal.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def _head_lines(run: Head) -> list[str]:
         saved += cell(run.saved_age_s, lambda s: f", {format_duration(s)} ago").replace("-", "")
     more = [run.reason if run.reason != run.state else "", saved]
     if run.restarts:
-        more.append(f"restarts {run.restarts}; the last: {run.last_restart}".rstrip(": "))
+        more.append(f"restarts {run.restarts}, last: {run.last_restart}".removesuffix(", last: "))
     first = "  ".join(part for part in (run.name, state, steps, left) if part)
     known = " · ".join(figure for figure in figures if figure != "-")
     return [line for line in (first, known, *more) if line]

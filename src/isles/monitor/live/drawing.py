@@ -37,12 +37,12 @@ RANKS, CLUSTERS = 0, 3
 SMALLEST = (60, 16)
 """Columns and lines below which nothing is drawn."""
 LARGE = (150, 44)
-"""From this size on all tables are drawn at once."""
+"""Smallest screen that shows all four tables together (columns, lines)."""
 OLD_S = 10.0
 
 BAD, WORRY, GOOD, FAINT, HERE = "bold red", "bold magenta", "green", "dim", "reverse"
-"""Of the sixteen colours that terminals choose themselves, those that are readable on black and on
-white. Nothing is told by colour alone."""
+"""Terminal colors that are readable on black and on white, out of the sixteen that each terminal
+defines. Color is never the only sign."""
 _MARKS = {"dead": BAD, "silent": BAD, "straggler": WORRY, "throttled": WORRY}
 _STATES = {"running": GOOD, "finished": GOOD, "failed": BAD, "killed": BAD, "unreachable": BAD}
 _PARTS = (("░", "cyan"), ("█", "green"), ("▚", "blue"), ("·", "red"))
@@ -52,9 +52,9 @@ LEGENDS = (
     "░dat█cmp▚net·wait",
 )
 _WIDEST = 28
-"""Of a column of words; longer ones end in an ellipsis. Numbers are never cut."""
+"""Largest width of a column of words. Longer words end in an ellipsis, numbers are never cut."""
 _NOTE = 16
-"""The last column is drawn where it has at least so much."""
+"""Smallest width of the last column. If the screen leaves less, the column is hidden."""
 
 
 @dataclass(slots=True)
@@ -62,17 +62,17 @@ class TableView:
     """What a person has chosen of one table."""
 
     sort: str = ""
-    """Head of the column that it is sorted by; empty: as it comes."""
+    """Header of the column that sorts the table, or empty for the original order."""
     is_reversed: bool = False
     shift: int = 0
     """Columns that have been moved out to the left."""
     chosen: tuple[Value, ...] | None = None
     index: int = 0
-    """Of the chosen row, among those that the filter lets through."""
+    """Index of the chosen row among the filtered rows."""
     first: int = 0
-    """Of the rows that are drawn."""
+    """Index of the first row on the screen."""
     widths: dict[str, int] = field(default_factory=dict)
-    """Of columns, the widest so far: a figure that changes moves no other."""
+    """Largest width so far of each column, so that a new value never moves other columns."""
 
 
 @dataclass(slots=True)
@@ -86,17 +86,17 @@ class View:
 
 @dataclass(slots=True)
 class Drawn:
-    """A screen, and what is where on it."""
+    """A screen, with the place of each header and row."""
 
     lines: list[Text] = field(default_factory=list)
     heads: list[tuple[int, int, int, int, str]] = field(default_factory=list)
-    """Line, first cell, cell behind the last, table, head of the column."""
+    """Line, first cell, cell behind the last, table, header of the column."""
     rows: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By line: table, and index of the row."""
     chosen: Row | None = None
     """The chosen row of the table that has the keys."""
     heads_of_table: list[str] = field(default_factory=list)
-    """Of the same table: what it can be sorted by."""
+    """Headers of the same table that can sort it."""
     count: int = 0
     page: int = 1
     has_more_columns: bool = False
@@ -105,12 +105,12 @@ class Drawn:
 def draw(
     snapshot: Snapshot, view: View, size: tuple[int, int], *, age_s: float, error: str
 ) -> Drawn:
-    """Draw all but the last line, which is that of the keys.
+    """Draw the screen without its last line, which shows the keys.
 
     Args:
         size: columns and lines of the terminal.
-        age_s: since the newest snapshot has come.
-        error: why no newer one comes; empty: nothing is wrong.
+        age_s: age of the newest snapshot.
+        error: why no newer snapshot comes, or empty.
     """
     width, height = size
     drawn = Drawn()
@@ -215,7 +215,7 @@ def _fields(snapshot: Snapshot, width: int) -> list[Text]:
 
 
 def curve(points: Sequence[Point], width: int) -> str:
-    """The loss as a line of blocks, from the first step to the newest; empty: there is none."""
+    """The loss as a line of blocks, from the first step to the newest. Empty without a loss."""
     losses = [p.loss for p in points if p.loss is not None and math.isfinite(p.loss)]
     if len(losses) < 2:
         return ""
@@ -228,7 +228,7 @@ def curve(points: Sequence[Point], width: int) -> str:
 
 
 def note_lines(notes: Sequence[str], width: int, limit: int) -> list[Text]:
-    """Notes, the worst first; the last line counts those that have no room."""
+    """Notes, the worst first. The last line counts the notes that do not fit."""
     lines: list[Text] = []
     for index, note in enumerate(notes):
         own = _wrapped(note, width - 4, 99)
@@ -266,7 +266,7 @@ class _Table(Generic[R]):
 
     @property
     def height(self) -> int:
-        """Lines that it would fill, with one that is empty."""
+        """Number of lines of the whole table, with one empty line."""
         return 3 + bool(self.hub) + max(1, self.total)
 
     def draw(self, drawn: Drawn, title: Text, width: int, height: int) -> None:

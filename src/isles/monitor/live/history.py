@@ -16,7 +16,7 @@ from isles.run.records import MAX_LINE_BYTES, read_record
 from isles.run.state import number_of
 
 POINTS = 300
-"""Of a curve at most."""
+"""Largest number of points of a curve."""
 
 _BLOCK_BYTES = 4 * 2**20
 _MOST_BYTES = 512 * 2**20
@@ -29,10 +29,10 @@ _MOST_ATTEMPTS = 1000
 
 
 class History:
-    """Rows of metrics.jsonl, read as they come; the file is replaced where a run goes on.
+    """Reads new rows of metrics.jsonl. A resumed run replaces the file.
 
     Args:
-        parsed_bytes: of what is new at one look so much is parsed: of a long file every n-th row.
+        parsed_bytes: largest number of new bytes to parse in one read. From more, every n-th row.
     """
 
     def __init__(self, path: Path, parsed_bytes: int = 16 * 2**20) -> None:
@@ -44,19 +44,19 @@ class History:
         self._offset, self._rest, self._lines, self._skipped = 0, b"", 0, b""
         self._train, self._eval = _Thinned(POINTS - _EVALS), _Thinned(_EVALS)
         self.newest: dict[str, Any] = {}
-        """The newest row of a step; empty: there is none."""
+        """The newest row of a step, or empty."""
         self.step_s = 0.0
-        """Seconds that all steps have taken which are in the model."""
+        """Seconds of all steps that are in the model."""
 
     def age_s(self, now_s: float) -> float | None:
-        """Seconds since the newest row was written; None: there is none."""
+        """Age of the newest row in seconds, or None without a row."""
         try:
             return max(0.0, now_s - self._path.stat().st_mtime) if self.newest else None
         except OSError:
             return None
 
     def read(self) -> None:
-        """Take in what is new."""
+        """Read the new rows."""
         try:
             stream = open_shown(self._path)
         except OSError:
@@ -115,7 +115,7 @@ class History:
         )
 
     def curve(self) -> tuple[Point, ...]:
-        """At most `POINTS` points by their steps; an evaluation of a kept step stands with it."""
+        """At most `POINTS` points by step. The point of a kept step has its evaluation."""
         found = {point.step: point for point in self._train.points()}
         times = sorted(found)
         for point in self._eval.points():
@@ -131,7 +131,7 @@ class History:
 
 
 class _Thinned:
-    """Of many points some, evenly; always the newest."""
+    """Thins a curve evenly to a largest number of points. The newest point stays."""
 
     def __init__(self, most: int) -> None:
         self._most, self._every, self._count = most, 1, 0
@@ -156,10 +156,10 @@ class _Thinned:
 def goodput(step_s: float, spans: Sequence[tuple[float, float]]) -> float | None:
     """Share of the time that went into steps which are in the model.
 
-    Seconds of the steps in metrics.jsonl, which holds each step once over all attempts (those that
-    were lost by a restart and done again are counted once), over the seconds in which attempts ran.
-    So loading, saving, evaluating, waiting for averages and in a queue, and lost steps make it
-    less. The time between a stop and the next `isles train` is not in it.
+    Seconds of the steps in metrics.jsonl, divided by the run time of all attempts.
+    metrics.jsonl has each step once: a step that a restart lost and repeated counts once. So
+    loading, saving, evaluating, waiting for averages or in a queue, and lost steps lower goodput.
+    The time between a stop and the next `isles train` does not count.
     """
     ran_s = sum(end - begin for begin, end in spans)
     return min(1.0, step_s / ran_s) if ran_s > 0 and step_s > 0 else None

@@ -1,4 +1,4 @@
-"""What is shown of a run at one moment: the JSON of `isles top --json` and of the page."""
+"""Snapshot of a run: the JSON of `isles top --json` and of the page."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import BaseModel
 
 Mark = Literal["", "straggler", "throttled", "dead", "silent"]
-"""straggler: the others wait for it. throttled: its card is slowed down. dead: its process is gone.
-silent: nothing has come from it for a while."""
+"""straggler: the other ranks wait for this rank. throttled: the GPU runs below its normal clock.
+dead: the process has ended. silent: the rank sends no heartbeat."""
 
 
 class Live(BaseModel, frozen=True):
@@ -42,7 +42,7 @@ class Head(Live, frozen=True):
     last_restart: str = ""
     eval_loss: float | None = None
     values: dict[str, str] = {}
-    """Of its run file, by their keys, to compare runs."""
+    """Values of the run file by key, to compare runs."""
 
 
 class Point(Live, frozen=True):
@@ -74,14 +74,14 @@ class RankRow(Live, frozen=True):
     device: str = ""
     """Name of its GPU, or of its processor."""
     rows: int | None = None
-    """Of the global batch, in one step."""
+    """Sequences of the global batch that this rank computes per step."""
     micro_batch: int | None = None
     step: int | None = None
     stage: str = ""
-    """What it does now, such as `forward and backward`."""
+    """Current stage, such as `forward and backward`."""
     stage_s: float | None = None
     use: float | None = None
-    """Of its GPU; without a GPU of the processor: 1.0 is one core."""
+    """Utilization of the GPU, from 0 to 1. Without a GPU, CPU cores in use."""
     memory_bytes: int | None = None
     peak_bytes: int | None = None
     limit_bytes: int | None = None
@@ -89,14 +89,14 @@ class RankRow(Live, frozen=True):
     power_w: float | None = None
     clock_mhz: float | None = None
     throttle: str = ""
-    """Why its card is slowed down, such as `heat`."""
+    """Why the GPU is throttled, such as `heat`."""
     parts: Parts | None = None
     heard_s: float | None = None
-    """Seconds since it was last heard of."""
+    """Seconds since the last heartbeat."""
     pid: int | None = None
     mark: Mark = ""
     note: str = ""
-    """The mark in words, with its figures."""
+    """Text for the mark, with its values."""
 
 
 class HostRow(Live, frozen=True):
@@ -114,9 +114,9 @@ class HostRow(Live, frozen=True):
     """Where the run directory is."""
     net_in: float | None = None
     net_out: float | None = None
-    """Bytes per second, of the interface that the run uses where it is known, else of all."""
+    """Bytes per second on the interface of the run, or on all interfaces if it is unknown."""
     skew_s: float | None = None
-    """Its clock beside that of the first node."""
+    """Difference between its clock and the clock of the first node."""
     heard_s: float | None = None
     mark: Mark = ""
     note: str = ""
@@ -137,7 +137,7 @@ class LinkRow(Live, frozen=True):
     used: float | None = None
     """Bytes per second now."""
     state: str = ""
-    """ok, or what is wrong."""
+    """ok, or the problem."""
 
 
 class ClusterRow(Live, frozen=True):

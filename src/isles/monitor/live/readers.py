@@ -45,7 +45,7 @@ _LATEST_AT = 1e11
 
 
 class Reader(Protocol):
-    """Looks at one run; `error`: why what it gives is old, or nothing, since when."""
+    """Reads one run. `error` is the reason for an old or missing snapshot."""
 
     @property
     def error(self) -> str: ...
@@ -113,11 +113,11 @@ class Joined:
 class There:
     """A run on another machine: isles there looks, and writes a line each time.
 
-    One ssh process lasts as long as this does; where it is cut it is opened again. isles there ends
-    when its standard input is closed.
+    One ssh process lives as long as the reader. If the connection breaks, the reader reconnects.
+    The remote isles ends when its standard input is closed.
 
     Args:
-        is_own: no clusters that are known there through the hub.
+        is_own: skip the clusters that the remote machine knows only through the hub.
     """
 
     def __init__(self, run: RemoteRun, every_s: float, *, is_own: bool) -> None:

@@ -22,24 +22,24 @@ NODE_SILENT_S = 4.0
 
 _STARTS_S = 30.0
 RANK_SILENT_S = 8.0
-"""A rank tells its agent where it is every second, and a sample may be three seconds old."""
+"""A rank reports its stage to its agent every second, and a sample may be three seconds old."""
 
 SAMPLE_OLD_S = 15.0
 """An agent samples its node every two seconds, unless a driver or a disk does not answer."""
 
 _POWER_LIMIT = "its power limit"
 _SLOW_CLOCK = 0.85
-"""A card at its power limit, as any busy one is, counts as throttled where its clock is below this
-part of that of the others of its kind."""
+"""Any busy GPU is at its power limit. Such a GPU counts as throttled if its clock is below this
+part of the clocks of equal GPUs."""
 
 _MOST, _LONGEST = 1024, 200
-"""Ranks of a node and letters of a text that are believed, of a record from another site."""
+"""Limits for a record of another site: ranks per node, and letters per text."""
 
 MOST_RANKS, MOST_HOSTS = 16_384, 4096
 """Rows of a snapshot, also of all clusters together; notes count the ranks and hosts above."""
 
 _PAIRS = 8
-"""Up to so many hosts, each link between two of them has a row; else each host's slowest."""
+"""Up to this number of hosts, each link has a row. With more hosts, each host's slowest link."""
 
 _WELL = (0, int(ExitCode.REQUEUE), int(ExitCode.INTERRUPTED), int(ExitCode.HANDOVER))
 _STATES = {"missing": "has not come yet", "lost": "is lost", "ended": "has ended"}
@@ -47,14 +47,14 @@ _STATES = {"missing": "has not come yet", "lost": "is lost", "ended": "has ended
 
 @dataclass(frozen=True)
 class Records:
-    """What is known of one cluster at one moment.
+    """Records of one cluster at one moment.
 
     Args:
-        live: attempts/N/live.json; empty: there is none, as of a run of an earlier version.
-        age_s: of that record; None: not known.
-        silent_s: the coordinator counts as silent where the record is older.
-        restart: the last of the newest attempt.
-        pairs: what `isles check` has measured: from a host to a host, by their names.
+        live: attempts/N/live.json, or empty, as for a run of an earlier version.
+        age_s: age of that record, or None if unknown.
+        silent_s: if the record is older, the coordinator counts as silent.
+        restart: the last restart of the newest attempt.
+        pairs: links that `isles check` has measured, by the names of the two hosts.
         most_hosts, most_ranks: rows that are made. The records may name any number.
     """
 
@@ -93,7 +93,7 @@ class Records:
         return max(0.0, written_at - sampled_at + (number_of(node, "skew_s") or 0.0))
 
     def quiet_s(self, node: dict[str, Any]) -> float | None:
-        """Seconds for which the coordinator had not heard of a node when it wrote live.json."""
+        """Seconds between a node's last heartbeat and the time when live.json was written."""
         written_at, heard_at = number_of(self.live, "at"), number_of(node, "heard_at")
         if written_at is None or heard_at is None or not self.is_on:
             return None
@@ -125,10 +125,10 @@ def host_rows(records: Records) -> list[HostRow]:
             note = f"{name}: {note}" if number == first_node else ""
         elif quiet_s is not None and quiet_s > NODE_SILENT_S and state == "there":
             heard = format_duration(heard_s or quiet_s)
-            note = f"{name} has not been heard of for {heard}: its machine or its link is down"
+            note = f"no heartbeat from {name} for {heard}: its machine or its link is down"
         elif state == "there" and records.sample_age_s(node) > SAMPLE_OLD_S:
             old = format_duration(records.sample_age_s(node))
-            note = f"{name} has not been sampled for {old}: what is shown of it is as old"
+            note = f"the values of {name} are {old} old: its agent takes no new sample"
         rows.append(
             HostRow(
                 cluster=records.cluster,
@@ -180,7 +180,7 @@ def _reported_hosts(records: Records) -> list[HostRow]:
 
 
 def rank_rows(records: Records, hosts: Sequence[HostRow], waits: Waits) -> list[RankRow]:
-    """A row per rank with its mark; without live.json only where it is."""
+    """One row per rank with its mark. Without live.json, only its node."""
     rows: list[RankRow] = []
     for host in hosts:
         rows += _ranks_of(records, host, records.most_ranks - len(rows))
@@ -329,7 +329,7 @@ def _slow_cards(rows: Sequence[RankRow]) -> dict[int, str]:
         figures = [f"{row.temperature_c:.0f} °C"] if row.temperature_c is not None else []
         figures += [f"{row.power_w:.0f} W"] if row.power_w is not None else []
         figures += [f"{row.clock_mhz:.0f} MHz"] if row.clock_mhz is not None else []
-        found[row.rank] = f"its card is slowed down by {row.throttle}: {', '.join(figures)}"
+        found[row.rank] = f"its GPU is throttled by {row.throttle}: {', '.join(figures)}"
     return found
 
 
@@ -376,7 +376,7 @@ def _marked(
         mark, notes = "silent", [host.note or "nothing is recorded any more"]
     elif "step" in own and (row.heard_s or 0.0) - (host.heard_s or 0.0) > RANK_SILENT_S:
         heard = format_duration(row.heard_s or 0.0)
-        mark, notes = "silent", [f"its process is there, and has said nothing for {heard}"]
+        mark, notes = "silent", [f"its process exists, but sends no heartbeat for {heard}"]
     else:
         mark = "straggler" if row.rank in held else "throttled" if row.rank in slow else ""
         notes = [words for words in (held.get(row.rank), slow.get(row.rank)) if words]
@@ -453,7 +453,7 @@ def _link_state(ends: Sequence[HostRow]) -> str:
         return "ok"
     heard_s = silent[0].heard_s
     since = f" for {format_duration(heard_s)}" if heard_s is not None else ""
-    return f"cut: {silent[0].host} has not been heard of{since}"
+    return f"down: no heartbeat from {silent[0].host}{since}"
 
 
 def part_of(record: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The page of `isles dashboard`: served on loopback to whoever has its link, or saved as one file.
+"""The page of `isles dashboard`, served on loopback to the owner of its link, or saved as a file.
 
-The link has a random token, which every request brings, also those for scripts and events. There is
-no cookie: cookies know no ports, so any other server on this machine would be sent it. A page of
-another site cannot ask: its name is no `Host` of ours, it has no token, and may not read an answer.
-Only GET and HEAD are understood, and neither changes anything.
+The link has a random token, and every request carries the token, also for scripts and events. The
+page uses no cookie: cookies ignore ports, so the browser would send a cookie to any other server on
+this machine. A page of another site gets no answer: its name does not match `Host`, it has no
+token, and the browser does not let it read an answer. The server supports only GET and HEAD, and
+neither changes anything.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
 ASK_S = 5.0
-"""A connection on which nothing comes for so long, before it has asked, ends."""
+"""Timeout in seconds for a new connection that sends nothing."""
 SILENT_S = 10.0
-"""A connection on which nothing can be written for so long, once it has asked, ends."""
+"""Timeout in seconds for a client that does not read its answer."""
 KEEP_ALIVE_S = 5.0
 _PAGE = Path(__file__).with_name("page")
 _SAVED = "<!doctype html>\n<!-- saved by isles dashboard -->\n"
@@ -64,8 +65,8 @@ def serve(watches: Sequence[Watch], *, port: int, print_line: Callable[[str], No
     """Serve the page until Ctrl+C.
 
     Args:
-        watches: the first is shown in full, the others' curves are compared with its.
-        port: on 127.0.0.1; 0: one that is free.
+        watches: runs to show. The page shows the first in full, and compares the others.
+        port: port on 127.0.0.1. 0 picks a free port.
         print_line: prints the link.
 
     Raises:
@@ -77,20 +78,20 @@ def serve(watches: Sequence[Watch], *, port: int, print_line: Callable[[str], No
         print_line(
             f"from elsewhere: ssh -L {port}:127.0.0.1:{port} {here}, and the same link there"
         )
-        print_line("Ctrl+C ends the page; the run goes on")
+        print_line("Ctrl+C closes the page, and the run continues")
         server.serve_forever(poll_interval=0.2)
     return ExitCode.OK
 
 
 def export(snapshots: Sequence[Snapshot], path: Path) -> None:
-    """Save the page with what it shows as one file, which needs nothing else.
+    """Save the page with its data as one self-contained file.
 
     Args:
-        snapshots: the first is shown in full, the others' curves are compared with its.
-        path: the file, which only this user may read; a saved page that is there is replaced.
+        snapshots: runs to show. The page shows the first in full, and compares the others.
+        path: the file. Only this user may read it. An older saved page is replaced.
 
     Raises:
-        UserError: it cannot be written, or another file is there.
+        UserError: the file cannot be written, or is not a saved page.
     """
     runs = [json.loads(snapshots[0].model_dump_json()), *map(_compared, snapshots[1:])]
     data = _json({"exported_at": time.time(), "runs": runs})
@@ -108,7 +109,7 @@ def export(snapshots: Sequence[Snapshot], path: Path) -> None:
     with clear_errors(path, "name another file: --export run.html"):
         if path.exists() and not (path.is_file() and _is_saved(path)):
             raise UserError(
-                "the file is there already, and is not a page that isles has saved",
+                "the file exists, and is not a page that isles has saved",
                 where=str(path),
                 fix="give another name to --export, or remove it",
                 id="file.exists",
@@ -203,11 +204,11 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "isles", ""
 
     def do_GET(self) -> None:
-        """Answer, where the request comes from the page's own user."""
+        """Answer a request of the page's own user."""
         try:
             url = urlsplit(self.path)
         except ValueError:
-            self.send_error(HTTPStatus.BAD_REQUEST, "this is no address")
+            self.send_error(HTTPStatus.BAD_REQUEST, "not a valid address")
             return
         if why := self._refusal(url):
             self.send_error(HTTPStatus.FORBIDDEN, why)
@@ -234,12 +235,12 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _refusal(self, url: SplitResult) -> str:
-        """Why this request is not answered; empty: it is."""
+        """Why this request is refused, or empty."""
         host = self.headers.get("Host", "")
         with suppress(ValueError):
             # A name that only leads here is how a foreign page would ask from within a browser.
             if urlsplit(f"//{host}").hostname not in ("127.0.0.1", "localhost", "::1"):
-                return "this name is not the page's: use the link as it is printed"
+                return "wrong host name: use the printed link"
             given = parse_qs(url.query).get("token", [""])[0].encode()
             if not hmac.compare_digest(given, self.server.token.encode()):
                 return "the link has no token, or an old one: isles dashboard prints a new one"
@@ -251,7 +252,7 @@ class _Handler(BaseHTTPRequestHandler):
             ):
                 return "another page has asked"
             return ""
-        return "this name is no address"
+        return "not a valid host name"
 
     def _send(self, kind: str, text: str, status: HTTPStatus = HTTPStatus.OK) -> None:
         body = text.encode()
@@ -303,7 +304,7 @@ class _Handler(BaseHTTPRequestHandler):
                 yield ": nothing new\n\n"  # and whether anybody is there
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """A line of text, where the base class would write a page."""
+        """Send a line of text. The base class would send an HTML page."""
         status = HTTPStatus(code)
         if status is HTTPStatus.NOT_IMPLEMENTED:
             status = HTTPStatus.METHOD_NOT_ALLOWED
@@ -314,7 +315,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send("text/plain", text, status)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a line of the terminal for each request helps nobody."""
+        """Print nothing. The base class prints a line per request."""
 
 
 def _event(name: str, data: object) -> str:
@@ -322,7 +323,7 @@ def _event(name: str, data: object) -> str:
 
 
 def _compared(snapshot: Snapshot) -> dict[str, Any]:
-    """What of a run stands beside another."""
+    """Data of a run for the comparison with another run."""
     # By way of JSON, in which pydantic writes null for NaN: the browser's JSON has no NaN.
     text = snapshot.model_dump_json(include={"run", "curve"}, exclude_none=True)
     found: dict[str, Any] = json.loads(text)
@@ -343,7 +344,7 @@ def _text(name: str) -> str:
 
 
 def _filled(name: str, *pairs: str) -> str:
-    """A file of the page with texts replaced: each is there once."""
+    """A file of the page with texts replaced. The file has each text once."""
     text = _text(name)
     for old, new in zip(pairs[::2], pairs[1::2], strict=True):
         assert text.count(old) == 1, f"{name}: {old}"

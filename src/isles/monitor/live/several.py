@@ -1,4 +1,4 @@
-"""One snapshot of a run on several clusters: from those of each cluster, and the hub's answers."""
+"""One snapshot of a multi-cluster run, from the snapshots of its clusters and the hub's answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from isles.run.restarts import Restart, restart_from
 from isles.run.state import number_of
 
 HUB_SILENT_S = 6.0
-"""A cluster sends the hub a sign of life every two seconds."""
+"""A cluster sends the hub a heartbeat every two seconds."""
 
 _ANSWER_S = 3.0
 _SLOW = 0.8
@@ -50,9 +50,9 @@ class HubAnswer:
     """What a hub says.
 
     Args:
-        status: its answer to /v1/status; None: there is none, `error` says why.
-        shown: what clusters show of themselves through it (`isles.run.relay`), by name: seconds
-            since it came, and the text.
+        status: its answer to /v1/status. If None, `error` has the reason.
+        shown: snapshots that clusters send through the hub (`isles.run.relay`), by name: age in
+            seconds, and text.
     """
 
     address: str = ""
@@ -93,7 +93,7 @@ class SeveralView:
 
     Args:
         name, path, begun_at: of the run.
-        clusters: those that were started from here, and their launchers; others may have joined.
+        clusters: the clusters of this run file, with their launchers. Others may have joined.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class SeveralView:
         """All clusters as they are now.
 
         Args:
-            parts: the snapshots that there are.
-            errors: why that of a cluster is old, or missing.
-            hub: None: there is none, as with engine hivemind.
+            parts: snapshots by cluster.
+            errors: why the snapshot of a cluster is old or missing.
+            hub: the hub's answers, or None for an engine without a hub, such as hivemind.
             asked: clusters whose machines have not answered yet.
         """
         at = time.time()
@@ -145,7 +145,7 @@ class SeveralView:
         if hub is not None and hub.error:
             cut = {row.name: "the hub does not answer" for row in rows if row.state == "running"}
         links = [
-            link.model_copy(update={"state": f"cut: {cut[link.cluster]}"})
+            link.model_copy(update={"state": f"down: {cut[link.cluster]}"})
             if link.cluster in cut and {"hub", "bucket"} & {link.source, link.target}
             else link
             for part in known.values()
@@ -339,15 +339,15 @@ def _of_member(row: ClusterRow, member: Mapping[str, Any], hub: HubAnswer) -> di
     if decided is not None and row.outer_step is not None:
         changes["lag"] = max(0, int(decided) - row.outer_step)
     if member.get("state") == "dropped":
-        heard = "" if heard_s is None else f", not heard of for {format_duration(heard_s)}"
+        heard = "" if heard_s is None else f", no heartbeat for {format_duration(heard_s)}"
         state = "dropped" if row.state == "running" else row.state
         return {**changes, "state": state, "mark": "silent", "note": f"dropped by the hub{heard}"}
     if row.state == "running" and heard_s is not None and heard_s > HUB_SILENT_S:
         heard = format_duration(heard_s)
-        note = row.note or f"the hub has not heard of it for {heard}"
+        note = row.note or f"the hub gets no heartbeat from it for {heard}"
         changes |= {"mark": "silent", "note": note}
     elif row.state == "running" and not row.note and member.get("is_behind"):
-        changes["note"] = "it is behind, and takes the weights of another"
+        changes["note"] = "it is behind, and copies the weights of another cluster"
     elif row.state == "running" and not row.note and member.get("refused"):
         changes["note"] = str(member["refused"])
     return changes

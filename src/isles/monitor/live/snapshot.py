@@ -1,4 +1,4 @@
-"""A `Snapshot` of a run on this machine, and one of several clusters from those of each."""
+"""Builds the `Snapshot` of a run on this machine."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _SILENT_S = 6.0
 """A coordinator writes live.json every two seconds."""
 
 _RECENT_S = 300.0
-"""A restart is among the notes for so long."""
+"""Seconds that a restart stays in the notes."""
 
 _LISTED = 5
 _MOST_VALUES, _LONGEST_VALUE = 200, 80
 _RATE_S = 15.0
-"""Bytes to and from a hub are counted every few seconds: their rate is that of so long."""
+"""Seconds over which the byte rate to and from a hub is averaged."""
 
 
 class RunReader:
@@ -65,7 +65,7 @@ class RunReader:
     def __init__(self, run_dir: RunDir, clock: Callable[[], float] = time.time) -> None:
         self.run_dir, self._clock = run_dir, clock
         self.cluster = _cluster_name(run_dir)
-        """Name of its cluster; that of the run where it is not known."""
+        """Name of its cluster, or of the run if the cluster is unknown."""
         self._history = History(run_dir.metrics)
         self._values = _run_values(run_dir)
         self._view = ClusterView(self.cluster)
@@ -124,11 +124,11 @@ class ClusterView:
         """A snapshot of the run as it is now.
 
         Args:
-            report: as `isles status` has it.
+            report: report of `isles status`.
             at: now.
-            live: attempts/N/live.json; may be empty.
+            live: attempts/N/live.json, perhaps empty.
             row: the newest row of metrics.jsonl.
-            age_s: of live.json, where it does not follow from this machine's clock.
+            age_s: age of live.json, if this machine's clock does not give it.
             recorded_age_s: of the newest row.
             values: of its run file; see `Head`.
             most_hosts, most_ranks: rows that the snapshot may have.
@@ -291,7 +291,7 @@ class Rates:
         if report.state != "running":
             state = report.state
         elif not outer.get("is_connected", True):
-            state = f"cut: {cluster} does not reach the hub"
+            state = f"down: {cluster} does not reach the hub"
         rate = number_of(outer, "bytes_per_s") or None
         by = "averages" if rate else ""
         place = "bucket" if "meeting" in outer else "hub"
@@ -357,9 +357,9 @@ def _notes(
 def row_notes(
     hosts: Sequence[HostRow], ranks: Sequence[RankRow], clusters: Sequence[ClusterRow]
 ) -> list[str]:
-    """What rows say, the worst first: who is dead, silent, a straggler, throttled; then the rest.
+    """Notes on hosts and ranks, in the order dead, silent, straggler, throttled, then the rest.
 
-    Of a host that is silent its ranks are not named as well.
+    A note on a silent host replaces the notes on its ranks.
     """
     away = {(row.cluster, row.node) for row in hosts if row.mark == "silent"}
     found: list[str] = []

@@ -58,7 +58,7 @@ def snapshot(found: Found, *, is_own: bool = False) -> Snapshot:
         raise PreflightError(
             reader.error or f"no answer within {_FIRST_S:.0f} s",
             where=_typed(found),
-            fix="`isles status` shows what was last known of it",
+            fix="`isles status` shows its last known state",
             id="host.answers",
         )
     return shown
@@ -79,9 +79,9 @@ class Watch:
         self.latest: Snapshot | None = None
         """The newest snapshot; None: none has come yet."""
         self.typed = _typed(found)
-        """What is typed after a verb to mean this run."""
+        """Argument that names this run on the command line."""
         self.said: list[str] = []
-        """What `stop` has to say, line by line."""
+        """Output of `stop`, line by line."""
         self._found, self._every_s = found, every_s
         self._error, self._is_own = "", is_own
         self._news = threading.Condition()
@@ -98,11 +98,11 @@ class Watch:
 
     @property
     def error(self) -> str:
-        """Why `latest` is old, and since when; empty: it is not."""
+        """Why `latest` is old, and since when, or empty."""
         return self._error
 
     def wait(self, after_at: float, timeout_s: float) -> Snapshot | None:
-        """The next snapshot after one (its `at`); None: none has come in time.
+        """The first snapshot after the time `after_at`, or None after the timeout.
 
         One thread or many may wait.
         """
@@ -141,12 +141,12 @@ class Watch:
         """Where a rank stands now: the stacks of its threads. Takes some seconds.
 
         Raises:
-            UserError: nobody has answered.
+            UserError: its agent does not answer.
         """
         return stack_of(self._run_of(row), row.rank)
 
     def log_lines(self, row: RankRow, count: int) -> list[str]:
-        """The last lines that a rank has printed, and why there are none.
+        """The last lines of a rank's output, or why they are missing.
 
         Raises:
             UserError: its machine cannot be reached.
@@ -158,11 +158,11 @@ class Watch:
 
     @property
     def stop_means(self) -> str:
-        """What `stop` does, in words for a person."""
+        """Description of what `stop` does."""
         if isinstance(self._found, Path):
-            return "The hub ends. Its clusters train on, each alone, until it is opened again."
+            return "The hub ends. Its clusters continue, each alone, until you open the hub again."
         if isinstance(self._found, RunDir) and script_of(self._found) is not None:
-            return "Its script is asked to stop; whether it saves is up to the script."
+            return "isles asks the script to stop. Whether it saves depends on the script."
         who = "clusters" if isinstance(self._found, MultiClusterRun) else "ranks"
         return f"All its {who} save a checkpoint after this step, and end. It can be resumed."
 
@@ -217,7 +217,7 @@ def stack_of(run: RunDir | RemoteRun, rank: int) -> str:
     """The stacks of a rank, by rank 0 of its run.
 
     Raises:
-        UserError: nobody has answered, or the machine cannot be reached.
+        UserError: the agent does not answer, or the machine is unreachable.
     """
     if isinstance(run, RemoteRun):
         done = ask_isles(run, ["rank-stack", run.path, str(rank)], timeout_s=_STACK_S + 15.0)

@@ -48,49 +48,50 @@ if TYPE_CHECKING:
 LOG_LINES = 500
 _LOOK_S = 0.5
 _ASKED_S = 5.0
-"""Who says yes to stopping and leaves at once: in so long the run has been asked."""
+"""Seconds that `top` waits at its end, so that a confirmed stop reaches the run."""
 _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\-_])")
 KEYS = (
     " 1-4 table  ←→ columns  s sort  / filter  t stack  l log  x stop  ? help  q quit",
     " s sort  / filter  t stack  l log  x stop  ? help  q quit",
 )
 HELP = f"""\
-1 2 3 4      ranks, hosts, links, clusters; from 150 x 44 on all at once
+1 2 3 4      ranks, hosts, links, clusters. A screen of 150 x 44 shows all
 Tab          the next table
-up, down     another row; also PgUp, PgDn, Home, End
-left, right  other columns; the line above a table counts those out of sight
-s            sort by the next column; so does a click on its head
-r            the other way round
-/            only rows with these words; Escape: all rows
-t, Enter     what this rank does now: where all its threads are
+up, down     another row, as PgUp, PgDn, Home and End
+left, right  other columns. The line above a table counts hidden columns
+s            sort by the next column, as a click on its header
+r            reverse the order
+/            show only rows with these words. Escape shows all rows
+t, Enter     the stacks of all threads of this rank
 l            the last lines of this rank's log
 n            all notes
-x            stop the run; it asks first
-q, Ctrl+C    leave. The run goes on: nothing but x and a yes touches it
+x            stop the run, after a confirmation
+q, Ctrl+C    leave. The run continues: only a confirmed x changes it
 
-mark         straggler: the others wait for it. throttled: its card is slowed
-             down. silent: nothing comes from it. dead: its process is gone
-use          of its GPU; without a GPU of the processor, 100% is one core
-now/peak/of  memory: now, the most so far, what there is
+mark         straggler: the other ranks wait for this rank
+             throttled: the GPU runs below its normal clock
+             silent: the rank sends no heartbeat. dead: its process has ended
+use          utilization of the GPU. Without a GPU, 100% is one CPU core
+now/peak/of  memory in use, largest use so far, capacity
 parts        {LEGENDS[0]},
-             of its last timed step; the bars of all ranks have one scale
+             in its last timed step. The bars of all ranks have one scale
 took         seconds of that step
-heard        how long ago it was heard of
-rows         of the batch in one step × micro-batch
-does, for    what it is in, and since when
-clock        of a host beside the first one's
+heard        age of the last heartbeat
+rows         sequences per step × micro-batch
+does, for    current stage, and its age
+clock        difference to the clock of the first host
 outer, inner the outer step, and the inner steps of this round
-hidden       share of the exchange that training went on in
+hidden       share of the exchange that overlaps with training
 lag          outer steps behind the hub
 
-- is a figure that is not known. A column of which nothing is known is left out.
+- means unknown. Columns without any value are hidden.
 """
 
 
 def run_top(watch: Watch) -> int:
-    """Show a run until the person leaves; the exit code.
+    """Show a run until the user leaves. Returns the exit code.
 
-    The terminal must be one, and is left as it was. The run goes on.
+    The output must be a terminal. `top` restores its state. The run continues.
     """
     # A closed terminal ends this process at once: nothing has to be saved, and there is nothing to
     # draw on. It may have been started with this signal ignored.
@@ -221,7 +222,7 @@ class Top(App[None]):
             )
         keys = next((text for text in KEYS if len(text) <= width), "")
         if self._is_typing:
-            keys = f" only rows with: {self._view.filter}█   Enter keeps it, Escape: all rows"
+            keys = f" only rows with: {self._view.filter}█   Enter keeps, Escape clears"
         self._drawn.lines += [Text()] * (height - 1 - len(self._drawn.lines))
         self.query_one(Lines).show([*self._drawn.lines, Text(keys, "dim")])
 
@@ -439,7 +440,7 @@ class Question(ModalScreen[bool]):
             ("y", "bold"),
             " stop it     ",
             ("n", "bold"),
-            " let it go on",
+            " let it continue",
         )
         yield Static(text, classes="question")
 

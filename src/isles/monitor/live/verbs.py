@@ -144,7 +144,7 @@ def report(
     must_ask = not (yes or bundle.is_inside(found, path))
     if must_ask and not sys.stdin.isatty():
         raise UserError(
-            "this is not in the run directory, and nobody can be asked whether to write it",
+            "this is outside the run directory, and isles cannot ask without a terminal",
             where=str(path),
             fix="add --yes",
         )

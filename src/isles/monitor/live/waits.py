@@ -1,4 +1,4 @@
-"""Which ranks the others of their cluster wait for, steadily enough to say so."""
+"""Finds the stragglers: ranks that the others of their cluster wait for, again and again."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from isles.run.hang import STAGES
 
 _CLEAR, _PLAIN = 0.25, 0.10
-"""Parts of a step for which the others wait: so much in two looks one after the other is told at
-once; so much is told where it is the median of five looks, and of the five before them."""
+"""Part of a step that the others wait. A rank is a straggler if the part is above the first value
+in two consecutive looks, or if the medians of five looks and of the five before are above the
+second."""
 
 _KEPT = 0.5
-"""A rank stays marked until the others wait less than this part of what marks one, by the median of
-three looks."""
+"""A straggler stays marked until the median wait of three looks is below this part of the limit."""
 
 _MEDIAN_OF, _KEEPS = 5, 3
 _LATE_S, _LATE_STEPS = 5.0, 3.0
-"""A rank is late in a step once it has been in one part of it for so long, and so many steps."""
+"""A rank is late once one stage of a step takes this many seconds and this many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Step:
     """The last step that a rank has timed.
 
     Args:
-        communication_s: with what it has waited for others.
-        step_s: all of it.
+        communication_s: communication, with the wait for other ranks.
+        step_s: the whole step.
     """
 
     communication_s: float
@@ -47,19 +47,19 @@ class Stage:
 class Waits:
     """The last steps of the ranks of one cluster, as seen at each look.
 
-    The rank that communicates least is the one that the others wait for. Ranks that are equally
-    fast change places at random, so a rank is named only where the difference is large and comes
-    again (`_CLEAR`, `_PLAIN`). At the first look there is nothing to compare with.
+    The others wait for the rank that communicates least. Equally fast ranks change places at
+    random, so a rank is marked only if the difference is large and repeats (`_CLEAR`, `_PLAIN`).
+    The first look marks no rank.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, deque[Step]] = {}
         self._marked: set[int] = set()
         self.step_s: dict[int, float] = {}
-        """Of the ranks that the last look has found: seconds of the step with the waits."""
+        """Seconds of the whole step, with waits, of each rank in the last look."""
 
     def look(self, steps: Mapping[int, Step]) -> dict[int, float]:
-        """Take in the newest steps; the ranks that are waited for, and for how many seconds."""
+        """Add the newest steps. Returns the stragglers, with the seconds that others wait."""
         if self._seen.keys() != steps.keys():
             self._seen = {rank: deque(maxlen=2 * _MEDIAN_OF) for rank in steps}
             self._marked.clear()

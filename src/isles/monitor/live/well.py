@@ -34,18 +34,18 @@ from isles.run.state import script_of
 State = Literal["ok", "not yet", "wrong"]
 
 SILENT_S = 15.0
-"""A rank or host from which nothing has come for so long is named."""
+"""A rank or host without a heartbeat for this time is listed, in seconds."""
 
 _LISTED = 3
 _LEAST_POINTS = 9
-"""Recorded steps by which a loss is judged: three at each end, and as many between."""
+"""Recorded steps that are needed to judge a loss: three at each end, and three between."""
 
 _SMALL = 0.01
 """A loss that rises by less than this part of it is level."""
 
 _LEAST_AGE_S = 30.0
 _SLOW_RECORDS = 4.0
-"""Records are late after so many times the longest interval between the last ones."""
+"""Records are late after this multiple of the longest interval between the last records."""
 
 _STEADY_PHASES = ("training", "")
 _OVER = ("finished", "stopped", "failed", "killed", "gone")
@@ -61,9 +61,9 @@ class CheckLine:
     """One of the five.
 
     Args:
-        state: `not yet` where it is too early to tell.
-        where: hosts and ranks that are meant; empty: the run as a whole.
-        next: the line to type next; empty where nothing is wrong.
+        state: `not yet` if it is too early to tell.
+        where: affected hosts and ranks, or empty for the whole run.
+        next: the next command to run, or empty if all is well.
     """
 
     id: Literal["processes", "memory", "loss", "ranks", "records"]
@@ -79,11 +79,11 @@ def is_over(snapshot: Snapshot) -> bool:
 
 
 def check_lines(snapshot: Snapshot, typed: str = "", *, is_script: bool = False) -> list[CheckLine]:
-    """The five lines of a run that goes on; one of a run that waits for its start.
+    """The five lines of a running run, or one line for a run that waits for its start.
 
     Args:
-        typed: what a user types after a verb to mean the run; empty: its name.
-        is_script: it trains by a user's own script, whose steps isles does not see.
+        typed: argument that names the run on the command line. Default: its name.
+        is_script: the run trains with the user's own script, whose steps isles does not see.
     """
     named = typed or snapshot.run.name
     if snapshot.run.state in ("queued", "new"):
@@ -111,7 +111,7 @@ def wait_until_well(
 
     Args:
         look: waits a moment, and returns a new snapshot.
-        say: called every few seconds with what is waited for.
+        say: called every few seconds with the reason for the wait.
     """
     begun = clock()
     said, said_at = "", -math.inf
@@ -167,16 +167,16 @@ def check_run(
     """`isles status --check`; the exit code.
 
     Args:
-        wait: what stands after --wait; None: it is not there.
+        wait: the words after --wait, or None without --wait.
 
     Raises:
-        UserError: there is no such run, or its machine cannot be reached.
+        UserError: the run is unknown, or its machine is unreachable.
     """
     try:
         wait_s = parse_duration_s(*(wait or ("5m",)))
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{' '.join(wait or ())} is no duration",
+            f"{' '.join(wait or ())} is not a valid duration",
             where="--wait",
             fix="name the run first: isles status RUN --check --wait 5m",
         ) from error
@@ -220,9 +220,9 @@ def _looks(watch: Watch) -> Iterator[Snapshot]:
         at = shown.at
         yield shown
     raise PreflightError(
-        watch.error or f"nothing was heard of it for {_NEWS_S:.0f} s",
+        watch.error or f"no news of it for {_NEWS_S:.0f} s",
         where=watch.typed,
-        fix="`isles status` shows what was last known of it",
+        fix="`isles status` shows its last known state",
         id="host.answers",
     )
 
@@ -277,7 +277,7 @@ def _memory(snapshot: Snapshot, named: str) -> CheckLine:
     rows = [row for row in snapshot.ranks if row.mark != "dead"]
     empty = [row for row in rows if not row.memory_bytes]
     if not rows or empty:
-        text = "no rank has said yet what it uses"
+        text = "no rank has reported its memory yet"
         if rows:
             text = (
                 f"nothing is in use yet by {', '.join(map(_name, empty[:_LISTED]))}{_more(empty)}"
@@ -365,15 +365,15 @@ def _ranks(snapshot: Snapshot, named: str, *, has_steps: bool = True) -> CheckLi
         return CheckLine("ranks", "not yet", text, _where(waited), f"isles logs {named}")
     if len(rows) == 1:
         at = f" is at step {rows[0].step}" if has_steps else ""
-        return CheckLine("ranks", "ok", f"the only rank{at}, heard of {_heard(rows)}")
+        return CheckLine("ranks", "ok", f"the only rank{at}, last heartbeat {_heard(rows)}")
     low, high = (f([row.step or 0 for row in rows]) for f in (min, max))
     between = f" at step {low}" if low == high else f" at steps {low} to {high}"
     if len({row.cluster for row in rows}) > 1:
-        between += ", those of each cluster together"
-    text = f"all {len(rows)}{between if has_steps else ''}, heard of {_heard(rows)}"
+        between += ", each cluster in step"
+    text = f"all {len(rows)}{between if has_steps else ''}, last heartbeat {_heard(rows)}"
     throttled = [row for row in rows if row.mark == "throttled"]
     if throttled:
-        text += f"; slowed down: {', '.join(map(_name, throttled[:_LISTED]))}{_more(throttled)}"
+        text += f", throttled: {', '.join(map(_name, throttled[:_LISTED]))}{_more(throttled)}"
     return CheckLine("ranks", "ok", text)
 
 
@@ -431,7 +431,7 @@ def _records(snapshot: Snapshot, named: str) -> CheckLine:
 
 
 def _host(host: HostRow) -> str:
-    since = f", last heard of {format_duration(host.heard_s)} ago" if host.heard_s else ""
+    since = f", last heartbeat {format_duration(host.heard_s)} ago" if host.heard_s else ""
     return f"{host.host}{since}"
 
 
@@ -442,7 +442,7 @@ def _is_silent(row: RankRow) -> bool:
 def _silence(row: RankRow) -> str:
     since = f" for {format_duration(row.heard_s)}" if row.heard_s else ""
     doing = f", then in {row.stage}" if row.stage else ""
-    return f"has not been heard of{since}{doing}"
+    return f"sends no heartbeat{since}{doing}"
 
 
 def _lateness(row: RankRow) -> str:
