@@ -7,6 +7,7 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ def init(
     from isles.run.records import write_new
 
     write_new(output, template_text(template), force=force)
-    print(f"wrote {output}; look at it, then: isles train {output}")
+    print(f"wrote {output}; look at it, then: isles train {shlex.quote(str(output))}")
     return ExitCode.OK
 
 
