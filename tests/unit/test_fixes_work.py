@@ -305,3 +305,17 @@ def test_every_fix_of_a_file_works(name, content, source, *, tmp_path, tokenizer
         write()
         keys = follow(given)
         assert "Good.⟧" in given.look_until(keys) or "Good.<|endoftext|>" in given.look_until(keys)
+
+
+def test_the_split_of_a_saved_folder_is_that_of_the_fix(tmp_path, tokenizer):
+    import datasets
+
+    rows = datasets.Dataset.from_list([GOOD["text"]] * 2)
+    datasets.DatasetDict({"training": rows, "test": rows}).save_to_disk(tmp_path / "saved")
+    given = Given(tmp_path, tokenizer)
+    given.source = {"path": str(tmp_path / "saved"), "type": "text"}
+    with pytest.raises(UserError) as caught:
+        given.look()
+    ((name, follow),) = ways_of(caught.value)
+    assert name == "data.sources.0.split=training"
+    assert "Good." in given.look_until(follow(given))

@@ -64,7 +64,7 @@ def test_no_command_goes_on_where_nothing_is_left_to_train(tmp_path: Path, capsy
     refusal = HubRefusal(FINISHED, FINISHED_WHAT, where="outer", fix=FINISHED_FIX)
     late = HubRefusal("late", "the outer step is decided", where="outer")
     for number, (error, is_over) in enumerate({refusal: True, late: False}.items()):
-        record = error_record(error.what, id=error.id, kind="x", fix=error.fix)
+        record = error_record(error.what, id=error.id, kind="x", code=1, fix=error.fix)
         outcome = {"state": "failed", "exit_code": 1, "error": record}
         run_dir, attempt = recorded_run(tmp_path / f"a{number}-1", {"typed": "isles x"}, outcome)
         text = "\n".join(failure_lines(attempt, [next_start(run_dir)]))
