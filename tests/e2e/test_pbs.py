@@ -113,7 +113,7 @@ def goes_on(lab: Lab, name: str, save_after: int) -> RunDir | None:
         return None
     if not attempt.outcome.exists():
         # The run is alive all the time, though its first job is over.
-        said = isles(lab, "train", f"{name}.yaml", expected=1)
+        said = isles(lab, "train", f"{name}.yaml", "--detach", expected=None)
         assert "is running as PBS job" in said or "is queued again as PBS job" in said
         saved = checkpoints[-1].step
         assert saved > 0

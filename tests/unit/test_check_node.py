@@ -289,7 +289,11 @@ def test_space_for_the_checkpoints_of_the_run(run_file: Path) -> None:
     assert b.level == "ok"
 
 
-@each((errno.EACCES, "sudo chown $USER"), (errno.EROFS, "findmnt -T"), (errno.ENOSPC, "make room"))
+@each(
+    (errno.EACCES, f"sudo chown {os.geteuid()} /"),
+    (errno.EROFS, "findmnt -T"),
+    (errno.ENOSPC, "make room"),
+)
 def test_a_folder_that_refuses(number: int, words: str, *, tmp_path, monkeypatch):
     """As disks do; this test may write everywhere."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import ssl
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from isles.launch.start import start
 from isles.run.join_line import JoinLine, ask_hub
 from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import RunDir
+from isles.run.remote import RemoteRun, write_remote
 from tests.deadline import DEADLINE_S, run_program
 from tests.each import each
 from tests.ports import listening
@@ -117,18 +119,41 @@ def test_a_cluster_needs_no_run_file(line, tmp_path):
     said: list[str] = []
     warn_of(answer, line, found, "b", said.append)
     assert said == []
-    warn_of(answer, line, found, "home", said.append)
-    assert "home takes part already" in said[0] and "--name" in said[0]
+    taken = pytest.raises(PreflightError, match="home takes part already")
+    with taken as caught:
+        warn_of(answer, line, found, "home", said.append)
+    # The fix, followed: another name.
+    name = re.search(r"type (--\w+) and another name", caught.value.fix)
+    assert name is not None and name[1] == "--name"
+    assert joining_run(line, Joiner(None, words, "other", "slurm")).config.name == "tiny-other"
+    warn_of(answer, line, found, "other", said.append)
     for members in (5, [1], {"a": 1}, "abc", [{"name": 3, "state": "living"}]):
         warn_of({"members": members, "is_over": {"a": 1}}, line, found, "home", said.append)
-    assert len(said) == 1, "what is not a list of members says nothing"
+    assert said == [], "what is not a list of members says nothing"
     for folder in ("~nobody-of-this-name/runs", "n" * 300):
         unlisted = replace(found, config=found.config.model_copy(update={"output_dir": folder}))
-        warn_of(answer, line, unlisted, "home", said.append)
-        assert "home takes part already" in said.pop()
-    (tmp_path / "tiny-home-1").mkdir()
-    warn_of(answer, line, found, "home", said.append)
-    assert len(said) == 1, "it may be this one that goes on"
+        with taken:
+            warn_of(answer, line, unlisted, "home", said.append)
+
+
+@each("here", "workdir", "remote")
+def test_a_cluster_that_was_started_from_here_may_go_on(where, *, line, tmp_path):
+    answer = {"members": [{"name": "home", "state": "living"}]}
+    words = ("gpus-per-node=8", "output_dir=runs", f"workdir={tmp_path}/shared")
+    if where != "workdir":
+        words = (*words[:1], f"output_dir={tmp_path}/runs")
+    found = joining_run(line, Joiner(None, words, "home", "slurm"))
+    with pytest.raises(PreflightError):
+        warn_of(answer, line, found, "home", str)
+    runs = tmp_path / ("shared/runs" if where == "workdir" else "runs")
+    if where == "remote":
+        run = RemoteRun(
+            "tiny-home-1", "me@a", "/x/tiny-home-1", (), "python", "ssh", ("me@a",), 1.0
+        )
+        write_remote(runs, run)
+    else:
+        (runs / "tiny-home-1").mkdir(parents=True)
+    warn_of(answer, line, found, "home", str)
 
 
 def test_a_run_file_of_the_site_needs_only_its_clusters(line, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from contextlib import closing
 from types import SimpleNamespace
@@ -188,7 +189,11 @@ def test_a_finished_run_is_not_given_to_a_new_cluster(tmp_path):
     for settings in ({}, {"identity": {"layout": "a", "outer.lr": "1"}}, {"name": "a"}):
         refusal = refused(world.join, "d", **settings)
         assert refusal.kind == "over" and "finished this run (a, b)" in refusal.what
-        assert "outer.url" in refusal.fix and "resume" in refusal.fix
+        keys = re.findall(r"name(?==)|outer\.url|training\.max_steps", refusal.fix)
+        assert keys == ["name", "outer.url", "training.max_steps"]
+    # The fix, followed: another place, and then more steps of the clusters of this run.
+    (tmp_path / "other").mkdir()
+    World(tmp_path / "other").join("d")
     world.restart()
     assert refused(world.join, "d").kind == "over"
     longer = {"layout": "a", "steps of the run": "700"}

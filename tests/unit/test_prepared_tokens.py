@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -287,7 +288,13 @@ def test_the_cache_of_a_run_file_is_pruned_and_odd_flags_are_refused(
     assert folder.name not in prune(str(run_file))
     for words in ("--unused-for=long", "--max-size=much"):
         assert main(["data", "prune", words]) == 1
-        assert words.partition("=")[0] in capfd.readouterr().err
+        flag, said = words.partition("=")[0], capfd.readouterr().err
+        (example,) = re.findall(r"fix: for example (.+)", said)
+        assert example.startswith(flag) and main(["data", "prune", *example.split()]) == 0
+    file = write_rows(tmp_path / "b.jsonl", ROWS)
+    aged(prepare_file(tokenizer, file, tmp_path / "isles" / "data"), 3)
+    for example in re.findall(r"`(--[^`]+)`", prune()):
+        assert main(["data", "prune", *example.split()]) == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of two users")

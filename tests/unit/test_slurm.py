@@ -28,6 +28,7 @@ from isles.run.records import read_record, write_record
 from isles.run.restarts import list_restarts
 from tests.each import each
 from tests.golden import check_golden
+from tests.programs import write_program
 from tests.slurm_job import OWN, RUN, RUN_DIR, Job, script_text
 from tests.unit.test_begin import add_checkpoint
 
@@ -130,6 +131,35 @@ def test_only_who_wants_the_run_ends_slurms_pause(job: Job) -> None:
     assert "update" not in job.calls.read_text(), "a look changes nothing"
     refresh(job.run_dir, job.attempt, max_age_s=0.0, hasten=True)
     assert "scontrol update jobid=7 StartTime=now" in job.calls.read_text()
+
+
+def test_who_starts_a_run_that_is_queued_again_waits_for_its_job(tmp_path, monkeypatch) -> None:
+    """The same values start nothing new; with others the run would not be the one that is typed."""
+    monkeypatch.chdir(tmp_path)
+    bin_path, said = tmp_path / "bin", list[str]()
+    write_program(bin_path / "sbatch", "echo 7")
+    write_program(bin_path / "scontrol", PENDING.format(reason="Priority", restarts=0))
+    Path("run.yaml").write_text(
+        "name: tiny\nmodel: {name_or_path: llama-2m, init: scratch}\n"
+        "data: {sources: [{type: fake}], seq_length: 32}\ntraining: {max_steps: 8}\n"
+        "clusters: [{device: cpu, gpus_per_node: 1, launcher: {kind: slurm, time: 1h,"
+        f" bin_path: {bin_path}}}}}]\n"
+    )
+
+    def start(*overrides: str) -> Any:
+        loaded = load_run_file(Path("run.yaml"), overrides)
+        options = StartOptions(Path("run.yaml"), overrides, "auto", False, said.append, str)
+        return start_in_queue(loaded, loaded.config.clusters[0].launcher, options)
+
+    first = start()
+    with pytest.raises(UserError, match="is queued as Slurm job 7"):
+        start()
+    write_program(bin_path / "scontrol", PENDING.format(reason="BeginTime", restarts=1))
+    again = start()
+    assert (again.run_dir, again.attempt) == (first.run_dir, first.attempt)
+    assert "tiny-1 is queued again as Slurm job 7" in said[-1] and "start now" in said[-1]
+    with pytest.raises(UserError, match="is queued again as Slurm job 7"):
+        start("training.max_steps=9")
 
 
 def test_a_silent_slurm_is_waited_for_once(job: Job) -> None:

@@ -28,7 +28,10 @@ from isles.monitor.live.well import check_lines, wait_until_well
 from isles.monitor.outcome import failure_lines
 from isles.monitor.status import collect, next_start
 from isles.monitor.table import report_lines
+from isles.outer.client.http import HubRefusal
+from isles.outer.hub.rules import FINISHED, FINISHED_FIX, FINISHED_WHAT
 from isles.run.join_line import ENDED, apart
+from isles.run.outcome import error_record
 from isles.run.process import ProcessId
 from isles.run.records import write_record
 from isles.run.restarts import record_restart
@@ -54,6 +57,21 @@ def test_the_command_that_goes_on_names_the_run_if_it_is_not_the_newest(tmp_path
     assert f"--resume {older.path}" in collect(older).hint
     for run_dir in (newer, other):
         assert "--resume" not in next_start(run_dir)
+
+
+def test_no_command_goes_on_where_nothing_is_left_to_train(tmp_path: Path, capsys: Any) -> None:
+    """Neither after the refusal of a hub or bucket, nor after that of the loop."""
+    refusal = HubRefusal(FINISHED, FINISHED_WHAT, where="outer", fix=FINISHED_FIX)
+    late = HubRefusal("late", "the outer step is decided", where="outer")
+    for number, (error, is_over) in enumerate({refusal: True, late: False}.items()):
+        record = error_record(error.what, id=error.id, kind="x", code=1, fix=error.fix)
+        outcome = {"state": "failed", "exit_code": 1, "error": record}
+        run_dir, attempt = recorded_run(tmp_path / f"a{number}-1", {"typed": "isles x"}, outcome)
+        text = "\n".join(failure_lines(attempt, [next_start(run_dir)]))
+        assert ("`isles x` goes on" in text) == (not is_over)
+        assert ("no step of the run left to train" in collect(run_dir).hint) == is_over
+    assert main(["explain", refusal.id]) == ExitCode.OK
+    assert "finished this run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

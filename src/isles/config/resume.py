@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,7 +174,7 @@ def changed_error(path: Path, resume: str, typed: str, changes: Sequence[Change]
         + change_lines(changes),
         where=str(path),
         fix=f"put them back to go on with it{started}, or `--resume no` for a new run (`name=…` "
-        f"for another name), or `--resume {resume}` to go on with the new values",
+        f"for another name), or `--resume {shlex.quote(resume)}` to go on with the new values",
         id="run.changed",
     )
 

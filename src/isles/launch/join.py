@@ -26,8 +26,10 @@ from isles.config.sections.run import RunConfig
 from isles.config.yaml import dump_yaml, read_text, scan_yaml
 from isles.errors import ConfigError, ConfigErrors, DataError, PreflightError
 from isles.facts.units import printable
-from isles.run.find import numbered_runs, other_owner
+from isles.run.find import NUMBERED, numbered_runs, other_owner
 from isles.run.join_line import JoinLine, ask_hub
+from isles.run.paths import RunDir
+from isles.run.remote import RemoteRun, list_remotes
 
 _ASK_S = 20.0
 _LONGEST = 200
@@ -141,24 +143,26 @@ def _warn(
         if isinstance(each, dict) and each.get("state") == "living"
     ]
     if own in living and not _has_run(mine.config):
-        what = f"a cluster called {own} takes part already, and two of one name cannot"
-        if mine.config.clusters[0].is_here:  # its run directory would be here
-            raise PreflightError(
-                what,
-                where=str(line),
-                fix="type --name and another name; a cluster that was killed is dropped within "
-                "seconds, then type this again",
-                id="join.unlike",
-            )
-        warn(f"{what}: unless it is this one, type --name and another")
+        raise PreflightError(
+            f"a cluster called {own} takes part already, and two of one name cannot",
+            where=str(line),
+            fix="type --name and another name; a cluster that was killed is dropped within "
+            "seconds, then type this again",
+            id="join.unlike",
+        )
 
 
 def _has_run(config: RunConfig) -> bool:
-    # The hub's run file may name the folder. If nobody can list it, the start says so.
-    with suppress(OSError, RuntimeError):
-        found = numbered_runs(Path(config.output_dir).expanduser(), config.name)
-        return any(not other_owner(run) for _, run in found)
-    return False
+    # Whether this user has started the cluster from here. Its run may be in the workdir of a queue
+    # or on another machine. The hub's run file may name the folder; if nobody can list it, the
+    # start says so.
+    found: list[RunDir | RemoteRun] = []
+    for folder in (config.output_dir, f"{config.clusters[0].workdir or '.'}/{config.output_dir}"):
+        with suppress(OSError, RuntimeError):
+            path = Path(folder).expanduser()
+            found += [run for _, run in numbered_runs(path, config.name) if not other_owner(run)]
+            found += [run for run in list_remotes(path) if not run.owner]
+    return any((name := NUMBERED.fullmatch(r.name)) and name["name"] == config.name for r in found)
 
 
 def _theirs(line: JoinLine, name: str) -> Loaded:

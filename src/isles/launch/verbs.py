@@ -177,7 +177,8 @@ def prune_data(
         where = "--max-size"
         max_bytes = parse_bytes(max_size) if max_size else None
     except ValueError as error:
-        raise UserError(str(error), where=where, fix="for example 12h, or 50GB") from error
+        example = "12h" if where == "--unused-for" else "50GB"
+        raise UserError(str(error), where=where, fix=f"for example {where} {example}") from error
     named = load_run_file(run_file, overrides).config.data.cache_dir if run_file else None
     cache = Path(named).expanduser() if named else cache_home() / "data"
     now, found = time.time(), prepared.prepared_in(cache)
@@ -200,7 +201,10 @@ def prune_data(
     elif chosen:
         lines.append(f"{_folders(chosen)} would be deleted: add --yes to delete them")
     else:
-        lines.append(f"nothing has been unused for {unused_for}; see --unused-for and --max-size")
+        lines.append(
+            f"nothing has been unused for {unused_for}; `--unused-for 1d` or `--max-size 10GB` "
+            "selects more"
+        )
     sys.stdout.write("\n".join(lines) + "\n")
     return ExitCode.OK
 

@@ -21,6 +21,7 @@ from isles.launch.queue.status import refresh
 from isles.monitor.outer import aged, known_outer
 from isles.run.checkpoints import newest_checkpoint
 from isles.run.find import NUMBERED, own_runs, typed_command, typed_name
+from isles.run.join_line import NOTHING_LEFT
 from isles.run.nodes import read_fleet
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -224,6 +225,10 @@ def next_start(run_dir: RunDir) -> str:
     """The command that resumes an ended run, and its step."""
     typed, newest = typed_command(run_dir), newest_checkpoint(run_dir)
     resume = _resume_of(run_dir)
+    attempt = run_dir.last_attempt()
+    error = (read_record(attempt.outcome) or {}).get("error") if attempt else None
+    if isinstance(error, dict) and error.get("id") == NOTHING_LEFT:
+        return "this cluster has no step of the run left to train"
     command = f"`{typed}{resume}`" if typed else f"the same `isles train` command{resume}"
     if script_of(run_dir) is not None:
         return f"{command} starts the script again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import threading
@@ -258,11 +259,12 @@ class Stopping:
         process = self.state.process
         silent_s = time.time() - (self.state.last_seen_at or self.state.begun_at or time.time())
         host = process.host if process else "another host"
+        path = shlex.quote(str(self._run_dir.path.absolute()))
         raise UserError(
             f"{self._run_dir.name} runs on {host}, but has sent no heartbeat for "
             f"{format_duration(silent_s)}. Its directory has a request to stop",
             where=f"host {host}" + (f", pid {process.pid}" if process else ""),
-            fix=f"if {host} is up, run `isles stop {self._run_dir.path.absolute()}` on {host}",
+            fix=f"if {host} is up, run `isles stop {path}` on {host}",
             id="stop.late",
         )
 

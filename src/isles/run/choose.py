@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -150,7 +151,7 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
     state = run_state(run_dir, now)
     refuse_running(run_dir, state, now)
     if state.state == "finished":
-        more = f" (`--resume {run_dir.path}` trains {run_dir.name} on instead)"
+        more = f" (`--resume {shlex.quote(str(run_dir.path))}` trains {run_dir.name} on instead)"
         return new("is finished", more if _is_longer(run_dir, resolved) else "")
     saved = list_checkpoints(run_dir)
     changes = _changes(run_dir, resolved, saved[-1] if saved else None)
@@ -158,7 +159,7 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
     is_script = resolved.config.training.script is not None
     if asked and not saved:
         if is_script:
-            more = f" (`--resume {run_dir.path}` goes on with the other)"
+            more = f" (`--resume {shlex.quote(str(run_dir.path))}` goes on with the other)"
             return new("ended with other values", more)
         return new("ended before its first checkpoint, with other values")
     if asked:
@@ -209,7 +210,7 @@ def _choose_found(resolved: Resolved, found: Found | None, fresh: RunDir, now: C
         refuse_running(run_dir, run_state(run_dir, now), now)
     if found.is_finished:
         note = f"{found.name} is finished, as {found.copy.url} has it; this is a new run: "
-        more = f" (`--resume {found.copy.url}` goes on with that one)"
+        more = f" (`--resume {shlex.quote(found.copy.url)}` goes on with that one)"
         is_longer = found.manifest and has_more_to_do(resolved.config, found.manifest)
         return Begun(fresh, resumed=False, note=f"{note}{fresh.name}{more if is_longer else ''}")
     changes = _changes_since(found, resolved)
@@ -287,7 +288,7 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
         raise UserError(
             f"there is no checkpoint {checkpoint.name}",
             where=str(checkpoint.parent),
-            fix=f"`isles checkpoint list {run_dir.path}` shows those there are",
+            fix=f"`isles checkpoint list {typed_name(run_dir)}` shows those there are",
             id="run.checkpoint",
         )
     refuse_running(run_dir, run_state(run_dir, now), now)
@@ -327,6 +328,14 @@ def _is_longer(run_dir: RunDir, resolved: Resolved) -> bool:
     return not (
         has_more_to_do(old, saved[-1].manifest) or changed_mathematics(old, resolved.config)
     )
+
+
+def is_unchanged(run_dir: RunDir, resolved: Resolved) -> bool:
+    """Whether the last start of a run had exactly these values."""
+    try:
+        return _old_config(run_dir) == resolved.config
+    except UserError:
+        return False  # of another version of isles
 
 
 def _old_config(run_dir: RunDir) -> RunConfig:

@@ -40,6 +40,8 @@ _FIX = "paste the whole line that the hub has written (isles://HOST:PORT/RUN#…
 
 ENDED = "ended.json"
 """In the state directory of a hub that has ended by itself or was stopped: how."""
+NOTHING_LEFT = "outer.finished"
+"""The id of errors of a cluster that joins, or resumes, after the others have finished."""
 
 
 def apart(one: str, other: str, length: int = 16) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -349,9 +350,10 @@ def how_to_write(why: str, folder: str) -> str:
     if why == NOT_A_FOLDER:
         return "move it away, or "
     if why == os.strerror(errno.EROFS):
-        return f"have it mounted for writing (findmnt -T {folder} shows what is mounted), or "
+        look = f"findmnt -T {shlex.quote(folder)} shows what is mounted"
+        return f"have it mounted for writing ({look}), or "
     if why in (os.strerror(errno.EACCES), os.strerror(errno.EPERM)):
-        return f"sudo chown $USER {folder}, or "
+        return f"sudo chown {os.geteuid()} {shlex.quote(folder)}, or "
     return ""
 
 

@@ -49,7 +49,7 @@ def main() -> int:
     console = Console(soft_wrap=True)
     try:
         config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
-        _show(config, run_dir, options.samples, console)
+        show_data(config, run_dir, options.samples, console)
     except UserError as error:
         sys.stderr.write("\n".join([f"error: {error}", *more_lines(error.ids), ""]))
         return int(error.exit_code)
@@ -61,7 +61,8 @@ def main() -> int:
     return ExitCode.OK
 
 
-def _show(config: RunConfig, run_dir: RunDir, num_samples: int, console: Console) -> None:
+def show_data(config: RunConfig, run_dir: RunDir, num_samples: int, console: Console) -> None:
+    """Prepare the sources of a run, and print samples and counts; `run_dir` gets the tokenizer."""
     write_tokenizer(config, run_dir.tokenizer)
     tokenizer = run_tokenizer(config, run_dir)
     figures: dict[str, Figures] = {}

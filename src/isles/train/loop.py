@@ -121,6 +121,7 @@ def finish_together(parts: Parts) -> int:
             f"model: {FINISHED_WHAT}",
             where="outer",
             fix=FINISHED_FIX,
+            id="outer.finished",
         )
     stop = end_together(parts) if parts.progress.step == parts.total_steps else 0
     if stop:

@@ -49,16 +49,17 @@ class SourceConfig(Section):
 
     ignore_fields: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Fields that training does not need, such as [tools, reasoning_content]. isles omits columns
-    and fields of messages and tool calls with these names, and does not list them. content means
-    the text of a message with a tool call. Without this key isles refuses calls, tools and thoughts
-    that the chat template does not write."""
+    and fields of messages and tool calls with these names, and does not list them. tools also means
+    functions, tool_calls also means function_call, and content means the text of a message with a
+    tool call. Without this key isles refuses calls, tools and thoughts that the chat template does
+    not write."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """chat and instruct: which tokens are trained. assistant: what the assistant says, with the end
     of its turn. last: its last answer only. all: every token."""
 
     split: Text = "train"
-    """The split of a Hugging Face dataset."""
+    """The split of a Hugging Face dataset, or of a saved folder with several splits."""
 
     subset: Text | None = None
     """The configuration of a Hugging Face dataset, such as wikitext-2-raw-v1."""
@@ -92,8 +93,9 @@ class DataConfig(Section):
     tokens. Long text is cut into several samples."""
 
     max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of a source's rows that may be left out because they are broken; the log names them.
-    With more the run stops before it starts. 0: with any."""
+    """Share of a source's rows that isles may skip because they are broken. The log names the first
+    ten. With more, the run stops: before its first step, or with streaming when it reads them. 0:
+    isles skips none."""
 
     streaming: bool = False
     """Prepare the tokens piece by piece while training, and forget them after use: for data that is
@@ -101,7 +103,8 @@ class DataConfig(Section):
     needs max_steps or max_time, and several sources need weights."""
 
     validation_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.02
-    """Share of the documents held out for evaluation, by document. 0: no evaluation."""
+    """Share of the documents held out for evaluation, at least one. isles holds out the end of a
+    single text. Without evaluation: 0."""
 
     cache_dir: Text | None = None
     """Folder for prepared tokens. Default: data in $XDG_CACHE_HOME/isles, or in ~/.cache/isles,

@@ -56,7 +56,7 @@ class TokenizerConfig(Section):
     the tokenizer that the run keeps and exports."""
 
     train_vocab_size: Annotated[int, Field(ge=260, le=1_000_000)] | None = None
-    """Train a byte-level BPE of this many tokens on the data, and keep it with the run."""
+    """Train a byte-level BPE of at most this many tokens on the data, and keep it with the run."""
 
 
 class AdapterConfig(Section):

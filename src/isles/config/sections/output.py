@@ -48,7 +48,8 @@ class CheckpointConfig(Section):
     it."""
 
     max_shard_gb: Annotated[float, Field(ge=1e-6, le=1000)] = 5.0
-    """Largest file of weights in an export, in GB (10^9 bytes), and so the memory that it needs."""
+    """Largest file of weights in an export, in GB (10^9 bytes), and so the memory that it needs. A
+    larger tensor has a separate file."""
 
     push_to_hub: HubId | None = None
     """Upload the export to this repository of the Hugging Face hub, owner/name; made private if it

@@ -7,7 +7,14 @@ from difflib import get_close_matches
 from typing import Any
 
 from isles.config.sections.model import OWN_VARIABLES
-from isles.data.sources.rows import Message, checked_text, from_json_text, show, wrong_type
+from isles.data.sources.rows import (
+    FieldError,
+    Message,
+    checked_text,
+    from_json_text,
+    show,
+    wrong_type,
+)
 from isles.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -130,10 +137,11 @@ def _key(
     if found:
         return found[0]
     near = get_close_matches(named or what, list(message), n=1)
-    raise DataError(
+    raise FieldError(
         f"{at} has no {named or what}; it has: {', '.join(map(str, message)) or 'nothing'}",
         where=where,
-        fix=f"set data.sources.columns: {{{what}: {near[0] if near else 'its name in the data'}}}",
+        fix="set",
+        columns={what: near[0] if near else "its name in the data"},
     )
 
 
@@ -221,12 +229,12 @@ def take_masks(
                 continue
             value, speaks = message[key], message["role"] == "assistant"
             if speaks and value not in (0, 1):
-                raise DataError(
+                raise FieldError(
                     f"{name}[{index}].{key} is {show(value)}, and a message is trained (1 or true) "
                     "or not (0 or false)",
                     where=where,
-                    fix="write 0 or 1, or train such messages as any other with "
-                    f"data.sources.ignore_fields: [{key}]",
+                    fix="write 0 or 1, or train such messages as any other:",
+                    ignore=[key],
                 )
             if speaks or value == 0:
                 del message[key]

@@ -21,6 +21,7 @@ from isles.data.sources.rows import (
     EMPTY,
     Chat,
     Continuation,
+    FieldError,
     Message,
     Pair,
     Parser,
@@ -81,8 +82,8 @@ class TalkParser(Parser):
         name = self._names["chat_template_kwargs"]
         variables = read_variables(columns.get(name), name, where)
         if not self._has_template and (tools or variables):
-            what = f"column {(tools_name if tools else name)!r} is for a chat template"
-            raise _needs_template(what, where)
+            name = tools_name if tools else name
+            raise _needs_template(f"column {name!r} is for a chat template", where, ignore=name)
         return {"tools": tools, "variables": variables}
 
     def _chat(self, messages: list[Message], name: str, row: Row, first: int = 0) -> Chat:
@@ -139,7 +140,7 @@ class ChatParser(TalkParser):
         for name in self._choice:
             if name in names:
                 return name
-        raise missing_column(self._choice[0], names, where, key="messages")
+        raise self.with_fix(missing_column(self._choice[0], names, where, key="messages"))
 
 
 class InstructParser(TalkParser):
@@ -211,7 +212,7 @@ class InstructParser(TalkParser):
                     "{instruction: instruction}",
                 )
         if not there:
-            raise missing_column("instruction", names, where, key="instruction")
+            raise self.with_fix(missing_column("instruction", names, where, key="instruction"))
         return there[0]
 
     def _note_others(self, form: tuple[str, str], row: Row) -> None:
@@ -345,13 +346,13 @@ class PreferenceParser(TalkParser):
             raise DataError(f"{names} are the same", where=row.where, fix="remove that row")
 
 
-def _needs_template(what: str, where: str) -> DataError:
-    return DataError(
-        f"{what}, and the tokenizer has no chat template",
-        where=where,
-        fix="set tokenizer.chat_template: chatml, or to a Jinja file",
-        id="data.template",
-    )
+def _needs_template(what: str, where: str, *, ignore: str = "") -> DataError:
+    what += ", and the tokenizer has no chat template"
+    if ignore:  # chatml does not write it
+        fix = "set tokenizer.chat_template to a Jinja file that uses it, or train without it:"
+        return FieldError(what, where=where, fix=fix, ignore=[ignore], id="data.template")
+    fix = "set tokenizer.chat_template: chatml, or to a Jinja file"
+    return DataError(what, where=where, fix=fix, id="data.template")
 
 
 def _assistant(text: str) -> Message:

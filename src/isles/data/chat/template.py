@@ -25,7 +25,7 @@ from isles.data.chat.fields import (
     unused_mark,
 )
 from isles.data.sources.files import decode, opened
-from isles.data.sources.rows import Chat, Message
+from isles.data.sources.rows import Chat, FieldError, Message
 from isles.data.tokens.tokenizer import TURN_ENDS, TURN_STARTS
 from isles.errors import DataError
 
@@ -166,13 +166,11 @@ class ChatTemplate:
         if ignore is None and chat is not None and chat.tools:
             ignore = "tools"
         fix = "use a template that takes it (tokenizer.chat_template), or repair or remove that row"
-        if ignore:
-            fix += f", or train without this field: data.sources.ignore_fields: [{ignore}]"
-        return DataError(
-            f"the chat template {self._name} does not take this conversation: {error}",
-            where=where,
-            fix=fix,
-        )
+        what = f"the chat template {self._name} does not take this conversation: {error}"
+        if not ignore:
+            return DataError(what, where=where, fix=fix)
+        fix += ", or train without this field:"
+        return FieldError(what, where=where, fix=fix, ignore=ignore.split(", "))
 
     def _use(self, variables: Mapping[str, Any]) -> None:
         # Take the variables of a row: they may change what stands around answers.

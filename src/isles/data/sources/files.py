@@ -6,6 +6,7 @@ import gzip
 import io
 import os
 import re
+import shlex
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -125,7 +126,7 @@ def packing_of(path: Path, raw: io.BufferedReader) -> str:
             f"its name ends with {named}, and it is not packed with {program}",
             where=str(path),
             fix=f"take {named} off its name if it was unpacked, as some browsers do, or fetch it "
-            f"again; {program} -t {path} tests it",
+            f"again; {program} -t {shlex.quote(str(path))} tests it",
             id="data.damaged",
         )
     return ""
@@ -204,7 +205,7 @@ def _damages(path: Path, packing: str) -> Iterator[None]:
         raise DataError(
             f"the {packing} file is damaged: {error}",
             where=str(path),
-            fix=f"fetch it again; {packing} -t {path} tests it",
+            fix=f"fetch it again; {packing} -t {shlex.quote(str(path))} tests it",
             id="data.damaged",
         ) from error
 
@@ -293,5 +294,5 @@ def unreadable(path: Path, error: OSError) -> DataError:
         return DataError(str(error), where=str(path), fix=fix, id="files.data")
     if isinstance(error, PermissionError):
         what = f"no read permission (this process runs as uid {os.geteuid()})"
-        fix = f"chmod a+r {path}, or its folders, or run as its owner"
+        fix = f"chmod a+r {shlex.quote(str(path))}, or its folders, or run as its owner"
     return DataError(what, where=str(path), fix=fix, id="data.damaged")

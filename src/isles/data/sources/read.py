@@ -14,6 +14,7 @@ import csv
 import io
 import json
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -49,7 +50,7 @@ _LINES_BYTES = 2**18
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
 
-_OBJECTS = "one JSON object a line is expected"
+_OBJECTS = "repair or remove that line: one JSON object a line is expected"
 _FROM_ARRAY = "; for a JSON array: jq -c '.[]' FILE > NEW.jsonl"
 
 
@@ -305,7 +306,7 @@ class _ArrayText:
         return DataError(
             f"not JSON: {what}",
             where=f"{self._path}:{self._line_of(place)}",
-            fix=f"repair it there; python -m json.tool {self._path} tests it",
+            fix=f"repair it there; python -m json.tool {shlex.quote(str(self._path))} tests it",
         )
 
     def _more(self) -> bool:

@@ -123,6 +123,33 @@ def texts_of(item: Item) -> list[str]:
             return []
 
 
+_OLD_NAMES = {"tools": "functions", "tool_calls": "function_call"}
+"""Older names of fields. Who ignores a field ignores its older form."""
+
+
+class FieldError(DataError):
+    """Data that isles trains if a key of its source has another value: `Parser.with_fix` adds it.
+
+    Args:
+        fix: ends with the words before the value.
+        ignore: fields to add to `ignore_fields`.
+        columns: names to add to `columns`, if `ignore` is empty.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str,
+        fix: str,
+        ignore: Sequence[str] = (),
+        columns: Mapping[str, str] | None = None,
+        id: str | None = None,
+    ) -> None:
+        super().__init__(what, where=where, fix=fix, id=id)
+        self.ignore, self.columns = ignore, columns or {}
+
+
 class Parser(ABC):
     """Reads the rows of one type of data.
 
@@ -135,12 +162,12 @@ class Parser(ABC):
     def __init__(
         self, columns: Mapping[str, str], keys: Sequence[str], ignored: Sequence[str] = ()
     ) -> None:
-        self._named = set(columns)
+        self._given_columns, self._named = dict(columns), set(columns)
         self._names = {key: columns.get(key, key) for key in keys}
+        self._given_ignored = tuple(ignored)
         # Also by the names that are shown, such as messages.timestamp.
-        self.ignored = frozenset(
-            re.sub(r"^(messages|tools)\.(.*\.)?", "", name) for name in ignored
-        )
+        names = {re.sub(r"^(messages|tools)\.(.*\.)?", "", name) for name in ignored}
+        self.ignored = frozenset(names | {_OLD_NAMES[name] for name in names & _OLD_NAMES.keys()})
         self.wanted = frozenset(self._names.values()) - self.ignored
         """Names of all columns that may be read; others need not be fetched."""
         self.unread: set[str] = set()
@@ -158,6 +185,24 @@ class Parser(ABC):
                 self.unread.add(name)
         return item
 
+    def with_fix(self, error: DataError) -> DataError:
+        """A `FieldError` with the whole new value of the key in its fix; other errors as they are.
+
+        The value repeats what the run file has, and uses the column names of the data.
+        """
+        if not isinstance(error, FieldError):
+            return error
+        if error.ignore:
+            fields = (self._names.get(field, field) for field in error.ignore)
+            listed = ", ".join(dict.fromkeys([*self._given_ignored, *fields]))
+            value = f"ignore_fields: [{listed}]"
+        else:
+            columns = {**self._given_columns, **error.columns}
+            listed = ", ".join(f"{key}: {name}" for key, name in columns.items())
+            value = f"columns: {{{listed}}}"
+        fix = f"{error.fix} data.sources.{value}"
+        return DataError(error.what, where=error.where, fix=fix, id=error.id)
+
     @abstractmethod
     def check(self, names: Sequence[str], where: str) -> None:
         """Refuse a file that lacks a column, by the names of all its columns, with a DataError."""
@@ -170,7 +215,7 @@ class Parser(ABC):
         # What the data calls a column, which must be among these names.
         name = self._names[key]
         if name not in names:
-            raise missing_column(name, names, where, key=key)
+            raise self.with_fix(missing_column(name, names, where, key=key))
         return name
 
     def _text(self, key: str, row: Row, *, may_miss: bool = False) -> str:
@@ -362,7 +407,8 @@ def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -
         return DataError(
             f"this is plain text, without a column {column!r}",
             where=where,
-            fix="give it as JSON lines, JSON, Parquet or CSV, or set type: text",
+            fix="give it as JSON lines, JSON, Parquet or CSV"
+            + ("" if key in ("chosen", "rejected") else ", or set type: text"),  # dpo needs pairs
             id="data.column",
         )
     near = get_close_matches(column, names, n=1) or (names if len(names) == 1 else ["one of them"])
@@ -370,16 +416,15 @@ def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -
     if key == "text_column":
         fix = f"set data.sources.text_column to {choice}"
     elif choice == key:
-        fix = f"delete {key} from data.sources.columns: the data calls it so"
+        fix = f"delete {key} from data.sources.columns, as the data has that name"
     else:
-        fix = f"set data.sources.columns: {{{key}: {choice}}}"
+        fix = ""
     listed = ", ".join(map(str, names)) or "none"
-    return DataError(
-        f"there is no column {column!r}; there are: {listed}",
-        where=where,
-        fix=fix,
-        id="data.column",
-    )
+    what = f"there is no column {column!r}; there are: {listed}"
+    if not fix:
+        columns = {key: choice}
+        return FieldError(what, where=where, fix="set", columns=columns, id="data.column")
+    return DataError(what, where=where, fix=fix, id="data.column")
 
 
 def wrong_type(value: object, name: str, expected: str, where: str, fix: str = "") -> DataError:

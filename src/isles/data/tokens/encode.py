@@ -234,7 +234,7 @@ def encode_each(
     left = encoder.unread if read else []
     for (number, _, _, unread), one, more in zip(read, made, left, strict=True):
         if isinstance(one, DataError):
-            tally.bad(number, one)
+            tally.bad(number, encoder.parser.with_fix(one))
         else:
             documents[number - first] = one
             ignored = encoder.parser.ignored
@@ -260,7 +260,7 @@ def _items(
                 raise row
             item = parser.read(row)
         except DataError as error:
-            tally.bad(tally.num_rows, error)
+            tally.bad(tally.num_rows, parser.with_fix(error))
             continue
         if item is None:
             tally.num_empty += 1

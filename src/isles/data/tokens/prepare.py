@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import threading
 import time
@@ -220,7 +221,7 @@ def _lock(
                     f"another process prepares {name} and has written nothing for "
                     f"{no_progress_s:.0f} s",
                     where=str(folder.parent),
-                    fix=f"look for it: fuser {path} names it on its own machine",
+                    fix=f"look for it: fuser {shlex.quote(str(path))} names it on its own machine",
                     id="data.waiting",
                 ) from None
             time.sleep(_LOOK_EVERY_S)

@@ -80,7 +80,7 @@ _FAILURES = (
         "container.runtime",
         "rootless containers have no user numbers here",
         "sudo apt install uidmap; sudo usermod --add-subuids 100000-165535 --add-subgids "
-        "100000-165535 $USER; podman system migrate",
+        "100000-165535 $(id -un); podman system migrate",
     ),
     (
         r"(?i)user namespace|cannot clone: |unshare",

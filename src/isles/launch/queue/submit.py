@@ -24,7 +24,7 @@ from isles.errors import ConfigError, ExitCode, PreflightError, UserError
 from isles.launch.base import Started, StartOptions, check_packages, next_attempt, resolve_for_nodes
 from isles.launch.container.enter import Container, container_record, find_runtime
 from isles.launch.container.image import require_image
-from isles.launch.queue.job import LOST, Scheduler, claim, words_of
+from isles.launch.queue.job import LOST, JobReport, Scheduler, claim, words_of
 from isles.launch.queue.pbs import Pbs, write_dialect
 from isles.launch.queue.script import JobText, job_script
 from isles.launch.queue.slurm import Slurm
@@ -32,7 +32,7 @@ from isles.launch.queue.status import refresh
 from isles.launch.remote.login import start_on_login
 from isles.launch.ssh.environment import python_of
 from isles.run.begin import begin_attempt, write_launch
-from isles.run.choose import Begun, choose_run
+from isles.run.choose import Begun, choose_run, is_unchanged
 from isles.run.env import allocation, is_job_node, pbs_job
 from isles.run.find import own_runs
 from isles.run.outcome import end_failed, error_record
@@ -41,6 +41,8 @@ from isles.run.records import write_text_atomic
 
 _SUBMIT_PATIENCE = 3.0
 """A submission is waited for so many times longer than the answer to a question."""
+
+LastJob = tuple[RunDir, Attempt, JobReport]
 
 
 class LostSubmission(PreflightError):
@@ -82,7 +84,11 @@ def start_in_queue(
             _look_at_image(container, loaded, options)
         elif python_of(config.clusters[0].environment) == sys.executable:
             check_packages(resolved)
-        refresh_last(resolved, options.resume)
+        for run, last, job in refresh_last(resolved, options.resume):
+            if job.state == "requeued" and is_unchanged(run, resolved):
+                what = f"is queued again as {queue.name} job {job.job_id}: {job.reason}"
+                options.print_line(f"{run.name} {what}")
+                return Started(run, last, None)
         begun, attempt = begin_attempt(
             resolved, loaded.text, options.resume, join=options.join, typed=options.typed
         )
@@ -291,16 +297,22 @@ def here_overrides(loaded: Loaded) -> list[str]:
     return found + ([f"{key}.nodes=1"] if cluster.max_nodes > 1 else [])
 
 
-def refresh_last(resolved: Resolved, resume: str) -> None:
-    """Ask how the last job of a run stands that is to be started; `resume` as in `choose_run`."""
+def refresh_last(resolved: Resolved, resume: str) -> list[LastJob]:
+    """Ask for the state of the last job of a run that is about to start; `resume` as in
+    `choose_run`."""
     # A job that has ended meanwhile must not be taken for one that runs, and one that was queued
     # again need not wait longer.
     if resume == "no":
-        return
-    folder = Path(resolved.config.output_dir).expanduser()
+        return []
+    folder = Path(resolved.config.output_dir).expanduser().absolute()
     runs = own_runs(folder, resolved.config.name)[-1:]
     if resume != "auto":
-        runs += [RunDir(p) for p in (Path(resume).expanduser(), folder / resume) if p.is_dir()]
+        runs += [
+            RunDir(p) for p in (Path(resume).expanduser().absolute(), folder / resume) if p.is_dir()
+        ]
+    found = []
     for run in runs:
         if (attempt := run.last_attempt()) is not None:
-            refresh(run, attempt, max_age_s=0.0, hasten=True)
+            report = refresh(run, attempt, max_age_s=0.0, hasten=True)
+            found += [(run, attempt, report)] if report is not None else []
+    return found

@@ -18,6 +18,7 @@ from pydantic import BaseModel, RootModel, ValidationError
 
 from isles.errors import CommunicationError
 from isles.outer.body import read_body
+from isles.outer.hub.rules import FINISHED
 from isles.outer.messages import (
     CHUNK_BYTES,
     ErrorBody,
@@ -29,7 +30,7 @@ from isles.outer.messages import (
     hash_chunks,
     num_chunks,
 )
-from isles.run.join_line import JoinLine, apart
+from isles.run.join_line import NOTHING_LEFT, JoinLine, apart
 from isles.run.web import MOST_BYTES
 
 A = TypeVar("A", bound=BaseModel)
@@ -59,7 +60,8 @@ class HubRefusal(CommunicationError):
     id = "hub.refused"
 
     def __init__(self, kind: str, what: str, *, where: str, fix: str = "") -> None:
-        super().__init__(what, where=where, fix=fix)
+        id = NOTHING_LEFT if kind == FINISHED else None
+        super().__init__(what, where=where, fix=fix, id=id)
         self.kind = kind
 
 
