@@ -131,7 +131,7 @@ COMPRESSION = {"weight_quantization": {"shared_parameters": {"enabled": True}}}
     ({"activation_checkpointing": {"cpu_checkpointing": True}}, {}, "gradient_checkpointing: full"),
     ({"wandb": {"enabled": True}}, {}, "in the key track of the run file"),
     ({"compression_training": COMPRESSION}, {}, "delete it to train without it"),
-    ({"zero3_init_flag": True}, {}, "as this key asks; delete it"),
+    ({"zero3_init_flag": True}, {}, "delete it, as isles builds every sharded model"),
 )
 def test_a_fix_names_what_trains_as_the_file_says(content, training, words, *, tmp_path):
     """And nothing is called unknown to DeepSpeed that it knows."""
