@@ -276,9 +276,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     tokens = normalise_overrides(sys.argv[1:] if argv is None else argv)
-    if note := settle_home():
-        print(f"note: {note}", file=sys.stderr)
     try:
+        if note := settle_home():
+            print(f"note: {note}", file=sys.stderr)
         code = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except Exception as error:

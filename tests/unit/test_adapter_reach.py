@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.data.mix import build_datasets
+from isles.data.stream import segments
 from isles.models.adapter import import_peft
 from isles.models.build import build_empty_model
 from isles.train.reach import adapter_notes
@@ -55,16 +57,26 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return found
 
 
-def notes(folder: Path, tokenizer: PreTrainedTokenizerFast, *values: str) -> list[str]:
+def notes(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, *values: str, num_rows: int = 3
+) -> list[str]:
     """What is said at the start of a run of the base in this folder."""
     turns = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w7"}]
-    rows = write_rows(folder / "rows.jsonl", [{"messages": turns}] * 3)
+    rows = write_rows(folder / "rows.jsonl", [{"messages": turns}] * num_rows)
     config = load(folder, RUN, f"data.sources=[{{path: {rows}, type: chat}}]", *values).config
     base = ModelConfig(name_or_path=str(folder / "base"), init="pretrained")
     model = build_empty_model(base, dtype=torch.float32, vocab_size=None, adapter=config.adapter)
     config = config.model_copy(update={"model": base})
-    training, _ = build_datasets(config.data, tokenizer, folder / "cache", seed=0, progress=quiet)
-    return list(adapter_notes(config, model, tokenizer, training))
+    training, _ = build_datasets(
+        config.data, tokenizer, folder / "cache", seed=0, progress=quiet, vocab_size=64
+    )
+    try:
+        found = list(adapter_notes(config, model, tokenizer, training))
+        first = np.arange(4)
+        assert training.num_targets(first) > 0 and len(training.rows(first).targets_BT) == 4
+        return found
+    finally:
+        training.close()
 
 
 def set_rows(folder: Path, change: str, name: str) -> None:
@@ -94,6 +106,14 @@ def test_turn_tokens_that_nobody_trained_are_named(change, name, tokenizer, tmp_
     assert re.search(rf"<\|im_end\|>.*never trained.*modules_to_save: \[{module}\]", text)
     assert (START in text) == (change in ("zero", "equal"))
     assert notes(tmp_path, tokenizer, f"adapter.modules_to_save=[{module}]") == []
+
+
+def test_a_stream_is_looked_at_and_begins_with_its_first_sample(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "SEGMENT_TOKENS", 400)
+    make_base(tmp_path / "base", pad_token_id=None)
+    set_rows(tmp_path, "zero", "lm_head.weight")
+    (text,) = notes(tmp_path, tokenizer, "data.streaming=true", num_rows=200)
+    assert END in text and START in text
 
 
 def test_a_head_that_is_the_embedding_gets_another_fix(tokenizer, tmp_path):

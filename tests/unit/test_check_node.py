@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from ipaddress import IPv4Network
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -277,16 +279,22 @@ def test_a_probe_shows_who_sees_the_folder_and_goes_again(tmp_path: Path) -> Non
     assert (tmp_path / "file").exists(), "only its own file is removed"
 
 
-def test_space_for_the_checkpoints_of_the_run(run_file: Path) -> None:
+def test_space_for_the_checkpoints_of_the_run(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunFacts.of(load_run_file(run_file, ["checkpoint.keep=2"]))
     assert run.model is not None
     # fp32 weights and two states of adamw, for two checkpoints and one on its way.
-    assert run.checkpoint_bytes() == run.model.params * 12 * 3
+    assert run.plan("a", {"a": 1}, "cpu").kept_bytes == run.model.params * 12 * 3
     big, nproc = replace(run, model=Architecture.opaque(10**15)), {"a": 1, "b": 1}
     a, b = ({f.id: f for f in files(big.plan(name, nproc, "cpu"))}["disk.free"] for name in nproc)
     assert a.level == "error" and "(2 and one on its way)" in a.text
     assert a.limit == format_bytes(36 * 10**15)
     assert b.level == "ok"
+    small = replace(run.plan("a", nproc, "cpu"), kept_bytes=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 10))
+    text = next(f for f in files(small) if f.id == "disk.free").text
+    assert "take 1.0 MiB" in text, "as `isles plan` shows it"
 
 
 @each(

@@ -101,8 +101,56 @@ def test_all_that_is_auto_comes_from_the_run_file(tmp_path: Path) -> None:
 
 
 ADAM = {"type": "AdamW"}
+SGD = {"type": "SGD"}
+DOWN = {"type": "WarmupDecayLR", "params": {"warmup_type": "linear"}}
+LINEAR = {"lr_scheduler_type": "linear"}
 DECAY = {"type": "WarmupDecayLR", "params": {"warmup_type": "log"}}
 FP16 = {"fp16": {"enabled": True, "loss_scale": 128}}
+
+
+def adam(**params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "Adam", "params": {"torch_adam": True, **params}}}
+
+
+def one_cycle(**params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": "OneCycle", "params": params}}
+
+
+RANGE_TEST = {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 1e-5}}
+COMPRESSION = {"weight_quantization": {"shared_parameters": {"enabled": True}}}
+
+
+@each(
+    (one_cycle(cycle_min_lr=1e-5, cycle_max_lr=1e-3), {}, "isles has constant.*lr_scheduler_type"),
+    ({"scheduler": RANGE_TEST}, {}, "isles has constant, linear, cosine, wsd: choose one"),
+    ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 9}}}, {}, "isles has adamw"),
+    ({"optimizer": {"type": "Lion", "params": {"lr": 1e-5}}}, {}, "isles has adamw"),
+    ({"scheduler": {"type": "WarmupLR"}}, {}, "lr_scheduler_type: constant in the run file"),
+    ({"bf16": {"enabled": False}}, {}, "precision: 32-true"),
+    ({"gradient_clipping": 0}, {}, "max_grad_norm: null"),
+    ({"activation_checkpointing": {"cpu_checkpointing": True}}, {}, "gradient_checkpointing: full"),
+    ({"wandb": {"enabled": True}}, {}, "in the key track of the run file"),
+    ({"compression_training": COMPRESSION}, {}, "delete it to train without it"),
+    ({"zero3_init_flag": True}, {}, "delete it, as isles builds every sharded model"),
+)
+def test_a_fix_names_what_trains_as_the_file_says(content, training, words, *, tmp_path):
+    """And nothing is called unknown to DeepSpeed that it knows."""
+    path = write(tmp_path, content)
+    (issue,) = deepspeed_file_issues(path, run_config(path, **training))
+    assert re.search(words, issue.fix), issue.fix
+    assert "no key" not in issue.what and "or delete the section" not in issue.fix
+
+
+def test_what_is_off_or_has_its_default_is_not_refused(tmp_path: Path) -> None:
+    off = {"partition_activations": False, "cpu_checkpointing": False}
+    first = DOWN["params"] | {"last_batch_iteration": -1, "warmup_min_lr": 0}
+    for content in (
+        {"activation_checkpointing": off, "wandb": {"enabled": False}, "sparse_gradients": False},
+        {"scheduler": DOWN | {"params": first}},
+        adam(adam_w_mode=True, bias_correction=True, amsgrad=False),
+    ):
+        path = write(tmp_path, content)
+        assert deepspeed_file_issues(path, run_config(path, **LINEAR)) == []
 
 
 @each(
@@ -123,6 +171,10 @@ FP16 = {"fp16": {"enabled": True, "loss_scale": 128}}
     ({"fp16": {"enabled": False, "loss_scal": 0}}, {}, "fp16.loss_scal is no key of DeepSpeed"),
     ({"zero_optimization": True}, {}, "zero_optimization is true, not an object"),
     ({"zero_force_ds_cpu_optimizer": True}, {}, "zero_force_ds_cpu_optimizer is true"),
+    (adam(bias_correction=False), {}, "bias_correction is false.*corrects the bias"),
+    (adam(amsgrad=True), {}, "amsgrad is true.*without AMSGrad"),
+    ({"optimizer": SGD | {"params": {"nesterov": True}}}, {"optimizer": "sgd"}, "nesterov is true"),
+    ({"scheduler": DOWN}, LINEAR | {"min_lr_ratio": 0.1}, "falls to 0, and .*min_lr_ratio is 0.1"),
 )
 def test_a_contradiction_is_named_with_both_values(content, training, words, *, tmp_path):
     path = write(tmp_path, content)

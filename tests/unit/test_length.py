@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from isles.config.load import load_run_file
+from isles.check.checks.files import files
+from isles.check.plan import NodePlan, RunFacts
+from isles.config.length import data_of, guessed_issues, length_notes
+from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import Resolved, resolve
 from isles.config.sections.training import TrainingConfig, learning_rate, length_in_steps
 from isles.config.show import TEMPLATES, template
@@ -47,6 +50,11 @@ def refused(run: Resolved, samples: int) -> str:
     with pytest.raises(ConfigErrors) as raised:
         length(run, samples)
     return str(raised.value)
+
+
+def node_run(loaded: Loaded) -> dict[str, Any] | None:
+    """The run as a node's check gets it."""
+    return RunFacts.of(loaded).plan("a", {"a": 1}, "cpu").run
 
 
 def test_a_schedule_that_is_longer_than_the_epochs_is_refused(tmp_path: Path) -> None:
@@ -103,9 +111,50 @@ def test_every_template_reaches_its_rate_or_says_what_to_change(tmp_path: Path) 
             if not notes:
                 assert steps >= 20, (name, rows)
                 silent.add((name, rows))
-            elif training.num_train_epochs is not None:
-                assert "global_batch_size" in notes[0] and f"has {steps} step" in notes[0]
+            else:
+                (note,) = notes
+                words = f"{steps} step{'s' * (steps > 1)}"
+                assert words in note and "global_batch_size" in note.rpartition(": ")[2]
     assert {(name, 500) for name in ("chat", "lora", "qlora", "dpo")} <= silent
+    assert not {name for name, _ in silent} & {"pretrain"}, "20,000 steps over 100,000 tokens"
+
+
+def test_a_run_that_reads_its_data_very_often_says_so(tmp_path: Path) -> None:
+    def said(samples: int, *values: str) -> str:
+        notes: list[str] = []
+        length(resolved(tmp_path, "training.num_train_epochs=null", *values), samples, notes.append)
+        return "\n".join(notes)
+
+    steps = "training.max_steps=10000"
+    text = said(500, steps, "training.global_batch_size=512")
+    assert "reads its data 10240 times: 10000 steps" in text and "500 samples" in text
+    assert "num_train_epochs" in text and "training.max_steps" in text
+    assert said(1000, steps) == "" and "50 times" in said(800, steps)
+    timed = ("training.max_time=1h", "training.lr_scheduler_type=constant")
+    assert said(1, *timed) == ""
+    epochs = length_notes(TrainingConfig(num_train_epochs=100, global_batch_size=1), 100, 1)
+    assert not list(epochs), "the file asks for it"
+
+
+def test_a_plan_and_a_check_guess_what_the_run_would_say(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a few words"}\n' * 60)
+    source = ("data.packing=false", f"data.sources=[{{path: {rows}}}]")
+
+    def guessed(*values: str) -> str:
+        config = load(tmp_path, RUN, *source, *values).config
+        return "\n".join(issue.what for issue in guessed_issues(config, data_of(config)))
+
+    assert "the run has 15 steps" in guessed()
+    assert guessed("training.global_batch_size=2") == ""
+    assert "warmup_steps 20 leaves no step of the 15 steps" in guessed("training.warmup_steps=20")
+    wsd = ("training.lr_scheduler_type=wsd", "training.decay_steps=16")
+    assert "decay_steps 16 is more than the 15 steps" in guessed(*wsd)
+    often = ("training.num_train_epochs=null", "training.max_steps=900")
+    assert "reads its data 61 times" in guessed(*often)
+    plan = NodePlan("a", run=node_run(load(tmp_path, RUN, *source, "training.warmup_steps=20")))
+    found = {finding.id: finding for finding in files(plan)}["files.data"]
+    assert found.level == "warning" and "warmup_steps 20" in found.text and "below 15" in found.fix
 
 
 def test_a_run_whose_loss_did_not_move_says_so(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
+V1_STAT = "memory__memory-stat"
 V1 = "memory__{}memory-limit_in_bytes", "memory__{}memory-usage_in_bytes"
 
 
@@ -52,6 +53,17 @@ V1 = "memory__{}memory-limit_in_bytes", "memory__{}memory-usage_in_bytes"
         ("0::/", "memory-max", "memory-current"),  # a container
         ("9:memory:/docker/1", *(text.format("") for text in V1)),  # paths of the host
         ("9:cpu,memory:/x/job_2", *(text.format("x__") for text in V1)),
+        (
+            "9:memory:/slurm/uid_0/job_3/step_0/task_0",
+            *(t.format("slurm__uid_0__job_3__") for t in V1),
+        ),
+        ("0::/user.slice/run-1.scope", "user.slice__memory-high", "user.slice__memory-current"),
+        (
+            "1:name=systemd:/s\n0::/s/a.scope",
+            "s__a.scope__memory-max",
+            "s__a.scope__memory-current",
+        ),
+        ("0::/../../outside", "memory-max", "memory-current"),  # in a namespace of its own
     ],
 )
 def test_memory_is_the_least_of_the_groups(group: Any, own: str, limit: str, used: str) -> None:
@@ -60,6 +72,24 @@ def test_memory_is_the_least_of_the_groups(group: Any, own: str, limit: str, use
     group(own, **{limit: f"{ROOM}\n", used: "1100\n", f"{folder}memory-stat": cache})
     found = limits.memory()
     assert found.total == ROOM and found.available == ROOM - 1000
+
+
+def test_the_least_of_nested_limits_counts_and_the_room_of_each(group: Any) -> None:
+    files = {"memory-max": f"{4 * ROOM}", "memory-current": f"{4 * ROOM - 10}"}
+    files |= {"a__memory-max": "max", "a__memory-high": f"{ROOM}", "a__memory-current": "0"}
+    group("0::/a/b", **files, **{"a__b__memory-max": f"{2 * ROOM}"})
+    assert limits.memory() == limits.Memory(ROOM, 10), "another job has filled the group above"
+    # A limit above what a container sees: only the kernel's count of it is there.
+    stat = f"hierarchical_memory_limit {ROOM}\n"
+    group("9:memory:/x", **{"memory__memory-limit_in_bytes": f"{1 << 62}", V1_STAT: stat})
+    assert limits.memory().total == ROOM
+
+
+def test_ulimit_counts(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    group("0::/")
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (ROOM, ROOM))
+    found = limits.memory()
+    assert found.total == ROOM and found.available <= ROOM
 
 
 def test_no_limit_is_the_machine(group: Any) -> None:

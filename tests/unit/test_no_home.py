@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from isles.errors import UserError
 from isles.run import env
 from isles.run.env import (
     cache_home,
@@ -112,6 +113,18 @@ def test_a_process_and_its_children_make_one_folder(
         state_home()
     (made,) = set(nobody.glob("isles-home-*")) - {taken}
     assert state_home().is_relative_to(made)
+
+
+def test_a_tmpdir_that_cannot_be_used_gives_way_to_one_folder(
+    nobody: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(nobody / "nowhere"))
+    for _ in range(2):
+        assert home({"TMPDIR": str(nobody / "nowhere")}) == nobody / f"isles-home-{os.getuid()}"
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nonexistent"])
+    with pytest.raises(UserError, match="no folder for temporary files"):
+        home({"TMPDIR": str(nobody / "nowhere")})
 
 
 def test_a_folder_of_another_user_is_not_taken(nobody: Path) -> None:

@@ -28,7 +28,7 @@ def rewrite(folder: Path, change: Any) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox", "gemma", "qwen2"])
 def test_a_head_that_contradicts_a_tied_config_is_refused_however_it_is_loaded(kind, tmp_path):
     folder = make_base(tmp_path, kind, tie_word_embeddings=True)
     model = small_model(kind, tie_word_embeddings=True)
@@ -59,6 +59,7 @@ def test_a_head_that_is_the_embedding_is_one_weight_whichever_the_file_holds(tmp
 
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "deepseek_v3")
+MIXTURES += ("deepseek_v2", "glm4_moe", "hunyuan_v1_moe")
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
@@ -101,13 +102,54 @@ def test_an_expert_that_is_missing_is_named(tmp_path):
         WAYS[1](folder, "pretrained")
 
 
+@pytest.mark.parametrize("name", ["score.weight", "vision_tower.embeddings.weight", "mtp.0.weight"])
+def test_a_head_that_the_model_does_not_have_is_refused_however_it_is_loaded(name, tmp_path):
+    folder = make_base(tmp_path)
+    rewrite(folder, lambda tensors: tensors.update({name: torch.ones(2, 32)}))
+    for way in WAYS:
+        with pytest.raises(UserError, match="no place for 1 ") as raised:
+            way(folder, "pretrained")
+        assert name in raised.value.what
+
+
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    values |= {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, ORIGINAL: 16}
+    return {"rope_parameters": values}
+
+
+ORIGINAL = "original_max_position_embeddings"
+MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("mistral", {"sliding_window": 8, "layer_types": None}),
+        ("gemma3_text", MIXED),
+        ("qwen3", MIXED | {"use_sliding_window": True}),
+        ("llama", rope("dynamic")),
+        ("llama", rope("yarn")),
+        ("llama", rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)),
+        ("olmoe", {}),
+    ],
+)
+def test_a_document_is_the_same_alone_and_beside_a_longer_one(kind, changes):
+    """Else the loss depends on the micro-batch. Windows and frequencies are the document's own."""
+    model = small_model(kind, initializer_range=0.2, **changes)
+    short, long = torch.randint(3, 64, (1, 20)), torch.randint(3, 64, (1, 60))
+    both = torch.cat([torch.nn.functional.pad(short, (0, 40)), long])
+    with torch.no_grad():
+        beside = model(both, use_cache=False).logits[:1, :20]
+        alone = model(short, use_cache=False).logits
+    assert (beside - alone).abs().max() < 1e-4
+
+
 SCALED = """\
 name: a
 model: {name_or_path: a/b}
 data: {sources: [{path: a, type: chat}], seq_length: 1024}
 training: {max_steps: 9}
 """
-ORIGINAL = "original_max_position_embeddings"
 LONG = {"rope_type": "longrope", ORIGINAL: 512}
 TEXT = "data.sources=[{path: a}]"
 

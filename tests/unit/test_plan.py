@@ -481,6 +481,17 @@ def test_rows_that_are_not_packed_are_samples(here):
     assert packed is not None and packed < 16
 
 
+def test_a_refusal_has_its_place_and_a_fix(here, capsys):
+    sizes = ("strategy={kind: ddp, tp_size: 3}", "clusters=[{gpus_per_node: 3, device: cpu}]")
+    for values, key, fix in (
+        (sizes, "strategy.tp_size: tp_size 3 does not divide", "fix: use 2"),
+        (("training.global_batch_size=2", sizes[1]), "training.global_batch_size", "fix: use 3"),
+    ):
+        assert main(["plan", "run.yaml", *values]) == ExitCode.USER
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"is refused: command line {key}" in shown and fix in shown
+
+
 def test_the_disk_is_that_of_the_output_folder(here, monkeypatch):
     asked, usage = list[Path](), shutil.disk_usage
 

@@ -18,6 +18,7 @@ import pytest
 
 from isles.agent.live import LiveRecord
 from isles.agent.telemetry import SampleFile, Telemetry
+from isles.run.limits import memory
 from isles.run.live import SUMS, SampledMeans
 from isles.run.records import read_record, read_rows, write_record
 from isles.train.metrics import waiting_s
@@ -40,7 +41,7 @@ def test_a_sample_tells_of_this_machine_and_its_ranks(tmp_path: Path) -> None:
     sample = telemetry.sample()
     host, own = sample["host"], sample["ranks"]["0"]
     assert 0 < host["cpu"] <= 1 and host["cores"] == psutil.cpu_count() and host["cpu_name"]
-    assert 0 < host["memory_bytes"] < host["memory_total_bytes"] == psutil.virtual_memory().total
+    assert 0 < host["memory_bytes"] < host["memory_total_bytes"] == memory().total
     assert host["disk_free_bytes"] > 0 and host["interface"] is None
     assert host["net_in"] >= 0 and host["net_out"] >= 0
     assert 0 < own["cpu"] < 10 and own["step"] == 7

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from isles.checkpoint.tensors import disk_failure
+from isles.config.scratch import scratch_folder
+from isles.config.sections.model import ModelConfig
+from isles.data.sources.files import opened_whole
+from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer
 from isles.errors import ConfigError, UserError
+from isles.models.build import load_model_config
 from isles.outer.hub.core import Core
 from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.rules import Settings
@@ -19,6 +28,7 @@ from isles.run.manifest import MANIFEST
 from isles.run.records import clear_errors
 from tests.deadline import run_program
 from tests.disks import small_disk
+from tests.unit.test_models import make_base
 
 
 def test_a_disk_without_inodes_is_not_a_full_disk(tmp_path: Path):
@@ -29,6 +39,50 @@ def test_a_disk_without_inodes_is_not_a_full_disk(tmp_path: Path):
             (disk / str(number)).write_text("")
     assert "no inodes are left" in caught.value.what
     assert "df -i" in caught.value.fix and "free some" not in caught.value.fix
+
+
+def test_temporary_files_without_room_name_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """And not the tokenizer, the model or the file that was to be copied or unpacked."""
+    base = make_base(tmp_path / "base")
+    train_tokenizer(["a few words"] * 9, 300).save_pretrained(base)
+    base.chmod(0o777)  # others can write to it: isles reads a copy
+    rows = tmp_path / "rows.parquet.gz"
+    rows.write_bytes(gzip.compress(os.urandom(1 << 16)))
+
+    def unpack() -> None:
+        with opened_whole(rows):
+            pass
+
+    def save() -> None:
+        with scratch_folder("a-") as folder:
+            save_file({"a": torch.zeros(1 << 16)}, folder / "a")
+
+    disk = tmp_path / "disk"
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    ways = (
+        lambda: load_tokenizer(str(base), trust_remote_code=False),
+        lambda: load_model_config(ModelConfig(name_or_path=str(base))),
+        unpack,
+        save,
+    )
+    with small_disk(disk, "16k"):
+        (disk / "full").write_bytes(bytes(16 << 10))
+        for way in ways:
+            with pytest.raises(UserError) as caught:
+                way()
+            assert caught.value.where == "TMPDIR" and "set TMPDIR" in caught.value.fix
+            assert f"no space is left for temporary files in {disk}" in caught.value.what
+    with pytest.raises(OSError), scratch_folder("a-"):
+        raise OSError(errno.ENOSPC, "full", "/another/disk")
+
+
+def test_a_machine_without_a_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nonexistent"])
+    with pytest.raises(UserError, match="no folder for temporary files"), scratch_folder("a-"):
+        pass
 
 
 def test_a_last_checkpoint_is_named_only_if_it_exists(tmp_path: Path):

@@ -21,6 +21,7 @@ import psutil
 
 from isles.agent.cards import Cards, find_cards
 from isles.agent.protocol import log_line
+from isles.run.limits import memory
 from isles.run.live import SUMS
 from isles.run.process import processor_name
 from isles.run.records import write_bytes_atomic
@@ -160,7 +161,7 @@ class _Host:
 
     def read(self) -> dict[str, Any]:
         """Figures of now; rates and the share of the processor are those since the last call."""
-        memory = psutil.virtual_memory()
+        main = memory()
         net_in, net_out = self._network()
         free = None
         with suppress(OSError):  # the run directory is gone
@@ -171,8 +172,8 @@ class _Host:
         return {
             "cpu": round(psutil.cpu_percent() / 100, 4),
             **self._about,
-            "memory_bytes": memory.total - memory.available,
-            "memory_total_bytes": memory.total,
+            "memory_bytes": main.total - main.available,
+            "memory_total_bytes": main.total,
             "disk_free_bytes": free,
             "net_in": net_in,
             "net_out": net_out,

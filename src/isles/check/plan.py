@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from isles.check.finding import IDS, Finding
 from isles.config.load import Loaded
-from isles.config.memory import architecture_of, checkpoint_sizes
+from isles.config.memory import Sizes, architecture_of, checkpoint_sizes
 from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
@@ -67,7 +67,7 @@ class NodePlan:
         repos: kind and id of what may have to come from the hub.
         num_params: of the model; 0: unknown, and then the bytes are 0, too.
         load_bytes: of the weights while they are read.
-        checkpoint_bytes: that the run keeps on disk.
+        kept_bytes: of the checkpoints and the export that the run keeps on disk.
     """
 
     name: str
@@ -84,7 +84,7 @@ class NodePlan:
     repos: tuple[tuple[str, str], ...] = ()
     num_params: int = 0
     load_bytes: int = 0
-    checkpoint_bytes: int = 0
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,7 @@ class RunFacts:
         run: dict[str, Any] = {"config": config.model_dump(mode="json")}
         run["origins"] = self.loaded.origins
         run |= {"text": self.loaded.text, "path": str(self.loaded.path)}
+        sizes = self._sizes()
         params = self.model.params if self.model is not None else 0
         return replace(
             plan,
@@ -144,23 +145,18 @@ class RunFacts:
             repos=() if config.training.script is not None else tuple(huggingface_repos(config)),
             num_params=params,
             load_bytes=params * (4 if config.training.precision == "32-true" else 2),
-            checkpoint_bytes=self.checkpoint_bytes(),
+            kept_bytes=sizes.kept if sizes is not None else 0,
         )
-
-    def checkpoint_bytes(self) -> int:
-        """Largest disk use of the run: checkpoints, one more on its way, and the export."""
-        config = self.config
-        if config is None or self.model is None:
-            return 0
-        size = checkpoint_sizes(self.model, config)
-        export = size.export if config.checkpoint.export_on_finish else 0
-        return size.one * (config.checkpoint.keep + 1) + export
 
     def gradient_bytes(self) -> int:
         """Bytes of one rank's gradients."""
+        sizes = self._sizes()
+        return sizes.gradients if sizes is not None else 0
+
+    def _sizes(self) -> Sizes | None:
         if self.config is None or self.model is None:
-            return 0
-        return checkpoint_sizes(self.model, self.config).gradients
+            return None
+        return checkpoint_sizes(self.model, self.config)
 
 
 def _architecture(config: RunConfig) -> Architecture | None:

@@ -10,7 +10,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isles.config.foreign import read_json
+from isles.config.scratch import ScratchError, scratch_folder
 from isles.errors import TrainingError
 from isles.facts.units import format_bytes
 from isles.run.limits import memory
@@ -75,26 +75,14 @@ def read_again(folder: Path, wanted: Tensor | None, *, least_s: float = 600.0) -
         log.warning("the export is not read again: %s", why)
         return
     timeout_s = least_s + size / 5e7
-    with tempfile.TemporaryDirectory(prefix="isles-export-") as place:
-        file = Path(place) / "answer.safetensors"
-        command = [sys.executable, "-m", "isles.checkpoint.reread", str(folder), str(file)]
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        try:
-            done = subprocess.run(
-                command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
-            )
-        except subprocess.TimeoutExpired:
-            log.warning("the export is not read again: it takes more than %.0f s", timeout_s)
-            return
-        if done.returncode < 0:
-            # Most often the kernel, for memory: it says nothing about the export.
-            number = -done.returncode
-            log.warning("the export is not read again: signal %d ended the process", number)
-            return
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            raise _unread(folder, lines[-1][:500])
-        found = load_file(file)[_ANSWER]
+    try:
+        with scratch_folder("isles-export-") as place:
+            found = _answer_of(folder, place / "answer.safetensors", timeout_s)
+    except ScratchError as error:
+        log.warning("the export is not read again: %s", error.what)
+        return
+    if found is None:
+        return
     if not bool(torch.isfinite(found).all()):
         raise _unread(folder, "it gives no numbers")
     if wanted is None:
@@ -104,6 +92,28 @@ def read_again(folder: Path, wanted: Tensor | None, *, least_s: float = 600.0) -
     tolerance = (0.05 if is_short else 1e-3) * float(wanted.abs().max())
     if (apart := float((found - wanted).abs().max())) > tolerance:
         raise _unread(folder, f"its logits differ from the trained model by up to {apart:.3g}")
+
+
+def _answer_of(folder: Path, file: Path, timeout_s: float) -> Tensor | None:
+    # What the export answers in a fresh process; None: the process says nothing about the export.
+    command = [sys.executable, "-m", "isles.checkpoint.reread", str(folder), str(file)]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        log.warning("the export is not read again: it takes more than %.0f s", timeout_s)
+        return None
+    if done.returncode < 0:
+        # Most often the kernel, for memory: it says nothing about the export.
+        number = -done.returncode
+        log.warning("the export is not read again: signal %d ended the process", number)
+        return None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise _unread(folder, lines[-1][:500])
+    return load_file(file)[_ANSWER]
 
 
 def _unread(folder: Path, why: str) -> TrainingError:

@@ -12,13 +12,13 @@ import json
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from isles.config.links import check_found, follow
+from isles.config.scratch import scratch_folder
 from isles.errors import ConfigError
 
 MAX_JSON_BYTES = 64 * 2**20
@@ -169,19 +169,20 @@ def unchanging(folder: Path, names: Iterable[str] = ()) -> Iterator[Path]:
         at the end. The caller must check the copy again: the files may have changed.
 
     Raises:
-        OSError: a file cannot be read or written.
+        OSError: a file cannot be read.
+        ScratchError: there is no room for a copy.
         ValueError: a file is too large, or is not a regular file.
     """
     if not is_open_to_others(folder):
         yield folder
         return
-    with tempfile.TemporaryDirectory(prefix="isles-copy-") as made:
+    with scratch_folder("isles-copy-") as made:
         for path in [folder / name for name in names] or _files_to_check(folder):
             if path.is_file() and (names or path.suffix in (".json", ".py", *_TEXTS)):
-                copy = Path(made) / path.relative_to(folder)
+                copy = made / path.relative_to(folder)
                 copy.parent.mkdir(exist_ok=True)
                 copy.write_bytes(read_bytes(path, MAX_JSON_BYTES))
-        yield Path(made)
+        yield made
 
 
 def is_open_to_others(folder: Path) -> bool:

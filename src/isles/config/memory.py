@@ -204,14 +204,21 @@ class Sizes:
     Args:
         trained: numbers that have gradients.
         one: a checkpoint: trained weights and optimizer state.
-        export: the model, or the adapter, at the end.
+        checkpoints: all that are kept, and the next one while it is written.
+        export: the model, or the adapter, at the end; 0: the run exports nothing.
         gradients: of all trained weights.
     """
 
     trained: int
     one: int
+    checkpoints: int
     export: int
     gradients: int
+
+    @property
+    def kept(self) -> int:
+        """Largest disk use of the run."""
+        return self.checkpoints + self.export
 
 
 def checkpoint_sizes(model: Architecture, config: RunConfig) -> Sizes:
@@ -223,7 +230,16 @@ def checkpoint_sizes(model: Architecture, config: RunConfig) -> Sizes:
         count.trained_blocks, count.trained_ends, width, setting.optimizer, short=short
     )
     one = weights + count.saved_twice * width + state
-    return Sizes(count.trained, int(one), weights, weights)
+    saves, export = config.checkpoint, weights
+    if saves.merge_adapter and config.adapter.type != "none":
+        export = model.params * 2
+    return Sizes(
+        trained=count.trained,
+        one=int(one),
+        checkpoints=int(one) * (saves.keep + 1),
+        export=export if saves.export_on_finish else 0,
+        gradients=weights,
+    )
 
 
 def step_memory(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from isles.config.scratch import scratch_folder
 from isles.errors import ConfigError, ConfigErrors, ExitCode, UserError
 from isles.launch.groups import START, TOOLS
 
@@ -134,9 +134,9 @@ def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
     require_train()
     if issues := huggingface_issues(loaded):
         raise ConfigErrors(issues)
-    with tempfile.TemporaryDirectory(prefix="isles-data-") as folder:
-        RunDir(Path(folder)).resolved.write_text(dump_resolved(resolved), encoding="utf-8")
-        return run_module("isles.train.data_show", folder, f"--samples={samples}")
+    with scratch_folder("isles-data-") as folder:
+        RunDir(folder).resolved.write_text(dump_resolved(resolved), encoding="utf-8")
+        return run_module("isles.train.data_show", str(folder), f"--samples={samples}")
 
 
 def _folders(found: Sequence[Prepared]) -> str:

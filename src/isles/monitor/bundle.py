@@ -35,7 +35,7 @@ from isles.launch.remote.login import ask_isles
 from isles.monitor.live.source import snapshot
 from isles.monitor.logs import LogChoice
 from isles.monitor.stream import shown_lines
-from isles.run.env import hub_access, inherited
+from isles.run.env import hub_access, inherited, usable_cores
 from isles.run.find import run_of
 from isles.run.join_line import JoinLine
 from isles.run.live import ask_for_stacks
@@ -435,7 +435,7 @@ def _versions() -> dict[str, Any]:
         "python": platform.python_version(),
         "os": platform.platform(),
         "machine": platform.machine(),
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "gpus": driver.splitlines(),
         "gpu_links": ask_driver("topo", "-m").splitlines(),
         "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from isles.config.clusters import keys_of_cluster, of_cluster
+from isles.config.length import Data, data_of, guessed_issues
 from isles.config.load import Loaded
 from isles.config.memory import checkpoint_sizes
 from isles.config.sections.run import RunConfig
-from isles.errors import UserError
+from isles.errors import ConfigError, UserError
 from isles.facts.memory.step import Moment
-from isles.plan.data import Data, data_of
 from isles.plan.links import OuterPlan, outer_plan
 from isles.plan.machines import Link, Machines, summary
 from isles.plan.measured import Measured, find_measured
@@ -128,6 +129,14 @@ class Plan:
         training = self.config.training
         rows = training.global_batch_size * (2 if training.method == "dpo" else 1)
         return rows * self.config.data.seq_length
+
+    def refusal(self, cluster: ClusterPlan) -> ConfigError:
+        """Why isles does not take a cluster, with the place in the run file."""
+        assert cluster.own.issue is not None
+        index = self.clusters.index(cluster)
+        (error,) = of_cluster(self.loaded, index).errors([cluster.own.issue])
+        error.where = keys_of_cluster(error.where, index)
+        return error
 
     @property
     def fits(self) -> bool | None:
@@ -290,10 +299,9 @@ def _on_disk(job: Job, model: ModelFacts, data: Data) -> Iterator[Item]:
     config = job.config
     sizes = checkpoint_sizes(job.model, config)
     kept, number = config.checkpoint.keep, config.checkpoint.keep + 1
-    yield Item(f"{number} checkpoints ({kept} and one on its way)", sizes.one * number)
-    if config.checkpoint.export_on_finish:
-        merged = config.checkpoint.merge_adapter and config.adapter.type != "none"
-        yield Item("export", model.params * 2 if merged else sizes.export)
+    yield Item(f"{number} checkpoints ({kept} and one on its way)", sizes.checkpoints)
+    if sizes.export:
+        yield Item("export", sizes.export)
     if data.tokens is not None and not config.data.streaming:
         wide = 2 if job.model.vocab <= 1 << 16 else 4
         yield Item("prepared tokens", data.tokens * wide, is_guess=True)
@@ -310,6 +318,7 @@ def record(plan: Plan) -> dict[str, Any]:
         "tokens_per_step": plan.tokens_per_step,
         "steps": plan.data.steps,
         "data_tokens": plan.data.tokens,
+        "length_notes": [issue.what for issue in guessed_issues(plan.config, plan.data)],
         "machines": [_machines(own) for own in plan.machines],
         "assumptions": list(ASSUMPTIONS),
     }
@@ -367,6 +376,7 @@ def _cluster(plan: Plan, cluster: ClusterPlan) -> dict[str, Any]:
         "strategy": name_of(own.strategy),
         "fits": own.fits,
         "refused": own.refused,
+        **_refusal(plan, cluster),
         "ranks": [_rank(number, rank) for number, rank in enumerate(own.ranks)],
         "stores": [
             {
@@ -385,6 +395,13 @@ def _cluster(plan: Plan, cluster: ClusterPlan) -> dict[str, Any]:
         "cost": cost(plan, cluster),
     }
     return found
+
+
+def _refusal(plan: Plan, cluster: ClusterPlan) -> dict[str, Any]:
+    if cluster.own.issue is None:
+        return {}
+    error = plan.refusal(cluster)
+    return {"where": error.where, "fix": error.fix}
 
 
 def _rank(number: int, rank: RankPlan) -> dict[str, Any]:

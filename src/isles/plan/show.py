@@ -12,6 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from isles.config.length import guessed_issues
 from isles.facts.console import Console
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.plan.apply import changed, typed
@@ -123,6 +124,8 @@ def _model_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.data.steps is not None:
         text += f"; {plan.data.steps} steps{' (a guess by the files)' * plan.data.is_guess}"
     yield "A step", text
+    for issue in guessed_issues(config, plan.data):
+        yield "", f"guess: {issue.what}; {issue.fix}"
     for machines in plan.machines:
         name = "Machines" if len(plan.machines) == 1 else machines.name
         yield name, summary(machines)
@@ -133,7 +136,8 @@ def _model_rows(plan: Plan) -> Iterator[tuple[str, str]]:
 def _cluster(plan: Plan, cluster: ClusterPlan, details: bool) -> Iterator[RenderableType]:
     own = cluster.own
     if own.refused:
-        yield Text(f"{name_of(own.strategy)} is refused: {own.refused}", style="red")
+        text = f"{name_of(own.strategy)} is refused: {plan.refusal(cluster)}"
+        yield Text(text, style="red")
         return
     yield _memory_table(own)
     yield _peak_line(own)

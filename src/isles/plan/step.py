@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from isles.config.auto import Machine, choose_strategy
+from isles.config.issues import Issue
 from isles.config.layout import Layout, Strategy, make_layout
 from isles.config.memory import holding_of, setting_of, step_memory
 from isles.config.rules import check_rules
@@ -118,7 +119,7 @@ class Outcome:
     """One way to hold the model.
 
     Args:
-        refused: why isles does not take it; empty: it does. Then there are no ranks.
+        issue: why isles does not take it; None: it does. With an issue there are no ranks.
         time: None where the speed of a card is not known.
         seen_bytes: the most that an earlier run of the same had on one of the same cards, which it
             has fitted; None: none is known.
@@ -129,8 +130,13 @@ class Outcome:
     layout: Layout | None
     ranks: tuple[RankPlan, ...] = ()
     time: StepTime | None = None
-    refused: str = ""
+    issue: Issue | None = None
     seen_bytes: float | None = None
+
+    @property
+    def refused(self) -> str:
+        """Why isles does not take it; empty: it does."""
+        return "" if self.issue is None else self.issue.what
 
     @property
     def fits(self) -> bool | None:
@@ -175,15 +181,16 @@ def outcome(job: Job, config: RunConfig | None = None) -> Outcome:
     world, local = len(job.machines.devices), job.machines.local_world_size
     issues = [*check_rules(config), *check_shape(config, job.shape)]
     if issues:
-        return Outcome(config, strategy, None, refused=issues[0].what)
+        return Outcome(config, strategy, None, issue=issues[0])
     try:
         layout = make_layout(strategy, world, local_world_size=local)
     except ConfigError as error:
-        return Outcome(config, strategy, None, refused=error.what)
+        return Outcome(config, strategy, None, issue=Issue((error.where,), error.what, error.fix))
     if config.training.global_batch_size < layout.dp_size:
         rows = config.training.global_batch_size
         text = f"global_batch_size {rows} is less than one row for each of {layout.dp_size} ranks"
-        return Outcome(config, strategy, layout, refused=text)
+        issue = Issue(("training.global_batch_size",), text, f"use {layout.dp_size} or more")
+        return Outcome(config, strategy, layout, issue=issue)
     found = _Step(job, config, strategy, layout).outcome()
     if config.balance != "auto" or len({rank.rows for rank in found.ranks}) == 1:
         return found

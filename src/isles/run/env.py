@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from isles.config.scratch import naming_scratch
 from isles.errors import UserError
 
 RUN_DIR = "ISLES_RUN_DIR"
@@ -157,15 +158,18 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
             found = Path.home()
     if found is not None and _may_keep(found):
         return found
-    below = Path(environ.get("TMPDIR") or tempfile.gettempdir())
-    folder = Path(environ.get(_SETTLED) or below / f"{_HOME}{os.getuid()}")
-    with suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        # Others can write to this folder's parent, and might have made it.
-        own = folder.lstat()
-        if stat.S_ISDIR(own.st_mode) and own.st_uid == os.getuid() and not own.st_mode & 0o022:
-            return folder
-    return Path(tempfile.mkdtemp(prefix=_HOME))
+    with naming_scratch():
+        below = environ.get("TMPDIR", "")
+        if not below or not os.access(below, os.W_OK | os.X_OK):
+            below = tempfile.gettempdir()
+        folder = Path(environ.get(_SETTLED) or Path(below) / f"{_HOME}{os.getuid()}")
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            # Others can write to this folder's parent, and might have made it.
+            own = folder.lstat()
+            if stat.S_ISDIR(own.st_mode) and own.st_uid == os.getuid() and not own.st_mode & 0o022:
+                return folder
+        return Path(tempfile.mkdtemp(prefix=_HOME))
 
 
 def _may_keep(folder: Path) -> bool:

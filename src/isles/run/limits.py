@@ -8,6 +8,7 @@ cgroup-v2.rst and cgroup-v1/.
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-_V1_CACHE = "total_inactive_file"
+_V1_CACHE, _V1_LIMIT = "total_inactive_file", "hierarchical_memory_limit"
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -28,18 +29,26 @@ class Memory:
 
 
 def memory() -> Memory:
-    """Main memory within every limit that holds for this process."""
+    """Main memory within every limit of control groups and `ulimit -v` for this process."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
     for folder, is_v2 in cgroup_folders("memory"):
-        limit = _number(folder / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
-        if limit is None or limit >= machine.total:
+        stat = read_words(folder / "memory.stat")
+        # Above memory.high the kernel slows a process down until it hardly moves. The hierarchical
+        # limit is also that of groups above, which may not be seen in a container.
+        names = ("memory.max", "memory.high") if is_v2 else ("memory.limit_in_bytes",)
+        limits = [*map(_number, (folder / name for name in names)), stat.get(_V1_LIMIT)]
+        limit = min((each for each in limits if each is not None), default=total)
+        if limit >= machine.total:
             continue
         used = _number(folder / ("memory.current" if is_v2 else "memory.usage_in_bytes")) or 0
         # The kernel gives up the cache of files before it kills.
-        cache = read_words(folder / "memory.stat").get("inactive_file" if is_v2 else _V1_CACHE, 0)
+        cache = stat.get("inactive_file" if is_v2 else _V1_CACHE, 0)
         total = min(total, limit)
         available = min(available, limit - max(0, used - cache))
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)  # ulimit -v
+    if addresses != resource.RLIM_INFINITY:
+        total, available = min(total, addresses), min(available, addresses)
     return Memory(total, max(0, available))
 
 

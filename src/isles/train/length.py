@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from isles.config.length import length_notes
 from isles.config.resolve import Resolved
 from isles.config.rules.training import schedule_rules
 from isles.config.sections.run import RunConfig
@@ -15,9 +16,6 @@ from isles.errors import ConfigError, ConfigErrors
 from isles.run.checkpoints import CheckpointInfo
 
 log = logging.getLogger(__name__)
-
-_FEW_STEPS = 20
-"""isles warns at the start of a run whose epochs have fewer steps."""
 
 _LEAST_FALL = 0.01
 """isles warns at the end of a run if the loss fell by less than this share."""
@@ -35,7 +33,7 @@ def run_length(
         resolved: the run.
         data: its training data.
         resume_from: the checkpoint that the run resumes from.
-        note: called with a line for the user if the epochs have few steps.
+        note: called with each line for the user about a length that is odd.
 
     Raises:
         ConfigErrors: the warm-up or the decay is longer than the run.
@@ -58,14 +56,8 @@ def run_length(
         return None, None
     warmup = warmup_in_steps(training, steps)
     log.info("length steps=%d warmup=%d samples_per_epoch=%d", steps, warmup, samples_per_epoch)
-    if epochs is not None and steps < _FEW_STEPS:
-        note(
-            f"the run has {steps} step{'s' * (steps > 1)}: num_train_epochs "
-            f"{training.num_train_epochs:g} of {samples_per_epoch} "
-            f"sample{'s' * (samples_per_epoch > 1)}, global_batch_size "
-            f"{training.global_batch_size}. A model seldom learns in fewer than {_FEW_STEPS} "
-            "steps: lower training.global_batch_size, or raise training.num_train_epochs"
-        )
+    for issue in length_notes(training, steps, samples_per_epoch):
+        note(f"{issue.what}: {issue.fix}")
     return steps, epochs
 
 

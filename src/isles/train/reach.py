@@ -21,10 +21,7 @@ _SHOWN = 8
 def adapter_notes(
     config: RunConfig, model: Any, tokenizer: Any, training: Dataset
 ) -> Iterator[str]:
-    """Lines for the user about what this run cannot learn with its adapter. Of one rank.
-
-    A stream is not read, as it can be read only once.
-    """
+    """Lines for the user about what this run cannot learn with its adapter. Of one rank."""
     share, names = beyond_adapter(model)
     if names:
         yield (
@@ -32,7 +29,7 @@ def adapter_notes(
             "weights in stacks of matrices, which are not linear layers, and stay as they are. "
             "adapter.type: none trains them"
         )
-    if config.data.streaming or tokenizer is None:
+    if tokenizer is None:
         return
     ids = _tokens(training)
     untrained = never_trained(
@@ -60,8 +57,10 @@ def adapter_notes(
 def _tokens(training: Dataset) -> list[int]:
     # Tokens that the first samples read or train on, without padding.
     count = min(_SAMPLES, training.num_samples)
-    rows = training.rows(np.arange(count))
+    # Lengths first: a stream keeps the segments of all these samples then. Reading the samples one
+    # by one would pass them.
     lengths = training.lengths(np.arange(count)).reshape(-1)
+    rows = training.rows(np.arange(count))
     is_read = np.arange(rows.input_ids_BT.shape[1]) < lengths[:, None]
     targets = rows.targets_BT[rows.targets_BT != IGNORE_INDEX]
     found: list[int] = np.unique(np.concatenate([rows.input_ids_BT[is_read], targets])).tolist()

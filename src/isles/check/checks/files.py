@@ -12,6 +12,7 @@ from typing import Any
 from isles.check.finding import Finding, Level
 from isles.check.plan import Answers, Hosts, NodePlan
 from isles.config.files import data_issues, deepspeed_issues, shape_issues
+from isles.config.length import data_of, guessed_issues
 from isles.config.load import Loaded
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
@@ -94,7 +95,7 @@ def _folders(plan: NodePlan, config: RunConfig | None) -> Iterator[Finding]:
     # The output folder, of which all is said; and the caches, of which only what will not do is.
     variables = "clusters[0].environment.variables"
     # Other hosts hold a part of one checkpoint at a time.
-    kept = plan.checkpoint_bytes if plan.is_first else 0
+    kept = plan.kept_bytes if plan.is_first else 0
     output = Path(plan.output_dir).expanduser().absolute()
     other = "set another output_dir"
     yield from _folder(plan, "the output folder", output, kept, other, config)
@@ -128,8 +129,8 @@ def _folder(
         level: Level = "error" if free < max(least, _LEAST_BYTES // 8) else "warning"
         text = f"{measured} free in {folder}, for {what}"
         if kept and config is not None:
-            text += f"; the run's checkpoints ({config.checkpoint.keep} and one on its way) take "
-            text += limit
+            text += f"; the run's checkpoints ({config.checkpoint.keep} and one on its way) "
+            text += f"{'and export ' * config.checkpoint.export_on_finish}take {format_bytes(kept)}"
         fix = f"on {plan.name}: make room (du -xh {folder} | sort -h | tail); or {other}"
         fix += ", or a smaller checkpoint.keep" if is_output else ""
         yield Finding("disk.free", level, plan.name, text, measured, limit, fix)
@@ -174,6 +175,11 @@ def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
         if plan.is_copied:
             level, text = "warning", f"{text}; unless `isles train` copies it: sync"
         yield Finding(finding_id, level, plan.name, text, "absent", fix=failure.fix)
+    if plan.is_first and not is_script and "files.data" not in bad:
+        for issue in guessed_issues(loaded.config, data_of(loaded.config)):
+            bad.add("files.data")
+            text = f"{loaded.where(*issue.keys)}: by a guess from the files, {issue.what}"
+            yield Finding("files.data", "warning", plan.name, text, fix=issue.fix)
     for finding_id in looked:
         if finding_id not in bad:
             yield Finding(finding_id, "ok", plan.name, _WELL[finding_id])

@@ -7,16 +7,15 @@ import os
 import select
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from isles.check.checks.links import bit_rate, short_time
 from isles.check.finding import Finding
 from isles.check.plan import Answers, Hosts, NodePlan
+from isles.config.scratch import scratch_folder
 from isles.config.sections.cluster import NetworkConfig
 from isles.facts.units import format_bytes
 from isles.launch.answers import parse_answer
@@ -333,8 +332,8 @@ track: [jsonl]
 def smoke(plan: NodePlan, timeout_s: float = _SMOKE_S) -> Iterator[Finding]:
     """Train a small model on this machine alone."""
     isles, begin = [sys.executable, "-m", "isles"], time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="isles-smoke-") as folder:
-        path = Path(folder) / "run.yaml"
+    with scratch_folder("isles-smoke-") as folder:
+        path = folder / "run.yaml"
         path.write_text(_RUN_FILE.format(folder=folder, rows=4 * plan.nproc))
         words = [f"clusters.0.gpus_per_node={plan.nproc}"] if plan.nproc > 1 else []
         try:

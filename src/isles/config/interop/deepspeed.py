@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from isles.config.issues import Issue, show_value
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig, StrategyConfig
-from isles.config.sections.training import warmup_in_steps
+from isles.config.sections.training import TrainingConfig, warmup_in_steps
 from isles.config.yaml import KeyPath, parse_yaml, read_text, scan_yaml
 from isles.errors import ConfigError, MissingDependencyError, not_installed
 
@@ -152,6 +152,8 @@ def _unknown_keys(file: DeepSpeedFile) -> _Found:
     table = deepspeed_keys()
     for section, names in table["known"].items():
         value = file.get(section) if section else file.data
+        if section in _foreign_params(file):
+            continue
         if not isinstance(value, dict):
             if value not in (None, AUTO):
                 yield section, f"is {show_value(value)}, not an object", "put its keys in { }", ""
@@ -165,13 +167,37 @@ def _unknown_keys(file: DeepSpeedFile) -> _Found:
         elsewhere = table["elsewhere"].get(section, {})
         fixes = {key: fix for fix, keys in elsewhere.items() for key in keys.split()}
         for name, inner in value.items():
-            is_off = not inner or inner == AUTO
-            is_off = is_off or (isinstance(inner, dict) and inner.get("enabled") is False)
             key = f"{section}.{name}" if section else name
-            if name in fixes and not is_off:
+            if name in fixes and not _is_off(inner):
                 yield key, "is not DeepSpeed's to say here", fixes[name], ""
             elif name not in known and name not in fixes:
-                yield key, "is no key of DeepSpeed", _nearest(name, {*known, *fixes}), ""
+                what, fix = "is no key of DeepSpeed", _nearest(name, {*known, *fixes})
+                if section.endswith(".params"):  # types of other versions have keys of their own
+                    what, other = "is not a key that isles uses", fix
+                    fix = "delete it to train without it" if other == "delete it" else other
+                yield key, what, fix, ""
+
+
+def _is_off(value: object) -> bool:
+    if isinstance(value, dict):
+        return value.get("enabled") is False or all(map(_is_off, value.values()))
+    return not value or value == AUTO
+
+
+def _kind_of(file: DeepSpeedFile, section: str) -> str:
+    # The kind of the run file for the type of an optimizer or scheduler; empty: there is none.
+    given = str(file.get(f"{section}.type", AUTO)).lower()
+    kinds: dict[str, str] = deepspeed_keys()[f"{section}s"]
+    return next((kind for kind, types in kinds.items() if given in types.lower().split()), "")
+
+
+def _foreign_params(file: DeepSpeedFile) -> list[str]:
+    # Sections with parameters of an optimizer or scheduler that isles does not have.
+    return [
+        f"{section}.params"
+        for section in deepspeed_keys()["types"]
+        if file.get(f"{section}.type", AUTO) != AUTO and not _kind_of(file, section)
+    ]
 
 
 def _other_values(file: DeepSpeedFile, config: RunConfig) -> _Found:
@@ -182,11 +208,15 @@ def _other_values(file: DeepSpeedFile, config: RunConfig) -> _Found:
         section, _, name = names[0].rpartition(".")
         if section == "strategy" and strategy.is_default(name):
             continue  # a file that `isles config show` wrote names every default
+        if key.rpartition(".")[0] in _foreign_params(file):
+            continue
         expected = _run_value(config, names)
         same_type = isinstance(value, bool) == isinstance(expected, bool)
         if value == AUTO or (value == expected and same_type) or (value == 0 and expected is None):
             continue
-        fix = f'write "auto" there, or {name}: {show_value(value)} in the run file'
+        # A clipping of 0 is none in DeepSpeed.
+        meant = None if (key, value) == ("gradient_clipping", 0) else value
+        fix = f'write "auto" there, or {name}: {show_value(meant)} in the run file'
         yield (
             key,
             f"is {show_value(value)}, and {names[0]} is {show_value(expected)}",
@@ -194,6 +224,8 @@ def _other_values(file: DeepSpeedFile, config: RunConfig) -> _Found:
             names[0],
         )
     for key, (wanted, why) in table["fixed"].items():
+        if key.rpartition(".")[0] in _foreign_params(file):
+            continue
         if (value := file.get(key, AUTO)) not in (AUTO, wanted):
             fix = f"write {show_value(wanted)}"
             if not _is_other_if_absent(key, wanted):
@@ -257,17 +289,29 @@ def _other_kinds(file: DeepSpeedFile, config: RunConfig) -> _Found:
         mixed = "fp16-mixed" if name == "fp16" else "bf16-mixed"
         enabled = file.get(f"{name}.enabled", AUTO)
         if enabled != AUTO and enabled is not (precision == mixed):
-            fix = f"precision: {mixed} in the run file" if enabled else "delete the section"
             what = f"is {show_value(enabled)}, and training.precision is {precision}"
-            fix = f'write "auto" there, or {fix}'
+            fix = f'write "auto" there, or precision: {mixed if enabled else "32-true"} in the run '
+            fix += "file"
             yield f"{name}.enabled", what, fix, "training.precision"
     for section, run_key in table["types"].items():
-        kind, wanted = file.get(f"{section}.type", AUTO), config.at(run_key)
-        known = table[f"{section}s"].get(wanted, "").lower().split()
-        if kind != AUTO and str(kind).lower() not in known:
+        kind, wanted, ours = file.get(f"{section}.type", AUTO), config.at(run_key), ""
+        if kind != AUTO and (ours := _kind_of(file, section)) != wanted:
+            name = run_key.rpartition(".")[2]
+            if ours:
+                fix = f'write "auto" there, or {name}: {ours} in the run file'
+            else:
+                kinds = ", ".join(get_args(TrainingConfig.model_fields[name].annotation))
+                fix = (
+                    f"isles has {kinds}: choose one with {run_key} in the run file, and delete the "
+                )
+                fix += "section to train with it"
             what = f"is {show_value(kind)}, and {run_key} is {wanted}"
-            fix = f'write "auto" there, delete the section, or name another {section} in the run '
-            yield f"{section}.type", what, f"{fix}file", run_key
+            yield f"{section}.type", what, fix, run_key
+        low = config.training.min_lr_ratio
+        if section == "scheduler" and ours == wanted == "linear" and low:
+            what = f"is {kind}, which falls to 0, and training.min_lr_ratio is {show_value(low)}"
+            fix = 'write "auto" there, or min_lr_ratio: 0 in the run file'
+            yield f"{section}.type", what, fix, "training.min_lr_ratio"
 
 
 def offload_issues(

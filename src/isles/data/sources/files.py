@@ -18,6 +18,7 @@ from typing import IO, Any, cast
 from isles.config.endings import PACKED, ending_of
 from isles.config.foreign import open_foreign
 from isles.config.links import LinkRefused
+from isles.config.scratch import naming_scratch
 from isles.errors import DataError
 
 _OWN_SECRETS = ("join", "token", "key.pem", "certificate.pem", "settings.json", "port")
@@ -95,7 +96,9 @@ def opened_whole(path: Path) -> Iterator[IO[bytes]]:
         if not packing:
             yield raw
             return
-        with tempfile.TemporaryFile() as file:
+        with naming_scratch():
+            made = tempfile.TemporaryFile()  # noqa: SIM115  # closed below
+        with made as file:
             with _damages(path, packing):
                 stream = _unpacked(raw, packing)
                 while block := stream.read(_BLOCK_BYTES):
@@ -106,7 +109,8 @@ def opened_whole(path: Path) -> Iterator[IO[bytes]]:
                             fix="unpack it first: isles reads Parquet and Arrow files out of order",
                             id="data.rows",
                         )
-                    file.write(block)
+                    with naming_scratch():
+                        file.write(block)
             file.seek(0)
             yield file
 

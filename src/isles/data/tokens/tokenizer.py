@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from isles.config.foreign import (
     read_json,
     unchanging,
 )
+from isles.config.scratch import scratch_folder
 from isles.data.tokens.steps import check_steps
 from isles.errors import DataError, UserError
 from isles.facts.probe import PROBE
@@ -336,14 +336,13 @@ def _read_for(model_type: str, backend: Tokenizer) -> Tokenizer | None:
     # tokenizer, or a type that it does not know.
     from transformers import AutoTokenizer
 
-    with tempfile.TemporaryDirectory(prefix="isles-tokenizer-") as place:
-        folder = Path(place)
+    with scratch_folder("isles-tokenizer-") as folder:
         backend.save(str(folder / "tokenizer.json"))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
         for name, content in {_CONFIG: settings, "config": {"model_type": model_type}}.items():
             (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
         try:
-            read: Tokenizer = AutoTokenizer.from_pretrained(place).backend_tokenizer
+            read: Tokenizer = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
         except (ValueError, OSError, KeyError):
             return None
     return read if '"ByteLevel"' in json.dumps(json.loads(read.to_str())["pre_tokenizer"]) else None
