@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from isles.data.sources.rows import EMPTY, Chat, Message
+from isles.errors import DataError
 
 FIXED_DAY = datetime(2024, 7, 26)
 """The day that templates are given: the tokens of a run must not change overnight. Llama's
@@ -156,11 +157,52 @@ def find_form(chat: Chat, render: Callable[[Chat], str]) -> CallForm:
             )
     # What it does not write says more than an error, which may be that of another form.
     own = [error for error in refusals if error.ignore] or refusals
-    # Without its calls, a message without text would say nothing.
-    says = all(message["content"] for message in chat.messages if "tool_calls" in message)
-    # A template that takes no calls often takes no tools either.
-    ignore = f"tools, {_CALLS}" if chat.tools else _CALLS
-    raise TemplateRefusal(str(own[0]), ignore if says else "")
+    raise own[0]
+
+
+def fields_to_ignore(
+    error: TemplateRefusal, chat: Chat, render: Callable[[Chat], object]
+) -> Sequence[str]:
+    """The fields without which the template renders a conversation; empty if there are none.
+
+    Args:
+        error: why the template refuses the conversation.
+        render: renders a conversation as for training; raises TemplateRefusal or DataError.
+    """
+    names = list[str]()
+    given = {name for message in chat.messages for name in message}
+    given |= {"tools"} if chat.tools else set()
+    given |= {"chat_template_kwargs"} if chat.variables else set()
+    with suppress(DataError):
+        while True:
+            # A template that refuses in its own words may know no tools, and then no calls.
+            wanted = ("tools", _CALLS) if error.ignore is None else (error.ignore,)
+            more = [name for name in wanted if name in given and name not in names]
+            if not more:
+                break
+            names.append(more[0])
+            try:
+                render(_without(chat, names))
+            except TemplateRefusal as next_error:
+                error = next_error
+                continue
+            return sorted(names, reverse=True)
+    return ()
+
+
+def _without(chat: Chat, names: Sequence[str]) -> Chat:
+    # The conversation as if `data.sources.ignore_fields` named these fields.
+    messages = []
+    for message in chat.messages:
+        kept = {k: cell for k, cell in message.items() if k not in names or k == "content"}
+        if "content" in names and "tool_calls" in kept:
+            kept["content"] = ""
+        if message["role"] == "assistant" and not (kept["content"] or "tool_calls" in kept):
+            raise TemplateRefusal("the assistant says nothing", "")
+        messages.append(kept)
+    tools = None if "tools" in names else chat.tools
+    variables = {} if "chat_template_kwargs" in names else chat.variables
+    return replace(chat, messages=messages, tools=tools, variables=variables)
 
 
 _FORMS = ("object", "text")
@@ -301,11 +343,8 @@ class FieldProbe:
         if field.name in _NAMES_OF_TOOLS:
             raise TemplateRefusal(f"it does not write the tools, such as {field.value}", "tools")
         if field.name == _NAME_OF_CALL:
-            says = chat.messages[at]["content"]
-            raise TemplateRefusal(
-                f"it does not write the call of {field.value} in message {at}",
-                _CALLS if says else "",
-            )
+            what = f"it does not write the call of {field.value} in message {at}"
+            raise TemplateRefusal(what, _CALLS)
         key = field.place[2]
         if key not in self._writes_thoughts:
             mark = unused_mark("")
