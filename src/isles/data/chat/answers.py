@@ -103,9 +103,7 @@ class AnswerFinder:
             )
         return start, end
 
-    def _of_calls(
-        self, number: int, chat: Chat, text: str, dialogue: Dialogue, where: str
-    ) -> Span:
+    def _of_calls(self, number: int, chat: Chat, text: str, dialogue: Dialogue, where: str) -> Span:
         # The calls themselves are marked, not replaced by an answer: what follows them depends on
         # them, and a template may write their results into the same turn.
         mark = unused_mark(text)
