@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from isles.data.chat.dialogue import Dialogue, Span, SpecialTokens, common_length
-from isles.data.chat.fields import THOUGHTS, TemplateRefusal, unused_mark
+from isles.data.chat.fields import THOUGHTS, TemplateRefusal, named_call, unused_mark
 from isles.data.sources.rows import Chat
 from isles.errors import DataError
 
@@ -110,9 +110,12 @@ class AnswerFinder:
         message = chat.messages[number]
         calls = list(message["tool_calls"])
         for place in {0, len(calls) - 1}:
-            function = dict(calls[place]["function"])
-            function |= {"arguments": {mark: mark}} if "arguments" in function else {"name": mark}
-            calls[place] = {**calls[place], "function": function}
+            call, function = calls[place], dict(calls[place]["function"])
+            if "arguments" in function:
+                function["arguments"] = {mark: mark}
+                calls[place] = {**call, "function": function}
+            else:
+                calls[place] = named_call(function, call, mark)
         # A thought may have a header of its own.
         kept = {key: value for key, value in message.items() if key not in THOUGHTS}
         messages = [*chat.messages[:number], {"content": "", **kept, "tool_calls": calls}]
@@ -122,8 +125,7 @@ class AnswerFinder:
             whole = self._text_of(replace(chat, messages=[*messages, *rest])) if rest else so_far
             before = whole[: max(0, whole.find(mark))]
             if dialogue.last_header(before) is None:
-                prompt = self._render(chat.messages[:number], prompts=True) if number else ""
-                start = self._special.common_length(prompt, before)
+                start = self._behind_last_message(number, chat, before)
             else:
                 start = self._start(number, chat, before, dialogue)
         except TemplateRefusal:
@@ -131,9 +133,12 @@ class AnswerFinder:
         # A result may name its call once more.
         own, behind = (_behind(one, mark, so_far.count(mark)) for one in (so_far, whole))
         own = own[: self._special.common_length(own, behind)]
+        closing = dialogue.closing.rstrip()
+        if self._special.are_in(closing) and closing in own:
+            own = own[: own.index(closing) + len(closing)]
         own = own.rstrip() if dialogue.has_end else own
         end = len(text) - len(behind) + len(own)
-        fits = bool(before) and text.startswith(before[:start]) and start < end
+        fits = 0 <= start < end and text.startswith(before[:start])
         if not (fits and text.endswith(behind[len(own) :])):
             raise self._otherwise(number, where)
         said = message.get("content")
@@ -142,6 +147,17 @@ class AnswerFinder:
             what = f"it writes the content of message {number} (assistant) apart from its calls"
             raise TemplateRefusal(what, "content")
         return start, end
+
+    def _behind_last_message(self, number: int, chat: Chat, before: str) -> int:
+        # Where the answer begins if answers have no header; -1: unknown.
+        prompt = self._render(chat.messages[:number], prompts=True) if number else ""
+        if before.startswith(prompt):
+            return len(prompt)
+        # The text before the last message may change with later ones, such as where the tools are.
+        said = str(chat.messages[number - 1].get("content") or "").strip()
+        end = prompt[max(0, prompt.rfind(said)) :]
+        found = before.rfind(end)
+        return found + len(end) if said and end.startswith(said) and found >= 0 else -1
 
     def _start(self, number: int, chat: Chat, before: str, dialogue: Dialogue) -> int:
         # Where the answer begins in the text before what the assistant says.

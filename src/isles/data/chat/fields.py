@@ -46,11 +46,13 @@ class CallForm:
         arguments: an object, or JSON text.
         empty: the content of a message that has only calls; "missing" omits the key.
         results: whether a result that is not text stays an object or becomes JSON text.
+        fills: whether a call without arguments is given empty ones.
     """
 
     arguments: Literal["object", "text"] = "object"
     empty: Literal["", "missing"] | None = ""
     results: Literal["object", "text"] = "text"
+    fills: bool = False
 
 
 def kind_of(chat: Chat) -> object:
@@ -84,6 +86,8 @@ def _in_form(message: Message, form: CallForm) -> Message:
         return message
     functions = [dict(call["function"]) for call in calls]
     for function in functions:
+        if form.fills:
+            function.setdefault("arguments", {})
         if "arguments" in function:
             change = _as_text if form.arguments == "text" else _as_object
             function["arguments"] = change(function["arguments"])
@@ -94,6 +98,19 @@ def _in_form(message: Message, form: CallForm) -> Message:
         if form.empty == "missing":
             del message["content"]
     return message
+
+
+def named_call(function: Mapping[str, Any], call: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A call with another function and name, also in an id with the name: functions.weather:0."""
+    changed = {**call, "function": {**function, "name": name}}
+    if _id_names(call):
+        changed["id"] = call["id"].replace(call["function"]["name"], name)
+    return changed
+
+
+def _id_names(call: Mapping[str, Any]) -> bool:
+    own = call.get("id")
+    return isinstance(own, str) and call["function"]["name"] in own
 
 
 def _as_text(value: Any) -> str:
@@ -123,21 +140,22 @@ def find_form(chat: Chat, render: Callable[[Chat], str]) -> CallForm:
             changed = []
             for number, call in enumerate(calls):
                 one = f"{name}{index}q{number}q"
-                function = {**call["function"], "name": one}
+                function = dict(call["function"])
                 wanted.append((one, f"the call of {call['function']['name']} in message {index}"))
                 if "arguments" in function:
                     function["arguments"] = {f"{key}{one}": f"{value}{one}"}
                     what = f"arguments of {call['function']['name']} in message {index}"
                     wanted += [(f"{key}{one}", what), (f"{value}{one}", what)]
-                changed.append({**call, "function": function})
+                changed.append(named_call(function, call, one))
             messages[index] = {**message, "tool_calls": changed}
         elif not isinstance(message["content"], str):
             messages[index] = {**message, "content": {at: f"{result}{index}q"}}
             wanted.append((f"{result}{index}q", f"the result in message {index}"))
     probe = replace(chat, messages=messages)
     refusals = list[TemplateRefusal]()
-    for results, empty, arguments in product(("object", "text"), ("", None, "missing"), _FORMS):
-        form = CallForm(arguments, empty, results)  # type: ignore[arg-type]
+    choices = product((False, True), _FORMS, ("", None, "missing"), _FORMS)
+    for fills, results, empty, arguments in choices:
+        form = CallForm(arguments, empty, results, fills)  # type: ignore[arg-type]
         try:
             text = render(in_form(probe, form))
         except TemplateRefusal as error:
@@ -384,7 +402,9 @@ def _more_fields(index: int, message: Message) -> Iterator[_Field]:
                 if name not in ("function", "type") and cell not in EMPTY:
                     yield _Field((*place, name), f"messages.{key}.{name}", role, cell)
             for name, cell in call["function"].items():
-                if name != "arguments" and cell not in EMPTY:
+                # `find_form` has looked for a name that the id repeats.
+                is_known = name == "arguments" or (name == "name" and _id_names(call))
+                if not is_known and cell not in EMPTY:
                     what = f"messages.{key}.function.{name}"
                     yield _Field((*place, "function", name), what, role, cell)
 

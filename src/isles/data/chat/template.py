@@ -95,8 +95,7 @@ class ChatTemplate:
             self.text: str = tokenizer.get_chat_template()
         except ValueError as error:
             raise no_template() from error
-        self._compiled: dict[str, Template] = {}
-        _compiled(self.text, self._name)
+        self._compiled = {self.text: _compiled(self.text, self._name)}
         self._is_marked = _GENERATION.search(self.text) is not None
         added = tokenizer.added_tokens_decoder.values()
         tokens = {*tokenizer.all_special_tokens, *(str(token) for token in added)}
@@ -109,7 +108,9 @@ class ChatTemplate:
         self._fields = FieldProbe()
         self._answers = AnswerFinder(self._render, self._text_of, self._special, self._name)
         self._words: dict[str, frozenset[str]] = {}
-        for name in self._variables.keys() - self._known:
+        for name in sorted(self._variables):
+            if name in self._known:
+                continue
             raise DataError(
                 f"the chat template {self._name} has no variable {name}; it has: "
                 + (", ".join(self._own_variables) or "none"),
@@ -171,7 +172,7 @@ class ChatTemplate:
         wanted = [i for i in answers if i >= chat.first and i not in chat.masked]
         if train_on == "last":
             wanted = wanted[-1:]
-        others = chat.variables.keys() - self._known
+        others = sorted(chat.variables.keys() - self._known) if chat.variables else []
         for name in others:
             if near := get_close_matches(name, self._own_variables, n=1):  # a typing error
                 what = f"{name} of chat_template_kwargs is not a variable of it: is it {near[0]}?"
@@ -181,7 +182,7 @@ class ChatTemplate:
         text, marked = self._render_marked(given.messages)
         unread = [
             *self._fields.check(chat, text, self._text_of, self._is_named),
-            *(f"chat_template_kwargs.{name}" for name in sorted(others)),
+            *(f"chat_template_kwargs.{name}" for name in others),
         ]
         if train_on == "all":
             spans = [(0, len(text))]
