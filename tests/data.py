@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 
 from isles.config.sections.data import SourceConfig
 from isles.data.sources.find import open_source
-from isles.data.tokens.encode import Encoder
+from isles.data.sources.rows import Row, Tally, unread_message
+from isles.data.tokens.encode import Encoder, encode_each
 from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
 
@@ -72,3 +74,20 @@ def prepare_file(
 
 def quiet(_: str) -> None:
     """Nobody listens."""
+
+
+def trained_text(encoder: Encoder, row: Mapping[str, Any]) -> tuple[list[str], str]:
+    """Each document of a row, trained stretches in [[ ]], and the report of unread fields."""
+    tokenizer: Any = encoder.tokenizer
+    tally = Tally("any", 0.0)
+    (documents,) = encode_each([Row("f:1", row)], encoder, tally)
+    tally.judge()
+    texts = []
+    for document in documents:
+        pairs = zip(document.ids, document.trained.tolist(), strict=True)
+        stretches = groupby(pairs, key=lambda pair: pair[1])
+        parts = [
+            (is_trained, tokenizer.decode([t for t, _ in part])) for is_trained, part in stretches
+        ]
+        texts.append("".join(f"[[{part}]]" if is_trained else part for is_trained, part in parts))
+    return texts, unread_message(tally.record())

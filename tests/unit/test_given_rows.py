@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import groupby
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from isles.data.tokens.encode import Encoder, encode_each
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.errors import DataError
 from tests import chat_templates as templates
-from tests.data import prepare_file, write_rows
+from tests.data import prepare_file, trained_text, write_rows
 from tests.each import each
 
 START, END = "{{- '<|im_start|>' + m.role + '\\n' -}}", "{{- '<|im_end|>\\n' -}}"
@@ -65,18 +64,7 @@ def encode_row(
     tokenizer.chat_template = template
     describe_template(tokenizer, "given.jinja", kwargs or {})
     config = SourceConfig(path="any", **{"type": "chat", **source})
-    tally = Tally("any", 0.0)
-    (documents,) = encode_each([Row("f:1", row)], Encoder(config, tokenizer), tally)
-    tally.judge()
-    texts = []
-    for document in documents:
-        pairs = zip(document.ids, document.trained.tolist(), strict=True)
-        stretches = groupby(pairs, key=lambda pair: pair[1])
-        parts = [
-            (is_trained, tokenizer.decode([t for t, _ in part])) for is_trained, part in stretches
-        ]
-        texts.append("".join(f"[[{part}]]" if is_trained else part for is_trained, part in parts))
-    return texts, unread_message(tally.record())
+    return trained_text(Encoder(config, tokenizer), row)
 
 
 def text_of(row: Any, template: str | None = PLAIN, **more: Any) -> str:

@@ -20,6 +20,7 @@ from isles.check.checks.links import Listener, bandwidth, keep_pairs, reach
 from isles.check.checks.machine import machine
 from isles.check.checks.network import dial, dial_bucket, firewalls, interfaces
 from isles.check.checks.ranks import Ranks, smoke
+from isles.check.checks.rows import rows
 from isles.check.checks.topology import topology
 from isles.check.finding import Finding
 from isles.check.plan import NodePlan
@@ -38,6 +39,7 @@ CHECKS: dict[str, Check] = {
     "topology": topology,
     "files": files,
     "hub": hub,
+    "rows": rows,
     "smoke": smoke,
 }
 """Checks of a node alone: operations that take a `plan`, and answer with `findings`."""

@@ -38,6 +38,7 @@ class Extent:
     Args:
         net: the links between hosts, and the all-reduce.
         smoke: train a small model on each machine.
+        rows: read the first rows of the data.
         in_job: the nodes that Slurm gives, by a short job.
         as_json: the report is JSON.
         timeout_s: longest wait for one answer.
@@ -46,6 +47,7 @@ class Extent:
 
     net: bool = True
     smoke: bool = False
+    rows: bool = True
     in_job: bool = False
     as_json: bool = False
     timeout_s: float = 60.0

@@ -123,7 +123,7 @@ def _ask(
             came, wanted = f"{len(names) - len(missing)} nodes", f"{len(names)} nodes"
             return [Finding("step.nodes", "error", where, text, came, wanted, fix)]
         channels = [own, *(others[node] for node in sorted(others))]
-        extent = Extent(timeout_s=timeout_s)
+        extent = Extent(rows=False, timeout_s=timeout_s)
         findings = check_hosts(run, channels, extent, lambda _: None)
         code = int(exit_code(findings))
         with suppress(UserError, TimeoutError):

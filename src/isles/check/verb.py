@@ -24,6 +24,7 @@ from isles.check.checks.links import try_links
 from isles.check.checks.machine import clock_skew
 from isles.check.checks.network import choose_reach, try_bucket, try_hub
 from isles.check.checks.ranks import try_reduce
+from isles.check.checks.rows import LONGEST_S
 from isles.check.checks.versions import compare_versions, duplicates
 from isles.check.finding import Finding, exit_code, record, report_lines
 from isles.check.job import check_in_job
@@ -311,6 +312,7 @@ def check_hosts(
     machines = hosts.check("machine")
     files = hosts.check("files", finding_id="files.output")
     repos = hosts.check("hub", finding_id="hub.access")
+    rows = _first_rows(hosts)
     hosts.findings += clock_skew(_clocks(hosts))
     hosts.findings += machines()
     hosts.findings += choose_reach(hosts)
@@ -324,6 +326,7 @@ def check_hosts(
     print_line("importing torch and launching a kernel on every device")
     answers = ranks()
     hosts.findings += findings_of(answers)
+    hosts.findings += rows()
     found = gpus()
     hosts.findings += found
     hosts.findings += between()
@@ -352,12 +355,20 @@ def _check_login(run: RunFacts, channel: Channel, extent: Extent) -> list[Findin
     hosts.nproc = {channel.name: 1}
     files = hosts.check("files", finding_id="files.output")
     repos = hosts.check("hub", finding_id="hub.access")
+    rows = _first_rows(hosts)
     hosts.findings += joined(repos())
     hosts.findings += files()
+    hosts.findings += rows()
     if extent.net:
         try_bucket(hosts)
     hosts.findings += compare_versions(hosts.facts, {}, {}, __version__)
     return hosts.findings
+
+
+def _first_rows(hosts: Hosts) -> Callable[[], list[Finding]]:
+    if not hosts.extent.rows:
+        return list
+    return hosts.check("rows", timeout_s=LONGEST_S + QUICK_S, finding_id="data.rows")
 
 
 def _count_ranks(hosts: Hosts) -> None:

@@ -6,6 +6,7 @@ T: places in a row. R: rows of a sample, 1, or 2 for pairs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -99,6 +100,11 @@ class Samples(ABC):
                 and the padding are counted anew.
         """
 
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """Counts of the rows that the samples are made of, as `Tally.record` has them, if any."""
+        return {}
+
     def state(self) -> dict[str, Any] | None:
         """Where a stream is, as plain JSON: a start that is given this reads on from there."""
         return None
@@ -159,6 +165,10 @@ class SampleTable(Samples):
     @property
     def content(self) -> str:
         return f"{self._store.digest}:{self.num_samples}:{self._how}"
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        return self._store.manifest
 
     def num_targets(self, samples: Int64Array) -> Int64Array:
         if self._targets is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,9 @@ import numpy.typing as npt
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.builders import Ranges, make_table
 from isles.data.samples import SampleCounts
+from isles.data.sources.rows import bare_name, unread_message
 from isles.data.tokens.store import TokenStore
+from isles.facts.units import printable
 
 SHOWN_TOKENS = 600
 """Of a longer document only so many are shown."""
@@ -57,6 +61,28 @@ class Figures:
     longest: int
     over_length: int
     counts: SampleCounts
+
+
+def field_notes(number: int, source: SourceConfig, record: Mapping[str, Any]) -> Iterator[str]:
+    """Lines for people: the fields that nothing reads, and ignored fields that no row has.
+
+    Args:
+        number: of the source in the run file, from 0.
+        record: of the rows, as `Tally.record` has it; {}: unknown.
+    """
+    key = f"data.sources.{number}"
+    if unread := unread_message(record):
+        yield f"{key} ({source.path}): nothing reads these fields (share of rows): {unread}"
+    found = record.get("ignored")
+    if found is None or not record.get("rows"):
+        return
+    others = sorted({bare_name(name) for name in record.get("unread", {})} - {*found})
+    for name in source.ignore_fields:
+        bare = bare_name(name)
+        if bare not in found and source.columns.get(bare) not in found:
+            near = get_close_matches(bare, others, n=1)
+            hint = f"; did you mean {printable(near[0])}?" if near else ""
+            yield f"{key}.ignore_fields ({source.path}): no row has the field {name}{hint}"
 
 
 def figures_of(data: DataConfig, source: SourceConfig, store: TokenStore) -> Figures:

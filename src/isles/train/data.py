@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from isles.config.sections.model import ModelConfig
 from isles.config.sections.run import RunConfig
 from isles.data.chat.template import describe_template, stop_at_turns, use_template
 from isles.data.mix import Dataset, build_datasets, documents_for_tokenizer
+from isles.data.show import field_notes
 from isles.data.tokens.encode import TEMPLATED
 from isles.data.tokens.prepare import rank_with_data
 from isles.data.tokens.store import disk_errors
@@ -82,6 +84,12 @@ def make_data(
         stream_state=None if resume_from is None else resume_from.manifest.get("stream"),
     )
     _check_content(training, world, resume_from)
+    if world.is_main:
+        for number, (source, part) in enumerate(
+            zip(config.data.sources, training.parts, strict=True)
+        ):
+            for note in field_notes(number, source, part.record):
+                recorder.note(note)
     needed = max(part.vocab_size_needed for part in (training, validation) if part is not None)
     if needed > vocab_size:
         raise DataError(
@@ -195,16 +203,37 @@ def run_tokenizer(config: RunConfig, run_dir: RunDir) -> Any:
     """
     trusted = config.model.trust_remote_code and not is_from_bucket(run_dir.tokenizer)
     tokenizer = load_tokenizer(str(run_dir.tokenizer), trust_remote_code=trusted)
+    describe_tokenizer(config, tokenizer)
+    return tokenizer
+
+
+def describe_tokenizer(config: RunConfig, tokenizer: Any) -> None:
+    """Note at a run's tokenizer what the run file says of its chat template."""
     wanted = config.tokenizer
     trained = None if wanted.train_vocab_size is None else CHATML
     given = wanted.name_or_path or config.model.name_or_path
     name = wanted.chat_template or trained or f"of {given}"
     describe_template(tokenizer, name, wanted.chat_template_kwargs)
-    return tokenizer
 
 
 def write_tokenizer(config: RunConfig, folder: Path) -> None:
-    """Load or train the tokenizer of a run into a folder, unless it is there.
+    """Write the result of `make_tokenizer` into a folder, unless it is there."""
+    if folder.is_dir():
+        return
+    tokenizer = make_tokenizer(config, documents_for_tokenizer(config.data))
+    partial = folder.with_name(f".partial-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()  # transformers would make the run directory again, were it deleted
+    try:
+        save_tokenizer(tokenizer, partial)
+        partial.replace(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    log.info("tokenizer vocabulary=%d folder=%s", len(tokenizer), folder)
+
+
+def make_tokenizer(config: RunConfig, documents: Iterable[str]) -> Any:
+    """Load the tokenizer of a run, or train it on these documents.
 
     Its chat template is the one that the run trains with. Without one of its own, a tokenizer that
     is trained here gets chatml as soon as there are conversations.
@@ -212,15 +241,13 @@ def write_tokenizer(config: RunConfig, folder: Path) -> None:
     Raises:
         DataError: there is no such tokenizer or template, or the data cannot be read.
     """
-    if folder.is_dir():
-        return
     wanted = config.tokenizer
     is_chat = any(source.type in TEMPLATED for source in config.data.sources)
     template = wanted.chat_template
     if wanted.train_vocab_size is not None:
         template = template or (CHATML if is_chat else None)
         tokenizer = train_tokenizer(
-            documents_for_tokenizer(config.data),
+            documents,
             wanted.train_vocab_size,
             is_chat=template == CHATML,
             model_type=str(load_model_config(config.model).model_type),
@@ -236,12 +263,4 @@ def write_tokenizer(config: RunConfig, folder: Path) -> None:
         use_template(tokenizer, template)
     if is_chat and tokenizer.chat_template is not None:
         stop_at_turns(tokenizer)
-    partial = folder.with_name(f".partial-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()  # transformers would make the run directory again, were it deleted
-    try:
-        save_tokenizer(tokenizer, partial)
-        partial.replace(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    log.info("tokenizer vocabulary=%d folder=%s", len(tokenizer), folder)
+    return tokenizer

@@ -20,9 +20,16 @@ from isles.config.files import CHATML
 from isles.config.resolve import load_resolved
 from isles.config.sections.data import SourceConfig
 from isles.config.sections.run import RunConfig
-from isles.data.show import Figures, Shown, figures_of, shown_document, shown_documents
+from isles.data.show import (
+    Figures,
+    Shown,
+    field_notes,
+    figures_of,
+    shown_document,
+    shown_documents,
+)
 from isles.data.sources.find import open_source
-from isles.data.sources.rows import Tally, unread_message
+from isles.data.sources.rows import Tally
 from isles.data.tokens.encode import Encoded, Encoder, encode_rows
 from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
@@ -73,9 +80,9 @@ def show_data(config: RunConfig, run_dir: RunDir, num_samples: int, console: Con
                 tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             )
 
-    for number, source in enumerate(config.data.sources, start=1):
+    for number, source in enumerate(config.data.sources):
         encoder = Encoder(source, tokenizer)
-        name = f"{number}. {source.path}"
+        name = f"{number + 1}. {source.path}"
         console.print(Text(f"{name}: {_describe(source, encoder, config)}", style="bold"))
         if config.data.streaming:
             stream = open_source(source, streams=True)
@@ -96,9 +103,9 @@ def show_data(config: RunConfig, run_dir: RunDir, num_samples: int, console: Con
             documents = shown_documents(store, decode, config.data.seq_length, num_samples)
         for document in documents:
             _print(document, console)
-        unread = unread_message(tally.record() if config.data.streaming else store.manifest)
-        if unread:
-            console.print(Text(f"Nothing reads these fields (share of rows): {unread}"))
+        record = tally.record() if config.data.streaming else store.manifest
+        for note in field_notes(number, source, record):
+            console.print(Text(note))
         console.print()
     if figures:
         console.print(_table(figures))

@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from isles.data.sources.rows import EMPTY, Chat, Message
+from isles.errors import DataError
 
 FIXED_DAY = datetime(2024, 7, 26)
 """The day that templates are given: the tokens of a run must not change overnight. Llama's
@@ -45,11 +46,13 @@ class CallForm:
         arguments: an object, or JSON text.
         empty: the content of a message that has only calls; "missing" omits the key.
         results: whether a result that is not text stays an object or becomes JSON text.
+        fills: whether a call without arguments is given empty ones.
     """
 
     arguments: Literal["object", "text"] = "object"
     empty: Literal["", "missing"] | None = ""
     results: Literal["object", "text"] = "text"
+    fills: bool = False
 
 
 def kind_of(chat: Chat) -> object:
@@ -83,6 +86,8 @@ def _in_form(message: Message, form: CallForm) -> Message:
         return message
     functions = [dict(call["function"]) for call in calls]
     for function in functions:
+        if form.fills:
+            function.setdefault("arguments", {})
         if "arguments" in function:
             change = _as_text if form.arguments == "text" else _as_object
             function["arguments"] = change(function["arguments"])
@@ -93,6 +98,19 @@ def _in_form(message: Message, form: CallForm) -> Message:
         if form.empty == "missing":
             del message["content"]
     return message
+
+
+def named_call(function: Mapping[str, Any], call: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A call with another function and name, also in an id with the name: functions.weather:0."""
+    changed = {**call, "function": {**function, "name": name}}
+    if _id_names(call):
+        changed["id"] = call["id"].replace(call["function"]["name"], name)
+    return changed
+
+
+def _id_names(call: Mapping[str, Any]) -> bool:
+    own = call.get("id")
+    return isinstance(own, str) and call["function"]["name"] in own
 
 
 def _as_text(value: Any) -> str:
@@ -122,21 +140,22 @@ def find_form(chat: Chat, render: Callable[[Chat], str]) -> CallForm:
             changed = []
             for number, call in enumerate(calls):
                 one = f"{name}{index}q{number}q"
-                function = {**call["function"], "name": one}
+                function = dict(call["function"])
                 wanted.append((one, f"the call of {call['function']['name']} in message {index}"))
                 if "arguments" in function:
                     function["arguments"] = {f"{key}{one}": f"{value}{one}"}
                     what = f"arguments of {call['function']['name']} in message {index}"
                     wanted += [(f"{key}{one}", what), (f"{value}{one}", what)]
-                changed.append({**call, "function": function})
+                changed.append(named_call(function, call, one))
             messages[index] = {**message, "tool_calls": changed}
         elif not isinstance(message["content"], str):
             messages[index] = {**message, "content": {at: f"{result}{index}q"}}
             wanted.append((f"{result}{index}q", f"the result in message {index}"))
     probe = replace(chat, messages=messages)
     refusals = list[TemplateRefusal]()
-    for results, empty, arguments in product(("object", "text"), ("", None, "missing"), _FORMS):
-        form = CallForm(arguments, empty, results)  # type: ignore[arg-type]
+    choices = product((False, True), _FORMS, ("", None, "missing"), _FORMS)
+    for fills, results, empty, arguments in choices:
+        form = CallForm(arguments, empty, results, fills)  # type: ignore[arg-type]
         try:
             text = render(in_form(probe, form))
         except TemplateRefusal as error:
@@ -156,11 +175,52 @@ def find_form(chat: Chat, render: Callable[[Chat], str]) -> CallForm:
             )
     # What it does not write says more than an error, which may be that of another form.
     own = [error for error in refusals if error.ignore] or refusals
-    # Without its calls, a message without text would say nothing.
-    says = all(message["content"] for message in chat.messages if "tool_calls" in message)
-    # A template that takes no calls often takes no tools either.
-    ignore = f"tools, {_CALLS}" if chat.tools else _CALLS
-    raise TemplateRefusal(str(own[0]), ignore if says else "")
+    raise own[0]
+
+
+def fields_to_ignore(
+    error: TemplateRefusal, chat: Chat, render: Callable[[Chat], object]
+) -> Sequence[str]:
+    """The fields without which the template renders a conversation; empty if there are none.
+
+    Args:
+        error: why the template refuses the conversation.
+        render: renders a conversation as for training; raises TemplateRefusal or DataError.
+    """
+    names = list[str]()
+    given = {name for message in chat.messages for name in message}
+    given |= {"tools"} if chat.tools else set()
+    given |= {"chat_template_kwargs"} if chat.variables else set()
+    with suppress(DataError):
+        while True:
+            # A template that refuses in its own words may know no tools, and then no calls.
+            wanted = ("tools", _CALLS) if error.ignore is None else (error.ignore,)
+            more = [name for name in wanted if name in given and name not in names]
+            if not more:
+                break
+            names.append(more[0])
+            try:
+                render(_without(chat, names))
+            except TemplateRefusal as next_error:
+                error = next_error
+                continue
+            return sorted(names, reverse=True)
+    return ()
+
+
+def _without(chat: Chat, names: Sequence[str]) -> Chat:
+    # The conversation as if `data.sources.ignore_fields` named these fields.
+    messages = []
+    for message in chat.messages:
+        kept = {k: cell for k, cell in message.items() if k not in names or k == "content"}
+        if "content" in names and "tool_calls" in kept:
+            kept["content"] = ""
+        if message["role"] == "assistant" and not (kept["content"] or "tool_calls" in kept):
+            raise TemplateRefusal("the assistant says nothing", "")
+        messages.append(kept)
+    tools = None if "tools" in names else chat.tools
+    variables = {} if "chat_template_kwargs" in names else chat.variables
+    return replace(chat, messages=messages, tools=tools, variables=variables)
 
 
 _FORMS = ("object", "text")
@@ -301,11 +361,8 @@ class FieldProbe:
         if field.name in _NAMES_OF_TOOLS:
             raise TemplateRefusal(f"it does not write the tools, such as {field.value}", "tools")
         if field.name == _NAME_OF_CALL:
-            says = chat.messages[at]["content"]
-            raise TemplateRefusal(
-                f"it does not write the call of {field.value} in message {at}",
-                _CALLS if says else "",
-            )
+            what = f"it does not write the call of {field.value} in message {at}"
+            raise TemplateRefusal(what, _CALLS)
         key = field.place[2]
         if key not in self._writes_thoughts:
             mark = unused_mark("")
@@ -345,7 +402,9 @@ def _more_fields(index: int, message: Message) -> Iterator[_Field]:
                 if name not in ("function", "type") and cell not in EMPTY:
                     yield _Field((*place, name), f"messages.{key}.{name}", role, cell)
             for name, cell in call["function"].items():
-                if name != "arguments" and cell not in EMPTY:
+                # `find_form` has looked for a name that the id repeats.
+                is_known = name == "arguments" or (name == "name" and _id_names(call))
+                if not is_known and cell not in EMPTY:
                     what = f"messages.{key}.function.{name}"
                     yield _Field((*place, "function", name), what, role, cell)
 

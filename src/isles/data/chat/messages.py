@@ -74,24 +74,30 @@ def read_messages(
         raise DataError(f"column {name!r} holds no message", where=where, fix="remove that row")
     lost: set[str] = set() if unread is None else unread
     if ignored:
-        value = [_without(message, ignored) for message in value]
+        value = [_without(message, ignored, lost, "messages") for message in value]
     messages = [
         _read_message(message, f"{name}[{index}]", where, keys or {}, lost)
         for index, message in enumerate(value)
     ]
-    if "content" in ignored:
-        for one in messages:
-            one["content"] = "" if "tool_calls" in one else one["content"]
+    for one in messages if ignored else ():
+        for key in ignored & one.keys() - {"role", "content"}:
+            del one[key]  # such as tool_calls that were in function_call
+            lost.add(f"messages.{key}")
+        if "content" in ignored and "tool_calls" in one:
+            one["content"] = ""
+            lost.add("messages.content")
     return messages
 
 
-def _without(message: Any, ignored: frozenset[str]) -> Any:
-    # A message, and its calls, without these fields.
-    if not isinstance(message, Mapping):
-        return message
-    kept = {k: value for k, value in message.items() if k not in ignored or k == "content"}
+def _without(value: Any, ignored: frozenset[str], dropped: set[str], name: str) -> Any:
+    # A message, or a call, without these fields.
+    if not isinstance(value, Mapping):
+        return value
+    kept = {k: cell for k, cell in value.items() if k not in ignored or k == "content"}
+    dropped |= {f"{name}.{key}" for key in value.keys() - kept.keys()}
     if isinstance(calls := kept.get("tool_calls"), list):
-        kept["tool_calls"] = [_without(call, ignored) for call in calls]
+        at = f"{name}.tool_calls"
+        kept["tool_calls"] = [_without(call, ignored, dropped, at) for call in calls]
     return kept
 
 
@@ -224,6 +230,7 @@ def take_masks(
     for index, message in enumerate(messages):
         if len(message) == 2:
             continue  # most have a role and content alone
+        said = dict[str, bool]()
         for key in (train_key,) if train_key else _TRAIN_NAMES:
             if key not in message:
                 continue
@@ -238,8 +245,18 @@ def take_masks(
                 )
             if speaks or value == 0:
                 del message[key]
-            if speaks and not value:
-                masked.add(index)
+            if speaks:
+                said[key] = bool(value)
+        if len(set(said.values())) > 1:
+            what = " and ".join(f"{key}: {int(is_trained)}" for key, is_trained in said.items())
+            raise DataError(
+                f"{name}[{index}] has {what}: only one of them excludes the message from training",
+                where=where,
+                fix="name the field that counts, such as "
+                f"data.sources.columns: {{train: {next(iter(said))}}}",
+            )
+        if not all(said.values()):
+            masked.add(index)
     return frozenset(masked)
 
 

@@ -6,23 +6,27 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isles.config.files import CHATML, how_to_find
-from isles.data.chat.dialogue import Dialogue, Span, SpecialTokens, common_length
+from isles.config.sections.model import OWN_VARIABLES
+from isles.data.chat.answers import AnswerFinder
+from isles.data.chat.dialogue import Dialogue, Span, SpecialTokens
 from isles.data.chat.fields import (
     FIXED_DAY,
     CallForm,
     FieldProbe,
     TemplateRefusal,
+    fields_to_ignore,
     find_form,
     in_form,
     kind_of,
-    unused_mark,
 )
 from isles.data.sources.files import decode, opened
 from isles.data.sources.rows import Chat, FieldError, Message
@@ -91,8 +95,7 @@ class ChatTemplate:
             self.text: str = tokenizer.get_chat_template()
         except ValueError as error:
             raise no_template() from error
-        self._compiled: dict[str, Template] = {}
-        _compiled(self.text, self._name)
+        self._compiled = {self.text: _compiled(self.text, self._name)}
         self._is_marked = _GENERATION.search(self.text) is not None
         added = tokenizer.added_tokens_decoder.values()
         tokens = {*tokenizer.all_special_tokens, *(str(token) for token in added)}
@@ -103,7 +106,17 @@ class ChatTemplate:
         self._wants_parts = False
         """Whether contents are lists of parts, as templates of vision models may want them."""
         self._fields = FieldProbe()
+        self._answers = AnswerFinder(self._render, self._text_of, self._special, self._name)
         self._words: dict[str, frozenset[str]] = {}
+        for name in sorted(self._variables):
+            if name in self._known:
+                continue
+            raise DataError(
+                f"the chat template {self._name} has no variable {name}; it has: "
+                + (", ".join(self._own_variables) or "none"),
+                where=f"tokenizer.chat_template_kwargs.{name}",
+                fix=f"delete {name}, or write the name of a variable that the template has",
+            )
         self._plain = self._find_dialogue({})
         if self._plain.header is None:
             self._wants_parts = True
@@ -126,29 +139,58 @@ class ChatTemplate:
         """The special token that ends the assistant's turn; None where the template has none."""
         return self._plain.stop_token
 
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        # The variables that the template reads.
+        found = self._tokenizer.chat_template
+        texts = [str(text) for text in found.values()] if isinstance(found, dict) else [self.text]
+        return frozenset[str]().union(*(_variables_of(text, self._name) for text in texts))
+
+    @property
+    def _own_variables(self) -> Sequence[str]:
+        # Those that only a run file or a row can set.
+        return sorted(self._known - OWN_VARIABLES - self._tokenizer.special_tokens_map.keys())
+
     def render(self, chat: Chat, where: str, *, train_on: str) -> Rendered:
         """A conversation as text, with the spans that are trained on.
 
         DataError: the template refuses these messages or does not write a part of them, or isles
         cannot find the assistant's answers in the text.
         """
+        try:
+            return self._render_chat(chat, where, train_on)
+        except TemplateRefusal as error:
+
+            def render(changed: Chat) -> Rendered:
+                return self._render_chat(changed, where, train_on)
+
+            ignored = fields_to_ignore(error, chat, render)
+            raise self._refused(error, where, ignored) from error
+
+    def _render_chat(self, chat: Chat, where: str, train_on: str) -> Rendered:
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         wanted = [i for i in answers if i >= chat.first and i not in chat.masked]
         if train_on == "last":
             wanted = wanted[-1:]
-        try:
-            self._use(chat.variables)
-            given = self._prepare(chat)
-            text, marked = self._render_marked(given.messages)
-            unread = self._fields.check(chat, text, self._text_of, self._is_named)
-            if train_on == "all":
-                spans = [(0, len(text))]
-            elif self._is_marked:
-                spans = self._choose_marked(given, text, marked, answers, wanted)
-            else:
-                spans = [self._find_answer(number, given, text, where) for number in wanted]
-        except TemplateRefusal as error:
-            raise self._refused(error, where, chat) from error
+        others = sorted(chat.variables.keys() - self._known) if chat.variables else []
+        for name in others:
+            if near := get_close_matches(name, self._own_variables, n=1):  # a typing error
+                what = f"{name} of chat_template_kwargs is not a variable of it: is it {near[0]}?"
+                raise TemplateRefusal(what, "chat_template_kwargs")
+        self._use(chat.variables)
+        given = self._prepare(chat)
+        text, marked = self._render_marked(given.messages)
+        unread = [
+            *self._fields.check(chat, text, self._text_of, self._is_named),
+            *(f"chat_template_kwargs.{name}" for name in others),
+        ]
+        if train_on == "all":
+            spans = [(0, len(text))]
+        elif self._is_marked:
+            spans = self._answers.choose_marked(given, text, marked, answers, wanted)
+        else:
+            find = self._answers.find
+            spans = [find(number, given, text, self._dialogue, where) for number in wanted]
         is_closed = self._dialogue.has_end or text.rstrip().endswith(self._special.all)
         ends_open = chat.messages[-1]["role"] == "assistant" and not is_closed
         return Rendered(text, spans, ends_open=ends_open, unread=unread)
@@ -161,16 +203,15 @@ class ChatTemplate:
         except TemplateRefusal as error:
             raise self._refused(error, self._name) from error
 
-    def _refused(self, error: TemplateRefusal, where: str, chat: Chat | None = None) -> DataError:
-        ignore = error.ignore
-        if ignore is None and chat is not None and chat.tools:
-            ignore = "tools"
+    def _refused(
+        self, error: TemplateRefusal, where: str, ignored: Sequence[str] = ()
+    ) -> DataError:
         fix = "use a template that takes it (tokenizer.chat_template), or repair or remove that row"
         what = f"the chat template {self._name} does not take this conversation: {error}"
-        if not ignore:
+        if not ignored:
             return DataError(what, where=where, fix=fix)
-        fix += ", or train without this field:"
-        return FieldError(what, where=where, fix=fix, ignore=ignore.split(", "))
+        fix += f", or train without {'these fields' if len(ignored) > 1 else 'this field'}:"
+        return FieldError(what, where=where, fix=fix, ignore=ignored)
 
     def _use(self, variables: Mapping[str, Any]) -> None:
         # Take the variables of a row: they may change what stands around answers.
@@ -250,83 +291,6 @@ class ChatTemplate:
         with _refusing():
             text, marked = render(self._template, given, marked=self._is_marked)
         return text, [(start, end) for start, end in marked if end > start]
-
-    def _choose_marked(
-        self,
-        chat: Chat,
-        text: str,
-        marked: Sequence[Span],
-        answers: Sequence[int],
-        wanted: Sequence[int],
-    ) -> list[Span]:
-        if len(marked) == len(answers):
-            return [span for i, span in zip(answers, marked, strict=True) if i in wanted]
-        if wanted == answers:
-            return list(marked)
-        # Several marks in a turn: those count that lie between what comes before a wanted turn and
-        # what comes after it.
-        chosen = list[Span]()
-        for number in wanted:
-            start = self._length_of_first(number, chat, text)
-            is_last = number + 1 == len(chat.messages)
-            end = len(text) if is_last else self._length_of_first(number + 1, chat, text)
-            chosen += [(max(a, start), min(b, end)) for a, b in marked if a < end and b > start]
-        return chosen
-
-    def _length_of_first(self, count: int, chat: Chat, text: str) -> int:
-        before = self._render(chat.messages[:count]) if count else ""
-        return common_length(before, text)
-
-    def _find_answer(self, number: int, chat: Chat, text: str, where: str) -> Span:
-        mark = unused_mark(text)
-        replaced = list(chat.messages)
-        replaced[number] = {"role": "assistant", "content": self._content(mark)}
-        try:
-            if self._dialogue.header is None:
-                raise TemplateRefusal("no plain dialogue")
-            before, _, behind = self._render(replaced).partition(mark)
-            fits = text.endswith(behind)
-            end = len(text) - len(behind) + self._dialogue.length_of_end(behind)
-        except TemplateRefusal:  # such as of a tool's result, where nobody has called the tool
-            before = self._render(chat.messages[:number], prompts=True) if number else ""
-            so_far = self._render(chat.messages[: number + 1])
-            fits = bool(before) and text.startswith(so_far)
-            end = len(so_far.rstrip()) if self._dialogue.has_end else len(so_far)
-        start = self._answer_start(number, chat, before)
-        before = before[:start]
-        if not (fits and text.startswith(before) and start <= end):
-            raise DataError(
-                f"the chat template {self._name} renders message {number} otherwise when others "
-                "follow it, so that what the assistant says there cannot be told",
-                where=where,
-                fix="put {% generation %} and {% endgeneration %} around what the assistant says, "
-                "in a copy of the template that tokenizer.chat_template names",
-            )
-        answer = text[start:end].strip()
-        if not answer[: len(answer) - self._dialogue.length_of_end(answer)]:
-            raise TemplateRefusal(
-                f"it does not write the content of message {number} (assistant)", ""
-            )
-        return start, end
-
-    def _answer_start(self, number: int, chat: Chat, before: str) -> int:
-        # Where the answer begins in the text before what the assistant says.
-        found = self._dialogue.last_header(before)
-        if found is None:
-            return len(before.rstrip() if self._dialogue.header == "" else before)
-        at, start = found
-        if start == len(before) or not number:
-            return start
-        # Behind the header is more, such as a thought; or it is the header of an earlier answer, as
-        # where a template writes an answer to a tool's result without one.
-        said = str(chat.messages[number - 1].get("content") or "").strip()
-        if said and before.find(said, 0, at) >= 0 and before.find(said, at) < 0:
-            return start
-        with suppress(TemplateRefusal):
-            if self._special.common_length(self._render(chat.messages[:number]), before) > at:
-                prompt = self._render(chat.messages[:number], prompts=True)
-                return self._special.common_length(prompt, before)
-        return start
 
 
 def describe_template(
@@ -432,6 +396,23 @@ def _read_template(path: Path) -> str:
         )
     _compiled(text, str(path))
     return text
+
+
+def _variables_of(text: str, name: str) -> set[str]:
+    # What a template reads and does not set itself, except as a default.
+    from jinja2 import nodes
+    from jinja2.meta import find_undeclared_variables
+
+    environment = _compiled(text, name).environment
+    tree = environment.parse(text)
+    is_set = {one.name for one in tree.find_all(nodes.Name) if one.ctx != "load"}
+    tests = (*tree.find_all(nodes.Test), *tree.find_all(nodes.Filter))
+    asked = {
+        one.node.name
+        for one in tests
+        if one.name in ("defined", "undefined", "default", "d") and isinstance(one.node, nodes.Name)
+    }
+    return find_undeclared_variables(tree) - (is_set - asked) - environment.globals.keys()
 
 
 def _compiled(text: str, name: str) -> Template:

@@ -165,19 +165,21 @@ class Parser(ABC):
         self._given_columns, self._named = dict(columns), set(columns)
         self._names = {key: columns.get(key, key) for key in keys}
         self._given_ignored = tuple(ignored)
-        # Also by the names that are shown, such as messages.timestamp.
-        names = {re.sub(r"^(messages|tools)\.(.*\.)?", "", name) for name in ignored}
-        self.ignored = frozenset(names | {_OLD_NAMES[name] for name in names & _OLD_NAMES.keys()})
+        bare = set(map(bare_name, ignored))
+        bare |= {_OLD_NAMES[name] for name in bare & _OLD_NAMES.keys()}
+        # The run file may call a column by its own key.
+        self.ignored = frozenset(bare | {self._names[key] for key in bare & self._names.keys()})
         self.wanted = frozenset(self._names.values()) - self.ignored
         """Names of all columns that may be read; others need not be fetched."""
         self.unread: set[str] = set()
-        """Fields that the last call of `read` did not use."""
+        """Fields that the last call of `read` did not use, the ignored ones among them."""
 
     def read(self, row: Row) -> Item | None:
         """Parse a row without the ignored fields, and write the unused fields to `unread`."""
-        self.unread = {name for name in row.skipped if name not in self.ignored}
+        self.unread = set(row.skipped)
         if self.ignored:
             kept = {name: cell for name, cell in row.columns.items() if name not in self.ignored}
+            self.unread |= row.columns.keys() - kept.keys()
             row = row._replace(columns=kept)
         item = self.parse(row)
         for name, cell in row.columns.items():
@@ -227,6 +229,11 @@ class Parser(ABC):
         if not may_miss and not text.strip():
             raise DataError(f"column {name!r} is empty", where=row.where, fix="remove that row")
         return text
+
+
+def bare_name(field: str) -> str:
+    """The name of a field alone, of a name as reports show it: messages.timestamp is timestamp."""
+    return re.sub(r"^(messages|tools|chat_template_kwargs)\.(.*\.)?", "", field)
 
 
 ChunkStart = dict[str, Any]
@@ -319,15 +326,24 @@ class Tally:
         self.num_empty = 0
         self.num_bad = 0
         self._unread = Counter[str]()
+        self._ignored = set[str]()
 
     def bad(self, number: int, error: DataError) -> None:
         """Note a bad row, by its number from 1."""
         self.num_bad += 1
         self._first = sorted([*self._first, (number, error)], key=lambda entry: entry[0])[:LISTED]
 
-    def unread(self, names: Iterable[str]) -> None:
-        """Note the fields of one row that nothing reads."""
-        self._unread.update(names)
+    def unread(self, names: Iterable[str], ignored: frozenset[str] = frozenset()) -> None:
+        """Note the fields of one row that nothing reads; those with an ignored name apart."""
+        if not ignored:
+            self._unread.update(names)
+            return
+        for name in names:
+            bare = name.rpartition(".")[2]
+            if bare in ignored:
+                self._ignored.add(bare)
+            else:
+                self._unread[name] += 1
 
     def judge(self, *, is_all: bool = True) -> None:
         """Refuse too many bad rows with a DataError, or log them.
@@ -346,6 +362,7 @@ class Tally:
             "bad": self.num_bad,
             "first_bad": [[error.where, error.what, error.fix] for _, error in self._first],
             "unread": {name[:100]: count for name, count in unread[:MOST_UNREAD]},
+            "ignored": sorted(self._ignored),
         }
 
 

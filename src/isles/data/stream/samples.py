@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,6 +150,13 @@ class StreamSamples(Samples):
     @property
     def content(self) -> str:
         return self._content
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """The counts of the first segment, which is waited for."""
+        if not self._open:
+            self._open_next(0)
+        return self._open[0].table.record
 
     def num_targets(self, samples: Int64Array) -> Int64Array:
         """Tokens that each of these samples trains on; what lies before them is passed."""

@@ -237,8 +237,7 @@ def encode_each(
             tally.bad(number, encoder.parser.with_fix(one))
         else:
             documents[number - first] = one
-            ignored = encoder.parser.ignored
-            tally.unread(n for n in unread.union(more) if n.rpartition(".")[2] not in ignored)
+            tally.unread(unread.union(more), encoder.parser.ignored)
     return documents
 
 

@@ -120,6 +120,7 @@ def _is_sound(manifest: dict[str, Any]) -> bool:
         and manifest.get("rows", 0) >= manifest.get("bad", 0) >= len(first_bad)
         and bool(first_bad) == bool(manifest.get("bad", 0))
         and all(isinstance(each, list) and list(map(type, each)) == [str] * 3 for each in first_bad)
+        and isinstance(manifest.get("ignored", []), list)
         and isinstance(unread := manifest.get("unread", {}), dict)
         and len(unread) <= MOST_UNREAD
         and all(type(n) is int and 0 < n <= manifest.get("rows", 0) for n in unread.values())

@@ -1,0 +1,65 @@
+"""Rows: the first of each source are read as training reads them, by a process that has torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from isles.check.finding import Finding
+from isles.check.plan import NodePlan
+from isles.launch.answers import parse_answer
+
+LONGEST_S = 60.0
+"""Longest time to read the first rows: most of it is the import of torch."""
+
+
+def rows(plan: NodePlan) -> Iterator[Finding]:
+    """Findings on the first rows of the sources of a run, on the first node."""
+    config = None if plan.run is None else plan.run["config"]
+    if config is None or not plan.is_first or config["training"]["script"] is not None:
+        return
+    if all(source["type"] == "fake" for source in config["data"]["sources"]):
+        return
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "isles.train.data_head"],
+            input=json.dumps(config).encode(),
+            capture_output=True,
+            # `hub` says what can be downloaded.
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            timeout=LONGEST_S,
+            check=False,
+        )
+        heads = parse_answer(list[dict[str, Any]], done.stdout.decode(errors="replace"))
+    except subprocess.TimeoutExpired:
+        yield _unseen(plan, f"they were not read in {LONGEST_S:.0f} s")
+    except ValueError:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        yield _unseen(plan, last[0] if last else f"exit code {done.returncode}")
+    else:
+        for head in heads:
+            yield from _findings(plan, head)
+
+
+def _unseen(plan: NodePlan, why: str) -> Finding:
+    text = f"the rows were not looked at: {why}"
+    return Finding("data.rows", "ok", plan.name, text, "not looked at")
+
+
+def _findings(plan: NodePlan, head: dict[str, Any]) -> Iterator[Finding]:
+    first = f"first {head['rows']} rows"
+    where = f"data.sources.{head['number']} ({head['path']})"
+    fix = "`isles data show` looks at all rows; data.sources.ignore_fields names fields that are "
+    fix += "not needed"
+    for note in head["notes"]:
+        yield Finding("data.rows", "warning", plan.name, f"{note}; of the {first}", first, fix=fix)
+    if error := head.get("error"):
+        text = f"{where}: {error['what']}"
+        yield Finding("data.rows", "error", plan.name, text, first, fix=error["fix"])
+    elif not head["notes"]:
+        text = f"{where}: every field of the {first} is used"
+        yield Finding("data.rows", "ok", plan.name, text, first)
