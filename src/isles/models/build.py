@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -302,6 +303,25 @@ def _forget_choices(config: Any) -> None:
     for name in config.sub_configs:
         if isinstance(part := getattr(config, name, None), PreTrainedConfig):
             _forget_choices(part)
+
+
+def keep_files(config: ModelConfig, folder: Path) -> None:
+    """Write the config.json and the settings of generation of the run's model into a folder.
+
+    Raises:
+        UserError: they cannot be found or read.
+        OSError: the disk does not take them.
+    """
+    from transformers.utils.hub import cached_file
+
+    load_model_config(config)  # checks them
+    name = with_home(config.name_or_path)
+    file = Path(name) if Path(name).is_file() else Path(str(cached_file(name, "config.json")))
+    files = {"config.json": model_config(file), GENERATION_CONFIG: _generation_config(config)}
+    for written, content in files.items():
+        if content is not None:
+            text = json.dumps(content, indent=2, ensure_ascii=False)
+            (folder / written).write_text(text + "\n", encoding="utf-8")
 
 
 def take_generation_config(model: Any, config: ModelConfig) -> None:
