@@ -27,6 +27,7 @@ from isles.checkpoint.load import load_tensors, save_readable
 from isles.checkpoint.readable import save_config, save_tokenizer
 from isles.checkpoint.reread import EXACT, MERGED, difference, read_again, scores
 from isles.errors import TrainingError, UserError
+from isles.facts.models import TOKEN_IDS, known_ids
 from isles.run.env import hidden
 from isles.run.records import NO_SPACE, refusal, used_up
 
@@ -35,7 +36,6 @@ _PEFT_PREFIX = "base_model.model."
 """What peft's own models put before every name."""
 
 _CARD_BYTES = 4096
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NOTHING: Mapping[str, Any] = {}
 
 Verify = Callable[[Path, Tensor | None], None]
@@ -157,7 +157,7 @@ def _save_files(model: Any, tokenizer: Any, folder: Path, base: Mapping[str, Any
 def _padded_within(model: Any, tokenizer: Any) -> Any:
     # A batch that is padded with an id that the model lacks cannot be computed.
     size = model.config.get_text_config().vocab_size
-    pad, end = tokenizer.pad_token_id, _known(tokenizer.eos_token_id, size)
+    pad, end = tokenizer.pad_token_id, known_ids(tokenizer.eos_token_id, size)
     if pad is not None and pad >= size:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.pad_token = None if end is None else tokenizer.eos_token
@@ -380,14 +380,14 @@ def _give_special_tokens(model: Any, tokenizer: Any) -> None:
     # ones that a class of models has by default. A model with an id that it lacks does not load.
     text = model.config.get_text_config()
     for holder in (model.config, text, model.generation_config):
-        for name in _TOKEN_IDS:
-            setattr(holder, name, _known(getattr(holder, name, None), text.vocab_size))
+        for name in TOKEN_IDS:
+            setattr(holder, name, known_ids(getattr(holder, name, None), text.vocab_size))
     if tokenizer is None:
         return
     special = set(tokenizer.all_special_ids)
     special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for name in _TOKEN_IDS:
-        own = _known(getattr(tokenizer, name, None), text.vocab_size)
+    for name in TOKEN_IDS:
+        own = known_ids(getattr(tokenizer, name, None), text.vocab_size)
         for holder in (model.config, model.generation_config):
             if name == "pad_token_id" and holder is model.config:
                 continue  # as it was trained: that row of the embedding has no gradient
@@ -398,16 +398,9 @@ def _give_special_tokens(model: Any, tokenizer: Any) -> None:
     # Generation stops at the tokenizer's end too: it may be that of a turn, learnt just now.
     known = model.generation_config.eos_token_id
     ids = known if isinstance(known, list) else [known]
-    end = _known(tokenizer.eos_token_id, text.vocab_size)
+    end = known_ids(tokenizer.eos_token_id, text.vocab_size)
     if end is not None and end not in ids:
         model.generation_config.eos_token_id = [*(i for i in ids if i is not None), end]
-
-
-def _known(ids: Any, vocab_size: int) -> Any:
-    # Ids of tokens that the model has. -1 stands for none in some published models.
-    if isinstance(ids, list):
-        return [i for i in ids if i < vocab_size] or None
-    return ids if ids is None or ids < vocab_size else None
 
 
 def _named_by_peft(model: Any, checkpoint: Path) -> dict[str, Tensor]:

@@ -229,7 +229,7 @@ def _continue(model: Any, ids: torch.Tensor, tokenizer: Any, options: argparse.N
         temperature=None if greedy else options.temperature,
         top_p=None if greedy else options.top_p,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,  # one text needs no padding
     )
     mask = torch.ones_like(ids)
     return model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
