@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.dist.batch import Batch
 from isles.dist.world import join_world
+from isles.errors import TrainingError
 from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
@@ -163,6 +165,13 @@ def test_what_is_exported_answers_as_it_was_trained(run_file: Path, base: Path, 
     merged = run_file.parent / "merged"
     export_step(run_dir, resolved, None, checkpoint.step, merged, merge=True)
     assert_same_answers(AutoModelForCausalLM.from_pretrained(merged), exported)
+    # Neither form of an adapter that computes otherwise than the trained one is an export.
+    config = resolved.config
+    larger = config.adapter.model_copy(update={"alpha": 4 * config.adapter.alpha})
+    other = replace(resolved, config=config.model_copy(update={"adapter": larger}))
+    for merge in (False, True):
+        with pytest.raises(TrainingError, match=r"probabilities of a probe differ by \d"):
+            export_step(run_dir, other, None, checkpoint.step, merged, merge=merge)
 
 
 def with_adapter(base: Path, run_dir: RunDir) -> Any:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from shutil import rmtree
 
+import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
+from isles.checkpoint.reread import difference, scores
+from isles.errors import TrainingError
+from isles.monitor.results import push
+from isles.monitor.status import collect
 from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from isles.run.records import read_record
+from isles.run.resolved import read_resolved
 from isles.train import worker
-from isles.train.finish import finish
+from isles.train.finish import export_step, finish
 from isles.train.parts import Parts
-from tests.dist.test_same_mathematics import give_weights
-from tests.ranks import one_rank, start_training
+from tests.dist.test_same_mathematics import give_weights, model_with
+from tests.ranks import one_rank, start_training, train
 
 FAKE = ("data={sources: [{type: fake}], seq_length: 32, validation_fraction: 0}", "tokenizer={}")
 
@@ -65,6 +73,35 @@ def test_a_run_exports_its_model_although_the_base_has_gone(run_file):
     AutoModelForCausalLM.from_pretrained(run_dir.model)
 
 
+SHARDED = "strategy={kind: fsdp}"
+
+
+def test_a_checkpoint_is_exported_although_the_base_has_gone_and_answers_as_it_was_trained(
+    run_file, caplog
+):
+    """The run has scored a probe; an export whose scores differ is refused."""
+    caplog.set_level("INFO")
+    give_weights(run_file, dtype="bfloat16", my_own_key=1)
+    model_with(run_file, dtype="float32")
+    options = ("training.max_steps=1", "training.warmup_steps=0", *FAKE, SHARDED)
+    run_dir = train(run_file, 1, *options, "model.init=pretrained")
+    resolved = read_resolved(run_dir)
+    rmtree(resolved.config.model.name_or_path)
+    export_step(run_dir, resolved, None, None, run_dir.model)
+    assert "the weights are exported in the type bfloat16" in caplog.text, "of the base's files"
+    config = json.loads((run_dir.model / "config.json").read_text())
+    assert config["my_own_key"] == 1
+    model = AutoModelForCausalLM.from_pretrained(run_dir.model).eval()
+    trained = torch.tensor(find_checkpoint(run_dir, None).manifest["probe"])
+    assert difference(scores(model), trained) < 0.1
+    kept = run_dir.base / "config.json"
+    changed = json.loads(kept.read_text()) | {"rope_theta": 10.0, "rms_norm_eps": 1.0}
+    kept.write_text(json.dumps(changed))
+    with pytest.raises(TrainingError, match=r"probabilities of a probe differ by \d"):
+        export_step(run_dir, resolved, None, None, run_dir.path / "other")
+    assert not (run_dir.path / "other").exists()
+
+
 def rank_that_cannot_export(env: RankEnv, run: Path, attempt: int, resume_from: Path | None) -> int:
     """A rank of training that finds an older export, and whose own does not read back."""
     model = RunDir(run).model
@@ -74,11 +111,24 @@ def rank_that_cannot_export(env: RankEnv, run: Path, attempt: int, resume_from: 
     return one_rank(env, run, attempt, resume_from)
 
 
-def test_an_older_export_is_not_sent_as_the_one_that_failed(run_file, tmp_path):
+def test_an_older_export_is_not_sent_as_the_one_that_failed(run_file, tmp_path, capfd):
     options = ("training.max_steps=1", "training.warmup_steps=0", *FAKE)
     options += ("checkpoint.export_on_finish=true", f"checkpoint.remote={tmp_path / 'copy'}")
     run_dir, _, gang = start_training(run_file, 1, *options, rank=rank_that_cannot_export)
     assert gang.wait() == [0]
     assert (read_record(run_dir.summary) or {})["export_error"]
-    sent = {path.name for path in (tmp_path / "copy").rglob("*")}
+    copy = tmp_path / "copy"
+    sent = {path.name for path in copy.rglob("*")}
     assert "summary.json" in sent and "model" not in sent, sent
+    # Nor later, until the last step is exported; whoever asks is told.
+    report = collect(run_dir)
+    assert report.exit_code == 3 and report.reason.startswith("the export failed: ")
+    assert "isles checkpoint export" in report.hint
+    assert push(str(run_dir.path)) == 3
+    assert "is not sent: the export failed: " in capfd.readouterr().out
+    assert not list(copy.rglob("model"))
+    rmtree(run_dir.model)
+    export_step(run_dir, read_resolved(run_dir), None, None, run_dir.model)
+    assert collect(run_dir).reason == "finished"
+    assert push(str(run_dir.path)) == 0
+    assert list(copy.rglob("model/config.json"))

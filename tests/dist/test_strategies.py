@@ -20,7 +20,7 @@ from isles.config.sections.model import ModelConfig
 from isles.config.sections.strategy import FSDPStrategyConfig
 from isles.dist.world import join_world
 from isles.models.build import build_empty_model, fill_model
-from isles.run.checkpoints import list_checkpoints
+from isles.run.checkpoints import find_checkpoint, list_checkpoints
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from isles.strategies.fsdp import allocate, shard_model
@@ -69,6 +69,9 @@ def check(run_file: Path, reference: RunDir, world_size: int, strategy: str, *ov
     """Train in another way, and compare weights, losses and norms of gradients."""
     run_dir = train(run_file, world_size, f"strategy={strategy}", *overrides, resume="no")
     assert largest_difference(reference, run_dir) < TOLERANCE, (world_size, strategy, overrides)
+    # By which each export is compared with the run.
+    found, wanted = (find_checkpoint(one, None).manifest["probe"] for one in (run_dir, reference))
+    assert found == pytest.approx(wanted, rel=1e-5), (world_size, strategy, overrides)
     for figure in ("loss", "grad_norm"):
         found, wanted = (figures_of(one, figure) for one in (run_dir, reference))
         assert found == pytest.approx(wanted, rel=1e-4), (world_size, strategy, overrides)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM
 
 from isles.checkpoint.export import export_adapter, export_model
-from isles.checkpoint.reread import answer, read_again
+from isles.checkpoint.reread import read_again, scores
 from isles.checkpoint.tensors import TensorWriter
 from isles.config.sections.model import AdapterConfig
 from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer
@@ -34,6 +34,7 @@ THETA: dict[str, Any] = {"rope_theta": 3e5, "rope_type": "default"}
 KINDS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "llama": ("llama", {"rope_parameters": {**THETA, **LINEAR}}, "PreTrainedTokenizerFast"),
     "qwen2": ("qwen2", {"rope_parameters": THETA}, None),
+    "distilled": ("qwen2", {"rope_parameters": THETA}, "LlamaTokenizerFast"),
     "qwen3": ("qwen3", {"rope_parameters": {**THETA, **LLAMA3}}, "Qwen2TokenizerFast"),
     "experts": ("qwen3_moe", {"rope_parameters": THETA}, "LlamaTokenizerFast"),
     "neox": (
@@ -61,7 +62,7 @@ def make(name: str, folder: Path) -> Path:
     kind, changes, wanted = KINDS[name]
     tokenizer = train_tokenizer([WORDS], 340, model_type=kind)
     if wanted is not None:
-        made = backend(splits=name == "experts", begins=name == "gemma")
+        made = backend(splits=name in ("experts", "distilled"), begins=name == "gemma")
         base = write_folder(folder / f"{name}-base", made, wanted, additional_special_tokens=MARKS)
         tokenizer = load_tokenizer(str(base))
     model = small_model(kind, vocab_size=340, initializer_range=0.3, pad_token_id=None, **changes)
@@ -134,5 +135,5 @@ def test_an_export_that_answers_otherwise_is_named(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     other = {**config, "rope_theta": 10.0, "rope_parameters": {**THETA, "rope_theta": 10.0}}
     (folder / "config.json").write_text(json.dumps(other))
-    with pytest.raises(TrainingError, match=r"logits differ from the trained model by up to \d"):
-        read_again(folder, answer(model.eval()))
+    with pytest.raises(TrainingError, match=r"log-probabilities of a probe differ by"):
+        read_again(folder, scores(model.eval()))

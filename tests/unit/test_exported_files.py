@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from isles.checkpoint.export import export_checkpoint, export_model
 from isles.checkpoint.readable import save_config, save_tokenizer
-from isles.checkpoint.reread import answer, read_again
+from isles.checkpoint.reread import read_again, scores
 from isles.data.tokens.tokenizer import add_nothing, affixes, load_tokenizer, train_tokenizer
 from isles.errors import TrainingError
 from isles.run import limits
@@ -106,6 +106,32 @@ def test_ids_are_those_of_the_tokenizers_own_file(case, *, tmp_path):
     again = load_tokenizer(str(kept))
     assert bare_ids(again) == ids_of_file(base) == ids_of_file(kept)
     assert bare_ids(AutoTokenizer.from_pretrained(kept)) == ids_of_file(base)
+
+
+@each(
+    ("LlamaTokenizerFast", "qwen2", False),
+    ("PreTrainedTokenizerFast", "qwen3_5", True),
+    ("GPT2Tokenizer", "qwen3_5_moe", False),
+    ("Qwen2Tokenizer", "qwen2", False),
+)
+def test_rules_that_a_type_of_model_makes_transformers_ignore_are_read(case, *, tmp_path, caplog):
+    """By AutoTokenizer, without running the code beside them; see also the old reader."""
+    name, model_type, begins = case
+    made = backend(splits=True, begins=begins)
+    base = write_folder(tmp_path / "base", made, name, model_type)
+    tokenizer = load_tokenizer(str(base))
+    (out := tmp_path / "out").mkdir()
+    (out / "config.json").write_text(json.dumps({"model_type": model_type}))
+    save_tokenizer(tokenizer, out)
+    assert not [r for r in caplog.records if r.name.startswith("isles.checkpoint")], "no warning"
+    for trust in (None, False):
+        read = AutoTokenizer.from_pretrained(out, trust_remote_code=trust)
+        assert read(TEXT)["input_ids"] == [0] * begins + ids_of_file(base)
+    # Another run that begins with this export keeps no reference to the code.
+    (kept := tmp_path / "kept").mkdir()
+    save_tokenizer(load_tokenizer(str(out)), kept)
+    assert "auto_map" not in json.loads((kept / "tokenizer_config.json").read_text())
+    assert not list(kept.glob("*.py"))
 
 
 def test_a_token_that_the_settings_ask_for_is_added_and_one_of_a_class_is_not(tmp_path):
@@ -260,9 +286,9 @@ def test_an_export_that_does_not_read_back_is_no_export(tmp_path):
 
 def test_a_model_with_flash_attention_answers_in_fp32_and_on_a_cpu():
     model = small_model().eval()
-    wanted = answer(model)
+    wanted = scores(model)
     model.config._attn_implementation = "flash_attention_2"
-    torch.testing.assert_close(answer(model), wanted)
+    torch.testing.assert_close(scores(model), wanted)
 
 
 def a_folder_to_read(folder: Path) -> Path:

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from isles.checkpoint.load import load_tensors, save_readable
 from isles.checkpoint.readable import save_config, save_tokenizer
-from isles.checkpoint.reread import answer, read_again
+from isles.checkpoint.reread import EXACT, MERGED, difference, read_again, scores
 from isles.errors import TrainingError, UserError
+from isles.facts.models import TOKEN_IDS, known_ids
 from isles.run.env import hidden
 from isles.run.records import NO_SPACE, refusal, used_up
 
@@ -35,7 +36,6 @@ _PEFT_PREFIX = "base_model.model."
 """What peft's own models put before every name."""
 
 _CARD_BYTES = 4096
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NOTHING: Mapping[str, Any] = {}
 
 Verify = Callable[[Path, Tensor | None], None]
@@ -52,6 +52,7 @@ def export_checkpoint(
     base: Mapping[str, Any] = _NOTHING,
     dtype: torch.dtype | None = None,
     card: str | None = None,
+    trained: Tensor | None = None,
     verify: Verify = read_again,
 ) -> None:
     """Export a checkpoint file by file, so that the model is never in memory as a whole.
@@ -61,6 +62,7 @@ def export_checkpoint(
         max_shard_bytes: weights in one file, and so in memory; a larger tensor has its own.
         base: the config.json that the run began with.
         dtype: of the weights in the files; None: as they were trained.
+        trained: the scores that the run gave to the probe; None: the checkpoint has none.
         verify: reads the folder before it takes its place.
 
     Raises:
@@ -87,7 +89,7 @@ def export_checkpoint(
             index = {"metadata": {"total_size": size}, "weight_map": where}
             text = json.dumps(index, indent=2, sort_keys=True)
             (partial / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
-        verify(partial, None)
+        verify(partial, trained)
 
 
 def export_model(
@@ -99,6 +101,7 @@ def export_model(
     base: Mapping[str, Any] = _NOTHING,
     dtype: torch.dtype | None = None,
     card: str | None = None,
+    trained: Tensor | None = None,
     verify: Verify = read_again,
 ) -> None:
     """Write config, safetensors and tokenizer; load them again; compare every weight; rename.
@@ -107,6 +110,7 @@ def export_model(
         model: afterwards its weights have the type of the export.
         folder: the result; an earlier export there is replaced once the new one is verified.
         max_shard_bytes: weights in one file; a larger tensor has its own.
+        trained: as for `export_checkpoint`; None: those of the model.
         base, dtype, verify: as for `export_checkpoint`.
 
     Raises:
@@ -134,7 +138,7 @@ def export_model(
                 what = f"the exported weight {name!r} does not load to what was trained"
                 raise _differs(what, folder)
         del again, written
-        verify(partial, answer(model.eval()))
+        verify(partial, scores(model.eval()) if trained is None else trained)
 
 
 def _save_files(model: Any, tokenizer: Any, folder: Path, base: Mapping[str, Any]) -> None:
@@ -153,7 +157,7 @@ def _save_files(model: Any, tokenizer: Any, folder: Path, base: Mapping[str, Any
 def _padded_within(model: Any, tokenizer: Any) -> Any:
     # A batch that is padded with an id that the model lacks cannot be computed.
     size = model.config.get_text_config().vocab_size
-    pad, end = tokenizer.pad_token_id, _known(tokenizer.eos_token_id, size)
+    pad, end = tokenizer.pad_token_id, known_ids(tokenizer.eos_token_id, size)
     if pad is not None and pad >= size:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.pad_token = None if end is None else tokenizer.eos_token
@@ -193,7 +197,15 @@ def read_trained(model: nn.Module, checkpoint: Path) -> None:
 
 
 def export_adapter(
-    checkpoint: Path, model: Any, tokenizer: Any, folder: Path, *, base: str, card: str | None
+    checkpoint: Path,
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    base: str,
+    card: str | None,
+    trained: Tensor | None = None,
+    verify: Verify = read_again,
 ) -> None:
     """Write an adapter as `PeftModel.from_pretrained` loads it, and read it back.
 
@@ -201,6 +213,7 @@ def export_adapter(
         model: the model with its adapter, which may lie on the meta device: names and shapes.
         folder: the result; an earlier export there is replaced once the new one is verified.
         base: the model that it belongs to, a hub id or a folder, for adapter_config.json.
+        trained, verify: as for `export_checkpoint`.
 
     Raises:
         UserError: the folder holds something that is not an export.
@@ -216,6 +229,7 @@ def export_adapter(
             save_tokenizer(tokenizer, partial)
         read = functools.partial(_named_by_peft, model, checkpoint)
         _write_verified(read, partial / _ADAPTER_WEIGHTS)
+        verify(partial, trained)
 
 
 def export_merged(
@@ -227,6 +241,7 @@ def export_merged(
     base: Mapping[str, Any] = _NOTHING,
     dtype: torch.dtype | None = None,
     card: str | None,
+    trained: Tensor | None = None,
     verify: Verify = read_again,
 ) -> None:
     """Merge a model's adapter into its weights, and export it as one whole model.
@@ -234,7 +249,7 @@ def export_merged(
     Args:
         model: a Hugging Face model with a trained adapter, whole on one device, not quantised. This
             function changes it into the merged model.
-        folder, max_shard_bytes, base, dtype, card, verify: as for `export_model`.
+        folder, max_shard_bytes, base, dtype, card, trained, verify: as for `export_model`.
 
     Raises:
         UserError: the folder holds something that is not an export.
@@ -243,13 +258,13 @@ def export_merged(
     model.eval()
     held = next(p.dtype for p in model.parameters() if not p.requires_grad)
     mixed = held if held != torch.float32 else None
-    wanted = answer(model, autocast=mixed)
+    wanted = scores(model, autocast=mixed)
     _merge(model)
     model.to(held)
-    found = answer(model, autocast=mixed)
+    found = scores(model, autocast=mixed)
     # Merged weights are rounded once more: in bf16 to three digits.
-    tolerance = (1e-3 if held == torch.float32 else 0.1) * float(wanted.abs().max())
-    if not bool(torch.isfinite(found).all()) or float((found - wanted).abs().max()) > tolerance:
+    limit = EXACT if held == torch.float32 else MERGED
+    if not bool(torch.isfinite(found).all()) or difference(found, wanted) > limit:
         raise _differs("the merged model does not answer as the model with the adapter", folder)
     export_model(
         model,
@@ -259,6 +274,7 @@ def export_merged(
         base=base,
         dtype=dtype,
         card=card,
+        trained=trained,
         verify=verify,
     )
 
@@ -274,7 +290,7 @@ def _is_export(folder: Path) -> bool:
 
 def _is_of_export(path: Path) -> bool:
     known = (".json", ".jinja", ".md", ".model", ".safetensors")
-    names = ("additional_chat_templates", "merges.txt", "vocab.txt")
+    names = ("additional_chat_templates", "merges.txt", "tokenizer_of_file.py", "vocab.txt")
     return path.suffix in known or path.name in names
 
 
@@ -364,14 +380,14 @@ def _give_special_tokens(model: Any, tokenizer: Any) -> None:
     # ones that a class of models has by default. A model with an id that it lacks does not load.
     text = model.config.get_text_config()
     for holder in (model.config, text, model.generation_config):
-        for name in _TOKEN_IDS:
-            setattr(holder, name, _known(getattr(holder, name, None), text.vocab_size))
+        for name in TOKEN_IDS:
+            setattr(holder, name, known_ids(getattr(holder, name, None), text.vocab_size))
     if tokenizer is None:
         return
     special = set(tokenizer.all_special_ids)
     special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for name in _TOKEN_IDS:
-        own = _known(getattr(tokenizer, name, None), text.vocab_size)
+    for name in TOKEN_IDS:
+        own = known_ids(getattr(tokenizer, name, None), text.vocab_size)
         for holder in (model.config, model.generation_config):
             if name == "pad_token_id" and holder is model.config:
                 continue  # as it was trained: that row of the embedding has no gradient
@@ -382,16 +398,9 @@ def _give_special_tokens(model: Any, tokenizer: Any) -> None:
     # Generation stops at the tokenizer's end too: it may be that of a turn, learnt just now.
     known = model.generation_config.eos_token_id
     ids = known if isinstance(known, list) else [known]
-    end = _known(tokenizer.eos_token_id, text.vocab_size)
+    end = known_ids(tokenizer.eos_token_id, text.vocab_size)
     if end is not None and end not in ids:
         model.generation_config.eos_token_id = [*(i for i in ids if i is not None), end]
-
-
-def _known(ids: Any, vocab_size: int) -> Any:
-    # Ids of tokens that the model has. -1 stands for none in some published models.
-    if isinstance(ids, list):
-        return [i for i in ids if i < vocab_size] or None
-    return ids if ids is None or ids < vocab_size else None
 
 
 def _named_by_peft(model: Any, checkpoint: Path) -> dict[str, Tensor]:

@@ -23,6 +23,17 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 _PLAIN = "PreTrainedTokenizerFast"
 """The class that reads a tokenizer.json as it is: all versions know it by this name."""
 
+_CODE = "tokenizer_of_file.py"
+_AS_ITS_FILE = {"AutoTokenizer": [None, f"{_CODE.removesuffix('.py')}.TokenizerOfFile"]}
+_CODE_TEXT = '''"""The tokenizer of tokenizer.json, whatever the type of the model beside it."""
+
+from transformers import PreTrainedTokenizerFast
+
+
+class TokenizerOfFile(PreTrainedTokenizerFast):
+    """Adds nothing to its base class."""
+'''
+
 _NEW_CLASSES = (None, "TokenizersBackend", "PythonBackend", "SentencePieceBackend")
 _OF_THIS_MACHINE = ("backend", "is_local", "local_files_only", "name_or_path")
 _RENAMED = ("num_experts",)
@@ -157,6 +168,8 @@ def _name_class(tokenizer: Any, folder: Path) -> None:
     ids = tokenizer("a")["input_ids"]
     new["add_bos_token"] = ids[:1] == [tokenizer.bos_token_id]
     new["add_eos_token"] = ids[-1:] == [tokenizer.eos_token_id]
+    if new.get("auto_map") == _AS_ITS_FILE:  # of an earlier export
+        del new["auto_map"]
     if "auto_map" in new:  # code from elsewhere has a class of its own
         _write(path, new)
         return
@@ -165,6 +178,15 @@ def _name_class(tokenizer: Any, folder: Path) -> None:
         _write(path, {**new, "tokenizer_class": name})
         if _reads_as(tokenizer, folder):
             return
+    # For some types of models, such as qwen2, transformers 5 ignores both this class and the rules
+    # of tokenizer.json, but not if the tokenizer has code of its own. Whoever does not trust the
+    # code gets the class above, and never runs the code.
+    (folder / _CODE).write_text(_CODE_TEXT, encoding="utf-8")
+    _write(path, {**new, "tokenizer_class": _PLAIN, "auto_map": _AS_ITS_FILE})
+    if _reads_as(tokenizer, folder):
+        return
+    (folder / _CODE).unlink()
+    _write(path, {**new, "tokenizer_class": _PLAIN})
     log.warning(
         "tokenizer=%s AutoTokenizer of transformers 5 reads it otherwise than its tokenizer.json: "
         "use PreTrainedTokenizerFast.from_pretrained",

@@ -1,7 +1,10 @@
-"""Read an export in a separate process: `python -m isles.checkpoint.reread FOLDER LOGITS`.
+"""Read an export in a separate process: `python -m isles.checkpoint.reread FOLDER ANSWER`.
 
 A file may lack something that the run still has in memory. So a new process loads the folder as a
-user would, and computes the logits of a test text. The run compares them with its own logits.
+user would, and scores the rows of a probe by the logits. Each checkpoint holds the scores that the
+run itself gave to the same rows; see `isles.train.metrics.score_probe`.
+
+B: rows of the probe. T: tokens of a row.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,51 +29,79 @@ from isles.run.limits import memory
 
 log = logging.getLogger(__name__)
 
-PROBE = (2, 16)
+PROBE = (8, 16)
 """Rows and tokens of the probe."""
 
-_ANSWER = "logits"
+EXACT, ROUNDED, MERGED = 5e-3, 0.2, 0.4
+"""Limits for the differences of the scores, as a share of the spread of the scores."""
+
+_ANSWER, _IS_ROUNDED = "scores", "is_rounded"
+
+
+def probe_tokens(vocab_size: int) -> Tensor:
+    """The ids of the probe, int64 [B, T]: the same for one size of vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab_size, PROBE, generator=generator)
 
 
 @torch.no_grad()
-def answer(model: Any, *, autocast: torch.dtype | None = None) -> Tensor:
-    """Logits of a model for the same few tokens every time, [B, T, V] in fp32 on the CPU.
+def scores(model: Any, *, autocast: torch.dtype | None = None) -> Tensor:
+    """The log-probability that a Hugging Face model gives to each row of the probe, fp32 [B].
 
-    A model with flash attention has eager attention afterwards.
+    Args:
+        model: in eval mode. A model with flash attention has eager attention afterwards.
+        autocast: the type in which a model with weights of two types computes.
     """
     if model.config._attn_implementation == "flash_attention_2":
         # It computes in 16 bits and on a GPU only. Some of its models have no sdpa.
         model.set_attn_implementation("eager")
     device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(0)
-    vocab_size = int(model.config.get_text_config().vocab_size)
-    tokens = torch.randint(vocab_size, PROBE, generator=generator).to(device)
+    tokens = probe_tokens(int(model.config.get_text_config().vocab_size)).to(device)
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
-    return logits.float().cpu()
+    losses = F.cross_entropy(logits[:, :-1].float().mT, tokens[:, 1:], reduction="none")
+    return -losses.sum(1).cpu()
 
 
-def read_again(folder: Path, wanted: Tensor | None, *, least_s: float = 600.0) -> None:
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """How far two answers are apart, as a share of the spread of the wanted ones; see `scores`."""
+    wanted, found = wanted.double(), found.double()
+    # A model that was never trained gives nearly the same score to each row.
+    spread = max(float(wanted.std()), 1e-3 * float(wanted.abs().mean()))
+    return float((found - wanted).square().mean().sqrt()) / spread
+
+
+def read_again(
+    folder: Path,
+    wanted: Tensor | None,
+    *,
+    is_rounded: bool = False,
+    base_bytes: int = 0,
+    least_s: float = 600.0,
+) -> None:
     """Load an exported model in a fresh process, and try it.
 
     If this machine has too little memory for the process, or is too slow, isles logs a warning and
     keeps the export.
 
     Args:
-        folder: the export.
-        wanted: what the trained model answers, see `answer`; None: it is not in memory. Then the
+        folder: the export; an adapter is loaded with the base that it names.
+        wanted: the answer of the trained model, see `scores`; None: it is not known. Then the
             export must load whole and give numbers.
+        is_rounded: whether the run computed in 16 bits.
+        base_bytes: size of the weights beside an adapter.
         least_s: time for an export without weights; larger exports have more.
 
     Raises:
         TrainingError: it cannot be loaded, or answers otherwise.
     """
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    size = base_bytes + sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     free = memory().available
+    config = folder / "config.json"
     why = ""
     if size * 1.2 > free:
         why = f"it has {format_bytes(size)}, and {format_bytes(free)} of memory is free"
-    elif "auto_map" in read_json(folder / "config.json"):
+    elif config.is_file() and "auto_map" in read_json(config):
         why = "its code is not part of transformers"
     if why:
         log.warning("the export is not read again: %s", why)
@@ -77,24 +109,23 @@ def read_again(folder: Path, wanted: Tensor | None, *, least_s: float = 600.0) -
     timeout_s = least_s + size / 5e7
     try:
         with scratch_folder("isles-export-") as place:
-            found = _answer_of(folder, place / "answer.safetensors", timeout_s)
+            answer = _answer_of(folder, place / "answer.safetensors", timeout_s)
     except ScratchError as error:
         log.warning("the export is not read again: %s", error.what)
         return
-    if found is None:
+    if answer is None:
         return
-    if not bool(torch.isfinite(found).all()):
+    if not bool(torch.isfinite(answer[_ANSWER]).all()):
         raise _unread(folder, "it gives no numbers")
     if wanted is None:
         return
-    # bf16 has three digits, and another device adds them up in another order.
-    is_short = any("32" not in str(dtype) for dtype in _types(folder))
-    tolerance = (0.05 if is_short else 1e-3) * float(wanted.abs().max())
-    if (apart := float((found - wanted).abs().max())) > tolerance:
-        raise _unread(folder, f"its logits differ from the trained model by up to {apart:.3g}")
+    limit = ROUNDED if is_rounded or bool(answer[_IS_ROUNDED]) else EXACT
+    if (apart := difference(answer[_ANSWER], wanted)) > limit:
+        what = f"the log-probabilities of a probe differ by {apart:.1%} of their spread"
+        raise _unread(folder, f"{what}, and {limit:.1%} is the limit")
 
 
-def _answer_of(folder: Path, file: Path, timeout_s: float) -> Tensor | None:
+def _answer_of(folder: Path, file: Path, timeout_s: float) -> dict[str, Tensor] | None:
     # What the export answers in a fresh process; None: the process says nothing about the export.
     command = [sys.executable, "-m", "isles.checkpoint.reread", str(folder), str(file)]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -113,7 +144,7 @@ def _answer_of(folder: Path, file: Path, timeout_s: float) -> Tensor | None:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise _unread(folder, lines[-1][:500])
-    return load_file(file)[_ANSWER]
+    return load_file(file)
 
 
 def _unread(folder: Path, why: str) -> TrainingError:
@@ -124,30 +155,34 @@ def _unread(folder: Path, why: str) -> TrainingError:
     )
 
 
-def _types(folder: Path) -> set[str]:
-    from safetensors import safe_open
-
-    found = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as reader:
-            found |= {reader.get_slice(name).get_dtype() for name in reader.keys()}  # noqa: SIM118  # no dict
-    return found
-
-
 def main() -> int:
     """Load a folder, and write its answer into a file; returns the exit code."""
-    from transformers import AutoModelForCausalLM
-
     folder, file = sys.argv[1:]
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", use_safetensors=True, output_loading_info=True
-    )
+    model, report = _load(Path(folder))
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, report.get(kind) or ())):
             sys.stderr.write(f"{kind}: {len(names)}, the first {names[0]}\n")
             return 1
-    save_file({_ANSWER: answer(model.eval()).contiguous()}, file)
+    is_rounded = any(p.is_floating_point() and p.itemsize < 4 for p in model.parameters())
+    found = {_ANSWER: scores(model.eval()), _IS_ROUNDED: torch.tensor(is_rounded)}
+    save_file({name: value.contiguous() for name, value in found.items()}, file)
     return 0
+
+
+def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
+    # A model, or the base of an adapter with the adapter; and what its files lack.
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True}
+    adapter = folder / "adapter_config.json"
+    if not adapter.is_file():
+        return AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)  # type: ignore[no-any-return]
+    from peft import PeftModel
+
+    name = read_json(adapter)["base_model_name_or_path"]
+    base = AutoModelForCausalLM.from_pretrained(name, **options)
+    # A name that the file lacks is a fresh adapter, which the scores show.
+    return PeftModel.from_pretrained(base, folder), {}
 
 
 if __name__ == "__main__":

@@ -91,6 +91,20 @@ REASONS: dict[str, dict[str, str]] = {
 """Why some are missing above, by the key of the run file. What is not named was not tried."""
 
 
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of a config that name tokens by their ids."""
+
+
+def known_ids(ids: Any, vocab_size: int) -> Any:
+    """The id, or the list of ids, without those of tokens that the model does not have.
+
+    None: there are none. -1 stays, because it stands for none in some published models.
+    """
+    if isinstance(ids, list):
+        return [i for i in ids if not (isinstance(i, int) and i >= vocab_size)] or None
+    return None if isinstance(ids, int) and ids >= vocab_size else ids
+
+
 def shape_names() -> tuple[str, ...]:
     """The names of the shapes, smallest model first."""
 

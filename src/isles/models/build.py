@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from isles.config.foreign import (
 )
 from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.errors import UserError
-from isles.facts.models import load_shape, shape_names
+from isles.facts.models import TOKEN_IDS, known_ids, load_shape, shape_names
 from isles.models.adapter import add_adapter, import_peft
 from isles.models.fill import (
     NotCoveredError,
@@ -188,7 +189,7 @@ def _from_config(
     if vocab_size is not None:
         text.vocab_size = vocab_size
         # Ids of another tokenizer would point anywhere; the run's tokenizer sets its own.
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for name in TOKEN_IDS:
             for holder in (hf_config, text):
                 if getattr(holder, name, None) is not None:
                     setattr(holder, name, None)
@@ -242,6 +243,7 @@ def load_model_config(config: ModelConfig) -> Any:
     if config.init == "pretrained":
         _refuse_quantized(config, found)
     _forget_choices(found)
+    _forget_unknown_ids(found)
     return found
 
 
@@ -302,6 +304,39 @@ def _forget_choices(config: Any) -> None:
     for name in config.sub_configs:
         if isinstance(part := getattr(config, name, None), PreTrainedConfig):
             _forget_choices(part)
+
+
+def keep_files(config: ModelConfig, folder: Path) -> None:
+    """Write the config.json and the settings of generation of the run's model into a folder.
+
+    Raises:
+        UserError: they cannot be found or read.
+        OSError: the disk does not take them.
+    """
+    from transformers.utils.hub import cached_file
+
+    load_model_config(config)  # checks them
+    name = with_home(config.name_or_path)
+    file = Path(name) if Path(name).is_file() else Path(str(cached_file(name, "config.json")))
+    files = {"config.json": model_config(file), GENERATION_CONFIG: _generation_config(config)}
+    for written, content in files.items():
+        if content is not None:
+            text = json.dumps(content, indent=2, ensure_ascii=False)
+            (folder / written).write_text(text + "\n", encoding="utf-8")
+
+
+def _forget_unknown_ids(config: Any) -> None:
+    # transformers cannot build a model with a padding id that the model lacks.
+    text = config.get_text_config()
+    size = getattr(text, "vocab_size", None)
+    for holder in {id(each): each for each in (config, text)}.values():
+        for name in TOKEN_IDS:
+            ids = getattr(holder, name, None)
+            if isinstance(size, int) and known_ids(ids, size) != ids:
+                log.warning(
+                    "model=%s has %s %s, but %d tokens", config.name_or_path, name, ids, size
+                )
+                setattr(holder, name, known_ids(ids, size))
 
 
 def take_generation_config(model: Any, config: ModelConfig) -> None:

@@ -15,6 +15,7 @@ from isles.facts.units import format_bytes, format_count, format_duration, plura
 from isles.monitor.logs import LineTail
 from isles.monitor.status import generate_command, next_start
 from isles.run.env import IN_POD, machine_elsewhere, shown_place
+from isles.run.exported import export_failure
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -57,6 +58,8 @@ def report_outcome(run_dir: RunDir, attempt: Attempt, console: Console, errors: 
                 what = f"its last heartbeat was at {at}. {what}"
             errors.print_lines([f"error: {run_dir.name} sends no heartbeat any more. {what}"])
     recorded = number_of(state.outcome, "exit_code")
+    if state.state == "finished" and export_failure(run_dir):
+        return ExitCode.TRAINING
     if recorded is not None:
         return int(recorded)
     return ExitCode.OK if state.state == "finished" else ExitCode.TRAINING
@@ -84,8 +87,11 @@ def finished_lines(run_dir: RunDir) -> list[str]:
     if tokens is not None:
         end = f", {format_count(speed)} a second" if speed is not None else ""
         lines.append(f"  {'tokens':<12} {format_count(tokens)}{end}")
+    failed = export_failure(run_dir)
+    if failed:
+        lines.append(f"  {'export':<12} failed: {failed}")
     places = [
-        ("model", run_dir.model),
+        *([] if failed else [("model", run_dir.model)]),
         ("loss curve", run_dir.loss_plot),
         ("metrics", run_dir.metrics),
         ("tensorboard", run_dir.tensorboard),
@@ -93,9 +99,11 @@ def finished_lines(run_dir: RunDir) -> list[str]:
     lines += [f"  {name:<12} {shown_place(path)}" for name, path in places if path.exists()]
     if script_of(run_dir) is not None:
         return [*lines, f"  its output: isles logs {typed_name(run_dir)}"]
+    again = [f"  isles checkpoint export {typed_name(run_dir)}"] if failed else []
     return [
         *lines,
         "next:",
+        *again,
         *_bring_lines(run_dir),
         f"  {generate_command(run_dir, 'Once')}",
         f"  isles eval {typed_name(run_dir)}",
@@ -116,7 +124,8 @@ def _from_first_start_s(run_dir: RunDir) -> float:
 def _bring_lines(run_dir: RunDir) -> list[str]:
     # The model is where the run was.
     machine = machine_elsewhere()
-    if not machine or machine.startswith(IN_POD) or not run_dir.model.exists():
+    has_model = run_dir.model.exists() and not export_failure(run_dir)
+    if not machine or machine.startswith(IN_POD) or not has_model:
         return []
     return [f"  scp -r {shlex.quote(shown_place(run_dir.model))} {run_dir.name}   brings the model"]
 

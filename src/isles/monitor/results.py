@@ -101,6 +101,7 @@ def verify(
 def push(run: Run = None, /, *, output_dir: RunsDir = RUNS) -> int:
     """Upload the missing checkpoints of an ended run to checkpoint.remote."""
     from isles.run.bucket import in_words
+    from isles.run.exported import unsent_reason
     from isles.run.find import typed_name
     from isles.run.state import run_state
     from isles.run.upload import Uploader
@@ -115,10 +116,17 @@ def push(run: Run = None, /, *, output_dir: RunsDir = RUNS) -> int:
     sender = Uploader(copy, found, keep=config.checkpoint.keep, note=note, typed=typed_name(found))
     with in_words(copy.url):
         sender.take(print_line)
-    names = ("model", "loss.png", "summary.json") if found.summary.is_file() else ()
+    names = ["model", "loss.png", "summary.json"] if found.summary.is_file() else []
+    unsent = unsent_reason(found) if found.model.exists() else ""
+    if unsent:
+        names = names[1:]
+        again = f"`isles checkpoint export {typed_name(found)}` exports the last step"
+        print_line(f"{found.model} is not sent: {unsent}. {again}")
     left = sender.finish(print_line, extra=tuple(n for n in names if (found.path / n).exists()))
-    print_line("\n".join(left) or f"{copy.url} has everything")
-    return ExitCode.COMMUNICATION if left else ExitCode.OK
+    print_line("\n".join(left) or f"{copy.url} has {'all the rest' if unsent else 'everything'}")
+    if left:
+        return ExitCode.COMMUNICATION
+    return ExitCode.TRAINING if unsent else ExitCode.OK
 
 
 @checkpoint.command

@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, field_validator
 
-from isles.errors import UserError
+from isles.errors import ExitCode, UserError
 from isles.facts.units import format_duration
 from isles.launch.queue.job import JobReport
 from isles.launch.queue.status import refresh
 from isles.monitor.outer import aged, known_outer
 from isles.run.checkpoints import newest_checkpoint
+from isles.run.exported import export_failure
 from isles.run.find import NUMBERED, own_runs, typed_command, typed_name
 from isles.run.join_line import NOTHING_LEFT
 from isles.run.nodes import read_fleet
@@ -167,6 +168,7 @@ def collect(
     restarts = current_restart(attempt) if attempt else 0
     last = last_restart(attempt) if attempt and restarts else None
     nodes = node_reports(attempt, now()) if attempt else ()
+    failed = export_failure(run_dir) if state.state == "finished" else ""
     return RunReport(
         name=run_dir.name,
         path=str(run_dir.path.absolute()),
@@ -189,8 +191,8 @@ def collect(
         silent_s=silent_s,
         checkpoint_step=newest.step if newest else None,
         checkpoint_at=newest.created_at if newest else None,
-        exit_code=_whole(outcome, "exit_code"),
-        reason=text_of(outcome, "reason"),
+        exit_code=ExitCode.TRAINING if failed else _whole(outcome, "exit_code"),
+        reason=f"the export failed: {failed}" if failed else text_of(outcome, "reason"),
         error=error if isinstance(error := outcome.get("error"), dict) else None,
         restarts=restarts,
         last_restart=last.text if last else "",
@@ -254,6 +256,8 @@ def _hint(run_dir: RunDir, state: AttemptState, silent_s: float | None, now_s: f
             hint = "it was never started"
         case "finished" | "stopped" | "failed" | "killed" if script_of(run_dir) is not None:
             hint = f"its output: `isles logs {typed_name(run_dir)}`"
+        case "finished" if export_failure(run_dir):
+            hint = f"try the export again: `isles checkpoint export {typed_name(run_dir)}`"
         case "finished":
             hint = f"try it: `{generate_command(run_dir, '…')}`"
         case "stopped" | "failed" | "killed":

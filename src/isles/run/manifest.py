@@ -154,6 +154,10 @@ def _is_section(value: object) -> bool:
     return isinstance(value, dict)
 
 
+def _is_scores(value: object) -> bool:
+    return isinstance(value, list) and all(type(each) is float for each in value)
+
+
 _KINDS: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("samples", "tokens", "target_tokens", "total_steps", "attempt"), is_count),
     **dict.fromkeys(("world_size", "global_batch_size", "micro_batch_size"), is_count),
@@ -162,9 +166,10 @@ _KINDS: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("lr_scheduler_type", "strategy", "device", "config_digest"), _is_text),
     **dict.fromkeys(("git_commit", "host"), _is_text),
     **dict.fromkeys(("versions", "base", "outer"), _is_section),
+    "probe": _is_scores,
 }
 _MAY_BE_NULL = {"total_steps", "micro_batch_size", "samples_per_epoch", "base", "outer", "device"}
-_MAY_BE_NULL |= {"git_commit", "lr_scheduler_type"}
+_MAY_BE_NULL |= {"git_commit", "lr_scheduler_type", "probe"}
 
 
 def _shown(value: object) -> str:

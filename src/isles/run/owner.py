@@ -20,7 +20,17 @@ from isles.errors import PreflightError
 _LONGEST_BYTES = 64 << 20
 _LONGEST_OF_OTHERS_BYTES = 16 << 20
 
-_FOLDERS = ("attempts", "checkpoints", "logs", "model", "outer", "telemetry", "tokenizer", "track")
+_FOLDERS = (
+    "attempts",
+    "base",
+    "checkpoints",
+    "logs",
+    "model",
+    "outer",
+    "telemetry",
+    "tokenizer",
+    "track",
+)
 """The folders of a run directory. The owner of the run may replace each folder with a link to a
 private folder of the user who looks. So isles checks who made each link below the run directory. It
 does not check links above: administrators make them, and users type them."""

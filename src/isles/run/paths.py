@@ -131,6 +131,8 @@ class RunDir:
     """Final figures."""
     loss_plot = _Entry("loss.png")
     tokenizer = _Entry("tokenizer")
+    base = _Entry("base")
+    """What an export needs of the model that the run begins with, beside its weights."""
     checkpoints = _Entry("checkpoints")
     """One folder a checkpoint."""
     model = _Entry("model")

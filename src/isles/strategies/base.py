@@ -70,9 +70,11 @@ class Engine(ABC):
 
     @abstractmethod
     def row_scores(self, batch: Batch) -> Tensor:
-        """Log-probability of the targets of each row, [B] in fp32, in evaluation.
+        """This rank's part of the log-probability of the targets of each row, [B] in fp32, in
+        evaluation.
 
-        All ranks must call this, equally often.
+        All ranks must call this, equally often. The ranks of a pipeline or of a sequence add up;
+        tensor parallel ranks have the same.
         """
 
     @abstractmethod

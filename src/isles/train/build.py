@@ -38,10 +38,9 @@ from isles.train.metrics import StepMeter
 from isles.train.model import (
     ModelSize,
     agree_on_base,
-    architecture_of,
     count_parameters,
     empty_model,
-    flops_per_token,
+    keep_base,
     whole_model,
 )
 from isles.train.optimizer import make_optimizers
@@ -91,6 +90,8 @@ def build(
     strategy, mesh, balancer, engine, model_size = _make_engine(
         config, run_dir, world, recorder, tokenizer, resume_from
     )
+    if world.is_main:
+        keep_base(config, run_dir)
     if resume_from is None and world.is_main:
         _note(recorder, config, engine, tokenizer, training)
     if config.training.method == "dpo":
@@ -98,12 +99,7 @@ def build(
         score = functools.partial(score_reference, engine, mesh, world, recorder, run_dir)
         score("training", training, pairs_read(config, total_steps, epochs), balancer.even_size)
         score("validation", validation, config.training.eval_samples, balancer.even_size)
-    exchange = None
-    if config.diloco is not None:
-        # Its web client takes a third of a second to import, which other runs need not wait for.
-        from isles.outer.trainer.build import join_clusters, make_exchange
-
-        exchange = make_exchange(config, engine, world, run_dir, recorder, resume_from)
+    exchange = _make_exchange(config, engine, world, run_dir, recorder, resume_from)
     progress = _take_over(engine, resume_from, config, run_dir, world, disks, recorder, exchange)
     samples = _begin(exchange, progress, resume_from)
     rank, device = mesh.dp_rank, world.device
@@ -133,8 +129,11 @@ def build(
         total_steps=total_steps,
         training=training,
         base=base,
+        vocab_size=model_size.vocab_size,
     )
     if exchange is not None:
+        from isles.outer.trainer.build import join_clusters
+
         parts.outer = join_clusters(
             exchange,
             config,
@@ -149,6 +148,22 @@ def build(
             base=base,
         )
     return parts
+
+
+def _make_exchange(
+    config: RunConfig,
+    engine: Engine,
+    world: World,
+    run_dir: RunDir,
+    recorder: Recorder,
+    resume_from: CheckpointInfo | None,
+) -> Exchange | None:
+    if config.diloco is None:
+        return None
+    # Its web client takes a third of a second to import, which other runs need not wait for.
+    from isles.outer.trainer.build import make_exchange
+
+    return make_exchange(config, engine, world, run_dir, recorder, resume_from)
 
 
 def _note(
@@ -193,7 +208,7 @@ def _make_engine(
     mesh = resolve_mesh(strategy, world)
     model = _make_model(config, strategy, mesh, world, tokenizer)
     # Before the model is cut.
-    size = ModelSize(architecture_of(model), flops_per_token(model, config.data.seq_length))
+    size = ModelSize.of(model, config.data.seq_length)
     balancer = make_balancer(model, config, strategy, mesh, world, run_dir, recorder, resume_from)
     optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)
     fill = functools.partial(fill_model, config=config.model, seed=config.seed)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from isles.checkpoint.card import ExportKind, card_text
 from isles.checkpoint.export import (
+    Verify,
     export_adapter,
     export_checkpoint,
     export_merged,
@@ -19,15 +21,18 @@ from isles.checkpoint.export import (
     read_trained,
 )
 from isles.checkpoint.hub import push
+from isles.checkpoint.reread import read_again
 from isles.config.resolve import Resolved
+from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from isles.models.build import converts_weights, load_model_config, take_generation_config
-from isles.run.checkpoints import find_checkpoint
+from isles.models.fill import weights_folder
+from isles.run.checkpoints import CheckpointInfo, find_checkpoint
 from isles.run.find import typed_name
 from isles.run.paths import RunDir
 from isles.run.records import read_metrics, write_record
 from isles.train.length import unmoved
-from isles.train.model import base_files, base_of, empty_model, whole_model, with_base
+from isles.train.model import base_files, base_of, empty_model, kept_base, whole_model, with_base
 from isles.train.parts import Parts
 from isles.train.strategy import holds_whole_model
 
@@ -133,41 +138,27 @@ def export_step(
     Raises:
         UserError, TrainingError: see `export_checkpoint`, `export_adapter` and `export_merged`.
     """
-    config = resolved.config
+    config = kept_base(resolved.config, run_dir)
     checkpoint = find_checkpoint(run_dir, step)
     has_adapter = config.adapter.type != "none"
     merges = has_adapter and (config.checkpoint.merge_adapter if merge is None else merge)
     kind: ExportKind = "adapter" if has_adapter and not merges else "model"
-    size = int(config.checkpoint.max_shard_gb * 10**9)
-    export_dtype = config.checkpoint.export_dtype
     if has_adapter:
         config = with_base(config, checkpoint)
-    card = card_text(run_dir, resolved, checkpoint, tokenizer, kind=kind, repo=repo)
+    verify, trained = _verifying(config, checkpoint, kind)
+    options: dict[str, Any] = {
+        "card": card_text(run_dir, resolved, checkpoint, tokenizer, kind=kind, repo=repo),
+        "trained": trained,
+        "verify": verify,
+    }
     if kind == "adapter":
-        model, base = empty_model(config, tokenizer), base_of(config)["name"]
-        export_adapter(checkpoint.path, model, tokenizer, folder, base=base, card=card)
+        model = empty_model(config, tokenizer)
+        base = base_of(config)["name"]
+        export_adapter(checkpoint.path, model, tokenizer, folder, base=base, **options)
         return
-    base_config: Mapping[str, Any] = {}
-    dtype = None
-    try:
-        base_config, dtype = base_files(config.model)
-    except UserError as error:
-        if model is None:
-            raise  # the model cannot be built without them
-        # A long run may outlive its base model's folder, or the cache of the hub.
-        log.warning("%s: %s; exporting without the base's config.json", error.where, error.what)
-    if export_dtype != "base":
-        dtype = getattr(torch, export_dtype)
-    log.info("export dtype=%s", dtype or "as trained")
+    options |= _form(config, is_here=model is not None)
     if has_adapter:
-        frozen = None
-        if config.adapter.type == "qlora":
-            frozen = load_model_config(config.model).dtype or torch.float32
-            log.info("merging into the model as it was before it was quantised, in %s", frozen)
-            plain = config.adapter.model_copy(update={"type": "lora"})
-            config = config.model_copy(update={"adapter": plain})
-        model = whole_model(config, tokenizer, torch.device("cpu"), frozen=frozen)
-        read_trained(model, checkpoint.path)
+        model = _with_adapter(config, checkpoint, tokenizer)
         write: Callable[..., None] = export_merged
     elif model is not None:
         write = export_model
@@ -181,7 +172,64 @@ def export_step(
                 "model"
             )
         write = functools.partial(export_checkpoint, checkpoint.path)
-    write(model, tokenizer, folder, max_shard_bytes=size, base=base_config, dtype=dtype, card=card)
+    write(model, tokenizer, folder, **options)
+
+
+def _form(config: RunConfig, *, is_here: bool) -> dict[str, Any]:
+    # The base's config.json, the type of the weights and the size of a file.
+    base: Mapping[str, Any] = {}
+    dtype = None
+    try:
+        base, dtype = base_files(config.model)
+    except UserError as error:
+        if not is_here:
+            raise  # the model cannot be built without them
+        # A run of an older isles, or with code of its own, may outlive its base model's folder.
+        log.warning("%s: %s; exporting without the base's config.json", error.where, error.what)
+    if config.checkpoint.export_dtype != "base":
+        dtype = getattr(torch, config.checkpoint.export_dtype)
+    shown = "of training" if dtype is None else str(dtype).removeprefix("torch.")
+    log.info("the weights are exported in the type %s", shown)
+    return {
+        "max_shard_bytes": int(config.checkpoint.max_shard_gb * 10**9),
+        "base": base,
+        "dtype": dtype,
+    }
+
+
+def _with_adapter(config: RunConfig, checkpoint: CheckpointInfo, tokenizer: Any) -> Any:
+    # The whole model with its trained adapter, in this machine's memory.
+    frozen = None
+    if config.adapter.type == "qlora":
+        frozen = load_model_config(config.model).dtype or torch.float32
+        log.info("merging into the model as it was before it was quantised, in %s", frozen)
+        plain = config.adapter.model_copy(update={"type": "lora"})
+        config = config.model_copy(update={"adapter": plain})
+    model = whole_model(config, tokenizer, torch.device("cpu"), frozen=frozen)
+    read_trained(model, checkpoint.path)
+    return model
+
+
+def _verifying(
+    config: RunConfig, checkpoint: CheckpointInfo, kind: ExportKind
+) -> tuple[Verify, Tensor | None]:
+    # What reads an export again, and the scores that it must find.
+    scores = checkpoint.manifest.get("probe")
+    trained = None if scores is None else torch.tensor(scores, dtype=torch.float64)
+    if config.adapter.type == "qlora":
+        log.info("the logits are not compared with those of training, which used 4-bit weights")
+        trained = None
+    elif trained is None:
+        log.info("the logits are not compared with those of training: the checkpoint has none")
+    base_bytes = 0
+    if kind == "adapter":
+        if config.model.trust_remote_code:
+            log.info("the adapter is not read again: its base needs code of its own")
+            return lambda *_: None, None
+        base, where = weights_folder(config.model.name_or_path)
+        base_bytes = sum((base / file).stat().st_size for file in set(where.values()))
+    is_rounded = config.training.precision != "32-true"
+    return functools.partial(read_again, is_rounded=is_rounded, base_bytes=base_bytes), trained
 
 
 def _push(parts: Parts) -> dict[str, str] | None:

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
+from isles.checkpoint.reread import probe_tokens
 from isles.dist.batch import IGNORE_INDEX, Batch
+from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.facts.gpus import find_gpu
 from isles.facts.units import format_bytes
@@ -243,3 +246,32 @@ def evaluate(
     loss = float(sums[0]) / tokens
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return {"loss": loss, "perplexity": perplexity, "tokens": tokens}
+
+
+def score_probe(engine: Engine, mesh: Mesh, world: World, vocab_size: int) -> list[float] | None:
+    """The log-probability that the model gives to each row of the probe, on every rank.
+
+    A checkpoint keeps these scores, and each export of the checkpoint must give the same ones. All
+    ranks must call this. None: some score is not finite.
+    """
+    tokens_BT = probe_tokens(vocab_size)
+    size = mesh.layout.cp
+    # Ranks that share a sequence have equal parts of it.
+    longer_BT = F.pad(tokens_BT, (0, -tokens_BT.shape[1] % size))
+    targets_BT = torch.full_like(longer_BT, IGNORE_INDEX)
+    targets_BT[:, : tokens_BT.shape[1] - 1] = tokens_BT[:, 1:]
+    device, rows = world.device, tuple(range(len(tokens_BT)))
+    batch = Batch(longer_BT.to(device), targets_BT.to(device), rows)
+    found = torch.zeros(len(tokens_BT), dtype=torch.float64)
+    engine.model.eval()
+    try:
+        # No other shape is compiled for it.
+        with torch.compiler.set_stance("force_eager"):
+            part = engine.row_scores(batch).double().cpu()
+    finally:
+        engine.model.train()
+    if mesh.dp_rank == 0 and mesh.place.tp == 0:  # the others have the same
+        found += part
+    if world.world_size > 1:
+        dist.all_reduce(found, group=world.control)
+    return found.tolist() if bool(torch.isfinite(found).all()) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,19 @@ from isles.facts.cost import train_flops_per_token
 from isles.facts.memory.architecture import Architecture, UnknownShapeError
 from isles.facts.models import load_shape, shape_names
 from isles.models.adapter import base_name, frozen_dtype
-from isles.models.build import build_empty_model, build_model, load_model_config
+from isles.models.build import build_empty_model, build_model, keep_files, load_model_config
 from isles.models.fill import base_fingerprint, weights_folder, with_home
 from isles.run.checkpoints import CheckpointInfo
+from isles.run.paths import RunDir
+from isles.run.records import read_record, write_record
 
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types of weights, by their names in safetensors."""
+
+_TYPES = {str(dtype): dtype for dtype in _FLOATS.values()}
+
+_WEIGHTS = "isles-weights.json"
+"""Beside the files of a model that a run directory keeps: the type of its weights."""
 
 Base = dict[str, str]
 """What a checkpoint's manifest says of the frozen model: `name` and `fingerprint`."""
@@ -86,6 +94,13 @@ class ModelSize:
 
     known: Architecture
     flops_per_token: float
+    vocab_size: int
+
+    @classmethod
+    def of(cls, model: Any, seq_length: int) -> ModelSize:
+        """Of a model that was not cut yet."""
+        vocab_size = int(model.config.get_text_config().vocab_size)
+        return cls(architecture_of(model), flops_per_token(model, seq_length), vocab_size)
 
 
 def architecture_of(model: Any) -> Architecture:
@@ -151,6 +166,39 @@ def base_of(config: RunConfig) -> Base:
     }
 
 
+def keep_base(config: RunConfig, run_dir: RunDir) -> None:
+    """Keep what an export needs of the run's model in the run directory, unless it is there.
+
+    The model's folder, or the cache of the hub, may be gone when the run is exported. Code of a
+    model is not kept, and an adapter needs the weights of its model anyway.
+    """
+    model = config.model
+    needs_more = config.adapter.type != "none" or model.trust_remote_code
+    if run_dir.base.is_dir() or needs_more or model.name_or_path in shape_names():
+        return
+    _, dtype = base_files(model)
+    partial = run_dir.base.with_name(f".partial-{run_dir.base.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        keep_files(model, partial)
+        write_record(partial / _WEIGHTS, {"dtype": None if dtype is None else str(dtype)})
+        partial.replace(run_dir.base)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def kept_base(config: RunConfig, run_dir: RunDir) -> RunConfig:
+    """The run file with the model's files that the run directory keeps, if it keeps any.
+
+    They hold no weights.
+    """
+    if config.adapter.type != "none" or not run_dir.base.is_dir():
+        return config
+    model = config.model.model_copy(update={"name_or_path": str(run_dir.base)})
+    return config.model_copy(update={"model": model})
+
+
 def base_files(config: ModelConfig) -> tuple[dict[str, Any], torch.dtype | None]:
     """The config.json that a run begins with, and the type of the weights in the files.
 
@@ -170,6 +218,8 @@ def base_files(config: ModelConfig) -> tuple[dict[str, Any], torch.dtype | None]
     file = Path(name) if Path(name).is_file() else Path(str(cached_file(name, "config.json")))
     if config.init == "scratch":
         return model_config(file), None
+    if (kept := read_record(file.with_name(_WEIGHTS))) is not None:
+        return model_config(file), _TYPES.get(str(kept.get("dtype")))
     try:  # some tools write another type into the config
         folder, where = weights_folder(name, fetches=False)
     except UserError:

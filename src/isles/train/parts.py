@@ -28,7 +28,7 @@ from isles.outer.samples import joined
 from isles.run.manifest import MANIFEST_VERSION
 from isles.run.paths import RunDir
 from isles.strategies.base import Engine
-from isles.train.metrics import StepMeter, evaluate
+from isles.train.metrics import StepMeter, evaluate, score_probe
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 from isles.train.stop import Agreement
@@ -59,6 +59,7 @@ class Parts:
     total_steps: int | None
     training: Dataset
     base: dict[str, str] | None
+    vocab_size: int
     outer: Outer | None = None
 
     @property
@@ -250,6 +251,7 @@ class Parts:
         ]
 
     def _manifest(self) -> dict[str, Any]:
+        # All ranks must call this.
         import transformers
 
         progress = self.progress
@@ -273,6 +275,7 @@ class Parts:
             "samples_per_epoch": self.training.samples_per_epoch,
             "stream": self.loader.stream_state(progress.samples),
             "base": self.base,
+            "probe": score_probe(self.engine, self.mesh, self.world, self.vocab_size),
             "world_size": self.world.world_size,
             "strategy": self.strategy.kind,
             "device": self.world.device_name,

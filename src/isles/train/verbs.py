@@ -41,7 +41,7 @@ from isles.train.data import data_cache, run_tokenizer
 from isles.train.finish import export_step
 from isles.train.logs import log_of_verb
 from isles.train.metrics import evaluate
-from isles.train.model import empty_model, whole_model, with_base
+from isles.train.model import empty_model, kept_base, whole_model, with_base
 from isles.train.reference import give_scores
 from isles.train.strategy import make_engine, resolve_mesh
 
@@ -124,7 +124,8 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
             fix="leave it out",
         )
     tokenizer = _tokenizer(run_dir, resolved)
-    empty: Any = empty_model(resolved.config, tokenizer)
+    config = kept_base(resolved.config, run_dir)
+    empty: Any = empty_model(config, tokenizer)
     vocab_size = int(empty.config.get_text_config().vocab_size)
     if tokenizer is not None and (
         warning := check_vocabulary(tokenizer, vocab_size, is_trained=True)
@@ -134,7 +135,7 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
     if not has_adapter and converts_weights(empty):
         # Only transformers' own way of saving gives the experts back their names on the hub.
         model, _ = _load(run_dir, resolved, step, torch.device("cpu"))
-        take_generation_config(model, resolved.config.model)
+        take_generation_config(model, config.model)
     merge = options.merge_adapter or None
     export_step(run_dir, resolved, tokenizer, step, folder, repo=repo, merge=merge, model=model)
     sys.stdout.write("".join(f"{line}\n" for line in exported_lines(step, folder)))
@@ -228,7 +229,7 @@ def _continue(model: Any, ids: torch.Tensor, tokenizer: Any, options: argparse.N
         temperature=None if greedy else options.temperature,
         top_p=None if greedy else options.top_p,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,  # one text needs no padding
     )
     mask = torch.ones_like(ids)
     return model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
@@ -295,7 +296,7 @@ def _load(
 ) -> tuple[Any, int]:
     # The model with a checkpoint's weights, and the checkpoint's step.
     checkpoint = sound_checkpoint(find_checkpoint(run_dir, step).path)
-    config = resolved.config
+    config = kept_base(resolved.config, run_dir)
     tokenizer = _tokenizer(run_dir, resolved)
     if config.adapter.type != "none":
         adapted: Any = whole_model(with_base(config, checkpoint), tokenizer, device)

@@ -123,6 +123,18 @@ class PipelineEngine(TorchEngine):
                 return torch.zeros((), device=self._world.device)
             return self._counted(loss_of_logits(logits, part.targets_BT))
 
+    @torch.no_grad()
+    def row_scores(self, batch: Batch) -> Tensor:
+        part = localize(batch, self._mesh, model=None)
+        with self._naming_itself():
+            logits = self._pipeline.forward(
+                part.inputs["input_ids"], part.inputs.get("position_ids")
+            )
+        if logits is None:
+            return torch.zeros(len(part.targets_BT), device=self._world.device)
+        losses = loss_of_logits(logits, part.targets_BT, reduction="none")
+        return -losses.view(part.targets_BT.shape).sum(1)
+
     def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
         del of_training
         return {}  # the loss says all
