@@ -178,7 +178,8 @@ class Parser(ABC):
         if may_miss and row.columns.get(self._names[key]) is None:
             return ""
         name = self._need(key, list(row.columns), row.where)
-        text = checked_text(row.columns[name], f"column {name!r}", row.where)
+        fix = f"repair or remove that row, or set data.sources.columns: {{{key}: A_COLUMN_OF_TEXT}}"
+        text = checked_text(row.columns[name], f"column {name!r}", row.where, fix)
         if not may_miss and not text.strip():
             raise DataError(f"column {name!r} is empty", where=row.where, fix="remove that row")
         return text
@@ -353,6 +354,15 @@ def judge_bad_rows(
     )
 
 
+_PAIR = "; a row needs one better and one worse answer"
+_NEEDS = {
+    "messages": ", if it holds lists of messages; if a row is one message or a tree of messages, "
+    "join the messages of each conversation into one row",
+    **dict.fromkeys(("chosen", "rejected"), _PAIR),
+}
+"""What a column must hold, if another name alone may not help."""
+
+
 def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -> DataError:
     """The error for a column that is not there: names those that are.
 
@@ -365,14 +375,14 @@ def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -
             fix="give it as JSON lines, JSON, Parquet or CSV, or set type: text",
             id="data.column",
         )
-    near = get_close_matches(column, names, n=1) or (names if len(names) == 1 else ["one of them"])
+    near = get_close_matches(column, names, n=1) or (names if len(names) == 1 else ["ITS_NAME"])
     choice = near[0]
     if key == "text_column":
         fix = f"set data.sources.text_column to {choice}"
     elif choice == key:
         fix = f"delete {key} from data.sources.columns: the data calls it so"
     else:
-        fix = f"set data.sources.columns: {{{key}: {choice}}}"
+        fix = f"set data.sources.columns: {{{key}: {choice}}}{_NEEDS.get(key, '')}"
     listed = ", ".join(map(str, names)) or "none"
     return DataError(
         f"there is no column {column!r}; there are: {listed}",
@@ -413,7 +423,7 @@ def checked_text(value: object, name: str, where: str, fix: str = "") -> str:
     return value
 
 
-def from_json_text(value: object, name: str, where: str) -> object:
+def from_json_text(value: object, name: str, where: str, fix: str = "") -> object:
     """What a cell holds that is JSON written as text, as CSV files and some datasets have it."""
     if not isinstance(value, str):
         return value
@@ -423,5 +433,5 @@ def from_json_text(value: object, name: str, where: str) -> object:
         raise DataError(
             f"{name} holds {show(value)}, which is text and not JSON",
             where=where,
-            fix="repair or remove that row",
+            fix=fix or "repair or remove that row",
         ) from error
