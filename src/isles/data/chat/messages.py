@@ -36,6 +36,7 @@ _SAME_ROLE = {
     "tool-response": "tool",
 }
 
+_FORM = 'write each message as {"role": "user", "content": "TEXT"}, answers with "assistant"'
 _ROLE_NAMES = ("role", "from")
 _CONTENT_NAMES = ("content", "value")
 _TRAIN_NAMES = ("train", "training", "trainable", "train_on", "train_on_turn", "weight", "loss")
@@ -63,7 +64,8 @@ def read_messages(
         ignored: names of fields to omit. `content` is omitted only from messages with calls.
         unread: this function adds the names of fields that it drops.
     """
-    value = from_json_text(value, f"column {name!r}", where)
+    fix = f"repair that row; if no row has a list, set type: text and text_column: {name}"
+    value = from_json_text(value, f"column {name!r}", where, fix)
     if isinstance(value, Mapping) and all(isinstance(v, list) for v in value.values()):
         # The datasets library keeps a list of messages as lists.
         cells = zip(*value.values(), strict=False)
@@ -105,7 +107,7 @@ def _read_message(
     value: object, at: str, where: str, keys: Mapping[str, str], unread: set[str]
 ) -> Message:
     if not isinstance(value, Mapping):
-        raise wrong_type(value, at, "a message with role and content", where)
+        raise wrong_type(value, at, "a message with role and content", where, _FORM)
     role_key = _key(value, keys.get("role"), _ROLE_NAMES, "role", at, where)
     role = _role(value[role_key], f"{at}.{role_key}", where)
     # Columnar files fill what a message lacks with null.
@@ -147,7 +149,8 @@ def _key(
         f"{at} has no {named or what}; it has: {', '.join(map(str, message)) or 'nothing'}",
         where=where,
         fix="set",
-        columns={what: near[0] if near else "its name in the data"},
+        columns={what: near[0] if near else "ITS_NAME"},
+        rest="" if near else f"; or {_FORM}",
     )
 
 

@@ -42,6 +42,7 @@ _BINARY = {
     rb"\x80[\x02-\x05]": "a pickle of Python",
     rb"Obj\x01": "an Avro file",
     rb"7z\xbc\xaf|Rar!\x1a": "an archive",
+    rb"(?s:.{257})ustar": "a tar archive",
     rb"\x04\x22\x4d\x18": "a file packed with lz4",
 }
 _HEAD_BYTES = 4096
@@ -256,7 +257,7 @@ def _check_is_text(block: bytes, path: Path) -> None:
                 f"this is {kind}, not text",
                 where=str(path),
                 fix="if isles reads this format (docs/data.md), give the file its ending; else "
-                "write its rows as JSON lines, or its text as .txt",
+                "unpack it, or write its rows as JSON lines, or its text as .txt",
             )
     head = block[:_HEAD_BYTES]
     if head.count(0) * 10 > len(head):

@@ -206,7 +206,12 @@ def _json_row(line: bytes, path: Path, offset: int, number: int) -> Row | DataEr
         if number == 1 and line.strip() == b"{":
             fix += "; `jq -c . FILE > NEW.jsonl` writes each object on a line, `jq -c '.KEY[]'` "
             fix += "each object of its list KEY"
-        if is_cut:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
+            if text[error.pos :].strip() == ",":
+                fix += "; `sed 's/,[[:space:]]*$//' FILE > NEW.jsonl` removes the comma"
+            else:
+                fix += "; `jq -c . FILE > NEW.jsonl` writes each object on a line"
+        elif is_cut:
             fix += "; the file ends here: if it is cut off, fetch or write it again"
         return DataError(f"not JSON: {error}", where=where, fix=fix)
     if not isinstance(row, dict):
@@ -348,7 +353,11 @@ def _read_csv(path: Path, parser: Parser, delimiter: str) -> Rows:
             if names is None:
                 return  # as some programs write a part without rows
             _check_delimiter(names, delimiter, parser, f"{path}:1")
-            parser.check(names, f"{path}:1")
+            try:
+                parser.check(names, f"{path}:1")
+            except DataError as error:
+                error.fix += "; if the first line is a row, write the names of the columns above it"
+                raise
             one_of_each(names, parser.wanted, f"{path}:1")
             line = reader.line_num + 1
             for cells in reader:

@@ -134,6 +134,7 @@ class FieldError(DataError):
         fix: ends with the words before the value.
         ignore: fields to add to `ignore_fields`.
         columns: names to add to `columns`, if `ignore` is empty.
+        rest: words after the value.
     """
 
     def __init__(
@@ -144,10 +145,11 @@ class FieldError(DataError):
         fix: str,
         ignore: Sequence[str] = (),
         columns: Mapping[str, str] | None = None,
+        rest: str = "",
         id: str | None = None,
     ) -> None:
         super().__init__(what, where=where, fix=fix, id=id)
-        self.ignore, self.columns = ignore, columns or {}
+        self.ignore, self.columns, self.rest = ignore, columns or {}, rest
 
 
 class Parser(ABC):
@@ -202,7 +204,7 @@ class Parser(ABC):
             columns = {**self._given_columns, **error.columns}
             listed = ", ".join(f"{key}: {name}" for key, name in columns.items())
             value = f"columns: {{{listed}}}"
-        fix = f"{error.fix} data.sources.{value}"
+        fix = f"{error.fix} data.sources.{value}{error.rest}"
         return DataError(error.what, where=error.where, fix=fix, id=error.id)
 
     @abstractmethod
@@ -225,7 +227,8 @@ class Parser(ABC):
         if may_miss and row.columns.get(self._names[key]) is None:
             return ""
         name = self._need(key, list(row.columns), row.where)
-        text = checked_text(row.columns[name], f"column {name!r}", row.where)
+        fix = f"repair or remove that row, or set data.sources.columns: {{{key}: A_COLUMN_OF_TEXT}}"
+        text = checked_text(row.columns[name], f"column {name!r}", row.where, fix)
         if not may_miss and not text.strip():
             raise DataError(f"column {name!r} is empty", where=row.where, fix="remove that row")
         return text
@@ -415,6 +418,15 @@ def judge_bad_rows(
     )
 
 
+_PAIR = "; a row needs one better and one worse answer"
+_NEEDS = {
+    "messages": ", if it holds lists of messages; if a row is one message or a tree of messages, "
+    "join the messages of each conversation into one row",
+    **dict.fromkeys(("chosen", "rejected"), _PAIR),
+}
+"""What a column must hold, if another name alone may not help."""
+
+
 def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -> DataError:
     """The error for a column that is not there: names those that are.
 
@@ -428,7 +440,7 @@ def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -
             + ("" if key in ("chosen", "rejected") else ", or set type: text"),  # dpo needs pairs
             id="data.column",
         )
-    near = get_close_matches(column, names, n=1) or (names if len(names) == 1 else ["one of them"])
+    near = get_close_matches(column, names, n=1) or (names if len(names) == 1 else ["ITS_NAME"])
     choice = near[0]
     if key == "text_column":
         fix = f"set data.sources.text_column to {choice}"
@@ -440,7 +452,10 @@ def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -
     what = f"there is no column {column!r}; there are: {listed}"
     if not fix:
         columns = {key: choice}
-        return FieldError(what, where=where, fix="set", columns=columns, id="data.column")
+        rest = _NEEDS.get(key, "")
+        return FieldError(
+            what, where=where, fix="set", columns=columns, rest=rest, id="data.column"
+        )
     return DataError(what, where=where, fix=fix, id="data.column")
 
 
@@ -475,7 +490,7 @@ def checked_text(value: object, name: str, where: str, fix: str = "") -> str:
     return value
 
 
-def from_json_text(value: object, name: str, where: str) -> object:
+def from_json_text(value: object, name: str, where: str, fix: str = "") -> object:
     """What a cell holds that is JSON written as text, as CSV files and some datasets have it."""
     if not isinstance(value, str):
         return value
@@ -485,5 +500,5 @@ def from_json_text(value: object, name: str, where: str) -> object:
         raise DataError(
             f"{name} holds {show(value)}, which is text and not JSON",
             where=where,
-            fix="repair or remove that row",
+            fix=fix or "repair or remove that row",
         ) from error
