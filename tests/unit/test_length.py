@@ -20,6 +20,7 @@ from isles.data.order import SampleOrder
 from isles.data.samples import FakeSamples
 from isles.errors import ConfigErrors
 from isles.train.length import run_length, unmoved
+from tests.disks import closed
 from tests.run_files import issues, load
 
 RUN = """\
@@ -146,6 +147,9 @@ def test_a_plan_and_a_check_guess_what_the_run_would_say(tmp_path: Path) -> None
         return "\n".join(issue.what for issue in guessed_issues(config, data_of(config)))
 
     assert "the run has 15 steps" in guessed()
+    config = load(tmp_path, RUN, *source).config
+    with closed(rows):
+        assert data_of(config).steps is None, "the run says that it cannot be read"
     assert guessed("training.global_batch_size=2") == ""
     assert "warmup_steps 20 leaves no step of the 15 steps" in guessed("training.warmup_steps=20")
     wsd = ("training.lr_scheduler_type=wsd", "training.decay_steps=16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from isles.config.endings import ending_of
@@ -74,11 +75,13 @@ class Data:
 
 def data_of(config: RunConfig) -> Data:
     """Guess the tokens and the length of a run by the files of its data on this machine."""
-    tokens = _tokens(config)
-    if not config.data.packing:
-        samples = _num_rows(config)
-    else:
-        samples = None if tokens is None else int(tokens / config.data.seq_length)
+    tokens, samples = None, None
+    with suppress(OSError):  # a file cannot be read, which the run and `isles check` report
+        tokens = _tokens(config)
+        if not config.data.packing:
+            samples = _num_rows(config)
+        elif tokens is not None:
+            samples = int(tokens / config.data.seq_length)
     if samples is not None:
         samples = max(1, round(samples * (1 - config.data.validation_fraction)))
     steps = length_in_steps(config.training, samples)
