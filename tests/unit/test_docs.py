@@ -104,8 +104,8 @@ def test_a_removed_page_leads_to_a_page_that_exists():
 
 
 def test_the_reference_is_what_the_schema_says():
-    """And the tables of names of other tools are those that isles reads."""
-    for script in ("make_run_file.py", "make_coming_from.py"):
+    """Also the tables of names of other tools, and the charts the page of benchmarks."""
+    for script in ("make_run_file.py", "make_coming_from.py", "make_charts.py"):
         done = run_program([sys.executable, ROOT / "docs" / script, "--check"])
         assert done.returncode == 0, done.stdout + done.stderr
 
