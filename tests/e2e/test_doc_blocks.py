@@ -194,7 +194,8 @@ GIVEN = {
         "logs/runs/home-lab-1",
         "../Development/Projects/ai-ml-pipeline/ai-cluster/logs/runs/home-lab-1",
     ],
-    "docs/quickstart.md": ["runs/quickstart-1", "runs/first-2"],
+    "docs/quickstart.md": ["runs/quickstart-1"],
+    "docs/stop-and-resume.md": ["runs/first-2"],
     "docs/troubleshooting.md": ["runs/RUN-1"],
     "docs/watching.md": ["runs/far-1", "runs/far-2"],
 }
