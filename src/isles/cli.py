@@ -50,7 +50,7 @@ def init(
     """Write a small commented run file.
 
     Args:
-        template: What it is for: quickstart, pretrain, finetune, chat, lora, qlora or dpo.
+        template: quickstart, pretrain, finetune, chat, lora, qlora, dpo, or a recipe of the cookbook.
         output: Where it is written.
         force: Replace the file if it is there.
     """
