@@ -190,7 +190,8 @@ TYPED = [
     if not page.is_symlink() and any(map(is_typed, blocks(page)))
 ]
 GIVEN = {
-    "docs/quickstart.md": ["runs/quickstart-1", "runs/first-2"],
+    "docs/quickstart.md": ["runs/quickstart-1"],
+    "docs/stop-and-resume.md": ["runs/first-2"],
     "docs/troubleshooting.md": ["runs/RUN-1"],
     "docs/watching.md": ["runs/far-1", "runs/far-2"],
     "examples/home_lab/README.md": [
