@@ -50,7 +50,7 @@ def init(
     """Write a small commented run file.
 
     Args:
-        template: quickstart, pretrain, finetune, chat, lora, qlora, dpo, or a recipe of the cookbook.
+        template: quickstart, pretrain, finetune, chat, lora, qlora, dpo, or a cookbook recipe.
         output: Where it is written.
         force: Replace the file if it is there.
     """

@@ -23,9 +23,15 @@ from tests.documents import ROOT, blocks
 from tests.each import each
 
 QWEN3 = {
-    **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936},
-    **{"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40_960},
-    **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False},
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40_960,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
 }
 
 
