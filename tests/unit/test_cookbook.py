@@ -71,8 +71,8 @@ def brief(printed: str) -> str:
     kept = [lines[0]]
     for line, before in zip(lines[1:], lines, strict=False):
         is_table = line.startswith("GiB") or re.match(r"\d", line)
-        goes_on = line.startswith("     ") and before.startswith("Time") and kept[-1] == before
-        if is_table or line.startswith(("Time", "Balance", "  sync")) or goes_on:
+        goes_on = line.startswith("     ") and before.startswith("Time ") and kept[-1] == before
+        if is_table or line.startswith(("Time ", "Balance", "  sync")) or goes_on:
             kept.append(line)
     return "".join(f"{line}\n" for line in kept)
 
