@@ -19,7 +19,12 @@ ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^()#\s:]+)((?:#[^()\s]*)?\))")
 # A removed page, and the page (with an anchor, if one fits) that has its text now.
 MOVED = {
+    "hangs.md": "failures.md",
+    "home-lab.md": "cookbook-three-home-pcs.md",
+    "manual.md": "ssh.md#start-the-nodes-manually",
     "requirements.md": "architecture.md",
+    "scale.md": "simulate.md",
+    "shared-files.md": "ssh.md#hosts-without-a-shared-disk",
 }
 REDIRECT = """\
 <!doctype html>

@@ -20,7 +20,7 @@ MOST_MEMBERS = 4096
 """`max_clusters` of `isles.outer.hub.rules.Settings` is 64, and this at most."""
 _BEAT_S, _BEAT_MEMBER_S = 80e-6, 9e-6
 """Seconds of the hub's journal thread for one heartbeat, and besides for each member, whose name
-stands in the answer; see docs/scale.md."""
+stands in the answer; see docs/benchmarks.md."""
 _MOMENT_S = 0.25
 """A cluster sends its next heartbeat so long after the time for it (client/session.py)."""
 

@@ -86,7 +86,7 @@ class HubConfig(Section):
     """What its line receives: contributions."""
 
     cpu: Annotated[float, Field(gt=0)] = 1.0
-    """Speed of one of its cores, beside that of docs/scale.md."""
+    """Speed of one of its cores, beside that of docs/benchmarks.md."""
 
     hubs: Annotated[int, Field(ge=1, le=10_000)] = 1
     """More than one: a second level, on paper (isles has none today). So many hubs, each with a
@@ -121,7 +121,7 @@ class GroupConfig(Section):
     """From a cluster to the hub, one way."""
 
     cpu: Annotated[float, Field(gt=0)] = 1.0
-    """Speed of a core that encodes and applies, beside that of docs/scale.md."""
+    """Speed of a core that encodes and applies, beside that of docs/benchmarks.md."""
 
     joins: Positive | None = None
     """Mean time after which a cluster comes first. null: all are there from the start."""
@@ -199,7 +199,7 @@ def load_fleet(path: Path) -> FleetConfig:
     Raises:
         ConfigErrors: every issue, each with file, line and key.
     """
-    text = read_text(path, "fleet file", "check the path; docs/scale.md has fleet files")
+    text = read_text(path, "fleet file", "check the path; docs/simulate.md has the keys")
     document, errors = scan_yaml(text, str(path))
     try:
         fleet = FleetConfig.model_validate(document.value, context={"is_run_file": True})

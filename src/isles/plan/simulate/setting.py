@@ -44,7 +44,7 @@ class Costs:
     """Speed of one processor core at the work of outer steps.
 
     The defaults are those of `python benchmarks/codec.py`, see docs/benchmarks.md, and `measure`
-    that of `isles.outer.average.inspect`, see docs/scale.md; `cpu` of a fleet scales them.
+    that of `isles.outer.average.inspect`, see docs/benchmarks.md; `cpu` of a fleet scales them.
     """
 
     encode: float
