@@ -135,8 +135,8 @@ def test_faults_of_a_bucket_end_in_patience(tmp_path: Path) -> None:
         ("busy", {"share": 0.3}, ""),
         ("stale", {}, ""),
         ("full", {}, "The bucket is full"),
-        ("forbidden", {}, "the bucket is away, training goes on: it is forbidden"),
-        ("away", {}, "the bucket is away, training goes on"),
+        ("forbidden", {}, "the bucket is unreachable, training continues: access is forbidden"),
+        ("away", {}, "the bucket is unreachable, training continues"),
     ]
     rules = {"min_clusters": 3, "dead_after_s": 60.0}  # the first turn has all three, too
     with (

@@ -148,7 +148,7 @@ def test_a_damaged_memory_is_named(tmp_path):
         Journal(path)
     path.unlink()
     path.mkdir()
-    with pytest.raises(UserError, match="cannot be opened"):
+    with pytest.raises(UserError, match="cannot open the hub's memory"):
         Journal(path)
 
 
@@ -295,7 +295,7 @@ def test_status_says_who_is_waited_for_and_why(tmp_path):
     assert (a["weight"], b["weight"], c["weight"]) == (0.75, 0.25, 0.0)
     assert c["refused"].startswith("round 0: ") and a["slow"] == ""
     assert b["slow"] == "training: 0 inner steps since its last round"
-    assert c["slow"] == "not heard for 20s"
+    assert c["slow"] == "no heartbeat for 20s"
     (opened,), (commit,) = told["open"], told["commits"]
     assert (opened["round"], opened["since_s"]) == (1, 20.0)
     assert opened["missing"] == {"b": b["slow"], "c": c["slow"]}

@@ -220,7 +220,7 @@ def test_an_odd_value_in_any_column_is_refused_or_harmless(tmp_path: Path, entry
             for column, value in enumerate(row):
                 for odd in (*NEVER, *(ODD_TEXTS if isinstance(value, str) else ODD_NUMBERS)):
                     row[column] = odd
-                    named = f"no entry of a journal of isles: {table}." if odd in NEVER else ""
+                    named = f"not an entry of a journal of isles: {table}." if odd in NEVER else ""
                     if fault := bucket.fault(entry, named):
                         wrong.append(f"{table} {index} {column} {odd!r:.40}: {fault}")
                 row[column] = value

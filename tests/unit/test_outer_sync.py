@@ -212,7 +212,7 @@ def test_who_was_stopped_at_the_end_still_takes_what_the_others_have_averaged(
             line.state.lost_at, line.state.is_connected = 1001.0, False
         return 1.0
 
-    assert "not ended after 10s (the others are not reached)" in end_alone(
+    assert "not ended after 10s (the others are not reachable)" in end_alone(
         tmp_path, monkeypatch, away
     )
 

@@ -177,7 +177,7 @@ def test_a_store_without_conditional_writes_is_found_out(store):
 
 def test_nonsense_in_the_journal_is_named(tmp_path, store):
     store.write("journal/00000001", b"hello")
-    with pytest.raises(ConfigError, match="no entry of a journal") as caught:
+    with pytest.raises(ConfigError, match="not an entry of a journal") as caught:
         Site(tmp_path, "a", store)
     assert "journal/00000001" in caught.value.where
 
@@ -278,7 +278,7 @@ def test_all_clusters_make_the_same_certificate_of_a_secret(tmp_path):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "host" / "certificate.pem", tmp_path / "host" / "key.pem")
     secret.write_text("short")
-    with pytest.raises(ConfigError, match="5 bytes, less than 16"):
+    with pytest.raises(ConfigError, match="5 bytes; it needs at least 16"):
         Keys.read("run", secret)
     with pytest.raises(ConfigError, match="cannot be read"):
         Keys.read("run", tmp_path / "none")

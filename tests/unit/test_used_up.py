@@ -69,5 +69,5 @@ def test_a_broken_certificate_is_named(tmp_path: Path):
     (tmp_path / "certificate.pem").write_text("-----BEGIN CERTIFICATE-----\nno\n")
     done = run_program([sys.executable, "-m", "isles.outer.hub", tmp_path, "--run", "test"])
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "certificate.pem: the hub's certificate cannot be used" in done.stderr
+    assert "certificate.pem: cannot use the hub's certificate" in done.stderr
     assert "key.pem" in done.stderr.partition("fix: ")[2]

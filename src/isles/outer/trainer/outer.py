@@ -1,7 +1,7 @@
-"""What the training loop calls after each inner step; here the ranks wait for other clusters.
+"""Hook of the training loop after each inner step; here the ranks wait for other clusters.
 
-Rank 0 decides (`sync.py`). Its commands come with the agreement that each inner step has already;
-while the ranks wait they are broadcast. All ranks do them by `step.py`.
+Rank 0 decides (`sync.py`). Its commands come with the agreement that each inner step already has;
+while the ranks wait, rank 0 broadcasts them. All ranks execute them with `step.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from isles.outer.trainer.sync import Coordinator, next_outer_step
 
 _LOOK_S = 1.0
 _STOPPED_S = 10.0
-"""A look that has taken longer was none: this process was stopped meanwhile."""
+"""Seconds of a look after which it does not count: this process was stopped in the meantime."""
 _AWAY_S = 2.0
 _LAST_WAIT_S = 600.0
 _STATE_S = 3600.0
@@ -48,11 +48,11 @@ class Meter(Protocol):
 class Outer:
     """The outer steps of this cluster.
 
-    All ranks must call every method but `plan`, after the same step.
+    All ranks must call every method except `plan`, after the same step.
 
     Args:
-        coordinator: on rank 0; None elsewhere.
-        batch: samples in an inner step.
+        coordinator: on rank 0; None on other ranks.
+        batch: samples per inner step.
         forget_ahead: drops samples that were read in advance.
         requested: what this rank wants at the end of the step: an exit code, or 0.
     """
@@ -83,10 +83,10 @@ class Outer:
         self._last: int | None = None
 
     def begin(self, *, is_new: bool) -> None:
-        """Join the other clusters; what was sent before a restart is sent once more.
+        """Join the other clusters; contributions sent before a restart are sent again.
 
         Raises:
-            UserError: this cluster is not let in, or a new one does not reach the hub.
+            UserError: this cluster is refused, or a new cluster cannot reach the hub.
         """
         exchange, coordinator = self.exchange, self._coordinator
         self._recorder.phase("joining", "the other clusters")
@@ -97,7 +97,7 @@ class Outer:
             commands, failure = list[Command](), None
             if coordinator is not None:
                 coordinator.poll(_LOOK_S)
-                if exchange.version > version:  # those since a checkpoint come one by one
+                if exchange.version > version:  # outer steps since a checkpoint come one by one
                     began, version = time.monotonic(), exchange.version
                 hub = coordinator.hub.state
                 late_s = _STATE_S if hub.is_behind else self._config.deadline
@@ -114,7 +114,7 @@ class Outer:
                 self._do(command)
 
     def plan(self) -> bool:
-        """Whether anything is to be done after the step that begins; rank 0 decides."""
+        """Whether there is work after the step that begins now; rank 0 decides."""
         if self._coordinator is None:
             return False
         self.exchange.hand_in()
@@ -123,7 +123,7 @@ class Outer:
         return self._coordinator.plan()
 
     def after_inner_step(self, *, has_commands: bool) -> None:
-        """Do what was decided, and wait for an average whose time it is."""
+        """Execute the decisions, and wait for an average that is due."""
         began, exchange = time.perf_counter(), self.exchange
         exchange.clock.pause()
         if has_commands:
@@ -133,11 +133,11 @@ class Outer:
         exchange.finish_move(only_overdue=True)
         for outer_step in sorted(exchange.sent):
             if outer_step not in exchange.sent:
-                continue  # while one is waited for, another may be applied
-            # None is decided before those before it: it would be waited for in vain as well.
+                continue  # another average may be applied during the wait
+            # Outer steps are decided in order, so waiting for a later one would be pointless too.
             if outer_step in self._waited or not exchange.is_overdue(outer_step):
                 break
-            if not self._await(outer_step, self._config.deadline, "inner steps go on"):
+            if not self._await(outer_step, self._config.deadline, "inner steps continue"):
                 break
         if not self._has_samples:
             self._restock()
@@ -146,11 +146,12 @@ class Outer:
         self._paused_s += time.perf_counter() - began
 
     def finish(self) -> int:
-        """After the last inner step: let all clusters end with the same weights.
+        """Let all clusters end with the same weights, after the last inner step.
 
         Returns:
-            What a rank wanted while the others were waited for, an exit code or NOW: this cluster
-            has not ended, and is to go on from a checkpoint; 0: it has ended.
+            0: the cluster has ended. Otherwise a request of a rank during the wait, an exit code or
+                NOW:
+            the cluster has not ended, and must resume from a checkpoint.
         """
         self._is_finishing, self._stop = True, 0
         self.exchange.clock.pause()
@@ -164,28 +165,28 @@ class Outer:
         return self._stop
 
     def close(self, *, leaves: bool) -> None:
-        """The cluster ends, or pauses.
+        """End or pause the cluster.
 
         Args:
-            leaves: tell the others, so that nobody waits for it.
+            leaves: tell the others, so that no cluster waits for it.
         """
         self.exchange.close()
         if self._coordinator is not None:
-            # One that has come after the last outer step makes no inner step of its own.
+            # A cluster that has joined after the last outer step makes no inner steps.
             is_over = self._is_finishing or self._progress.step == self._total_steps
             self._coordinator.hub.close(leaves=leaves, has_finished=is_over and not self._stop)
 
     # The end.
 
     def _end_together(self) -> bool:
-        # Average until nothing is left that others lack; False: an outer step was not decided.
+        # Average until the others have everything; False: an outer step was not decided.
         exchange, coordinator = self.exchange, self._coordinator
         decided = self._world.broadcast(0 if coordinator is None else coordinator.hub.state.decided)
         if self._lacks(decided):
             self._wait(lambda: not self._lacks(decided), _LAST_WAIT_S, f"outer step {decided - 1}")
             if self._lacks(decided):
                 return False
-        # Some are refused, or late.
+        # Some contributions are refused, or late.
         for _ in range(4 * exchange.num_fragments + len(exchange.sent)):
             if coordinator is not None:
                 coordinator.poll()
@@ -203,9 +204,9 @@ class Outer:
         return True
 
     def _end_with_all(self) -> bool:
-        # Apply what the others still average; False: a stop came first. A cluster that came late,
-        # or whose contribution did, has no part in the last outer steps: it must not end before
-        # they are decided. It waits twice as long as for an average, at most, if nobody is reached.
+        # Apply the others' last averages; False: a stop came first. A cluster that joined late, or
+        # whose contribution was late, has no part in the last outer steps, but must not end before
+        # they are decided. If no cluster is reachable, it waits at most twice the usual time.
         coordinator, began = self._coordinator, time.monotonic()
         if coordinator is not None:
             coordinator.report(ends=True)
@@ -221,9 +222,9 @@ class Outer:
         if is_late:
             self._recorder.note(
                 "the other clusters have not ended after "
-                f"{format_duration(time.monotonic() - began)} "
-                f"({self._others()}): this one ends with the weights after "
-                f"{self.exchange.version} outer steps, and they may end with more"
+                f"{format_duration(time.monotonic() - began)} ({self._others()}), so this cluster "
+                f"ends with the weights after {self.exchange.version} outer steps; the others may "
+                "end with more"
             )
         return is_late or self._is_last()
 
@@ -231,7 +232,7 @@ class Outer:
         return self._last is not None and self.exchange.version >= self._last
 
     def _lacks(self, decided: int) -> bool:
-        # Whether averages that were made before this cluster came are still to be applied.
+        # Whether averages from before this cluster joined must still be applied.
         return next_outer_step(self.exchange.version, self.exchange.sent) < decided
 
     # Commands.
@@ -275,21 +276,21 @@ class Outer:
     # Waiting.
 
     def _await(self, outer_step: int, limit_s: float, otherwise: str) -> bool:
-        # Until an average has been applied; False: it has not, within the limit or by a stop.
+        # Wait until an average has been applied; False: not within the limit, or a stop came.
         exchange = self.exchange
         paused = self._meter.pause("waiting for other clusters")
         self._waited.add(outer_step)
         exchange.encoded(outer_step)
         if self._wait(lambda: exchange.is_done(outer_step), limit_s, f"outer step {outer_step}"):
             self._recorder.note(
-                f"outer step {outer_step} is not decided after {format_duration(limit_s)} "
+                f"outer step {outer_step} was not decided within {format_duration(limit_s)} "
                 f"({self._others()}); {otherwise}"
             )
         self._meter.resume(paused)
         return exchange.is_done(outer_step)
 
     def _restock(self) -> None:
-        # Wait for samples; where the hub is away, take those of the reserve.
+        # Wait for samples; if the hub is unreachable, use reserved samples.
         coordinator = self._coordinator
         paused = self._meter.pause("waiting for samples")
         limit_s = self._config.deadline
@@ -303,9 +304,9 @@ class Outer:
         self._meter.resume(paused)
 
     def _wait(self, is_done: Callable[[], bool], limit_s: float, what: str) -> bool:
-        # Do commands until something is so; True: rank 0 has looked for so long in vain. A process
-        # that was stopped, or a machine that slept, has not looked meanwhile: it gets some seconds
-        # to reach the hub, and to fetch what the others have sent since.
+        # Execute commands until a condition holds; True: rank 0 has waited for the limit without
+        # success. After SIGSTOP or a suspend of the machine, the process gets some seconds to reach
+        # the hub, and to fetch the others' data.
         coordinator, left_s = self._coordinator, limit_s
         looks, is_over = 0, False
         while not is_done():
@@ -323,7 +324,7 @@ class Outer:
                 left_s = left_s - took_s if took_s < _STOPPED_S else max(left_s, _STOPPED_S)
                 coordinator.restock(is_late=False)
                 commands = coordinator.take_commands()
-                is_vain = coordinator.hub.state.refusal is not None  # nothing will come
+                is_vain = coordinator.hub.state.refusal is not None  # no average will come
                 is_late = not commands and (is_vain or left_s <= 0)
             found = self._world.gather((commands, is_late, self._requested()))
             commands, is_over, _ = found[0]
@@ -338,8 +339,8 @@ class Outer:
 
     def _others(self) -> str:
         if self._coordinator is None or not self._coordinator.hub.state.is_connected:
-            return "the others are not reached"
-        return f"taking part: {', '.join(self._coordinator.hub.state.members) or 'nobody'}"
+            return "the others are not reachable"
+        return f"taking part: {', '.join(self._coordinator.hub.state.members) or 'no cluster'}"
 
     @property
     def _has_samples(self) -> bool:
@@ -351,7 +352,7 @@ class Outer:
     # Records.
 
     def _record_status(self, *, progresses: bool = True) -> None:
-        # The part of status.json; seldom, save after an average and at the end.
+        # The section of status.json; rarely, except after an average and at the end.
         now, coordinator = time.monotonic(), self._coordinator
         if coordinator is None or now - self._recorded_at < _STATUS_EVERY_S:
             return
