@@ -159,7 +159,7 @@ def test_a_damaged_record_of_the_own_hub_is_named(tmp_path: Path) -> None:
     for damaged in ({}, {"settings": None}, {"settings": [1]}, {"settings": "gather"}):
         record = {**ProcessId.of(os.getpid()).record(), **damaged}
         write_record(run.state / "process.json", record)
-        with pytest.raises(UserError, match="record of the hub has no settings") as caught:
+        with pytest.raises(UserError, match="settings in the hub's record are invalid") as caught:
             MultiClusterStart(loaded, options).start()
         assert "process.json" in str(caught.value.where) and "isles stop" in caught.value.fix
 
@@ -244,7 +244,9 @@ def test_peers_that_cannot_find_one_another_are_refused(tmp_path: Path) -> None:
     peer = "/ip4/127.0.0.1/tcp/30001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
     known, listens = f"initial_peers: [{peer}]", "host_maddrs: [/ip4/0.0.0.0/tcp/30002]"
     two_sites = "[{name: a}, {name: b, launcher: {kind: ssh, hosts: [me@b]}, workdir: /w}]"
-    shared = "a, b are on this machine and would share /ip4/0.0.0.0/tcp/30002, identity_path k.pem"
+    shared = (
+        "a, b are on the same machine and would share /ip4/0.0.0.0/tcp/30002, identity_path k.pem"
+    )
     for clusters, hivemind, words in (
         (TWO, "", "there is none"),
         (two_sites, known, "b would listen there on other machines"),
