@@ -26,7 +26,7 @@ from isles.outer.layout import make_layout
 from isles.outer.messages import Join
 from isles.outer.trainer.outer import Meter, Outer
 from isles.outer.trainer.step import Exchange, Recorder
-from isles.outer.trainer.sync import Coordinator
+from isles.outer.trainer.sync import OuterScheduler
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
@@ -110,20 +110,20 @@ def join_clusters(
     """
     outer_params = exchange.outer_params()
     batch = config.training.global_batch_size
-    coordinator = None
+    scheduler = None
 
     def coordinate() -> None:
-        nonlocal coordinator
+        nonlocal scheduler
         identity = _identity(config, exchange.config, total_steps, data_content, base)
         exchange.hub = _open_hub(exchange, config, run_dir, outer_params, identity, recorder)
-        coordinator = Coordinator(
+        scheduler = OuterScheduler(
             exchange, exchange.hub, batch=batch, total_steps=total_steps, recorder=recorder
         )
 
     world.main_first(coordinate)
     outer = Outer(
         exchange,
-        coordinator,
+        scheduler,
         world=world,
         batch=batch,
         forget_ahead=forget_ahead,

@@ -26,7 +26,7 @@ from isles.outer.messages import (
     UseReserve,
 )
 from isles.outer.trainer.step import Exchange, Recorder
-from isles.outer.trainer.sync import Coordinator, next_outer_step
+from isles.outer.trainer.sync import OuterScheduler, next_outer_step
 
 _LOOK_S = 1.0
 _STOPPED_S = 10.0
@@ -51,7 +51,7 @@ class Outer:
     All ranks must call every method except `plan`, after the same step.
 
     Args:
-        coordinator: on rank 0; None on other ranks.
+        scheduler: on rank 0; None on other ranks.
         batch: samples per inner step.
         forget_ahead: drops samples that were read in advance.
         requested: what this rank wants at the end of the step: an exit code, or 0.
@@ -60,7 +60,7 @@ class Outer:
     def __init__(
         self,
         exchange: Exchange,
-        coordinator: Coordinator | None,
+        scheduler: OuterScheduler | None,
         *,
         world: World,
         batch: int,
@@ -70,7 +70,7 @@ class Outer:
         total_steps: int | None,
         requested: Callable[[], int],
     ) -> None:
-        self.exchange, self._coordinator = exchange, coordinator
+        self.exchange, self._scheduler = exchange, scheduler
         self._config, self._progress, self._world = exchange.config, exchange.progress, world
         self._batch, self._forget_ahead = batch, forget_ahead
         self._meter, self._recorder = meter, recorder
@@ -88,23 +88,23 @@ class Outer:
         Raises:
             UserError: this cluster is refused, or a new cluster cannot reach the hub.
         """
-        exchange, coordinator = self.exchange, self._coordinator
+        exchange, scheduler = self.exchange, self._scheduler
         self._recorder.phase("joining", "the other clusters")
         exchange.send_again()
         began, version = time.monotonic(), exchange.version
         is_done = False
         while not is_done:
             commands, failure = list[Command](), None
-            if coordinator is not None:
-                coordinator.poll(_LOOK_S)
+            if scheduler is not None:
+                scheduler.poll(_LOOK_S)
                 if exchange.version > version:  # outer steps since a checkpoint come one by one
                     began, version = time.monotonic(), exchange.version
-                hub = coordinator.hub.state
+                hub = scheduler.hub.state
                 late_s = _STATE_S if hub.is_behind else self._config.deadline
                 is_late = time.monotonic() - began > late_s
-                coordinator.restock(is_late=is_late and not is_new)
-                commands = coordinator.take_commands()
-                failure = coordinator.failure(is_new=is_new)
+                scheduler.restock(is_late=is_late and not is_new)
+                commands = scheduler.take_commands()
+                failure = scheduler.failure(is_new=is_new)
                 is_in = hub.is_joined and not hub.is_behind and not self._lacks(hub.decided)
                 is_done = not commands and self._has_samples and (is_in or is_late)
             commands, is_done, failure = self._world.broadcast((commands, is_done, failure))
@@ -115,12 +115,12 @@ class Outer:
 
     def plan(self) -> bool:
         """Whether there is work after the step that begins now; rank 0 decides."""
-        if self._coordinator is None:
+        if self._scheduler is None:
             return False
         self.exchange.hand_in()
-        self._coordinator.speed.step_done(self._paused_s)
+        self._scheduler.speed.step_done(self._paused_s)
         self._paused_s = 0.0
-        return self._coordinator.plan()
+        return self._scheduler.plan()
 
     def after_inner_step(self, *, has_commands: bool) -> None:
         """Execute the decisions, and wait for an average that is due."""
@@ -171,25 +171,25 @@ class Outer:
             leaves: tell the others, so that no cluster waits for it.
         """
         self.exchange.close()
-        if self._coordinator is not None:
+        if self._scheduler is not None:
             # A cluster that has joined after the last outer step makes no inner steps.
             is_over = self._is_finishing or self._progress.step == self._total_steps
-            self._coordinator.hub.close(leaves=leaves, has_finished=is_over and not self._stop)
+            self._scheduler.hub.close(leaves=leaves, has_finished=is_over and not self._stop)
 
     # The end.
 
     def _end_together(self) -> bool:
         # Average until the others have everything; False: an outer step was not decided.
-        exchange, coordinator = self.exchange, self._coordinator
-        decided = self._world.broadcast(0 if coordinator is None else coordinator.hub.state.decided)
+        exchange, scheduler = self.exchange, self._scheduler
+        decided = self._world.broadcast(0 if scheduler is None else scheduler.hub.state.decided)
         if self._lacks(decided):
             self._wait(lambda: not self._lacks(decided), _LAST_WAIT_S, f"outer step {decided - 1}")
             if self._lacks(decided):
                 return False
         # Some contributions are refused, or late.
         for _ in range(4 * exchange.num_fragments + len(exchange.sent)):
-            if coordinator is not None:
-                coordinator.poll()
+            if scheduler is not None:
+                scheduler.poll()
             self._do_commands()
             exchange.finish_move()
             otherwise = "this cluster ends with its own weights"
@@ -198,7 +198,7 @@ class Outer:
                     return False
             if not exchange.has_learnt:
                 return self._end_with_all()
-            if self._world.broadcast(coordinator is not None and coordinator.hub.state.is_behind):
+            if self._world.broadcast(scheduler is not None and scheduler.hub.state.is_behind):
                 break
             exchange.contribute(exchange.version)
         return True
@@ -207,14 +207,14 @@ class Outer:
         # Apply the others' last averages; False: a stop came first. A cluster that joined late, or
         # whose contribution was late, has no part in the last outer steps, but must not end before
         # they are decided. If no cluster is reachable, it waits at most twice the usual time.
-        coordinator, began = self._coordinator, time.monotonic()
-        if coordinator is not None:
-            coordinator.report(ends=True)
+        scheduler, began = self._scheduler, time.monotonic()
+        if scheduler is not None:
+            scheduler.report(ends=True)
         paused = self._meter.pause("waiting for other clusters")
         limit_s = min(self._config.deadline, _LAST_WAIT_S)
         for _ in range(math.ceil(_LAST_WAIT_S / limit_s)):
             is_late = self._wait(self._is_last, limit_s, "to end together")
-            is_away = coordinator is None or coordinator.hub.state.is_away_for(limit_s)
+            is_away = scheduler is None or scheduler.hub.state.is_away_for(limit_s)
             is_late, is_away = self._world.broadcast((is_late, is_away))
             if is_away or not is_late:
                 break
@@ -238,7 +238,7 @@ class Outer:
     # Commands.
 
     def _do_commands(self) -> None:
-        taken = [] if self._coordinator is None else self._coordinator.take_commands()
+        taken = [] if self._scheduler is None else self._scheduler.take_commands()
         for command in self._world.broadcast(taken):
             self._do(command)
 
@@ -291,15 +291,15 @@ class Outer:
 
     def _restock(self) -> None:
         # Wait for samples; if the hub is unreachable, use reserved samples.
-        coordinator = self._coordinator
+        scheduler = self._scheduler
         paused = self._meter.pause("waiting for samples")
         limit_s = self._config.deadline
-        if coordinator is not None and not coordinator.hub.state.is_connected:
-            limit_s = 0.0 if coordinator.uses_reserve else _AWAY_S
+        if scheduler is not None and not scheduler.hub.state.is_connected:
+            limit_s = 0.0 if scheduler.uses_reserve else _AWAY_S
         self._wait(lambda: self._has_samples, limit_s, "samples")
         while not self._has_samples:
-            if coordinator is not None:
-                coordinator.restock(is_late=True)
+            if scheduler is not None:
+                scheduler.restock(is_late=True)
             self._do_commands()
         self._meter.resume(paused)
 
@@ -307,24 +307,24 @@ class Outer:
         # Execute commands until a condition holds; True: rank 0 has waited for the limit without
         # success. After SIGSTOP or a suspend of the machine, the process gets some seconds to reach
         # the hub, and to fetch the others' data.
-        coordinator, left_s = self._coordinator, limit_s
+        scheduler, left_s = self._scheduler, limit_s
         looks, is_over = 0, False
         while not is_done():
             if looks == 1:
                 self._recorder.phase("waiting for clusters", what)
-                if coordinator is not None:
-                    coordinator.report()
+                if scheduler is not None:
+                    scheduler.report()
             looks += 1
             self._record_status(progresses=False)
             commands, is_late = list[Command](), False
-            if coordinator is not None:
+            if scheduler is not None:
                 began = time.monotonic()
-                coordinator.poll(max(0.01, min(_LOOK_S, left_s)))
+                scheduler.poll(max(0.01, min(_LOOK_S, left_s)))
                 took_s = time.monotonic() - began
                 left_s = left_s - took_s if took_s < _STOPPED_S else max(left_s, _STOPPED_S)
-                coordinator.restock(is_late=False)
-                commands = coordinator.take_commands()
-                is_vain = coordinator.hub.state.refusal is not None  # no average will come
+                scheduler.restock(is_late=False)
+                commands = scheduler.take_commands()
+                is_vain = scheduler.hub.state.refusal is not None  # no average will come
                 is_late = not commands and (is_vain or left_s <= 0)
             found = self._world.gather((commands, is_late, self._requested()))
             commands, is_over, _ = found[0]
@@ -338,9 +338,9 @@ class Outer:
         return is_over and not is_done()
 
     def _others(self) -> str:
-        if self._coordinator is None or not self._coordinator.hub.state.is_connected:
+        if self._scheduler is None or not self._scheduler.hub.state.is_connected:
             return "the others are not reachable"
-        return f"taking part: {', '.join(self._coordinator.hub.state.members) or 'no cluster'}"
+        return f"taking part: {', '.join(self._scheduler.hub.state.members) or 'no cluster'}"
 
     @property
     def _has_samples(self) -> bool:
@@ -353,11 +353,11 @@ class Outer:
 
     def _record_status(self, *, progresses: bool = True) -> None:
         # The section of status.json; rarely, except after an average and at the end.
-        now, coordinator = time.monotonic(), self._coordinator
-        if coordinator is None or now - self._recorded_at < _STATUS_EVERY_S:
+        now, scheduler = time.monotonic(), self._scheduler
+        if scheduler is None or now - self._recorded_at < _STATUS_EVERY_S:
             return
         self._recorded_at = now
-        exchange, hub = self.exchange, coordinator.hub.state
+        exchange, hub = self.exchange, scheduler.hub.state
         clock, row = exchange.clock, exchange.last_row
         total_s = clock.exposed_s + clock.hidden_s
         kept = ("outer_step", "step", "mode", "weights", "refused", "norm", "digest", "at")
@@ -367,7 +367,7 @@ class Outer:
                 "outer_step": exchange.version,
                 "round": exchange.version // exchange.num_fragments,
                 "fragments": exchange.num_fragments,
-                "sync_every": coordinator.sync_every_at(exchange.version),
+                "sync_every": scheduler.sync_every_at(exchange.version),
                 "is_averaged": not exchange.sent and not exchange.has_learnt,
                 "clusters": list(hub.members),
                 **({"meeting": hub.shown} if hub.shown else {}),
@@ -375,7 +375,7 @@ class Outer:
                 "is_behind": hub.is_behind,
                 "sent_bytes": hub.sent_bytes,
                 "received_bytes": hub.received_bytes,
-                "bytes_per_s": coordinator.speed.bytes_per_s,
+                "bytes_per_s": scheduler.speed.bytes_per_s,
                 "exposed_s": clock.exposed_s,
                 "hidden_s": clock.hidden_s,
                 "hidden_share": clock.hidden_s / total_s if total_s else None,

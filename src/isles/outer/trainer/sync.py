@@ -1,6 +1,6 @@
 """Rank 0's part of the outer steps: it decides when the ranks contribute.
 
-`Coordinator` takes the hub's commands and adds its own; `outer.py` broadcasts them.
+`OuterScheduler` takes the hub's commands and adds its own; `outer.py` broadcasts them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Speed:
             self.moved_bytes = all_moved * num_fragments // len(self._by_fragment)
 
 
-class Coordinator:
+class OuterScheduler:
     """Rank 0's half of the outer steps; batch: samples per inner step."""
 
     def __init__(
