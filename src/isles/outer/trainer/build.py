@@ -25,7 +25,7 @@ from isles.outer.hivemind import HivemindSettings
 from isles.outer.layout import make_layout
 from isles.outer.messages import Join
 from isles.outer.trainer.outer import Meter, Outer
-from isles.outer.trainer.step import Exchange, Recorder
+from isles.outer.trainer.step import OuterStep, Recorder
 from isles.outer.trainer.sync import OuterScheduler
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
@@ -42,7 +42,7 @@ def make_exchange(
     run_dir: RunDir,
     recorder: Recorder,
     resume_from: CheckpointInfo | None,
-) -> Exchange:
+) -> OuterStep:
     """Allocate the outer state. All ranks must call this.
 
     Raises:
@@ -80,11 +80,11 @@ def make_exchange(
         return str(record["id"])
 
     name, own_id = config.clusters[0].name, world.main_first(member_id)
-    return Exchange(outer, name, own_id, cluster, layout, recorder, manifest)
+    return OuterStep(outer, name, own_id, cluster, layout, recorder, manifest)
 
 
 def join_clusters(
-    exchange: Exchange,
+    exchange: OuterStep,
     config: RunConfig,
     world: World,
     run_dir: RunDir,
@@ -137,7 +137,7 @@ def join_clusters(
 
 
 def _open_hub(
-    exchange: Exchange,
+    exchange: OuterStep,
     config: RunConfig,
     run_dir: RunDir,
     outer_params: list[str],

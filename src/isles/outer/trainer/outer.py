@@ -25,7 +25,7 @@ from isles.outer.messages import (
     SendState,
     UseReserve,
 )
-from isles.outer.trainer.step import Exchange, Recorder
+from isles.outer.trainer.step import OuterStep, Recorder
 from isles.outer.trainer.sync import OuterScheduler, next_outer_step
 
 _LOOK_S = 1.0
@@ -59,7 +59,7 @@ class Outer:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: OuterStep,
         scheduler: OuterScheduler | None,
         *,
         world: World,

@@ -102,7 +102,7 @@ class Clock:
         return exposed_s, hidden_s
 
 
-class Exchange:
+class OuterStep:
     """Contributions and averages, equal on all ranks of the cluster; rank 0 has the hub.
 
     All ranks must call every method except `hand_in`, between the same two inner steps; first of

@@ -16,7 +16,7 @@ from isles.errors import CommunicationError, ConfigError, UserError
 from isles.facts.units import format_duration
 from isles.outer.client.client import Hub
 from isles.outer.messages import Adopt, Apply, Command, Contribute, Lease, Reset, UseReserve
-from isles.outer.trainer.step import Exchange, Recorder
+from isles.outer.trainer.step import OuterStep, Recorder
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class OuterScheduler:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: OuterStep,
         hub: Hub,
         *,
         batch: int,
