@@ -13,7 +13,7 @@ import pytest
 
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import CommunicationError, ConfigError, UserError
-from isles.outer.client.client import Alone
+from isles.outer.client.client import SingleCluster
 from isles.outer.client.spool import Spool
 from isles.outer.codec import parse_codec
 from isles.outer.layout import make_layout
@@ -29,7 +29,7 @@ LAYOUT = make_layout({"a": (8,), "b": (8,)}, parse_codec("none"), num_fragments=
 
 
 def at(step: int = 0, **more: Any) -> Any:
-    """What is read of an `Exchange` after so many inner steps, all of them of this cluster."""
+    """What is read of an `OuterStep` after so many inner steps, all of them of this cluster."""
     known = {"num_fragments": 2, "version": 0, "contributed_at": 0, "sent": (), "has_learnt": True}
     state = SimpleNamespace(steps=step, step=step, **{**known, "samples_left": 10**6, **more})
     state.progress = state
@@ -44,7 +44,7 @@ class Rank0:
     ) -> None:
         spool = Spool(folder / "spool", version=0, kept=0, since=0, most_bytes=0)
         spool.folder.mkdir(exist_ok=True)
-        self.line = Alone(LAYOUT, "a", spool, next_sample=0)
+        self.line = SingleCluster(LAYOUT, "a", spool, next_sample=0)
         self.line.poll()
         state = at(config=DiLoCoConfig(**{"sync_every": 8, "fragments": 2, **settings}))
         recorder = Recorder(RunDir(folder), is_main=False, world_size=1)

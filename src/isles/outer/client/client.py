@@ -50,7 +50,7 @@ class _Left(Exception):
     pass
 
 
-class Hub:
+class OuterLink:
     """Link to the other clusters: their commands, and the files of these commands. Base class; does
     nothing on ranks other than 0."""
 
@@ -129,7 +129,7 @@ class Hub:
         """
 
 
-class Alone(Hub):
+class SingleCluster(OuterLink):
     """Stand-in for the hub in a run of one cluster: each contribution comes back as the average.
 
     Args:
@@ -200,7 +200,7 @@ def in_loop(
     return call
 
 
-class HubClient(Hub):
+class HubClient(OuterLink):
     """Joins the other clusters, in a thread. Use it from one thread of rank 0.
 
     No method waits for the network, except `wait` and `close`, which have deadlines.

@@ -16,7 +16,7 @@ from isles.config.sections.run import RunConfig
 from isles.dist.world import World
 from isles.errors import ConfigError, MissingDependencyError, TrainingError, not_installed
 from isles.outer.bucket import BucketSettings
-from isles.outer.client.client import Alone, Hub, HubClient
+from isles.outer.client.client import HubClient, OuterLink, SingleCluster
 from isles.outer.client.spool import Spool
 from isles.outer.cluster import Cluster, Weights
 from isles.outer.codec import parse_codec
@@ -143,7 +143,7 @@ def _open_hub(
     outer_params: list[str],
     identity: dict[str, str],
     recorder: Recorder,
-) -> Hub:
+) -> OuterLink:
     outer, layout, spool = exchange.config, exchange.layout, run_dir.outer / "spool"
     pieces = [layout.piece_counts(fragment) for fragment in range(exchange.num_fragments)]
     run = config.name.removesuffix(f"-{exchange.name}")
@@ -178,7 +178,7 @@ def _open_hub(
             )
         log.warning("outer: %s not found, so this cluster averages alone", run_dir.join_line)
         files = Spool.of(spool, pieces, exchange.version, kept=0)
-        return Alone(layout, exchange.name, files, next_sample=exchange.samples.frontier)
+        return SingleCluster(layout, exchange.name, files, next_sample=exchange.samples.frontier)
     join = Join(
         id=exchange.member_id,
         name=exchange.name,

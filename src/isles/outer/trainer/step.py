@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from isles.config.sections.outer import DiLoCoConfig
-from isles.outer.client.client import Hub
+from isles.outer.client.client import OuterLink
 from isles.outer.client.session import HubState
 from isles.outer.client.spool import Spool
 from isles.outer.cluster import Applied, Cluster
@@ -126,7 +126,7 @@ class OuterStep:
         self.config, self.name, self.member_id = config, name, member_id
         self.layout, self.num_fragments = layout, len(layout.fragments)
         self.loaded = manifest
-        self.hub = Hub(Spool(_NOWHERE, 0, kept=0, since=0, most_bytes=0), HubState())
+        self.hub = OuterLink(Spool(_NOWHERE, 0, kept=0, since=0, most_bytes=0), HubState())
         """On rank 0 replaced when the cluster joins."""
         self.version = 0
         """Number of applied outer steps."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import CommunicationError, ConfigError, UserError
 from isles.facts.units import format_duration
-from isles.outer.client.client import Hub
+from isles.outer.client.client import OuterLink
 from isles.outer.messages import Adopt, Apply, Command, Contribute, Lease, Reset, UseReserve
 from isles.outer.trainer.step import OuterStep, Recorder
 
@@ -112,7 +112,7 @@ class OuterScheduler:
     def __init__(
         self,
         exchange: OuterStep,
-        hub: Hub,
+        hub: OuterLink,
         *,
         batch: int,
         total_steps: int | None,
