@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from isles.outer.client.http import Channel, DeadlineError, HubRefusal, RateLimit
+from isles.outer.client.http import DeadlineError, HubConnection, HubRefusal, RateLimit
 from isles.outer.client.sizes import average_fault, state_fault
 from isles.outer.messages import (
     Answer,
@@ -62,7 +62,7 @@ class HubApi:
         down: RateLimit | None = None,
     ) -> None:
         self.id = member_id
-        self.channel = Channel(line, member_id, up or RateLimit(0.0), down or RateLimit(0.0))
+        self.channel = HubConnection(line, member_id, up or RateLimit(0.0), down or RateLimit(0.0))
         self._leases = 0
         self._joined: Join | None = None
 
@@ -179,7 +179,7 @@ class HubApi:
                 )
 
     async def fetch_average(self, answer: RoundAnswer, target: Path, deadline_s: float) -> None:
-        """Fetch the average of a committed outer step. See `Channel.download`.
+        """Fetch the average of a committed outer step. See `HubConnection.download`.
 
         Raises:
             HubRefusal: kind `protocol`: its size is wrong for an average of this run.

@@ -99,7 +99,7 @@ class RateLimit:
         return max(0.0, self._free_at - now)
 
 
-class Channel:
+class HubConnection:
     """All connections of one cluster to its hub.
 
     A request is retried until it works or its deadline is over, with `DeadlineError`. If the hub
