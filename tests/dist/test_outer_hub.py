@@ -31,7 +31,7 @@ from isles.outer.client.client import HubClient
 from isles.outer.client.http import HubRefusal
 from isles.outer.hub import __main__ as hub
 from isles.outer.hub import acceptor
-from isles.outer.hub.core import Core, events
+from isles.outer.hub.core import HubCore, events
 from isles.outer.hub.journal import JOURNAL
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import Server
@@ -457,7 +457,7 @@ async def test_a_hub_that_shows_nobody_is_no_loss(tmp_path, monkeypatch, caplog)
     def show(*_: object) -> None:
         raise web.HTTPNotFound
 
-    monkeypatch.setattr(Core, "show", show)
+    monkeypatch.setattr(HubCore, "show", show)
     async with serving(tmp_path / "state") as (server, line):
         heartbeats = server.work.core.membership.heartbeats
         async with cluster_of(tmp_path, line, shows=lambda: "YQ==") as client:

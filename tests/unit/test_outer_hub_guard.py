@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from isles.errors import ConfigError, TrainingError, UserError
-from isles.outer.hub.core import Core, live, status
+from isles.outer.hub.core import HubCore, live, status
 from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.work import AwakeClock
 from isles.outer.messages import Shown
@@ -92,7 +92,7 @@ def test_without_a_hub_who_comes_first_after_a_stop_of_all_sets_new_values(tmp_p
         world.leave(leaves)
         world.core.journal.close()
         journal = Journal(tmp_path / JOURNAL)
-        world.core = Core(tmp_path, world.settings, lambda: world.now, journal)
+        world.core = HubCore(tmp_path, world.settings, lambda: world.now, journal)
         if kind:
             assert refused(world.join, "a", **known).kind == kind
     assert world.join("a", **known).standing == "current"

@@ -18,7 +18,7 @@ from isles.outer.client.http import DeadlineError, RateLimit
 from isles.outer.client.spool import Spool
 from isles.outer.hivemind.dht import Keys
 from isles.outer.hivemind.host import Hello, choose
-from isles.outer.hub.core import Core
+from isles.outer.hub.core import HubCore
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.samples import Samples
 from isles.outer.messages import RoundAnswer
@@ -40,8 +40,8 @@ class Site(World):
         self.name, self.chain = name, Chain(store, self.core)
         self.chain.open()
 
-    def _open(self) -> Core:
-        return Core(self.folder, self.settings, lambda: self.now, Journal(Path(":memory:")))
+    def _open(self) -> HubCore:
+        return HubCore(self.folder, self.settings, lambda: self.now, Journal(Path(":memory:")))
 
     def do(self, ask: Any, *given: Any) -> Any:
         """Call a method on the newest entry; what it changes is the next one."""

@@ -11,7 +11,7 @@ import pytest
 
 from isles.checkpoint.tensors import disk_failure
 from isles.errors import ConfigError, UserError
-from isles.outer.hub.core import Core
+from isles.outer.hub.core import HubCore
 from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import make_identity
@@ -43,12 +43,12 @@ def test_a_last_checkpoint_is_named_only_if_it_exists(tmp_path: Path):
 
 
 def test_a_hub_that_has_lost_its_memory_says_so(tmp_path: Path):
-    Core(tmp_path, Settings(), lambda: 0.0)
+    HubCore(tmp_path, Settings(), lambda: 0.0)
     average = tmp_path / "rounds" / "00000003" / "average"
     average.parent.mkdir(parents=True)
     average.write_bytes(b"x")
     with pytest.raises(ConfigError, match="memory is damaged") as caught:
-        Core(tmp_path, Settings(), lambda: 0.0)
+        HubCore(tmp_path, Settings(), lambda: 0.0)
     assert str(tmp_path) in caught.value.where and caught.value.fix
 
 

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from isles.config.foreign import is_plain, parse_json
 from isles.errors import ConfigError, UserError
-from isles.outer.hub.core import Core
+from isles.outer.hub.core import HubCore
 from isles.outer.hub.rules import Refusal
 from isles.outer.hub.samples import AVERAGED
 from isles.run.manifest import number_of
@@ -128,7 +128,7 @@ class Chain:
     then, and can be repeated, as with a hub whose answer was lost.
     """
 
-    def __init__(self, store: Store, core: Core) -> None:
+    def __init__(self, store: Store, core: HubCore) -> None:
         self._store, self.core = store, core
         self.number = 0
         """Number of the newest known entry; 0: no entry."""

@@ -23,7 +23,7 @@ from isles.config.foreign import parse_json
 from isles.errors import CommunicationError, ConfigError
 from isles.outer.bucket.chain import Chain
 from isles.outer.bucket.link import BucketRefusal, Link, Missing, copy, is_whole
-from isles.outer.hub.core import Core, differences, status
+from isles.outer.hub.core import HubCore, differences, status
 from isles.outer.hub.files import Job, average, measure, part_bytes
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Refusal, Settings
@@ -73,7 +73,7 @@ class Replica:
         self._clock = AwakeClock(longest_tick_s=_LONGEST_LOOK_S)
         folder.mkdir(parents=True, exist_ok=True)
         rules, memory = Settings.model_validate(settings), Journal(Path(":memory:"))
-        self.core = Core(folder, rules, self._clock.now, memory)
+        self.core = HubCore(folder, rules, self._clock.now, memory)
         self.chain = Chain(link.store, self.core)
         self.changed = asyncio.Event()
         """Set, and then replaced, at each change that somebody may wait for."""

@@ -49,7 +49,7 @@ _FIXED = {"layout", "codec", "adapter.type", "the frozen weights"}
 or can come back."""
 
 
-class Core:
+class HubCore:
     """State and decisions of the hub. One thread at a time; requests through `journal.do`.
 
     Args:
@@ -390,7 +390,7 @@ def differences(run: Join, own: Join) -> dict[str, tuple[str, str]]:
     }
 
 
-def status(core: Core) -> dict[str, Any]:
+def status(core: HubCore) -> dict[str, Any]:
     """The answer to GET /v1/status, which `isles status` shows."""
     newest = "SELECT * FROM rounds WHERE state = 'committed' ORDER BY round DESC LIMIT ?"
     commits = [_commit(core, row) for row in core.journal.rows(newest, _COMMITS)]
@@ -411,7 +411,7 @@ def status(core: Core) -> dict[str, Any]:
     }
 
 
-def live(core: Core) -> dict[str, Any]:
+def live(core: HubCore) -> dict[str, Any]:
     """The answer to GET /v1/live, which `isles top` shows."""
     found = core.membership.shown().items()
     return {
@@ -419,14 +419,14 @@ def live(core: Core) -> dict[str, Any]:
     }
 
 
-def events(core: Core) -> list[dict[str, Any]]:
+def events(core: HubCore) -> list[dict[str, Any]]:
     """The last events, oldest first; see `Journal.newest`."""
     sql = "SELECT number, at, member, kind, what FROM events WHERE number = ?"
     return [dict(row) for n in core.journal.newest(_EVENTS) for row in core.journal.rows(sql, n)]
 
 
 def _member(
-    core: Core, row: sqlite3.Row, weights: dict[str, int], open_rounds: list[RoundAnswer]
+    core: HubCore, row: sqlite3.Row, weights: dict[str, int], open_rounds: list[RoundAnswer]
 ) -> dict[str, Any]:
     name, number = row["name"], row["number"]
     nothing = Heartbeat(id="0" * 32, step=0, version=row["version"])
@@ -447,7 +447,7 @@ def _member(
     }
 
 
-def _open(core: Core, answer: RoundAnswer) -> dict[str, Any]:
+def _open(core: HubCore, answer: RoundAnswer) -> dict[str, Any]:
     missing = [row for row in core.membership.latest() if row["name"] in answer.waits_for]
     return {
         "round": answer.outer_step,
@@ -459,7 +459,7 @@ def _open(core: Core, answer: RoundAnswer) -> dict[str, Any]:
     }
 
 
-def _commit(core: Core, row: sqlite3.Row) -> dict[str, Any]:
+def _commit(core: HubCore, row: sqlite3.Row) -> dict[str, Any]:
     answer = core.rounds.answer(row["round"])
     return {
         "round": row["round"],
@@ -471,7 +471,7 @@ def _commit(core: Core, row: sqlite3.Row) -> dict[str, Any]:
     }
 
 
-def _why(core: Core, row: sqlite3.Row, outer_step: int) -> str:
+def _why(core: HubCore, row: sqlite3.Row, outer_step: int) -> str:
     # Why a round still waits for a cluster.
     number = row["number"]
     silent_s, still_s = core.membership.last_seen_s(number), core.membership.still_s(number)
@@ -491,7 +491,7 @@ def _why(core: Core, row: sqlite3.Row, outer_step: int) -> str:
     return f"{phase or 'training'}: {heartbeat.since} inner steps since its last round{speed}"
 
 
-def _arrived(core: Core, outer_step: int, number: int) -> float:
+def _arrived(core: HubCore, outer_step: int, number: int) -> float:
     # Received fraction of a contribution.
     try:
         found = coming(core.rounds.part_path(outer_step, number)).stat()

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from isles.outer.hub.core import Core
+from isles.outer.hub.core import HubCore
 from isles.outer.hub.files import Incoming, average, coming, measure, norm_of, part_bytes
 from isles.outer.hub.journal import JOURNAL, damaged
 from isles.outer.hub.rules import Refusal, Settings
@@ -67,7 +67,7 @@ class Work:
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder = folder
         self._clock = AwakeClock()
-        self.core = Core(folder, settings, self._clock.now)
+        self.core = HubCore(folder, settings, self._clock.now)
         self.run = ""
         """The run's name."""
         self.run_file = folder / "run.yaml"
@@ -174,7 +174,7 @@ class Work:
                     del self._incoming[path]
 
     async def part(self, member_id: str, outer_step: int) -> Incoming:
-        """The file of a contribution that may be sent; see `Core.part_path`."""
+        """The file of a contribution that may be sent; see `HubCore.part_path`."""
         path = await self.ask(self.core.part_path, member_id, outer_step)
         first = await self._first()
         assert first is not None
