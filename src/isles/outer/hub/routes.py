@@ -25,7 +25,7 @@ from isles.outer.hub.core import live, status
 from isles.outer.hub.files import Incoming, chunk_list, write_chunk_list
 from isles.outer.hub.rules import Refusal
 from isles.outer.hub.traffic import SMALL_BYTES, Pieces, Shared, Traffic, address_of, write
-from isles.outer.hub.work import TURN, Work
+from isles.outer.hub.work import TURN, HubWork
 from isles.outer.messages import (
     CHUNK_BYTES,
     Applied,
@@ -213,7 +213,7 @@ def _read_part(path: Path, part: slice) -> tuple[bytes, int]:
         return file.read(part.stop - part.start), size
 
 
-def make_app(work: Work, token: str, knows: Knows) -> web.Application:
+def make_app(work: HubWork, token: str, knows: Knows) -> web.Application:
     """The routes of a hub; all require the token."""
     core = work.core
     clusters = core.settings.max_clusters
@@ -298,7 +298,7 @@ def make_app(work: Work, token: str, knows: Knows) -> web.Application:
 class Routes:
     """Requests that need more than one answer of the core; see `make_app`."""
 
-    def __init__(self, work: Work, traffic: Traffic) -> None:
+    def __init__(self, work: HubWork, traffic: Traffic) -> None:
         self._work, self._core, self._traffic = work, work.core, traffic
         self._live, self._status = Shared(self._make_live), Shared(self._make_status)
         self._sending: dict[str, list[asyncio.Task[Any]]] = {}

@@ -22,7 +22,7 @@ from isles.errors import CommunicationError, ConfigError, MissingDependencyError
 from isles.outer.hub.acceptor import Acceptor
 from isles.outer.hub.routes import make_app
 from isles.outer.hub.rules import Settings
-from isles.outer.hub.work import Work
+from isles.outer.hub.work import HubWork
 from isles.run.entry import make_own_folder, open_own_file
 from isles.run.join_line import SECRET_BYTES, JoinLine, encode
 from isles.run.records import write_secret
@@ -51,7 +51,7 @@ class Server:
         self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.folder = folder
         make_identity(folder)
-        self.work = Work(folder, settings)
+        self.work = HubWork(folder, settings)
 
     async def start(self, host: str, port: int, run: str, announce: str = "") -> JoinLine:
         """Listen, and begin to close outer steps.

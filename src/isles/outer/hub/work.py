@@ -56,7 +56,7 @@ class AwakeClock:
         self._last = self.now(), self._clock()
 
 
-class Work:
+class HubWork:
     """The core, and its threads and tasks.
 
     Args:
