@@ -13,7 +13,7 @@ import pytest
 
 from isles.outer.bucket import BucketSettings
 from isles.outer.hub.journal import Journal
-from isles.outer.hub.samples import Samples
+from isles.outer.hub.samples import SampleLeases
 from isles.run.objects import StoreError, open_store, probe
 from tests.buckets import bucket
 from tests.outer_trainer import SAMPLES, Clusters, serve
@@ -66,7 +66,7 @@ def test_kills_and_freezes_lose_no_contribution(tmp_path: Path) -> None:
         records = clusters.end(turns, "abc")
         journal = clusters.journal()
         assert participants(journal) == [[1, 2, 3]] * turns
-        assert Samples(journal).counts()["averaged"] == turns * 3 * SAMPLES
+        assert SampleLeases(journal).counts()["averaged"] == turns * 3 * SAMPLES
         journal.close()
     history = records["a"]["history"]
     assert all(turn["is_in"] for turn in history.values())

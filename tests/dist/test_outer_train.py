@@ -21,7 +21,7 @@ from isles.outer.cluster import Cluster
 from isles.outer.codec import parse_codec
 from isles.outer.diloco import OuterSettings
 from isles.outer.hub.journal import Journal
-from isles.outer.hub.samples import Samples
+from isles.outer.hub.samples import SampleLeases
 from isles.outer.layout import make_layout
 from isles.outer.trainer.step import OuterStep
 from isles.run.checkpoints import list_checkpoints
@@ -142,7 +142,9 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(site: Site) -> No
         again, b_gang = site.start("b", 1, outer, *options)
         assert again.path == b.path
         assert a_gang.wait() == [0, 0] and b_gang.wait() == [0]
-        assert Samples(Journal(site.state / "hub.sqlite")).counts()["averaged"] >= 24 * 6 + 6 * 12
+        assert (
+            SampleLeases(Journal(site.state / "hub.sqlite")).counts()["averaged"] >= 24 * 6 + 6 * 12
+        )
     rows, digests = turns_of(a), digests_of(b)
     assert len(rows) >= 8 and len(digests) >= 8
     assert digests.items() <= digests_of(a).items()

@@ -28,7 +28,7 @@ from isles.monitor.multi_cluster import MultiClusterStart, choose
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rules import Settings
-from isles.outer.hub.samples import Samples
+from isles.outer.hub.samples import SampleLeases
 from isles.run.find import find_any, find_cluster, run_of
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
@@ -226,7 +226,7 @@ def test_only_clusters_of_the_same_turns_are_said_to_hold_the_same(tmp_path: Pat
 
 def test_clusters_that_begin_together_wait_for_one_another_at_first(tmp_path: Path) -> None:
     now, book = [100.0], Journal(tmp_path / "book.sqlite")
-    started = (book, Settings(gather=2, gather_s=30.0), Samples(book), lambda: now[0])
+    started = (book, Settings(gather=2, gather_s=30.0), SampleLeases(book), lambda: now[0])
     membership = Membership(*started)
     membership.touch(1)
     assert membership.least == 2

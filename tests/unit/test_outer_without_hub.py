@@ -20,7 +20,7 @@ from isles.outer.hivemind.dht import Keys
 from isles.outer.hivemind.host import Hello, choose
 from isles.outer.hub.core import HubCore
 from isles.outer.hub.journal import Journal
-from isles.outer.hub.samples import Samples
+from isles.outer.hub.samples import SampleLeases
 from isles.outer.messages import RoundAnswer
 from isles.run.objects import Folder, Store, StoreError, open_store, probe
 from tests.deadline import DEADLINE_S, at_once
@@ -81,7 +81,7 @@ def test_of_changes_at_the_same_moment_none_is_lost(tmp_path, store):
     for site in sites:
         site.chain.follow()
     assert {site.chain.number for site in sites} == {3 + 3 * 8}
-    assert {Samples(site.core.journal).frontier for site in sites} == {3 * 8 * LOT}
+    assert {SampleLeases(site.core.journal).frontier for site in sites} == {3 * 8 * LOT}
 
 
 def test_who_stood_still_finds_the_newest_and_does_not_write_into_the_past(tmp_path, store):

@@ -18,7 +18,7 @@ from isles.outer.hub.journal import JOURNAL, Journal, damaged
 from isles.outer.hub.members import LOST, Membership
 from isles.outer.hub.rounds import Rounds
 from isles.outer.hub.rules import Refusal, Settings
-from isles.outer.hub.samples import Samples
+from isles.outer.hub.samples import SampleLeases
 from isles.outer.hub.states import States
 from isles.outer.hub.verdicts import Verdicts
 from isles.outer.messages import (
@@ -69,7 +69,7 @@ class HubCore:
         self.folder, self.settings = folder, settings
         is_hub = journal is None
         self.journal = journal = journal or Journal(folder / JOURNAL)
-        self.samples = Samples(journal)
+        self.samples = SampleLeases(journal)
         self.membership = Membership(journal, settings, self.samples, clock, is_hub=is_hub)
         self.rounds = Rounds(self.membership, folder / "rounds")
         self.verdicts = Verdicts(self.membership, self.rounds)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import FINISHED, FINISHED_FIX, FINISHED_WHAT, Refusal, Settings
-from isles.outer.hub.samples import Samples
+from isles.outer.hub.samples import SampleLeases
 from isles.outer.messages import Heartbeat, Join
 
 _LONGEST_ROUND = 1000
@@ -40,7 +40,7 @@ class Membership:
         self,
         db: Journal,
         settings: Settings,
-        samples: Samples,
+        samples: SampleLeases,
         clock: Callable[[], float],
         *,
         is_hub: bool = True,

@@ -23,7 +23,7 @@ _LEASED_BLOCKS = 64
 """Maximum number of blocks in one lease."""
 
 
-class Samples:
+class SampleLeases:
     """Blocks of samples with their owners, one row each.
 
     A block stays with its cluster while the cluster may come back; then it is leased to another.
