@@ -24,7 +24,7 @@ from isles.errors import CommunicationError, ConfigError
 from isles.outer.bucket.chain import Chain
 from isles.outer.bucket.link import BucketRefusal, Link, Missing, copy, is_whole
 from isles.outer.hub.core import HubCore, differences, status
-from isles.outer.hub.files import Job, average, measure, part_bytes
+from isles.outer.hub.files import AveragingJob, average, measure, part_bytes
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.work import AwakeClock
@@ -178,7 +178,7 @@ class Replica:
                 async with asyncio.timeout(pause_s):
                     await self._poke.wait()
 
-    async def _look(self) -> Job | None:
+    async def _look(self) -> AveragingJob | None:
         self._looks += 1
         looks_around = self._looks % _AROUND == 0
 
@@ -196,7 +196,7 @@ class Replica:
             )
             self._clock.tick()
 
-            def tend() -> Job | None:
+            def tend() -> AveragingJob | None:
                 heard = self._beats
                 self._beats = {number: heard[number] for number, _ in others if number in heard}
                 for (number, _), beat in zip(others, beats, strict=True):
@@ -235,11 +235,11 @@ class Replica:
         if asks == self._name:
             core.states.ask(self.number)
 
-    def _tend(self) -> Job | None:
+    def _tend(self) -> AveragingJob | None:
         self.core.membership.drop_silent()
         return self.close_round()
 
-    def close_round(self) -> Job | None:
+    def close_round(self) -> AveragingJob | None:
         """The next round to average, if it is closed or can be closed now; part of a change."""
         journal, job = self.core.journal, self.core.rounds.close()
         if job is not None and (journal.get("averager") or "").split(" ")[0] != f"{job.outer_step}":
@@ -248,7 +248,7 @@ class Replica:
 
     # Averaging.
 
-    def _is_my_turn(self, job: Job) -> bool:
+    def _is_my_turn(self, job: AveragingJob) -> bool:
         # The cluster that closed a round averages it; if it dies or is slow, the next one does.
         outer_step = job.outer_step
         if self._averaging is not None:
@@ -263,7 +263,7 @@ class Replica:
         waited_s = self._clock.now() - self._closed[1]
         return waited_s >= order.index(self.number) * _TURN_S
 
-    async def _average(self, job: Job) -> None:
+    async def _average(self, job: AveragingJob) -> None:
         try:
             await self._make_average(job)
         except Refusal as error:
@@ -278,7 +278,7 @@ class Replica:
             self._averaging = None
             self._poke.set()
 
-    async def _make_average(self, job: Job) -> None:
+    async def _make_average(self, job: AveragingJob) -> None:
         step, core, link = job.outer_step, self.core, self._link
         sql = "SELECT * FROM objects WHERE round = ?"
         rows = await self.ask(lambda: core.journal.rows(sql, step))

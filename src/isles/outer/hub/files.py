@@ -121,7 +121,7 @@ def write_chunk_list(path: Path, hashes: Iterable[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class AveragingJob:
     """A round to average."""
 
     outer_step: int
@@ -196,7 +196,7 @@ def _norm(
     return float(total**0.5)
 
 
-def measure(codec: str, pieces: Sequence[int], job: Job) -> dict[int, float | str]:
+def measure(codec: str, pieces: Sequence[int], job: AveragingJob) -> dict[int, float | str]:
     """Check the contributions of a job in their current files.
 
     Returns:
@@ -216,7 +216,7 @@ def measure(codec: str, pieces: Sequence[int], job: Job) -> dict[int, float | st
     return found
 
 
-def average(codec: str, pieces: Sequence[int], job: Job) -> tuple[str, int]:
+def average(codec: str, pieces: Sequence[int], job: AveragingJob) -> tuple[str, int]:
     """Write an average and the hashes of its chunks, durably; deterministic.
 
     Returns:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from isles.outer.hub.files import Job
+from isles.outer.hub.files import AveragingJob
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rules import Refusal, counted_tokens, heavy, of_members, outliers, tempered
 from isles.outer.hub.samples import valid
@@ -274,7 +274,7 @@ class Rounds:
             return False
         return not self._waits_for(outer_step) or self._due_in_s(outer_step) == 0.0
 
-    def close(self) -> Job | None:
+    def close(self) -> AveragingJob | None:
         """The next round to average, if the rule closes it now or has closed it before.
 
         A round whose contributions were all refused has no parts: its average is empty, it changes
@@ -293,7 +293,7 @@ class Rounds:
             (self.part_path(outer_step, part["member"]), part["tokens"])
             for part in self._complete_parts(outer_step)
         ]
-        return Job(outer_step, parts, self.average_path(outer_step))
+        return AveragingJob(outer_step, parts, self.average_path(outer_step))
 
     def _weigh(self, outer_step: int) -> None:
         # Limit the tokens to plausible numbers: a member's weight is only its own claim.
