@@ -22,7 +22,7 @@ from isles.dist.world import World
 from isles.errors import TrainingError
 from isles.outer.codec import UnsoundUpdateError
 from isles.outer.diloco import FragmentShare, Mode, OuterSettings, clip_scale, total_norm
-from isles.outer.layout import Layout
+from isles.outer.layout import FragmentLayout
 from isles.outer.rank_files import RankFiles
 from isles.outer.state_file import state_head
 
@@ -63,7 +63,7 @@ class Cluster:
     """
 
     def __init__(
-        self, weights: Weights, world: World, layout: Layout, settings: OuterSettings
+        self, weights: Weights, world: World, layout: FragmentLayout, settings: OuterSettings
     ) -> None:
         self._weights, self._world = weights, world
         self._layout, self._settings = layout, settings

@@ -63,7 +63,7 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FragmentLayout:
     """All fragments, and their encoding.
 
     Args:
@@ -101,7 +101,7 @@ def make_layout(
     *,
     num_fragments: int = 1,
     piece_numbers: int = PIECE_NUMBERS,
-) -> Layout:
+) -> FragmentLayout:
     """Divide the trained parameters.
 
     The blocks of the model go to the fragments in rotation, like the strides of Streaming DiLoCo.
@@ -131,7 +131,7 @@ def make_layout(
         )
         fragments.append(Fragment(ordered, pieces))
     own = {name: tuple(map(int, shape)) for name, shape in shapes.items()}
-    return Layout(own, tuple(fragments), codec, piece_numbers)
+    return FragmentLayout(own, tuple(fragments), codec, piece_numbers)
 
 
 def _allocate(sizes: Mapping[str, int], num_fragments: int) -> list[set[str]]:

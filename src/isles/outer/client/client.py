@@ -27,7 +27,7 @@ from isles.outer.client.http import WHO_IS_THERE, HubRefusal
 from isles.outer.client.session import JOIN_AGAIN, Account, HubState, RejoinError, Session
 from isles.outer.client.spool import Spool
 from isles.outer.hivemind import HivemindSettings
-from isles.outer.layout import Layout
+from isles.outer.layout import FragmentLayout
 from isles.outer.messages import Apply, Command, End, Join, Lease, Pending
 from isles.run.join_line import JoinLine
 
@@ -136,7 +136,9 @@ class SingleCluster(OuterLink):
         next_sample: first sample that was never leased.
     """
 
-    def __init__(self, layout: Layout, name: str, spool: Spool, *, next_sample: int) -> None:
+    def __init__(
+        self, layout: FragmentLayout, name: str, spool: Spool, *, next_sample: int
+    ) -> None:
         state = HubState(members=(name,), is_connected=True, is_joined=True, decided=spool.version)
         super().__init__(spool, state)
         self._layout, self._name, self._next_sample = layout, name, next_sample

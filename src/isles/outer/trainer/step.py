@@ -18,7 +18,7 @@ from isles.outer.client.session import HubState
 from isles.outer.client.spool import Spool
 from isles.outer.cluster import Applied, Cluster
 from isles.outer.diloco import Mode
-from isles.outer.layout import Layout
+from isles.outer.layout import FragmentLayout
 from isles.outer.messages import Adopt, Apply, Pending
 from isles.outer.samples import Interval, OwnSamples
 
@@ -119,7 +119,7 @@ class OuterStep:
         name: str,
         member_id: str,
         cluster: Cluster,
-        layout: Layout,
+        layout: FragmentLayout,
         recorder: Recorder,
         manifest: dict[str, Any] | None = None,
     ) -> None:
