@@ -19,8 +19,8 @@ from isles.errors import ConfigError
 from isles.facts.buckets import FIXES
 from isles.outer.bucket import BucketSettings
 from isles.outer.bucket.link import (
+    BucketLink,
     BucketRefusal,
-    Link,
     Missing,
     as_refusal,
     copy,
@@ -94,7 +94,7 @@ class BucketApi:
     ) -> None:
         self.id, self._name, self._settings, self._spool = member_id, name, settings, spool
         self._up, self._down, self._report, self._show = up, down, report, show
-        self._link: Link | None = None
+        self._link: BucketLink | None = None
         self._there: Replica | None = None
         self._looking: asyncio.Task[None] | None = None
         self._leases = 0
@@ -132,7 +132,7 @@ class BucketApi:
         return self._replica.joined
 
     @property
-    def _way(self) -> Link:
+    def _way(self) -> BucketLink:
         assert self._link is not None, "not joined"
         return self._link
 
@@ -174,7 +174,7 @@ class BucketApi:
                 )
             except StoreError as error:
                 raise refusal(error, self._settings.url) from error
-            self._link = Link(store, self._up, self._down, self._report)
+            self._link = BucketLink(store, self._up, self._down, self._report)
         if self._there is None:
             await self._link.call("a first write", deadline_s, probe, self._link.store)
             self._there = Replica(

@@ -42,7 +42,7 @@ class Missing(Exception):
     """An object is missing in the bucket, or has other bytes than announced."""
 
 
-class Link:
+class BucketLink:
     """One cluster's connection to a bucket; for one event loop.
 
     Args:

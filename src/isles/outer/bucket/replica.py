@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from isles.config.foreign import parse_json
 from isles.errors import CommunicationError, ConfigError
 from isles.outer.bucket.chain import Chain
-from isles.outer.bucket.link import BucketRefusal, Link, Missing, copy, is_whole
+from isles.outer.bucket.link import BucketLink, BucketRefusal, Missing, copy, is_whole
 from isles.outer.hub.core import HubCore, differences, status
 from isles.outer.hub.files import AveragingJob, average, measure, part_bytes
 from isles.outer.hub.journal import Journal
@@ -63,7 +63,7 @@ class Replica:
 
     def __init__(
         self,
-        link: Link,
+        link: BucketLink,
         settings: Mapping[str, Any],
         folder: Path,
         name: str,
