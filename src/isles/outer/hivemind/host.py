@@ -77,7 +77,7 @@ def choose(
     return me if first == me else ""
 
 
-class Host:
+class HubHost:
     """An ordinary hub that listens only on this machine's loopback interface.
 
     It starts without a journal: with the averages that this cluster has kept, and with reports of
@@ -149,7 +149,7 @@ class Node:
         self._at_least = int(settings.rules.get("min_clusters", 1))
         self._known: dict[str, list[str]] = read_record(folder / "peers.json", MAX_LIST_BYTES) or {}
         self._last_seen: dict[str, tuple[float, Hello]] = {}
-        self._host: Host | None = None
+        self._host: HubHost | None = None
         self._following = ""
         self._term = 0
         self._must_host = False
@@ -347,7 +347,7 @@ class Node:
     async def _begin_to_host(self, others: dict[str, Hello]) -> None:
         term = 1 + max([self._term, *(hello.term for hello in others.values())])
         folder = self._folder / f"hub-{term}"
-        host = Host(folder, self._keys, self._settings.rules, self._settings.run)
+        host = HubHost(folder, self._keys, self._settings.rules, self._settings.run)
         await host.start(self._spool.kept_rounds())
         self._switch("", term)
         self._host, self._must_host = host, False
