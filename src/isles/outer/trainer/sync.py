@@ -77,7 +77,7 @@ def auto_sync_every(
 
 
 @dataclass(slots=True)
-class Speed:
+class OuterSpeed:
     """Measured seconds of an inner step, and bytes per second of the link."""
 
     step_s: float = 0.0
@@ -120,7 +120,7 @@ class OuterScheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.exchange, self.hub = exchange, hub
-        self.speed = Speed()
+        self.speed = OuterSpeed()
         self.uses_reserve = False
         """Whether the current samples are reserved ones, not leased."""
         self._config, self._num_fragments = exchange.config, exchange.num_fragments
