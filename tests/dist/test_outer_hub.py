@@ -581,7 +581,7 @@ def test_what_it_is_told_wrongly_is_named(tmp_path, capsys):
     try:
         for arguments, says in [
             (("--listen", "nowhere"), "no address"),
-            (("--listen", "203.0.113.1:1"), "cannot listen at 203.0.113.1:1"),
+            (("--listen", "203.0.113.1:1"), "cannot listen on 203.0.113.1:1"),
             (("--settings", str(rules)), "wait"),
         ]:
             assert hub.main([str(state), "--run", "tiny", *arguments]) in (1, 5)

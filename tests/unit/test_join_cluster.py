@@ -143,7 +143,7 @@ def test_a_run_file_of_the_site_needs_only_its_clusters(line, tmp_path):
         assert "a, b" in caught.value.fix
     path.write_text("clusters: [{launcher: {kind: local}}]\n")
     assert joining_run(line, Joiner(path, (), "d")).config.clusters[0].name == "d"
-    assert "--on ssh, and d has local" in issues(line, Joiner(path, (), "d", "ssh"))
+    assert "--on is ssh, but d has launcher local" in issues(line, Joiner(path, (), "d", "ssh"))
 
 
 def test_what_must_be_equal_is_compared_by_key(line, tmp_path):
@@ -292,7 +292,7 @@ def test_a_hub_is_found_again_and_not_changed_under_way(state, tmp_path):
     assert open_hub(state, **same) == (line, False)
     with pytest.raises(ConfigError, match=r"running already .* with a different value of settings"):
         open_hub(state, **same | {"settings": {"min_clusters": 2}})
-    with pytest.raises(PreflightError, match=f"cannot listen at 127.0.0.1:{line.port}"):
+    with pytest.raises(PreflightError, match=f"cannot listen on 127.0.0.1:{line.port}"):
         open_hub(tmp_path / "other", **same | {"listen": f"127.0.0.1:{line.port}"})
 
 

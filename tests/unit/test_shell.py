@@ -164,7 +164,7 @@ def refusal(what: str, **given: Any) -> PreflightError:
 )
 def test_a_host_that_cannot_run_isles_says_why(lines: list[str], python: str, what: str) -> None:
     error = refusal(what, python=python, lines=lines, name="a2")
-    assert error.where == "host a2" and "clusters[0]" in error.fix
+    assert error.where == "host a2" and "clusters.0." in error.fix
 
 
 @each("isles.launch.ssh.node", "isles.later")

@@ -96,7 +96,9 @@ def test_no_address_that_could_be_meant_is_no_guess() -> None:
     with pytest.raises(PreflightError, match=r"unclear .* eth0 10\.0\.0\.1, eth1") as error:
         addresses((one, facts("two", "eth0 10.2.0.2/24", reached="10.2.0.2")))
     assert error.value.where == "host one" and "address: " in error.value.fix
-    with pytest.raises(PreflightError, match=r"no interface ib1 .* there are: ib0 10\.9\.0\.1, "):
+    with pytest.raises(
+        PreflightError, match=r"no interface ib1 .* the host has: ib0 10\.9\.0\.1, "
+    ):
         addresses(FAST, interface="ib1")
 
 
@@ -136,7 +138,7 @@ def test_every_odd_host_out_is_named_with_all_its_failures() -> None:
         "host c: it has Python 3.11 instead of 3.12 on a, b, d, e, f",
         f"host d: it has isles 0.0.1 instead of {__version__}, as on this machine",
         "host e: packages are not installed for /usr/bin/python3: transformers",
-        "host f: a and f are one machine, f",
+        "host f: a and f are the same machine, f",
     ):
         assert text in error.value.what
     assert error.value.what.count("fix: ") == 5
