@@ -36,7 +36,7 @@ _KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunLocation:
     """Location of a run's directory: this machine's record of the last start.
 
     Args:
@@ -67,10 +67,10 @@ class Place:
         self.kubectl.delete(self.flavour, self.job)
 
 
-def read_place(destination: str) -> Place:
+def read_place(destination: str) -> RunLocation:
     """Read the record of a run started on this machine. PreflightError: there is no record."""
     try:
-        return TypeAdapter(Place).validate_python(read_own(_path(destination)))
+        return TypeAdapter(RunLocation).validate_python(read_own(_path(destination)))
     except ValidationError:
         raise PreflightError(
             f"this machine has no record of {destination}",
@@ -120,7 +120,7 @@ def _exec(kubectl: Kubectl, pod: str, command: Sequence[str]) -> int:
 
 
 @contextmanager
-def _reader(place: Place) -> Iterator[str]:
+def _reader(place: RunLocation) -> Iterator[str]:
     kubectl = place.kubectl
     job, _ = kubectl.create(place.reader)
     try:

@@ -22,7 +22,7 @@ from isles.launch.answers import STARTED, Announced, read_started
 from isles.launch.base import Started, StartOptions, ranks_text
 from isles.launch.kubernetes.kubectl import Kubectl, Pod, not_running
 from isles.launch.kubernetes.manifest import KINDS, Manifest, job_name, pod_lines, python_of
-from isles.launch.kubernetes.reach import Place
+from isles.launch.kubernetes.reach import RunLocation
 from isles.launch.remote.login import started_elsewhere
 from isles.launch.ssh.start import interruptible
 from isles.run.env import IN_POD
@@ -71,7 +71,7 @@ def start_kubernetes(
             except UserError as error:
                 options.warn(f"{error}")
             raise
-    place = Place(
+    place = RunLocation(
         context=launcher.context,
         namespace=launcher.namespace,
         flavour=launcher.flavour,
