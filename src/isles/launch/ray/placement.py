@@ -36,7 +36,7 @@ available nodes; the coordinator then waits for the others."""
 _END_S = 10.0
 
 
-class Place:
+class NodeActor:
     """The actor of one node. Ray sends it to the node by value. It uses only the standard library,
     because the node's Python may lack isles; the agent's own `environment` provides isles.
 
@@ -267,7 +267,7 @@ class Placement:
 
         group, index = self._slots[number]
         wanted = dict(self._request.bundles[number])
-        kind = ray.remote(Place).options(
+        kind = ray.remote(NodeActor).options(
             num_gpus=wanted.pop("GPU", 0),
             num_cpus=wanted.pop("CPU", 0),
             memory=wanted.pop("memory", None),
