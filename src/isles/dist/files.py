@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from isles.dist.world import Place, World, place_of, raise_first
+from isles.dist.world import RankLocation, World, place_of, raise_first
 from isles.errors import TrainingError, UserError
 from isles.facts.units import format_bytes
 from isles.run.checkpoints import PARTIAL_PREFIX, hash_file, sync_folder
@@ -51,7 +51,7 @@ class Disks:
         is_apart: by rank, whether its node has a separate run directory.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[RankLocation, ...]
     is_apart: tuple[bool, ...]
 
     @property

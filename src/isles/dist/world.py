@@ -98,7 +98,7 @@ class World:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankLocation:
     """Node of a rank, for messages and for finding the ranks that share its disk.
 
     Args:
@@ -120,9 +120,9 @@ class Place:
         return f"{self.host} (rank {self.leader})"
 
 
-def place_of(world: World) -> Place:
+def place_of(world: World) -> RankLocation:
     """This rank's place."""
-    return Place(world.rank, world.rank - world.local_rank, world.host)
+    return RankLocation(world.rank, world.rank - world.local_rank, world.host)
 
 
 def on_every_rank(world: World, work: Callable[[], T]) -> T:
