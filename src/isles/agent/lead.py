@@ -39,7 +39,7 @@ from isles.launch.container.failure import explain
 from isles.launch.kubernetes.pod import PodAllocation
 from isles.launch.local import place_here
 from isles.launch.manual import node_environ
-from isles.launch.queue.job import Allocation
+from isles.launch.queue.job import JobAllocation
 from isles.launch.queue.pbs import PbsAllocation
 from isles.launch.queue.slurm import SlurmAllocation
 from isles.run.begin import write_launch
@@ -69,7 +69,7 @@ class Lead:
         self._attempt = attempt
         self._signals = signals
         self._config: RunConfig = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
-        self._allocation: Allocation | None = None
+        self._allocation: JobAllocation | None = None
         self._job: QueuedRun | None = None
         self._placed: dict[str, subprocess.Popen[bytes]] = {}
         self._is_limit_known = False
@@ -185,7 +185,7 @@ class Lead:
         match launcher:
             case SlurmLauncherConfig():
                 container = container_record(cluster, self._config, cluster.device)
-                allocation: Allocation = SlurmAllocation(
+                allocation: JobAllocation = SlurmAllocation(
                     launcher, self._attempt, inherited(), container
                 )
             case KubernetesLauncherConfig(pending_timeout=pending_s):
@@ -211,7 +211,7 @@ class Lead:
         assert self._allocation is not None
         return self._attempt.path / f"fleet-{self._allocation.key}.json"
 
-    def _nodes_of(self, allocation: Allocation) -> Fleet:
+    def _nodes_of(self, allocation: JobAllocation) -> Fleet:
         launch = read_record(self._attempt.launch) or {}
         cluster, nodes = self._config.clusters[0], allocation.nodes
         nproc = cluster.gpus_per_node
@@ -237,7 +237,7 @@ class Lead:
             container=container_record(cluster, self._config, device),
         )
 
-    def _check(self, allocation: Allocation) -> int | None:
+    def _check(self, allocation: JobAllocation) -> int | None:
         # Check the nodes and their links before the ranks start. Returns the exit code on failure.
         first = self.nodes.first
         with _listen(self.nodes, _PORTS) as probe:

@@ -11,7 +11,7 @@ from isles.config.sections.cluster import QueueSection
 from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, UserError
-from isles.launch.queue.job import LOST, Allocation, claim
+from isles.launch.queue.job import LOST, JobAllocation, claim
 from isles.run.outcome import agent_error, end, end_failed
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import clear_errors, read_record, write_record
@@ -38,7 +38,7 @@ class QueuedRun:
     """
 
     def __init__(
-        self, run_dir: RunDir, attempt: Attempt, config: RunConfig, allocation: Allocation
+        self, run_dir: RunDir, attempt: Attempt, config: RunConfig, allocation: JobAllocation
     ) -> None:
         launcher = config.clusters[0].launcher
         assert isinstance(launcher, QueueSection | KubernetesLauncherConfig)

@@ -26,7 +26,7 @@ from isles.config.resolve import Resolved, load_resolved
 from isles.errors import ConfigErrors, ExitCode, UserError
 from isles.facts.terminal import show_streams
 from isles.launch.kubernetes.manifest import FILES, SECRET
-from isles.launch.queue.job import Allocation, JobNode
+from isles.launch.queue.job import JobAllocation, JobNode
 from isles.run.env import pod_address, pod_index, settle_home
 from isles.run.find import find_attempt
 from isles.run.paths import Attempt, RunDir
@@ -39,7 +39,7 @@ _LINGER_S = 10.0
 _LOOK_S = 0.1
 
 
-class PodAllocation(Allocation):
+class PodAllocation(JobAllocation):
     """The pods of a start; the coordinator runs in the pod of index 0.
 
     Each of the other pods starts its own agent, and Kubernetes replaces a lost pod.
@@ -59,18 +59,18 @@ class PodAllocation(Allocation):
         self._attempt = attempt
 
     def on_all_nodes(self, words: list[str], log: Path) -> list[list[str]]:
-        """See Allocation: the agent of this pod."""
+        """See JobAllocation: the agent of this pod."""
         run_dir = str(self._attempt.path.parent.parent)
         agent = [sys.executable, "-m", "isles.agent", run_dir]
         agent += ["--attempt", str(self._attempt.number), "--node", "0"]
         return [[*agent, *words, "--log", str(log)]]
 
     def is_preempted(self) -> bool:
-        """See Allocation: Kubernetes takes a pod away if it ends the pod without a stop request."""
+        """See JobAllocation: Kubernetes preempts a pod if it ends it without a stop request."""
         return True
 
     def queue_again(self) -> str:
-        """See Allocation: the exit code of this pod requests it."""
+        """See JobAllocation: the exit code of this pod requests it."""
         return "Kubernetes restarts the pods, to resume the run"
 
 

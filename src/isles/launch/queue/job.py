@@ -363,7 +363,7 @@ class JobNode:
     address: str
 
 
-class Allocation(ABC):
+class JobAllocation(ABC):
     """The nodes of a job, as seen by its own script; the coordinator runs there.
 
     Args:

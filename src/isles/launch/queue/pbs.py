@@ -15,7 +15,7 @@ from typing import Literal
 from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import CommunicationError, ExitCode, PreflightError
 from isles.launch.queue.job import (
-    Allocation,
+    JobAllocation,
     JobNode,
     JobReport,
     JobState,
@@ -184,7 +184,7 @@ def walltime_s(walltime: str) -> float | None:
     return float(sum(each * unit for each, unit in zip(parts, (1, 60, 3600, 86400), strict=False)))
 
 
-class PbsAllocation(Allocation):
+class PbsAllocation(JobAllocation):
     """The nodes of a PBS job; `num_nodes`: number of nodes of the run."""
 
     submit_s = 60.0
@@ -219,7 +219,7 @@ class PbsAllocation(Allocation):
             self.nodes = [JobNode(host, address_of([host], host)) for host in hosts]
 
     def on_all_nodes(self, words: list[str], log: Path) -> list[list[str]]:
-        """See Allocation: the job's own script, which passes arguments to the agent.
+        """See JobAllocation: the job's own script, which passes arguments to the agent.
 
         A task of pbsdsh gets no variables of the job and starts in $HOME; the script sets up the
         environment of the ranks. If pbsdsh does not exist, ssh starts the same script.
@@ -235,13 +235,13 @@ class PbsAllocation(Allocation):
         return [[*ssh, node.name, shlex.join(task)] for node in self.nodes]
 
     def save_at(self) -> float | None:
-        """See Allocation: PBS sends no signal before its time limit."""
+        """See JobAllocation: PBS sends no signal before its time limit."""
         if self._launcher.time is None:
             return None
         return self._began + self._launcher.time - self._launcher.save_before
 
     def queue_again(self) -> str:
-        """See Allocation: submits the same script again, from this host or from the submitting
+        """See JobAllocation: submits the same script again, from this host or from the submitting
         host."""
         folder, host = self._environ.get("PBS_O_WORKDIR", "."), self._environ.get("PBS_O_HOST", "")
         words = shlex.join([self._pbs.path("qsub"), str(self._attempt.script)])

@@ -19,7 +19,7 @@ from isles.errors import ExitCode, PreflightError, UserError
 from isles.facts.units import format_duration
 from isles.launch.container.enter import Container, step_environ, step_options
 from isles.launch.queue.job import (
-    Allocation,
+    JobAllocation,
     JobNode,
     JobReport,
     JobState,
@@ -236,7 +236,7 @@ def _time_of(text: str) -> float | None:
         return None
 
 
-class SlurmAllocation(Allocation):
+class SlurmAllocation(JobAllocation):
     """The nodes of a Slurm job."""
 
     def __init__(
@@ -262,7 +262,7 @@ class SlurmAllocation(Allocation):
         return address_of([host, found[1] if found else host], host)
 
     def on_all_nodes(self, words: list[str], log: Path) -> list[list[str]]:
-        """See Allocation: one task per node, which may use all cores of the job on that node."""
+        """See JobAllocation: one task per node, which may use all cores of the job on that node."""
         nodes = len(self.nodes)
         step = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
         # Since Slurm 22.05 a step does not inherit this from its job.
@@ -283,7 +283,7 @@ class SlurmAllocation(Allocation):
         return [[*before, srun, *step, "--open-mode=append", python, *agent]]
 
     def is_preempted(self) -> bool:
-        """See Allocation: a job with a grace period gets SIGTERM, and is not requeued."""
+        """See JobAllocation: a job with a grace period gets SIGTERM, and is not requeued."""
         text = self._run("scontrol", "show", "job", "-o", self.job_id)
         return re.search(r" PreemptTime=\d", text) is not None
 
