@@ -26,7 +26,7 @@ from isles.launch.ssh import environment
 from isles.launch.ssh import start as launch_ssh
 from isles.launch.ssh.channel import READY
 from isles.launch.ssh.facts import code_digest
-from isles.launch.ssh.hosts import Host, choose_addresses, compare, resolve_ranks
+from isles.launch.ssh.hosts import SshHost, choose_addresses, compare, resolve_ranks
 from isles.launch.ssh.node import make_place
 from isles.launch.ssh.shell import Shell
 from isles.run.nodes import Fleet, FleetNode, read_fleet
@@ -107,11 +107,11 @@ def cluster(*hosts: Any, **more: Any) -> ClusterConfig:
     return ClusterConfig.model_validate({"launcher": launcher, **more})
 
 
-def answered(section: ClusterConfig, *given: Facts) -> list[Host]:
+def answered(section: ClusterConfig, *given: Facts) -> list[SshHost]:
     """The hosts of a cluster with their facts; nothing more is asked of them."""
     nobody: Any = None
     pairs = zip(section.hosts, given, strict=True)
-    return [Host(node, host, nobody, fact) for node, (host, fact) in enumerate(pairs)]
+    return [SshHost(node, host, nobody, fact) for node, (host, fact) in enumerate(pairs)]
 
 
 def compared(*hosts: Facts) -> list[str]:
@@ -402,7 +402,7 @@ def test_a_run_that_is_not_in_the_own_folder_is_remembered(row, *, run_file, mon
     loaded = load_run_file(run_file, [launcher])
     cluster, run_dir = loaded.config.clusters[0], run_file.parent / folder / "tiny-1"
     facts = {"machine_id": first, "host": "a1", "gpus": 0, "port": 29500, "reached_at": None}
-    host = Host(0, cluster.hosts[0], None, {**facts, "networks": []})
+    host = SshHost(0, cluster.hosts[0], None, {**facts, "networks": []})
     options = StartOptions(run_file, (), "auto", False, str, str)
     start = launch_ssh._SshStart(loaded, options, cluster, [host], "/")
     started = start._started({"run_dir": str(run_dir), "elsewhere": str(run_dir), "attempt": 1})

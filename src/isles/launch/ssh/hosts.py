@@ -37,7 +37,7 @@ _BETTER_SAME = ("transformers", "safetensors", "datasets", "peft", "deepspeed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Host:
+class SshHost:
     """A connected host: its number, its entry in the run file, its channel, and its facts
     (`node_facts`)."""
 
@@ -100,7 +100,7 @@ def refuse(failures: Sequence[UserError], num_hosts: int) -> None:
 
 def ask_facts(
     config: RunConfig, channels: Sequence[Channel], warn: Warn, needed: Sequence[str]
-) -> list[Host]:
+) -> list[SshHost]:
     """The facts of all hosts, compared.
 
     Args:
@@ -121,12 +121,12 @@ def ask_facts(
     limit_s = _ANSWER_S if container is None else ANSWER_S
     facts = gather(asked, "facts", launcher.connect_timeout + limit_s)
     places = zip(cluster.hosts, channels, facts, strict=True)
-    hosts = [Host(node, *place) for node, place in enumerate(places)]
+    hosts = [SshHost(node, *place) for node, place in enumerate(places)]
     compare(hosts, needed, warn)
     return hosts
 
 
-def compare(hosts: Sequence[Host], needed: Sequence[str], warn: Warn) -> None:
+def compare(hosts: Sequence[SshHost], needed: Sequence[str], warn: Warn) -> None:
     """Check that the hosts are different machines with equal versions; errors as in `ask_facts`."""
     refuse(list(_unfit(hosts, needed)), len(hosts))
     here = code_digest()
@@ -142,8 +142,8 @@ def compare(hosts: Sequence[Host], needed: Sequence[str], warn: Warn) -> None:
             warn(f"the hosts differ in {package}: {words} (isles setup makes them equal)")
 
 
-def _unfit(hosts: Sequence[Host], needed: Sequence[str]) -> Iterator[PreflightError]:
-    first: dict[str, Host] = {}
+def _unfit(hosts: Sequence[SshHost], needed: Sequence[str]) -> Iterator[PreflightError]:
+    first: dict[str, SshHost] = {}
     for host in hosts:
         facts = host.facts
         other = first.setdefault(facts["machine_id"] or host.name, host)
@@ -180,7 +180,7 @@ def _unfit(hosts: Sequence[Host], needed: Sequence[str]) -> Iterator[PreflightEr
                 yield _odd(host, what, value, f"{usual} on {', '.join(others)}")
 
 
-def _odd(host: Host, what: str, value: str, usual: str) -> PreflightError:
+def _odd(host: SshHost, what: str, value: str, usual: str) -> PreflightError:
     return PreflightError(
         f"it has {what} {value} instead of {usual}",
         where=f"host {host.name}",
@@ -190,7 +190,7 @@ def _odd(host: Host, what: str, value: str, usual: str) -> PreflightError:
 
 
 def resolve_ranks(
-    cluster: ClusterConfig, hosts: Sequence[Host]
+    cluster: ClusterConfig, hosts: Sequence[SshHost]
 ) -> tuple[tuple[int, ...], Literal["cuda", "cpu"]]:
     """Number of ranks of every host, and their device.
 

@@ -31,7 +31,7 @@ from isles.launch.ssh.channel import error_words
 from isles.launch.ssh.environment import network_line, network_variables, python_of, setting_lines
 from isles.launch.ssh.facts import machine_id, port_taken
 from isles.launch.ssh.hosts import (
-    Host,
+    SshHost,
     ask_facts,
     choose_addresses,
     connect,
@@ -117,7 +117,7 @@ class _SshStart:
         loaded: Loaded,
         options: StartOptions,
         cluster: ClusterConfig,
-        hosts: list[Host],
+        hosts: list[SshHost],
         workdir: str,
     ) -> None:
         self.options = options
