@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from isles.errors import PreflightError, UserError
 from isles.launch.answers import read_answer
 from isles.launch.kubernetes.manifest import KINDS, LABEL
-from isles.launch.ssh.shell import Result, Shell
+from isles.launch.ssh.shell import CommandResult, Shell
 from isles.run.remote import Word
 
 T = TypeVar("T")
@@ -164,7 +164,9 @@ class Kubectl:
                 id="kubernetes.kubectl",
             )
 
-    def run(self, *words: str, stdin: str | None = None, timeout_s: float = _ASK_S) -> Result:
+    def run(
+        self, *words: str, stdin: str | None = None, timeout_s: float = _ASK_S
+    ) -> CommandResult:
         """Run it and return its result, also on failure. PreflightError: no answer in time."""
         return Shell().run(self.argv(*words), stdin=stdin, timeout_s=timeout_s)
 

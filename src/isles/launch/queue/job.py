@@ -22,7 +22,7 @@ from isles.config.load import Loaded
 from isles.errors import CommunicationError, ExitCode, UserError
 from isles.facts.secrets import without_secrets
 from isles.facts.units import format_duration, printable
-from isles.launch.ssh.shell import Result, Shell, environment_failure
+from isles.launch.ssh.shell import CommandResult, Shell, environment_failure
 from isles.run.outcome import end, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import write_text_atomic
@@ -152,7 +152,7 @@ class Scheduler(JobQueue):
     shell: Shell = field(default_factory=Shell)
     ask_s: float = ASK_S
 
-    def run(self, command: str, *args: str) -> Result:
+    def run(self, command: str, *args: str) -> CommandResult:
         """Run a command of the scheduler.
 
         Raises:
@@ -165,10 +165,10 @@ class Scheduler(JobQueue):
         return str(Path(self.bin_path).expanduser() / command) if self.bin_path else command
 
     @abstractmethod
-    def submitted_id(self, done: Result) -> str | None:
+    def submitted_id(self, done: CommandResult) -> str | None:
         """The id of the job, from the answer of the submit command; None: it was refused."""
 
-    def submit(self, script: Path, *options: str) -> Result:
+    def submit(self, script: Path, *options: str) -> CommandResult:
         """Run the submit command. PreflightError: as in `run`."""
         return self.run(*self.submit_command, *options, str(script))
 
@@ -332,7 +332,7 @@ def _holder(attempt: Attempt) -> list[str]:
     return []
 
 
-def last_line(done: Result) -> str:
+def last_line(done: CommandResult) -> str:
     """The last line of a command's output."""
     lines = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
     return lines[-1].strip() if lines else f"exit status {done.returncode}"
@@ -348,7 +348,7 @@ def where_running(nodes: str, doing: str, left_s: float | None) -> str:
     return f"on {nodes}; its time limit is in {format_duration(max(0.0, left_s))}"
 
 
-def no_answer(queue: Scheduler, words: str, done: Result, fix: str) -> UserError:
+def no_answer(queue: Scheduler, words: str, done: CommandResult, fix: str) -> UserError:
     """The error for a command of a scheduler that fails to report the state of a job."""
     what, where = f"{words} failed: {last_line(done)}", f"{queue.path(words)} on {queue.shell.name}"
     return UserError(what, where=where, fix=fix, id="queue.commands")

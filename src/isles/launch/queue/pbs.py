@@ -26,7 +26,7 @@ from isles.launch.queue.job import (
     no_answer,
     where_running,
 )
-from isles.launch.ssh.shell import Result
+from isles.launch.ssh.shell import CommandResult
 from isles.run.outcome import AGAIN
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record
@@ -46,7 +46,7 @@ class Pbs(Scheduler):
     array_option = r"\s*-[Jt]\s*\d"
     new_words = ("Q",)
 
-    def submitted_id(self, done: Result) -> str | None:
+    def submitted_id(self, done: CommandResult) -> str | None:
         words = done.stdout.split()
         is_id = done.returncode == 0 and bool(words) and _JOB.fullmatch(words[-1]) is not None
         return words[-1] if is_id else None

@@ -32,7 +32,7 @@ from isles.launch.queue.job import (
     where_running,
     words_of,
 )
-from isles.launch.ssh.shell import Result
+from isles.launch.ssh.shell import CommandResult
 from isles.run.paths import Attempt
 from isles.run.process import handled
 from isles.run.records import read_record
@@ -63,7 +63,7 @@ class Slurm(Scheduler):
         (r"(--wait|-W)$", "`isles train` follows the run until it ends"),
     )
 
-    def submit(self, script: Path, *options: str) -> Result:
+    def submit(self, script: Path, *options: str) -> CommandResult:
         """See `Scheduler.submit`.
 
         Options of the script are also passed on the command line: variables of the user's shell,
@@ -76,7 +76,7 @@ class Slurm(Scheduler):
         command = [self.path("sbatch"), "--parsable", *said, *options, str(script)]
         return self.shell.run(["env", *unset, *command], timeout_s=self.ask_s)
 
-    def submitted_id(self, done: Result) -> str | None:
+    def submitted_id(self, done: CommandResult) -> str | None:
         job_id = done.stdout.strip().partition(";")[0]
         return job_id if done.returncode == 0 and job_id.isdecimal() else None
 

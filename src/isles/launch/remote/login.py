@@ -25,7 +25,7 @@ from isles.facts.terminal import copy_drawn
 from isles.launch.answers import STARTED, Announced, read_started
 from isles.launch.base import Started, StartOptions
 from isles.launch.ssh.environment import python_of, setting_lines
-from isles.launch.ssh.shell import SSH_FAILED, Result, Shell, not_started, python_failure
+from isles.launch.ssh.shell import SSH_FAILED, CommandResult, Shell, not_started, python_failure
 from isles.run.env import MACHINE, NAMED
 from isles.run.paths import RunDir
 from isles.run.remote import RemoteRun, write_remote
@@ -232,7 +232,7 @@ def remote_isles(
 
 def ask_isles(
     run: RemoteRun, words: Sequence[str], *, host: str = "", timeout_s: float = 15.0
-) -> Result:
+) -> CommandResult:
     """Run an isles command on a host of a run, as `remote_isles` does, and return its output.
 
     Raises:

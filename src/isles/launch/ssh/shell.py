@@ -41,7 +41,7 @@ _NO_MODULE = re.compile(r"No module named '?(?P<name>isles[\w.]*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CommandResult:
     """Result of a command; an exit status of 255 may be ssh's own."""
 
     returncode: int
@@ -89,7 +89,7 @@ class Shell:
 
     def run(
         self, command: Sequence[str], *, stdin: str | None = None, timeout_s: float = 60.0
-    ) -> Result:
+    ) -> CommandResult:
         """Run a command until it ends.
 
         Raises:
@@ -117,7 +117,7 @@ class Shell:
                     process.kill()  # else the end of `with` waits for it
         if self.destination is not None and process.returncode == SSH_FAILED:
             raise self.failure(errors)
-        return Result(process.returncode, output, errors)
+        return CommandResult(process.returncode, output, errors)
 
     def popen(
         self,
