@@ -27,7 +27,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from isles.agent.agent import Agent, NodeLog, Signals
+from isles.agent.agent import Agent, AgentSignals, NodeLog
 from isles.agent.connection import Connection, ask_token, fetch_run, versions
 from isles.agent.server import LocalLink
 from isles.agent.telemetry import Telemetry
@@ -124,7 +124,7 @@ def _enter_container(run_dir: RunDir, attempt: Attempt, options: argparse.Namesp
 
 def _lead(run_dir: RunDir, attempt: Attempt) -> int:
     # The coordinator, with the agent of the first node in this process if it has one.
-    signals = Signals(attempt)
+    signals = AgentSignals(attempt)
     signals.install()
     from isles.agent.lead import Lead  # a slow import: it loads the config classes
 
@@ -145,7 +145,7 @@ def _lead(run_dir: RunDir, attempt: Attempt) -> int:
 
 def _run(run_dir: RunDir, attempt: Attempt, nodes: Fleet, node: FleetNode) -> int:
     # The agent of a node whose coordinator is another process.
-    signals = Signals(attempt)
+    signals = AgentSignals(attempt)
     signals.install()
     # If the coordinator runs on none of the nodes, any node can be the first to train.
     store = _store(node) if node.node == 0 or not nodes.has_own_node else None
@@ -182,7 +182,7 @@ def _serve(
     attempt: Attempt,
     nodes: Fleet,
     node: FleetNode,
-    signals: Signals,
+    signals: AgentSignals,
     connection: Connection | LocalLink,
     store: RankStore | None,
 ) -> int:

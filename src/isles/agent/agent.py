@@ -50,7 +50,7 @@ class Agent:
         attempt: Attempt,
         connection: Connection | LocalLink,
         workers: WorkerGroup,
-        signals: Signals,
+        signals: AgentSignals,
         telemetry: Telemetry | None,
         *,
         is_shared: bool,
@@ -167,7 +167,7 @@ class Agent:
             self._stacks = {"number": question, "ranks": read_stacks(scripts)}
 
 
-class Signals:
+class AgentSignals:
     """The last signal to this process, and a way to forward signals to the ranks of this node."""
 
     def __init__(self, attempt: Attempt) -> None:
@@ -225,7 +225,7 @@ class NodeLog:
     """
 
     def __init__(
-        self, run_dir: RunDir, attempt: Attempt, node: int, signals: Signals, agent_log: Path
+        self, run_dir: RunDir, attempt: Attempt, node: int, signals: AgentSignals, agent_log: Path
     ) -> None:
         self._run_dir = run_dir
         self._attempt = attempt

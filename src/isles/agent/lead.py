@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from isles import __version__
-from isles.agent.agent import Signals
+from isles.agent.agent import AgentSignals
 from isles.agent.connection import versions
 from isles.agent.coordinator import Coordinator
 from isles.agent.live import LiveRecord
@@ -64,7 +64,7 @@ class Lead:
     nodes: Fleet
     server: RendezvousServer
 
-    def __init__(self, run_dir: RunDir, attempt: Attempt, signals: Signals) -> None:
+    def __init__(self, run_dir: RunDir, attempt: Attempt, signals: AgentSignals) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
         self._signals = signals
