@@ -21,7 +21,7 @@ _ALL_LINKS = 0xFFFFFFFF
 """The scope of a field that is summed over all NVLinks (nvml.h: UINT_MAX)."""
 
 
-class Cards(Protocol):
+class GpuReader(Protocol):
     """The GPUs that the ranks of a node see."""
 
     def read(self) -> list[dict[str, Any]]:
@@ -29,7 +29,7 @@ class Cards(Protocol):
         it."""
 
 
-def find_cards(count: int) -> Cards | None:
+def find_cards(count: int) -> GpuReader | None:
     """The GPUs of the first `count` local ranks; None: no driver reports any."""
     for kind in (NvidiaCards, AmdCards):
         # The library or the driver may be missing or broken in any way: then there is no GPU.

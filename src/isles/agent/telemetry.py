@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from isles.agent.cards import Cards, find_cards
+from isles.agent.cards import GpuReader, find_cards
 from isles.agent.protocol import log_line
 from isles.run.live import SUMS
 from isles.run.process import processor_name
@@ -57,7 +57,7 @@ class Telemetry:
         """The last sample; empty before the first."""
         self._ranks = ranks
         self._num_cards = num_cards
-        self._cards: Cards | None = None
+        self._cards: GpuReader | None = None
         self._host = _Host(run_path, interface)
         self._file = SampleFile(file)
         self._processes: dict[int, psutil.Process] = {}
