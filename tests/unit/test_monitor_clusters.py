@@ -249,7 +249,7 @@ def test_peers_that_cannot_find_one_another_are_refused(tmp_path: Path) -> None:
     )
     for clusters, hivemind, words in (
         (TWO, "", "there is none"),
-        (two_sites, known, "b would listen there on other machines"),
+        (two_sites, known, "other machines run b"),
         (TWO, f"{known}, {listens}, identity_path: k.pem", shared),
     ):
         more = ("outer.engine=hivemind", f"outer.hivemind={{{hivemind}}}")

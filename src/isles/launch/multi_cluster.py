@@ -101,7 +101,7 @@ def refuse_peers(loaded: Loaded) -> None:
     if elsewhere and all(_LOOPBACK.match(address) for address in found.host_maddrs):
         raise ConfigError(
             f"{', '.join(found.host_maddrs)} is only reachable from its own machine, but "
-            f"{', '.join(elsewhere)} would listen there on other machines",
+            f"other machines run {', '.join(elsewhere)}",
             where=loaded.where("outer.hivemind.host_maddrs", "outer.engine"),
             fix="set host_maddrs: [/ip4/0.0.0.0/tcp/0], or a port that firewalls allow",
             id="hivemind.peers",

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-COLOURS = {
+COLORS = {
     "compute": "#4c78a8",
     "outer": "#f2a541",
     "wait": "#d9d9d9",
@@ -37,7 +37,7 @@ def draw(picture: dict[str, Any], path: str) -> None:
         for span in row["spans"]:
             left, right = max(begin, span["begin"]), min(end, span["end"])
             if right > left:
-                axes.barh(place, right - left, left=left, color=COLOURS[span["state"]], height=0.8)
+                axes.barh(place, right - left, left=left, color=COLORS[span["state"]], height=0.8)
     for at in picture["commits"]:
         if begin <= at <= end:
             axes.axvline(at, color="black", linewidth=0.6)
@@ -46,7 +46,7 @@ def draw(picture: dict[str, Any], path: str) -> None:
     axes.set_xlim(begin, end)
     axes.set_xlabel("seconds (vertical line: the clusters received an average)")
     seen = {span["state"] for row in rows for span in row["spans"]}
-    patches = [Patch(color=COLOURS[state], label=state) for state in COLOURS if state in seen]
+    patches = [Patch(color=COLORS[state], label=state) for state in COLORS if state in seen]
     figure.legend(handles=patches, loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=120)
 

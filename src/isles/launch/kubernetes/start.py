@@ -197,7 +197,7 @@ def _failed(pod: Pod, text: str) -> UserError:
     return PreflightError(
         f"isles could not start in the image: {last[0]}",
         where=f"pod {pod.name}",
-        fix="the image needs bash, Python (environment.python), torch and this isles; "
+        fix="the image needs bash, Python (clusters.0.environment.python), torch and this isles; "
         "docs/kubernetes.md has a Dockerfile",
         id="start.failed",
     )

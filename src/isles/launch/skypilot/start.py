@@ -38,7 +38,7 @@ from isles.run.env import SKY_JOIN, SKY_TOKEN, inherited
 
 _STARTED = re.compile(re.escape(STARTED) + r"\{.*\}")
 _JOB = re.compile(r"\bjob\b[^\n]*?\bID: *(\d+)", re.IGNORECASE)
-_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 _ASK_S = 120.0
 """Longest wait for an answer of sky, or for sky to end a job."""
@@ -237,7 +237,7 @@ class _SkyStart:
         assert process.stdout is not None
         try:
             for raw in process.stdout:
-                line = _COLOURS.sub("", raw.decode(errors="replace")).rstrip("\r\n ")
+                line = _COLORS.sub("", raw.decode(errors="replace")).rstrip("\r\n ")
                 if line and take(line.rpartition("\r")[2]):
                     return 0
             code = process.wait()
@@ -300,7 +300,7 @@ class _SkyStart:
                 check=False,
                 start_new_session=True,
             )
-            return _COLOURS.sub("", done.stdout) if done.returncode == 0 else None
+            return _COLORS.sub("", done.stdout) if done.returncode == 0 else None
         return None
 
     def _managed_text(self) -> str:

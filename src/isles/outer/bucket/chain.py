@@ -389,7 +389,7 @@ def _unpacked(data: bytes) -> bytes:
 
 def _is_sound(value: object, kind: str) -> bool:
     match kind:
-        case "end":  # a member that has not ended has no number here
+        case "end":  # None for a member that has not ended
             return value is None or _is_sound(value, _COUNT)
         case "real":  # sqlite accepts only 64-bit integers
             return (type(value) is float and abs(value) < 1e300) or (

@@ -341,7 +341,7 @@ class HubCore:
             if int(folder.name) < self.rounds.kept_since:
                 shutil.rmtree(folder, ignore_errors=True)
             else:
-                # Those of members that are gone go at once, unless they are counted.
+                # Files of members that are gone are removed immediately, unless they are counted.
                 outer_step = int(folder.name)
                 needed = set[Path]()
                 if outer_step >= self.rounds.next:

@@ -185,7 +185,7 @@ class Membership:
             raise Refusal(FINISHED, f"{FINISHED_WHAT} ({', '.join(sorted(names))})", FINISHED_FIX)
 
     def _have_done_their_part(self) -> set[str]:
-        # The names of those that have finished after they had a part in an average.
+        # Names of clusters that have finished after they had a part in an average.
         sql = (
             "SELECT DISTINCT name FROM members JOIN parts ON member = number "
             "WHERE has_finished = 1 AND reason = '' "

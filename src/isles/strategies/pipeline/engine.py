@@ -85,7 +85,7 @@ class PipelineEngine(TorchEngine):
             modules, make_optimizers, device=world.device, precision=precision, stages=group
         )
         super().__init__(held, None, stepper, mesh, world)
-        # The ranks of one stage are neighbours: the axis pp varies slowest.
+        # The ranks of one stage are neighbors: the axis pp varies slowest.
         self.replicas = divmod(world.rank, world.world_size // size)[1], world.world_size // size
         self._pipeline = Pipeline(
             stages,
