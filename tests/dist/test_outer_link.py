@@ -104,7 +104,7 @@ def test_a_straggler_applies_what_it_missed_and_a_newcomer_takes_the_state(tmp_p
     assert list(c["history"]) == ["4", "5"] and len(b["history"]) == 6
     assert any("Adopt(version=4" in event for event in c["seen"])
     assert not any("Adopt" in event for event in b["seen"])
-    assert clusters.have_seen("lr is another rate in d and 0.7 in the run", "d")
+    assert clusters.have_seen("lr is another rate in d, but 0.7 in the run", "d")
 
 
 def in_bucket(folder: Path, url: str, **rules: Any) -> Clusters:

@@ -116,7 +116,7 @@ def test_a_taken_port_is_not_used(lab: Lab) -> None:
     try:
         write_run(lab, "port")
         text = isles(lab, "train", "port.yaml", "--dry-run", expected=None)
-        assert "meeting at 10.77.1.1 port 29501" in text
+        assert "with the coordinator at 10.77.1.1 port 29501" in text
     finally:
         end(listener)
 

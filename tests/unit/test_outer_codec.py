@@ -174,8 +174,8 @@ def test_bytes_that_no_encoder_writes_are_refused():
         ("int8", n, b"\x80\x7f" + good["int8"][2:], "finite"),  # an infinite scale
         ("topk:0.02", n, whole[:4] + whole[4:7] * 2 + whole[10:], "twice"),
         ("topk:0.02", 100, short[:4] + b"\xff\xff\xff" + short[7:], "outside"),
-        ("topk:0.3", n, bits[:4] + bytes([bits[4] ^ 1]) + bits[5:], "mark 1229 places of 4096"),
-        ("topk:0.5", 100, beyond, "mark 50 places of 100"),
+        ("topk:0.3", n, bits[:4] + bytes([bits[4] ^ 1]) + bits[5:], "mark 1229 positions of 4096"),
+        ("topk:0.5", 100, beyond, "mark 50 positions of 100"),
     ):
         with pytest.raises(UnsoundUpdateError, match=says):
             inspect(codec, count, data)

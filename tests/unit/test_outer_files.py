@@ -68,7 +68,7 @@ def test_a_chunk_that_comes_late_changes_no_contribution_that_is_counted(tmp_pat
         between = await work.part(member_id("e"), 0)
         await contribute(work, "e", sound(1.0))
         for late in (slow, between):
-            assert "not waited for" in refused(late.put, 0, NAN, sha256(NAN)).what
+            assert "not needed any more" in refused(late.put, 0, NAN, sha256(NAN)).what
         with pytest.raises(Refusal, match="counted already"):
             await work.part(member_id("e"), 0)
         await contribute(work, "a", sound(3.0))
@@ -151,5 +151,5 @@ def test_of_a_file_that_is_closed_nothing_is_kept(tmp_path):
     first.close()
     second = Incoming(path, len(data))
     second.put(0, NAN, sha256(NAN))
-    assert "not waited for" in refused(first.keep).what
+    assert "not needed any more" in refused(first.keep).what
     assert not path.exists()

@@ -97,8 +97,8 @@ def test_quorum_has_a_grace_and_a_closed_turn_is_averaged_over_the_same_after_a_
 def test_who_does_not_fit_is_told_why_and_a_dead_clusters_name_can_be_taken_over(tmp_path):
     world = World(tmp_path, "a", max_clusters=2)
     for change, kind, says in (
-        ({"identity": {"layout": "b"}}, "other_run", "layout is b in b and a in the run"),
-        ({"codec": "int8"}, "other_run", "codec is int8 in b and none in the run"),
+        ({"identity": {"layout": "b"}}, "other_run", "layout is b in b, but a in the run"),
+        ({"codec": "int8"}, "other_run", "codec is int8 in b, but none in the run"),
         ({"pieces": [[5]]}, "other_run", "pieces"),
         ({"name": "a"}, "name_taken", "called 'a'"),
         ({"version": 3}, "ahead", "applied 3 rounds"),
@@ -200,7 +200,7 @@ def test_a_state_is_asked_of_the_most_advanced_and_of_another_if_it_is_idle(tmp_
     assert world.heartbeat("b").send_state and not world.heartbeat("a").send_state
     number = world.offer_state("b", 3, after(2))
     assert world.offer_state("b", 3, after(2)) == number  # it goes on
-    assert "not the run's" in refused(world.offer_state, "b", 3, ZERO).what
+    assert "differs from the run's" in refused(world.offer_state, "b", 3, ZERO).what
     world.core.states.complete(number)
     world.leave("a")
     for outer_step in range(3, 9):  # its averages stay as long as somebody pulls
@@ -304,8 +304,8 @@ def test_a_file_survives_a_crash_as_far_as_its_bytes_do(tmp_path):
     for late in (incoming.put, again.put):  # of a link that was slow: it harms nobody
         incoming.close()
         late_refusal = refused(late, 0, other, hashlib.sha256(other).hexdigest())
-        assert "not waited for" in late_refusal.what
-    assert "not waited for" in refused(incoming.keep).what and path.read_bytes() == data
+        assert "not needed any more" in late_refusal.what
+    assert "not needed any more" in refused(incoming.keep).what and path.read_bytes() == data
 
 
 def test_a_join_line_survives_a_mail_and_shows_no_secret(tmp_path):
@@ -344,7 +344,7 @@ def test_secrets_are_for_their_owner_alone_and_folders_for_one(tmp_path, monkeyp
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    with pytest.raises(ConfigError, match=r"cannot be locked.*: No locks available"):
+    with pytest.raises(ConfigError, match=r"cannot lock this .*: No locks available"):
         lock_folder(tmp_path)
 
 

@@ -29,8 +29,8 @@ def test_what_differs_is_named_with_both_values_and_changed_only_by_all(tmp_path
     longer = {**RUN, "steps of the run": "200", "outer.lr": "0.5"}
     for name in "cb":  # also one that has been in
         what = refused(world.join, name, identity=longer).what
-        assert f"outer.lr is 0.5 in {name} and 0.7 in the run" in what
-        assert f"steps of the run is 200 in {name} and 100 in the run" in what
+        assert f"outer.lr is 0.5 in {name}, but 0.7 in the run" in what
+        assert f"steps of the run is 200 in {name}, but 100 in the run" in what
     # All stop, and the run goes on with other settings: they hold for everyone who comes then.
     world.now += 11.0
     world.drop_silent()
@@ -43,12 +43,12 @@ def test_what_differs_is_named_with_both_values_and_changed_only_by_all(tmp_path
     # b was away: it must join, and is compared.
     assert "does not know this cluster" in refused(world.heartbeat, "b").what
     what = refused(world.join, "b", identity=RUN).what
-    assert "outer.lr is 0.7 in b and 0.5 in the run" in what
+    assert "outer.lr is 0.7 in b, but 0.5 in the run" in what
     assert world.join("b", identity=longer).standing == "current"
     # What the weights rest on never changes.
     world.leave("a"), world.leave("b")
     what = refused(world.join, "a", identity={**longer, "layout": "z"}).what
-    assert "layout is z in a and a in the run" in what
+    assert "layout is z in a, but a in the run" in what
 
 
 def test_who_pauses_comes_back_to_the_settings_of_before(tmp_path):

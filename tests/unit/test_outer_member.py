@@ -201,7 +201,7 @@ def test_a_diverged_members_state_is_given_to_nobody(tmp_path):
         answer = world.want_state("n")
         assert answer.state is None and answer.source == "a"
     assert world.core.journal.number("SELECT COUNT(*) FROM states") == 0
-    assert "not the run's" in refused(world.offer_state, "e", 5, "e" * 64).what
+    assert "differs from the run's" in refused(world.offer_state, "e", 5, "e" * 64).what
     right = world.offer_state("a", 5, after(4))
     world.core.states.complete(right)
     assert world.want_state("n").outer_params == [after(4)]
@@ -270,7 +270,7 @@ def test_a_source_of_wrong_states_is_asked_last_and_keeps_one_on_the_disk(tmp_pa
         world.heartbeat(name, version=7)
     assert world.want_state("n").source == "a" and world.heartbeat("e", version=8).command == ""
     assert core.journal.number("SELECT COUNT(*) FROM states") == 0
-    assert "not the run's" in world.events("refused")[0]
+    assert "differs from the run's" in world.events("refused")[0]
 
 
 def test_who_does_not_report_keeps_newcomers_out_for_some_rounds_only(tmp_path):
