@@ -100,7 +100,7 @@ def test_who_does_not_fit_is_told_why_and_a_dead_clusters_name_can_be_taken_over
         ({"identity": {"layout": "b"}}, "other_run", "layout is b in b, but a in the run"),
         ({"codec": "int8"}, "other_run", "codec is int8 in b, but none in the run"),
         ({"pieces": [[5]]}, "other_run", "pieces"),
-        ({"name": "a"}, "name_taken", "called 'a'"),
+        ({"name": "a"}, "name_taken", "named 'a'"),
         ({"version": 3}, "ahead", "applied 3 rounds"),
         ({"protocol": 99}, "protocol", "version 99"),
         ({"outer_params": [ZERO] * 2}, "malformed", "2 digests for 1 fragments"),

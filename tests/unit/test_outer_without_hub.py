@@ -128,7 +128,7 @@ def test_an_outer_step_that_lacks_clusters_says_so(tmp_path, store):
         async with api:
             await api.join(join, DEADLINE_S)
             with pytest.raises(
-                DeadlineError, match=r"other clusters \(0 of 2, outer.min_clusters\)"
+                DeadlineError, match=r"clusters \(0 of 2, outer.min_clusters\)"
             ):
                 await api.wait_round(0, 0.0)
         api.close()
