@@ -142,7 +142,7 @@ def test_who_is_not_let_in_hears_why(tmp_path):
     assert scheduler.failure(is_new=True) is None
     now += 2.0
     late = scheduler.failure(is_new=True)
-    assert "has not answered within 5s: hub:1 does not answer" in str(late)
+    assert "did not answer within 5s: hub:1 does not answer" in str(late)
     assert isinstance(late, CommunicationError) and "outer.deadline" in str(late)
     assert scheduler.failure(is_new=False) is None, "it goes on alone"
     state.refusal = UserError("wrong token", where="hub:1", fix="paste it again")
