@@ -1,5 +1,4 @@
-"""Rounds: contributions to an outer step arrive, a rule closes the round, its average is
-committed."""
+"""Rounds: contributions to an outer step arrive, a rule closes it, its average is committed."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ from isles.outer.samples import RESERVE, reserve_of
 
 _REFUSALS = 3
 _NORMS, _ROUNDS = 32, 20
-"""Number of contributions to compare norms and tokens with; number of decided rounds that
-are kept."""
+"""Number of contributions to compare norms and tokens with; number of stored decided rounds."""
 _NORMS_EACH = 8
 """Maximum of these contributions per member."""
 _TELLS = 0.99  # if a larger fraction of the claimed tokens counts, there is no event
@@ -384,8 +382,7 @@ class Rounds:
             self._came.setdefault((part["round"], part["member"]), self._clock())
 
     def commit(self, outer_step: int, digest: str, size_bytes: int) -> None:
-        """Commit a round closed by `close`, when its average is on the disk; see
-        `files.average`."""
+        """Commit a closed round, when its average is on the disk; see `files.average`."""
         assert outer_step == self.next and self.state(outer_step) == "averaging", outer_step
         began = self._turn_began
         self._db.run(
@@ -412,8 +409,7 @@ class Rounds:
     def heaviest(
         self, outer_step: int, weights: Mapping[str, int]
     ) -> tuple[list[str], float] | None:
-        """The members that outweigh all other living members, also the missing ones; see
-        `heavy`."""
+        """Members that outweigh all other living members, also the missing ones; see `heavy`."""
         living = {
             row["name"]
             for row in self._membership.living()
