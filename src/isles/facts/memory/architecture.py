@@ -16,28 +16,28 @@ from isles.facts.memory.forward import Forward, Value
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One `model_type`.
+    """Differences of one `model_type` from Llama.
 
     Args:
-        norm: `rms`: RMSNorm scaled after it is narrow again; `rms_wide`: before; `layer`: torch's
-            LayerNorm; `centred`: Cohere's.
-        order: where norms stand: before attention and MLP (`pre`), after them (`post`), `both`;
-            `parallel`: one norm for both, which run side by side; `parallel_two`: one for each.
+        norm: `rms`: RMSNorm, scaled after the cast to the narrow dtype; `rms_wide`: before;
+            `layer`: torch's LayerNorm; `centred`: Cohere's.
+        order: position of the norms: before attention and MLP (`pre`), after them (`post`), `both`;
+            `parallel`: one norm for both, which run in parallel; `parallel_two`: one for each.
         mlp: `gated`, `gated_fused` (gate and up are one matrix), or `plain` (two matrices).
-        activation: where the config does not say it.
-        qk_norm: norms of queries and keys: by `heads`, or the `whole` vector.
+        activation: used if the config does not set it.
+        qk_norm: norms of queries and keys: per head (`heads`), or over the `whole` vector.
         fuses_qkv: queries, keys and values are one matrix.
-        qkv_bias, o_bias, mlp_bias: whether there is one, or the config's key for it.
-        shares_keys: several query heads may share keys and values, as num_key_value_heads says.
-        is_rotary: positions by rotation, in `narrows_rotated`'s case back in the input's type.
-        is_tied: whether the head is the embedding where the config does not say it.
-        kv_heads: where the config does not say it; None: as many as heads.
-        head_dim: where the config does not say it; None: the width over the heads.
+        qkv_bias, o_bias, mlp_bias: whether the matrix has a bias, or the config's key for it.
+        shares_keys: several query heads may share keys and values, by num_key_value_heads.
+        is_rotary: positions by rotation of queries and keys.
+        narrows_rotated: rotated queries and keys are cast back to the input's dtype.
+        is_tied: whether the head is the embedding, if the config does not set it.
+        positions: the config's key for the number of learned positions; empty: no such embedding.
         has_experts: each token goes to a few MLPs of many (mixture of experts).
-        experts_width: the config's key for the width of one.
+        experts_width: the config's key for the width of one expert.
         scales_logits: the logits are multiplied after the head.
-        head_bias: the head has one.
-        defaults: further values where the config is silent.
+        head_bias: the head has a bias.
+        defaults: values of other keys that the config may omit, such as head_dim.
     """
 
     norm: Literal["rms", "rms_wide", "layer", "centred"] = "rms"

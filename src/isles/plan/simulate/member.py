@@ -190,7 +190,7 @@ class Member:
         """Its ranks were killed: go on from a checkpoint; returns the inner steps that are lost.
 
         What a counted contribution has is in the model, also where it is younger than the
-        checkpoint; see `Exchange.apply` of `isles.outer.trainer.step`. Lost is, of each fragment,
+        checkpoint; see `OuterStep.apply` of `isles.outer.trainer.step`. Lost is, of each fragment,
         what came after both.
         """
         now, lost = self.steps, 0.0
