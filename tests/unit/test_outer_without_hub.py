@@ -127,9 +127,7 @@ def test_an_outer_step_that_lacks_clusters_says_so(tmp_path, store):
         api = BucketApi(settings, join.id, join.name, spool, **pace, report=str, show=str)
         async with api:
             await api.join(join, DEADLINE_S)
-            with pytest.raises(
-                DeadlineError, match=r"clusters \(0 of 2, outer.min_clusters\)"
-            ):
+            with pytest.raises(DeadlineError, match=r"clusters \(0 of 2, outer.min_clusters\)"):
                 await api.wait_round(0, 0.0)
         api.close()
 
