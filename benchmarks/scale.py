@@ -1,4 +1,4 @@
-"""The curves of docs/scale.md: from 2 to 10,000 clusters, and from 15M to 70B parameters.
+"""The curves of docs/benchmarks.md: from 2 to 10,000 clusters, and from 15M to 70B parameters.
 
     python benchmarks/scale.py [--smoke] [clusters] [parameters] [speed]
 

@@ -1,7 +1,8 @@
-"""A hook of MkDocs: brings files of the repository that pages link to into the site.
+"""A hook of MkDocs: adds linked files of the repository and redirects to the site.
 
-Links are written as the files lie in the repository, such as `../examples/quickstart.yaml`. Each
+Pages link to files by their paths in the repository, such as `../examples/quickstart.yaml`. Each
 such file gets a page with its text below files/; a folder leads to its README.md or run.yaml.
+Each page in `MOVED` keeps its address, which redirects the browser.
 """
 
 from __future__ import annotations
@@ -16,6 +17,22 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^()#\s:]+)((?:#[^()\s]*)?\))")
+# A removed page, and the page (with an anchor, if one fits) that has its text now.
+MOVED = {
+    "hangs.md": "failures.md",
+    "home-lab.md": "cookbook-three-home-pcs.md",
+    "manual.md": "ssh.md#start-the-nodes-manually",
+    "requirements.md": "architecture.md",
+    "scale.md": "simulate.md",
+    "shared-files.md": "ssh.md#hosts-without-a-shared-disk",
+}
+REDIRECT = """\
+<!doctype html>
+<meta charset="utf-8">
+<title>Moved</title>
+<meta http-equiv="refresh" content="0; url={url}">
+<a href="{url}">This page has moved.</a>
+"""
 LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml", ".json": "json"}
 
 
@@ -53,6 +70,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{match[1]}{posixpath.relpath(_page(target), here)}{match[3]}"
 
     return LINK.sub(replaced, markdown)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write a page for each removed page that leads to its successor."""
+    for old, new in MOVED.items():
+        page = Path(config.site_dir, old).with_suffix(".html")
+        page.write_text(REDIRECT.format(url=new.replace(".md", ".html")), encoding="utf-8")
 
 
 def _origin(src_uri: str) -> str:

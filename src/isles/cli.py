@@ -60,7 +60,7 @@ def init(
 
     Args:
         path: The file to write. [default: run.yaml]
-        template: quickstart, pretrain, finetune, chat, lora, qlora or dpo.
+        template: quickstart, pretrain, finetune, chat, lora, qlora, dpo or a cookbook recipe.
         output: The same as PATH.
         force: Overwrite an existing file.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,8 @@ def scored(env: RankEnv, model: Path, strategies: dict[str, Strategy]) -> dict[s
     found = {}
     for name, strategy in strategies.items():
         engine = engine_of(fake_run(model, precision="32-true"), strategy, world)
-        values = score_probe(engine, resolve_mesh(strategy, world), world, 320)
+        size = json.loads((model / "config.json").read_text())["vocab_size"]
+        values = score_probe(engine, resolve_mesh(strategy, world), world, size)
         assert values is not None
         assert engine.model.training, "it trains on"
         found[name] = values

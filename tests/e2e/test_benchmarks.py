@@ -70,6 +70,11 @@ FIGURES: dict[str, dict[str, Any]] = {
     "loop": {"ratio_1p": RATIO, "noise_floor": RATIO, "first_step_ratio": RATIO},
     "plan_memory": {"cases": (3, 5), "mean": (0.0, 0.05), "worst": (0.0, 0.05)},
     "plan_published": {"peaks": 19, "within_10_percent": 18, "worst": (0.1, 0.2)},
+    "prepare": {
+        **dict.fromkeys(("chats_jsonl", "chats_parquet", "chats_last", "text"), ANY),
+        **dict.fromkeys(("chats_jsonl_cpu", "text_cpu"), ANY),
+        "same_tokens": 1.0,  # of this version and itself
+    },
     "scale": {
         "clusters": {"2": SHARE, "8": SHARE},
         "parameters": {"15M_int8": SHARE},

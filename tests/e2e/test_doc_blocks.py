@@ -190,13 +190,14 @@ TYPED = [
     if not page.is_symlink() and any(map(is_typed, blocks(page)))
 ]
 GIVEN = {
-    "docs/home-lab.md": [
-        "logs/runs/home-lab-1",
-        "../Development/Projects/ai-ml-pipeline/ai-cluster/logs/runs/home-lab-1",
-    ],
-    "docs/quickstart.md": ["runs/quickstart-1", "runs/first-2"],
+    "docs/quickstart.md": ["runs/quickstart-1"],
+    "docs/stop-and-resume.md": ["runs/first-2"],
     "docs/troubleshooting.md": ["runs/RUN-1"],
     "docs/watching.md": ["runs/far-1", "runs/far-2"],
+    "examples/home_lab/README.md": [
+        "logs/runs/home-lab-1",
+        "../../../Development/Projects/ai-ml-pipeline/ai-cluster/logs/runs/home-lab-1",
+    ],
 }
 """Where a page takes runs as given: all are finished, but for first-2, which was stopped."""
 

@@ -79,7 +79,7 @@ def test_two_ranks_train_five_steps(folder: Path) -> None:
     assert (run_dir.model / "model.safetensors").is_file()
 
     # By the names that the example's README gives for them.
-    page = (EXAMPLE / "README.md").read_text(encoding="utf-8").partition("## The figures")[2]
+    page = (EXAMPLE / "README.md").read_text(encoding="utf-8").partition("## Metrics")[2]
     there = re.findall(r"^\| `(\w+)` \| (.*) \|$", page, flags=re.M)
     names = "Loss step lr Perplexity effective_step total_samples time_taken tokens_per_second"
     assert [name for name, _ in there] == [*names.split(), "outer_lr", "num_peers"]

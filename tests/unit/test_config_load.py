@@ -131,6 +131,22 @@ def test_overrides_win_over_the_file(tmp_path):
         assert (node, loaded.origins[key]) == (value, "command line"), key
 
 
+def test_a_typed_length_replaces_that_of_the_file(tmp_path):
+    """Two lengths in one place are still refused."""
+    epochs = GOOD.replace("max_steps: 100", "num_train_epochs: 3")
+    short = load(tmp_path, epochs, "training.max_steps=20").config.training
+    assert (short.max_steps, short.num_train_epochs) == (20, None)
+    long = load(tmp_path, GOOD, "training.num_train_epochs=2").config.training
+    assert (long.max_steps, long.num_train_epochs) == (None, 2)
+    same = load(tmp_path, GOOD, "training.num_train_epochs=null").config.training
+    assert same.max_steps == 100
+    both = ("training.max_steps=5", "training.num_train_epochs=2")
+    (issue,) = issues(tmp_path, epochs, *both)
+    assert "both say how long the run is" in issue
+    (issue,) = issues(tmp_path, epochs.replace("  max_time", "  max_steps: 5\n  max_time"))
+    assert "both say how long the run is" in issue
+
+
 def test_variables_are_text_as_it_is_typed(tmp_path: Path) -> None:
     typed = ("8", "true", "TRUE", "1.5", "0x7fff", "010", "1e5", ".inf", "-0", "1e999", "7" * 50)
     names = [f"V{number}" for number in range(len(typed))]

@@ -402,7 +402,7 @@ def test_samples_and_counts_are_printed(tmp_path, run_file, monkeypatch, capfd):
     assert "Number 0?<|im_end|>\n<|im_start|>assistant\n⟦It is <|im_end|>⟧\n" in out
     assert out.count("── chat ") == 2 and "chat 30 of 30" in out
     assert "longer than seq_length 24" in out
-    assert "Nothing reads these fields (share of rows): id 100 %\n" in out
+    assert "nothing reads these fields (share of rows): id 100 %\n" in out
     assert "type instruct · template chatml · train_on all · every token is trained" in out
     assert "[red]6[/red]<|im_end|>" in out
     table = {line[:26].strip(): line[26:].split() for line in out.splitlines()}

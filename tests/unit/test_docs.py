@@ -32,6 +32,7 @@ from tests.documents import (
     PAGES,
     ROOT,
     Block,
+    anchors,
     blocks,
     broken_links,
     is_key,
@@ -47,6 +48,19 @@ BASE: Mapping[str, object] = {
     "tokenizer": {"train_vocab_size": 2048},
     "data": {"sources": [{"path": "python-docs"}]},
     "training": {"max_steps": 1000},
+}
+# Pages whose addresses other sites may link to.
+PUBLISHED = {
+    f"{name}.md"
+    for name in re.findall(
+        r"[\w-]+",
+        """
+    adapters architecture benchmarks bucket check checkpoints clusters coming-from commands
+    containers data engines fine-tuning hangs hivemind home-lab index kubernetes manual one-machine
+    own-script pbs plan quickstart ray reliability render requirements run-directory run-file scale
+    security shared-files skypilot slurm ssh strategies trackers troubleshooting watching
+    """,
+    )
 }
 # Blocks that nothing here can run. Each one more is one fewer that is known to work.
 MOST_NEEDS = 21
@@ -73,9 +87,25 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(named) == [page.name for page in PAGES[1:]]
 
 
+def test_a_removed_page_leads_to_a_page_that_exists():
+    """And an address of the site, once published, is answered for good."""
+    (moved,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(read(ROOT / "docs" / "make_site.py")).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MOVED"
+    )
+    pages = {page.name: page for page in PAGES[1:]}
+    for old, new in moved.items():
+        name, _, anchor = new.partition("#")
+        assert old not in pages, f"{old} is a page, so nothing may redirect from it"
+        assert name in pages, f"{old} leads to {name}, which does not exist"
+        assert not anchor or anchor in anchors(pages[name]), f"{old} leads to {new}: no such anchor"
+    assert not PUBLISHED - pages.keys() - moved.keys(), "add removed pages to MOVED"
+
+
 def test_the_reference_is_what_the_schema_says():
-    """And the tables of names of other tools are those that isles reads."""
-    for script in ("make_run_file.py", "make_coming_from.py"):
+    """Also the tables of names of other tools, and the charts the page of benchmarks."""
+    for script in ("make_run_file.py", "make_coming_from.py", "make_charts.py"):
         done = run_program([sys.executable, ROOT / "docs" / script, "--check"])
         assert done.returncode == 0, done.stdout + done.stderr
 

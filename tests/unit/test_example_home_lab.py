@@ -22,7 +22,7 @@ from tests.programs import write_program
 
 EXAMPLE = ROOT / "examples" / "home_lab"
 GUIDE = (ROOT / "tests" / "seeds" / "S4.md").read_text(encoding="utf-8")
-PAGE = (ROOT / "docs" / "home-lab.md").read_text(encoding="utf-8")
+PAGE = (EXAMPLE / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ from tests.unit.test_length import length, refused, resolved
 from tests.unit.test_models import WAYS, make_base, same
 from tests.unit.test_one_model import LONG, SCALED, rewrite
 
-ODD = ["my runs", "it's", "a[1]", "~", "$HOME", "a b;c"]
+ODD = ["my runs", "it's", "a[1]", "a ~ b", "$HOME", "a b;c"]
 """Folders whose names a shell would change."""
 
 

@@ -272,6 +272,7 @@ ROWS: list[tuple[str, list[Any], str | None, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long
 @each(*ROWS)
 def test_every_fix_of_a_row_works(kind, rows, template, source, *, tmp_path, tokenizer):
     assert_all_work(kind, rows, template, source, tmp_path, tokenizer)

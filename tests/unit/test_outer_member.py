@@ -384,7 +384,7 @@ def test_strangers_of_one_address_end_only_their_own_connections():
 def test_each_line_of_the_page_about_members_has_its_test():
     text = (REPOSITORY / "docs" / "security.md").read_text()
     wrong = []
-    for title in ("## What is refused", "## What a malicious member can still do"):
+    for title in ("## What isles refuses", "## What a malicious member can still do"):
         section = text.partition(f"{title}\n")[2].partition("\n## ")[0]
         lines = re.split(r"\n- ", section)[1:]
         assert lines, title

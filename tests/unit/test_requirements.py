@@ -1,4 +1,4 @@
-"""docs/requirements.md: every number once, with a test that is there, or the reason for none."""
+"""tests/requirements.md: every number once, with a test that is there, or the reason for none."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from functools import cache
 from pathlib import Path
 
-from tests.documents import ROOT
+from tests.documents import ROOT, broken_links, named_in_text
 
-PAGE = ROOT / "docs" / "requirements.md"
+PAGE = ROOT / "tests" / "requirements.md"
 NUMBERS = {"S0": 111, "S1": 124, "S2": 86, "S3": 70, "S4": 75, "A6": 15}
 """The last number of each document, and of the list of what the documents have wrong."""
 _TEST = re.compile(r"`(\w+/test_\w+\.py)::(test_\w+)`")
@@ -50,6 +50,12 @@ def faults_of(cell: str) -> list[str]:
     unknown = [name for file, name in _TEST.findall(named) if name not in functions_of(file)]
     others = [reason for reason in reasons if not _REASON.fullmatch(reason)]
     return [*([rest] if rest else []), *unknown, *others]
+
+
+def test_links_and_commands_of_the_page_exist() -> None:
+    assert not broken_links(PAGE)
+    unknown = [word for _, word in named_in_text(PAGE.read_text(encoding="utf-8"))]
+    assert not unknown, unknown
 
 
 @cache

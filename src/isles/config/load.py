@@ -22,6 +22,7 @@ from isles.errors import ConfigError, ConfigErrors
 from isles.facts.secrets import without_secrets
 
 COMMAND_LINE = "command line"
+_LENGTHS = ("max_steps", "num_train_epochs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ def load_run_file(
         data, first = trial, changed[0]
         given = {at: place for at, place in given.items() if at[: len(first)] != first}
         given |= dict.fromkeys(changed, f"{COMMAND_LINE} {shorten(override)}")
+        _drop_other_length(data, given, first)
     # Report only these errors: others might quote the secret.
     if secrets := secret_errors(data, overrides, given, text, str(path)):
         raise ConfigErrors(sorted(secrets, key=lambda error: _line_of(error, path)))
@@ -230,6 +232,16 @@ def _apply_override(data: dict[str, object], override: str) -> list[KeyPath]:
             parent[part] = child
         parent = child
     return [path[:length] for length in range(first, len(path) + 1)] + _below(path, value)
+
+
+def _drop_other_length(data: dict[str, Any], given: dict[KeyPath, str], path: KeyPath) -> None:
+    """A length from the command line replaces the run file's length in the other unit."""
+    if path[:-1] != ("training",) or path[-1] not in _LENGTHS:
+        return
+    other = ("training", _LENGTHS[1 - _LENGTHS.index(str(path[-1]))])
+    is_set = data["training"][path[-1]] is not None
+    if is_set and not given.get(other, COMMAND_LINE).startswith(COMMAND_LINE):
+        del data["training"][other[1]], given[other]
 
 
 def _override_path(key: str) -> KeyPath:

@@ -25,6 +25,20 @@ TEMPLATES: dict[str, str] = {
     "dpo": "an adapter on preferences: a chosen and a rejected answer to each prompt",
 }
 """What `template` takes, and what each is for."""
+RECIPES: dict[str, str] = {
+    "qlora-8b": "QLoRA of an 8B model on two GPUs of 24 GB",
+    "full-1b": "all weights of a 1B model on one GPU of 24 GB",
+    "dpo-after-sft": "DPO on the result of a supervised run",
+    "three-home-pcs": "three PCs with unequal GPUs over ssh",
+    "pretrain-1b-slurm": "a 1B model from scratch on two Slurm nodes",
+    "continue-pretraining": "a pretrained model on streamed domain text",
+    "sweep-slurm": "one Slurm job for each learning rate",
+    "own-script-slurm": "your own training script on Slurm",
+    "two-sites": "one model at two sites, over the internet",
+    "spot-bucket": "a spot machine with checkpoints in a bucket",
+    "long-context": "sequences of 131,072 tokens on eight GPUs",
+}
+"""Templates of the cookbook; docs/cookbook-NAME.md is the page of each."""
 
 
 def show(resolved: Resolved, *, origins: bool = True) -> str:
@@ -49,14 +63,15 @@ def show(resolved: Resolved, *, origins: bool = True) -> str:
 
 def template(kind: str) -> str:
     """A commented run file that loads as it is. ConfigError: there is no template of this name."""
-    if kind not in TEMPLATES:
-        near = difflib.get_close_matches(kind, TEMPLATES, n=1)
+    folder = "recipes" if kind in RECIPES else "templates"
+    if kind not in (known := TEMPLATES | RECIPES):
+        near = difflib.get_close_matches(kind, known, n=1)
         raise ConfigError(
             f'there is no template "{kind}"',
             where="command line",
-            fix=f"{f'did you mean {near[0]}? ' if near else ''}use one of: {', '.join(TEMPLATES)}",
+            fix=f"{f'did you mean {near[0]}? ' if near else ''}use one of: {', '.join(known)}",
         )
-    entry = resources.files("isles.config") / "templates" / f"{kind}.yaml"
+    entry = resources.files("isles.config") / folder / f"{kind}.yaml"
     return entry.read_text(encoding="utf-8")
 
 

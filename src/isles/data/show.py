@@ -14,7 +14,8 @@ import numpy.typing as npt
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.builders import Ranges, make_table
 from isles.data.samples import SampleCounts
-from isles.data.sources.rows import bare_name, unread_message
+from isles.data.sources.names import bare_name, ignored_names
+from isles.data.sources.rows import unread_message
 from isles.data.tokens.store import TokenStore
 from isles.facts.units import printable
 
@@ -78,9 +79,8 @@ def field_notes(number: int, source: SourceConfig, record: Mapping[str, Any]) ->
         return
     others = sorted({bare_name(name) for name in record.get("unread", {})} - {*found})
     for name in source.ignore_fields:
-        bare = bare_name(name)
-        if bare not in found and source.columns.get(bare) not in found:
-            near = get_close_matches(bare, others, n=1)
+        if not ignored_names(name, source.columns) & {*found}:
+            near = get_close_matches(bare_name(name), others, n=1)
             hint = f"; did you mean {printable(near[0])}?" if near else ""
             yield f"{key}.ignore_fields ({source.path}): no row has the field {name}{hint}"
 

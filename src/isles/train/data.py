@@ -217,7 +217,7 @@ def describe_tokenizer(config: RunConfig, tokenizer: Any) -> None:
 
 
 def write_tokenizer(config: RunConfig, folder: Path) -> None:
-    """Write the result of `make_tokenizer` into a folder, unless it is there."""
+    """Write the result of `make_tokenizer` into a folder, unless the folder exists."""
     if folder.is_dir():
         return
     tokenizer = make_tokenizer(config, documents_for_tokenizer(config.data))

@@ -13,7 +13,7 @@ from isles.check.finding import Finding
 from isles.check.plan import NodePlan
 from isles.launch.answers import parse_answer
 
-LONGEST_S = 60.0
+LONGEST_S = 120.0
 """Timeout for reading the first rows. Most of the time is the import of torch."""
 
 
@@ -26,7 +26,7 @@ def rows(plan: NodePlan) -> Iterator[Finding]:
         return
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "isles.train.data_head"],
+            [sys.executable, "-m", "isles.train.first_rows"],
             input=json.dumps(config).encode(),
             capture_output=True,
             # `hub` reports missing downloads.

@@ -42,7 +42,8 @@ class TrainingConfig(Section):
 
     max_steps: PositiveInt | None = None
     """Length of the run in inner (optimizer) steps. One of max_steps, num_train_epochs or max_time
-    must be given."""
+    must be given. On the command line, max_steps replaces num_train_epochs of the run file, and
+    num_train_epochs replaces max_steps."""
 
     num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
     """Length of the run in passes over the training data. Each pass reads each sample once: the

@@ -181,7 +181,7 @@ def find_form(chat: Chat, render: Callable[[Chat], str]) -> CallForm:
 def fields_to_ignore(
     error: TemplateRefusal, chat: Chat, render: Callable[[Chat], object]
 ) -> Sequence[str]:
-    """The fields without which the template renders a conversation; empty if there are none.
+    """List fields to ignore, so that the template renders a conversation; () if nothing helps.
 
     Args:
         error: why the template refuses the conversation.

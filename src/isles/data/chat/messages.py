@@ -64,7 +64,7 @@ def read_messages(
         ignored: names of fields to omit. `content` is omitted only from messages with calls.
         unread: this function adds the names of fields that it drops.
     """
-    fix = f"repair that row; if no row has a list, set type: text and text_column: {name}"
+    fix = f"repair that row, or set type: text and text_column: {name} if no row has a list"
     value = from_json_text(value, f"column {name!r}", where, fix)
     if isinstance(value, Mapping) and all(isinstance(v, list) for v in value.values()):
         # The datasets library keeps a list of messages as lists.

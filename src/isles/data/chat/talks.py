@@ -74,9 +74,7 @@ class TalkParser(Parser):
         tools_name, functions = self._names["tools"], columns.get("functions")
         tools = read_tools(columns.get(tools_name), tools_name, where)
         has_functions = functions not in EMPTY and "functions" in self.wanted
-        if has_functions and "tools" in self.ignored:
-            self.unread.add("tools")
-        elif has_functions:
+        if has_functions:
             if tools is None:  # as before there were tools
                 old = read_tools(functions, "functions", where) or []
                 tools = [{"type": "function", "function": function} for function in old]

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from difflib import get_close_matches
 from threading import Event
 from typing import Any, NamedTuple
 
+from isles.data.sources.names import ignored_names
 from isles.errors import DataError
 from isles.facts.units import printable
 
@@ -123,10 +123,6 @@ def texts_of(item: Item) -> list[str]:
             return []
 
 
-_OLD_NAMES = {"tools": "functions", "tool_calls": "function_call"}
-"""Older names of fields. Who ignores a field ignores its older form."""
-
-
 class FieldError(DataError):
     """Data that isles trains if a key of its source has another value: `Parser.with_fix` adds it.
 
@@ -167,10 +163,8 @@ class Parser(ABC):
         self._given_columns, self._named = dict(columns), set(columns)
         self._names = {key: columns.get(key, key) for key in keys}
         self._given_ignored = tuple(ignored)
-        bare = set(map(bare_name, ignored))
-        bare |= {_OLD_NAMES[name] for name in bare & _OLD_NAMES.keys()}
-        # The run file may call a column by its own key.
-        self.ignored = frozenset(bare | {self._names[key] for key in bare & self._names.keys()})
+        every = (ignored_names(name, self._names) for name in ignored)
+        self.ignored = frozenset[str]().union(*every)
         self.wanted = frozenset(self._names.values()) - self.ignored
         """Names of all columns that may be read; others need not be fetched."""
         self.unread: set[str] = set()
@@ -232,11 +226,6 @@ class Parser(ABC):
         if not may_miss and not text.strip():
             raise DataError(f"column {name!r} is empty", where=row.where, fix="remove that row")
         return text
-
-
-def bare_name(field: str) -> str:
-    """The name of a field alone, of a name as reports show it: messages.timestamp is timestamp."""
-    return re.sub(r"^(messages|tools|chat_template_kwargs)\.(.*\.)?", "", field)
 
 
 ChunkStart = dict[str, Any]

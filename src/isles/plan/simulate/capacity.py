@@ -20,7 +20,7 @@ MOST_MEMBERS = 4096
 """`max_clusters` of `isles.outer.hub.rules.Settings` is 64 by default, and at most this."""
 _BEAT_S, _BEAT_MEMBER_S = 80e-6, 9e-6
 """Seconds of the hub's journal thread per heartbeat, and in addition per member, as the reply lists
-all names; see docs/scale.md."""
+all names; see docs/benchmarks.md."""
 _MOMENT_S = 0.25
 """Delay of a cluster's heartbeats after the time for them (client/session.py)."""
 

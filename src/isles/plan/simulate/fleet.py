@@ -86,7 +86,7 @@ class HubConfig(Section):
     """Download rate of the hub, for contributions. Default: 1Gbit/s."""
 
     cpu: Annotated[float, Field(gt=0)] = 1.0
-    """Speed of one of its cores, relative to the core of docs/scale.md."""
+    """Speed of one of its cores, relative to the core of docs/benchmarks.md."""
 
     hubs: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Hubs of a second level, if more than one. isles does not have this level yet. Each hub has a
@@ -121,7 +121,7 @@ class GroupConfig(Section):
     """Latency from a cluster to the hub, one way."""
 
     cpu: Annotated[float, Field(gt=0)] = 1.0
-    """Speed of a core that encodes and applies, relative to the core of docs/scale.md."""
+    """Speed of a core that encodes and applies, relative to the core of docs/benchmarks.md."""
 
     joins: Positive | None = None
     """Mean time until a cluster joins. Default: all clusters join at the start."""
@@ -199,7 +199,7 @@ def load_fleet(path: Path) -> FleetConfig:
     Raises:
         ConfigErrors: every issue, each with file, line and key.
     """
-    text = read_text(path, "fleet file", "check the path; see docs/scale.md for fleet files")
+    text = read_text(path, "fleet file", "check the path; docs/simulate.md has the keys")
     document, errors = scan_yaml(text, str(path))
     try:
         fleet = FleetConfig.model_validate(document.value, context={"is_run_file": True})

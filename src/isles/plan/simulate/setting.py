@@ -43,8 +43,8 @@ Measured: 792 MB in 3.9 CPU seconds of that thread under `python benchmarks/hub.
 class Costs:
     """Speed of one CPU core at the work of outer steps.
 
-    The defaults are measured by `python benchmarks/codec.py`, see docs/benchmarks.md. `measure` is
-    the speed of `isles.outer.average.inspect`, see docs/scale.md. `cpu` of a fleet scales them.
+    The defaults are measured by `python benchmarks/codec.py`, and `measure` is the speed of
+    `isles.outer.average.inspect`; see docs/benchmarks.md. `cpu` of a fleet scales them.
     """
 
     encode: float

@@ -1,4 +1,4 @@
-"""Read the first rows of each source for `isles check`: `python -m isles.train.data_head`.
+"""Read the first rows of each source for `isles check`: `python -m isles.train.first_rows`.
 
 The process reads the config of a run as JSON from stdin, and writes a line of JSON: for each source
 of local files its number, path and number of rows, and `notes` and `error` for people. It prepares
@@ -29,13 +29,14 @@ HEAD_ROWS = 200
 
 
 def main() -> None:
-    """Print what was found."""
+    """Print the heads of the sources."""
     logging.disable(logging.WARNING)
     config = RunConfig.model_validate_json(sys.stdin.read())
-    sys.stdout.write(json.dumps(list(_heads(config))) + "\n")
+    sys.stdout.write(json.dumps(list(heads(config))) + "\n")
 
 
-def _heads(config: RunConfig) -> Iterator[dict[str, Any]]:
+def heads(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Look at the first rows of each source of local files."""
     tokenizer = None
     for number, source in enumerate(config.data.sources):
         if source.type == "fake" or may_be_hub_id(str(source.path)):

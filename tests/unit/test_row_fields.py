@@ -1,0 +1,301 @@
+"""Fields of rows as public datasets have them: used, named as unread, or refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.check.checks.rows import rows as check_rows
+from isles.check.plan import NodePlan
+from isles.config.load import load_run_file
+from isles.config.sections.data import SourceConfig
+from isles.config.sections.run import RunConfig
+from isles.data.chat.template import describe_template
+from isles.data.show import field_notes
+from isles.data.sources.rows import Row, Tally
+from isles.data.tokens.encode import Encoder, encode_each
+from isles.data.tokens.tokenizer import train_tokenizer
+from isles.errors import DataError
+from isles.train import first_rows
+from tests import model_templates as templates
+from tests.data import trained_text, write_rows
+from tests.each import each
+
+U: dict[str, Any] = {"role": "user", "content": "Rain?"}
+A: dict[str, Any] = {"role": "assistant", "content": "No."}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
+SHARED = {"human": U["content"], "gpt": A["content"]}
+
+_TOKENIZER: Any = train_tokenizer(["The quick brown fox"], 320)
+_TOKENIZER.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+
+
+def encoder(template: str = "QWEN_25", kwargs: Any = None, **source: Any) -> Encoder:
+    _TOKENIZER.chat_template = getattr(templates, template)
+    describe_template(_TOKENIZER, template, kwargs or {})
+    return Encoder(SourceConfig(path="any", **{"type": "chat", **source}), _TOKENIZER)
+
+
+def outcome(row: dict[str, Any], **source: Any) -> tuple[str, str]:
+    """The documents of a row as one text, and the report of unread fields."""
+    texts, unread = trained_text(encoder(**source), row)
+    return "\n".join(texts), unread
+
+
+def refusal(row: dict[str, Any], **source: Any) -> DataError:
+    with pytest.raises(DataError) as caught:
+        outcome(row, **source)
+    return caught.value
+
+
+def turns(*said: tuple[str, str], **last: Any) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [{"from": who, "value": text} for who, text in said]
+    messages[-1] |= last
+    return messages
+
+
+@each(
+    # ShareGPT
+    ({"conversations": turns(*SHARED.items()), "id": "x_1"}, "id 100 %"),
+    ({"conversations": turns(*SHARED.items(), model="m")}, "messages.model 100 %"),
+    ({"conversation": turns(*SHARED.items()), "source": "s", "lang": "de"}, "lang source"),
+    # OpenAI
+    ({"messages": [{**U, "name": "Ann"}, A], "parallel_tool_calls": False}, "name parallel"),
+    ({"messages": [U, {**A, "refusal": None, "annotations": []}]}, ""),
+    ({"messages": [U, {**A, "audio": {"id": "a"}}]}, "messages.audio 100 %"),
+    # Others
+    ({"messages": [U, A], "meta": {"score": 1}}, "meta 100 %"),
+    ({"messages": [U, {**A, "masked": True}]}, "messages.masked 100 %"),
+    ({"messages": [U, A], "images": ["a.png"]}, "images 100 %"),
+)
+def test_fields_of_public_chats_are_named(row, unread):
+    text, found = outcome(row)
+    assert "[[No.<|im_end|>]]" in text
+    assert all(part in found for part in unread.split()) and bool(found) == bool(unread)
+
+
+@each(
+    ({"conversations": turns(*SHARED.items(), ("human", "Snow?"), ("gpt", "Yes."), loss=False)}),
+    ({"conversations": turns(*SHARED.items(), ("human", "Snow?"), ("gpt", "Yes."), weight=0)}),
+    ({"messages": [U, A, U, {**A, "content": "Yes.", "trainable": False}]}),
+    ({"messages": [U, A, U, {**A, "content": "Yes.", "train_on_turn": 0}]}),
+)
+def test_turns_that_a_field_excludes_are_not_trained(row):
+    text, unread = outcome(row)
+    assert "[[No.<|im_end|>]]" in text and "Yes." in text and "[[Yes." not in text and not unread
+
+
+@each(
+    ({"weight": 0, "train": True}, "weight: 0 and train: 1"),
+    ({"loss": True, "training": False}, "loss: 1 and training: 0"),
+    ({"trainable": 1, "weight": 0.0}, "trainable: 1 and weight: 0"),
+)
+def test_fields_that_contradict_one_another_are_refused(fields, what):
+    row = {"messages": [U, A, U, {**A, "content": "Yes.", **fields}]}
+    error = refusal(row)
+    said, named = set(what.split(" and ")), error.what.partition(" has ")[2]
+    assert all(part in named for part in said) and error.where == "f:1"
+    # The printed fix works.
+    field = error.fix.partition("{train: ")[2].rstrip("}")
+    text, unread = outcome(row, columns={"train": field})
+    assert ("[[Yes." in text) == bool(fields[field]) and len(unread.split(", ")) == 1
+    outcome({"messages": [U, {**A, **dict.fromkeys(fields, 1)}]})
+
+
+@each(
+    ({"type": "image_url", "image_url": {"url": "a.png"}}, "'image_url'"),
+    ({"type": "input_audio", "input_audio": {"data": ""}}, "'input_audio'"),
+    ({"type": "image"}, "'image'"),
+)
+def test_parts_that_are_no_text_are_refused(part, kind):
+    content = [{"type": "text", "text": "Rain?"}, part]
+    error = refusal({"messages": [{**U, "content": content}, A]})
+    assert f"messages[0].content[1] holds a part of type {kind}" in error.what
+
+
+@each(
+    # LLaMA-Factory: ShareGPT with tools as a string, and Alpaca with system and history.
+    (
+        {
+            "conversations": turns(
+                ("human", "Rain?"),
+                ("function_call", json.dumps(CALL["function"])),
+                ("observation", "dry"),
+                ("gpt", "No."),
+            ),
+            "system": "Be brief.",
+            "tools": json.dumps([TOOL["function"]]),
+        },
+        "chat",
+        ("Be brief.", '"name": "weather"', '"city": "Bonn"', "dry", "[[No.<|im_end|>]]"),
+    ),
+    (
+        {
+            "instruction": "And Snow?",
+            "input": "In Bonn",
+            "output": "No.",
+            "system": "Be brief.",
+            "history": [["Rain?", "Yes."]],
+        },
+        "instruct",
+        ("Be brief.", "Rain?", "[[Yes.<|im_end|>]]", "And Snow?\n\nIn Bonn", "[[No.<|im_end|>]]"),
+    ),
+    (
+        {
+            "messages": [
+                U,
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {
+                    "role": "tool",
+                    "tool_call_id": "c1",
+                    "content": [{"type": "text", "text": "dry"}],
+                },
+                A,
+            ],
+            "tools": [TOOL],
+        },
+        "chat",
+        ("weather", "Rain?", '"city": "Bonn"', "dry", "[[No.<|im_end|>]]"),
+    ),
+    (
+        {"prompt": [U], "chosen": [A], "rejected": [{**A, "content": "Yes."}], "tools": [TOOL]},
+        "preference",
+        ("weather", "Rain?", "[[No.<|im_end|>]]", "weather", "Rain?", "[[Yes.<|im_end|>]]"),
+    ),
+)
+def test_rows_as_other_trainers_have_them(row, kind, parts):
+    text, place = outcome(row, type=kind)[0], 0
+    for part in parts:
+        place = text.find(part, place) + 1
+        assert place > 0, part
+
+
+@each(
+    ({"prompt": "a", "rejected": "b"}, "preference", "no column 'chosen'"),
+    ({"prompt": "a", "completion": "b", "label": True}, "preference", "no column 'chosen'"),
+    ({"messages": [{**U, "role": "critic"}, A]}, "chat", "not the name of a role"),
+    ({"messages": [{**U, "role": "developer"}, A]}, "chat", "content of message 0 (developer)"),
+    ({"messages": [U, {**A, "thinking": "It is wet"}]}, "chat", "the thinking of message 1"),
+    ({"messages": [U, {**A, "content": None, "refusal": "I cannot"}]}, "chat", "holds null"),
+)
+def test_rows_that_cannot_be_trained_say_why(row, kind, what):
+    error = refusal(row, type=kind)
+    assert what in error.what and error.fix
+    if kind == "preference" and "label" in row:  # as answers alone, the label is named
+        text, unread = outcome(row, type="instruct")
+        assert "[[b<|im_end|>]]" in text and unread == "label 100 %"
+
+
+@each(
+    ("tools", {}, {"functions": [TOOL["function"]]}),
+    ("tools", {"tools": "my_tools"}, {"my_tools": [TOOL]}),
+    ("system", {"system": "persona"}, {"persona": "Be brief."}),
+)
+def test_a_field_is_ignored_by_its_key_too(ignored, columns, more):
+    row = {"messages": [U, A], **more}
+    assert outcome(row, columns=columns)[0] != outcome({"messages": [U, A]})[0]
+    text, unread = outcome(row, columns=columns, ignore_fields=[ignored])
+    assert text == outcome({"messages": [U, A]})[0] and not unread
+    assert not list(notes(row, columns=columns, ignore_fields=[ignored]))
+
+
+def test_calls_in_old_forms_are_ignored_by_the_printed_name():
+    for call in ({"function_call": CALL["function"]}, {"tool_calls": [CALL]}):
+        row = {"messages": [U, {**A, **call}]}
+        error = refusal(row, template="GRANITE_33")
+        assert error.fix.endswith("ignore_fields: [tool_calls]")
+        text, unread = outcome(row, template="GRANITE_33", ignore_fields=["tool_calls"])
+        assert "No." in text and "Bonn" not in text and not unread
+
+
+def notes(*rows: dict[str, Any], **source: Any) -> list[str]:
+    own, tally = encoder(**source), Tally("any", 0.0)
+    encode_each([Row("f:1", row) for row in rows], own, tally)
+    assert not tally.num_bad
+    config = SourceConfig(path="rows.jsonl", **{"type": "chat", **source})
+    return list(field_notes(3, config, tally.record()))
+
+
+@each(
+    ("scroe", "score"),
+    ("messages.modle", "model"),
+    ("tool_call", None),
+)
+def test_ignored_fields_that_no_row_has_are_named(name, near):
+    row = {"messages": [U, {**A, "model": "m"}], "score": 1}
+    unread, unknown = notes(row, {"messages": [U, A]}, ignore_fields=[name])
+    assert unread == (
+        "data.sources.3 (rows.jsonl): nothing reads these fields (share of rows): "
+        "messages.model 50 %, score 50 %"
+    )
+    hint = f"; did you mean {near}?" if near else ""
+    assert unknown == (
+        f"data.sources.3.ignore_fields (rows.jsonl): no row has the field {name}{hint}"
+    )
+    assert notes(row, ignore_fields=["score", "messages.model"]) == []
+
+
+def test_variables_that_the_template_does_not_have():
+    with pytest.raises(DataError) as caught:
+        encoder("QWEN_3", {"enable_thinkin": False})
+    assert caught.value.where == "tokenizer.chat_template_kwargs.enable_thinkin"
+    assert caught.value.what.endswith("has no variable enable_thinkin; it has: enable_thinking")
+    row = {"messages": [U, A]}
+    given = {"enable_thinkin": False}
+    error = refusal({**row, "chat_template_kwargs": given}, template="QWEN_3")
+    assert "is it enable_thinking?" in error.what
+    assert error.fix.endswith("ignore_fields: [chat_template_kwargs]")
+    # A variable for other models is named.
+    given = {"enable_thinking": False, "persona": "calm"}
+    text, unread = outcome({**row, "chat_template_kwargs": given}, template="QWEN_3")
+    assert "</think>\n\n[[No." in text and unread == "chat_template_kwargs.persona 100 %"
+    assert not outcome({**row, "chat_template_kwargs": {"thinking": None}})[1]
+    encoder("LLAMA_31", {"date_string": "1 Jan 2030", "tools_in_user_message": False})
+
+
+RUN = """\
+name: fields
+model: {name_or_path: llama-2m, init: scratch}
+tokenizer: {train_vocab_size: 320}
+data: {sources: [{path: rows.jsonl, type: chat}, {path: bad.jsonl, type: chat}]}
+training: {max_steps: 1, global_batch_size: 2}
+"""
+
+
+def write_run(folder: Path) -> dict[str, Any]:
+    (folder / "run.yaml").write_text(RUN)
+    write_rows(folder / "rows.jsonl", [{"messages": [U, {**A, "mood": 1}], "score": 1}] * 300)
+    write_rows(folder / "bad.jsonl", [{"messages": [U]}])
+    loaded = load_run_file(folder / "run.yaml", [])
+    return {"config": loaded.config.model_dump(mode="json")}
+
+
+def test_the_first_rows_are_read_without_preparing_any(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig.model_validate(write_run(tmp_path)["config"])
+    first, bad = first_rows.heads(config)
+    assert first["rows"] == 200 and "error" not in first
+    assert first["notes"] == [
+        "data.sources.0 (rows.jsonl): nothing reads these fields (share of rows): "
+        "messages.mood 100 %, score 100 %"
+    ]
+    assert "bad.jsonl:1: " in bad["error"]["what"] and bad["error"]["fix"]
+    assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "rows.jsonl", "bad.jsonl"}
+
+
+@pytest.mark.long
+def test_check_looks_at_the_first_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = write_run(tmp_path)
+    found = list(check_rows(NodePlan("here", run=run)))
+    assert [(finding.level, finding.measured) for finding in found] == [
+        ("warning", "first 200 rows"),
+        ("error", "first 1 rows"),
+    ], found
+    assert "messages.mood 100 %, score 100 %; of the first 200 rows" in found[0].text
+    assert found[1].text.startswith("data.sources.1 (bad.jsonl): ")
+    assert list(check_rows(NodePlan("there", is_first=False, run=run))) == []
