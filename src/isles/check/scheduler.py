@@ -109,7 +109,7 @@ def _gres(where: str, what: str, nodes: Sequence[QueueNode], cluster: ClusterCon
         return Finding("queue.gres", "ok", where, text, str(most), str(gpus))
     text = f"{fit} nodes of {what} have the {gpus} GPUs that the run needs on each of its "
     text += f"{cluster.max_nodes} nodes; the largest node has {most}"
-    fix = "use a partition with GPUs; or train on CPUs: clusters.0.device=cpu"
+    fix = "use a partition with GPUs, or train on CPUs with clusters.0.device=cpu"
     if most:
         fix = f"use gpus_per_node: {most} and more nodes, or another partition"
     return Finding("queue.gres", "error", where, text, str(most), str(gpus), fix)
@@ -156,7 +156,7 @@ def _slurm(
     level: Level = "ok"
     if state != "UP":
         level = "error"
-        fix = f"use another partition ({names}); or ask the administrator: scontrol update "
+        fix = f"use another partition ({names}), or ask the administrator: scontrol update "
         fix += f"PartitionName={name} State=UP"
     yield Finding("queue.partition", level, where, f"{what} is {state}", state, "UP", fix)
     nodes = _slurm_nodes(slurm, launcher, name)
@@ -232,7 +232,7 @@ def _queue(where: str, name: str | None, queues: Mapping[str, Mapping[str, str]]
     level: Level = "error" if "enabled" in closed else "warning"
     text = f"the queue {name} is not {' and not '.join(closed)}"
     measured = ", ".join(f"not {word}" for word in closed)
-    fix = f"use another queue ({names}); or ask the administrator: qenable {name}, qstart {name}"
+    fix = f"use another queue ({names}), or ask the administrator: qenable {name}, qstart {name}"
     return Finding("queue.partition", level, where, text, measured, wanted, fix)
 
 

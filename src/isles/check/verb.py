@@ -388,9 +388,9 @@ def _count_ranks(hosts: Hosts) -> None:
         if there >= wanted:
             continue
         text = f"the run needs {plural(wanted, 'rank')}, and the host has {plural(there, 'GPU')}"
-        fix = "see nvidia-smi there; remove the host; or train on CPUs: clusters.0.device=cpu"
+        fix = "see nvidia-smi there; remove the host, or train on CPUs with clusters.0.device=cpu"
         if there:
-            fix = "see nvidia-smi and CUDA_VISIBLE_DEVICES there; remove the host; or set its "
+            fix = "see nvidia-smi and CUDA_VISIBLE_DEVICES there; remove the host, or set its "
             fix += f"number of GPUs: {{ssh: {name}, gpus: {there}}}"
         count = Finding("gpu.count", "error", name, text, str(there), str(wanted), fix)
         hosts.findings.append(count)

@@ -89,7 +89,7 @@ def model_facts(config: RunConfig, shape: Shape) -> ModelFacts:
     model = architecture(config, shape.config)
     files = files_params(name)
     if files is not None and not model.is_known and files < _ALIKE * model.params:
-        # Use the count of its files. If the files are about half of the model or less, ignore them.
+        # Use the count of its files. If they have at most half of the numbers, ignore them.
         model = model.with_params(files) if files * _ALIKE > model.params else model
     setting = setting_of(config, _ALONE, rows=1, micro_batches=1)
     count = Count(model, setting, Holding())

@@ -172,8 +172,8 @@ def _failure(plan: NodePlan, index: int, own: dict[str, Any]) -> Finding:
             return Finding("gpu.visible", "error", name, text, measured, fix=fix)
         case "silent":
             text = "torch was not imported, or its first kernel has not finished, in time"
-            fix = f"run time python -c 'import torch' on {name}, as the disk may be slow "
-            fix += "(--timeout 3m waits longer); if a kernel hangs: dmesg | grep -i -e nvrm -e xid"
+            fix = f"on {name}, run time python -c 'import torch' to see whether the disk is slow "
+            fix += "(--timeout 3m waits longer), and dmesg | grep -i -e nvrm -e xid for GPU faults"
             return Finding("torch.imports", "error", name, text, fix=fix)
         case _:
             text = f"torch cannot be used: {failure}"

@@ -213,7 +213,7 @@ def _down(name: str, rates: Mapping[int, Sequence[float]]) -> Iterator[Finding]:
     for index, own in rates.items():
         if 0 < len(own) < most:
             text = f"GPU {index} has {len(own)} active NVLinks, and another GPU has {most}"
-            fix = f"on {name}: nvidia-smi nvlink -s shows inactive links; reboot, then check its "
+            fix = f"on {name}: nvidia-smi nvlink -s shows inactive links. Reboot, then check its "
             fix += "bridge or baseboard"
             measured, limit = f"{len(own)} links", f"{most} links"
             yield Finding("gpu.links", "warning", name, text, measured, limit, fix)
@@ -247,7 +247,7 @@ def _far(name: str, used: Sequence[Card], pairs: Pairs, there: Sequence[int]) ->
 def _together(
     there: Sequence[int], count: int, pairs: Pairs, is_near: Callable[[str], bool]
 ) -> list[int] | None:
-    # A group of `number` GPUs that are all near each other, in order.
+    # A group of `count` GPUs that are all near each other, in order.
     for first in there:
         chosen = [first]
         for index in there:

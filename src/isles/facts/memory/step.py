@@ -415,7 +415,7 @@ class _Stage:
         if is_trained:
             gradient = model.head_params * FP32
         if width != FP32:
-            # Or as gradients in fp32 and 16 bits, with the gradient of the input.
+            # Or as gradients in fp32 and 16 bits, with the gradient of the head in 16 bits.
             product = model.head_params * width if is_trained else 0
             made = max(made, chunk * (FP32 + width) + product)
         if width != count.width:
