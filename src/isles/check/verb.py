@@ -165,7 +165,7 @@ def _check_cluster(run: RunFacts, extent: Extent, print_line: PrintLine) -> Foun
         case RayLauncherConfig() as launcher:
             return _check_ray(run, launcher, extent, print_line)
         case KubernetesLauncherConfig(image=image):
-            text = f"nothing was checked: the pods and the image {image} exist only during the run"
+            text = f"nothing was checked: pods with the image {image} are visible only in a run"
             fix = "run isles train: the first pod checks itself, and isles reports why pods wait"
             return [Finding("host.unseen", "warning", "pods", text, fix=fix)], ["pods"]
         case ManualLauncherConfig(hosts=hosts):
@@ -387,7 +387,9 @@ def _count_ranks(hosts: Hosts) -> None:
         hosts.nproc[name] = max(1, min(wanted, there))
         if there >= wanted:
             continue
-        text = f"the run needs {plural(wanted, 'rank')}, and the host has {plural(there, 'GPU')}"
+        text = (
+            f"the run needs {plural(wanted, 'rank')}; the host has {plural(there, 'visible GPU')}"
+        )
         fix = "see nvidia-smi there; remove the host, or train on CPUs with clusters.0.device=cpu"
         if there:
             fix = "see nvidia-smi and CUDA_VISIBLE_DEVICES there; remove the host, or set its "
