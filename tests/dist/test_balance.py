@@ -76,7 +76,7 @@ def test_measured_rows_are_all_rows_and_change_nothing(run_file, strategy):
     log = gang.log.read_text()
     head = re.findall(r"^rank +host +device +rows +micro-batch +rows/s +step s$", log, re.M)
     assert len(head) == 1
-    assert re.search(r"expected: [\d.]+ s a step, [\d.]+ times an even split", log)
+    assert re.search(r"expected: [\d.]+ s per step, [\d.]+ times an even split", log)
     again = train(run_file, 3, *options, "training.max_steps=25", resume=str(run_dir.path))
     assert len(last_rows(again)) == 3, "other ranks are measured anew"
     assert sum(last_rows(again)) == 12

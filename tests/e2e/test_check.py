@@ -157,10 +157,10 @@ def test_ports_that_are_blocked_one_way(lab: Lab) -> None:
         report = check(lab, write_run(lab))
     assert report.errors() == {("net.connect", "a1 -> a2"), ("net.connect", "a3 -> a1")}
     dropped = report.bad("net.connect")["a1 -> a2"]
-    assert "packets are dropped" in dropped["text"] and "the firewall of a2" in dropped["text"]
+    assert "drops packets" in dropped["text"] and "the firewall of a2" in dropped["text"]
     assert "on a2: sudo nft" in dropped["fix"] and "10.77.0.0/16" in dropped["fix"]
     assert "refused" in report.bad("net.connect")["a3 -> a1"]["text"]
-    assert "was not tried" in report.bad("reduce.works")["all hosts"]["text"]
+    assert "was skipped" in report.bad("reduce.works")["all hosts"]["text"]
     assert "1300" in report.bad("net.mtu")["a3"]["text"]
     assert not left(lab)
 

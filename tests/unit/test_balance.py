@@ -94,7 +94,7 @@ def test_a_split_that_does_not_bring_what_it_promised_is_taken_back():
     back, reason = next_allocation(history, 20, no_faster)
     assert back.split.rows == (12, 12)
     assert back.rests, "it would come again at once"
-    assert "taken back, as steps are 0.75 times as fast, not 1.50" in reason
+    assert "going back, as steps are 0.75 times as fast, not 1.50" in reason
     assert next_allocation(history.decided(20), 50, no_faster) is None, "slower for another reason"
 
 
@@ -116,7 +116,7 @@ def test_rows_are_split_anew_only_where_it_pays_and_come_back_to_a_rank_that_rec
     assert now.split.rows == (36, 12)
     quick, reason = revised(now, 1, 1 / 3)
     assert quick.split.rows == (24, 24)
-    assert "its rows bring 0.67 times an even split, not 2.00" in reason
+    assert "its rows give 0.67 times an even split, not 2.00" in reason
 
 
 def test_steps_that_are_done_again_have_the_rows_that_they_had(tmp_path):

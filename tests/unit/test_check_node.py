@@ -76,9 +76,9 @@ def test_gpus_as_the_driver_tells_them(found: Callable[..., list[Finding]]) -> N
 
 @each(
     ({"--query-gpu=uuid,ecc": "GPU-aa, 3, 0x0"}, "gpu.errors", "3 uncorrected"),
-    ({"--query-remapped-rows": "GPU-aa, Yes, No"}, "gpu.errors", "cannot be mended"),
+    ({"--query-remapped-rows": "GPU-aa, Yes, No"}, "gpu.errors", "cannot be repaired"),
     ({"--query-gpu=uuid,ecc": "GPU-aa, [N/A], 0x20"}, "gpu.throttle", "heat, at 71 degrees"),
-    ({"--query-gpu=uuid,driver": _BUSY}, "gpu.busy", "4.8 GiB of 15.9 GiB .* does not name"),
+    ({"--query-gpu=uuid,driver": _BUSY}, "gpu.busy", "4.8 GiB of 15.9 GiB .* does not list"),
     ({"--query-compute-apps": _USER}, "gpu.busy", r"python, with a comma \(pid 4242\)"),
 )
 def test_troubles_of_a_gpu(answers: dict[str, str], finding_id: str, words: str, *, found):
@@ -166,11 +166,11 @@ def test_nvlink_is_told_from_pcie(linked: Linked) -> None:
     assert "NVLink (4 links of 14.1 GB/s) between GPUs 2-3" in text
     assert "PCIe through the processor's PCIe bridge (PHB) between GPUs 0-1" in text
     assert "the link between processors (SYS) between GPUs 0-2, 0-3, 1-2, 1-3" in text
-    assert "16 GB/s in each direction are to be expected of the slowest pair" in text
+    assert "the slowest pair should reach 16 GB/s in each direction" in text
     ((level, measured, _),) = linked(_BRIDGED, "", "4, 16, 16")
     assert (level, measured) == ("ok", "PCIe gen 4 x16, 31.5 GB/s"), "a single card"
     ((_, measured, text),) = linked(_HGX, "all links are inActive", *["4, 16, 16"] * 4)
-    assert measured == "NV12" and "to be expected" not in text
+    assert measured == "NV12" and "should reach" not in text
     assert linked("", "", *["4, 16, 16"] * 2) == [], "a driver that says nothing of it"
     assert linked(_HGX, "", *["[N/A], [N/A], [N/A]"] * 4)[0][1] == "NV12", "nothing of the slots"
     for hosts in ("", "4, 3"):  # of an idle card, and of an old machine, which has no higher one
@@ -182,17 +182,17 @@ _FULL = ["4, 16, 16"] * 3
 
 
 @each(
-    ({"slots": ["4, 16, 8", *_FULL]}, "x8", "GPU 0 runs on 8 of the 16"),
-    ({"slots": ["3, 16, 16", *_FULL], "hosts": "4, 4"}, "gen 3", "GPU 0 is held at"),
+    ({"slots": ["4, 16, 8", *_FULL]}, "x8", "GPU 0 uses 8 of the 16"),
+    ({"slots": ["3, 16, 16", *_FULL], "hosts": "4, 4"}, "gen 3", "GPU 0 is limited to"),
     (
         {"slots": [_FULL[0], "4, 4, 4", *_FULL[1:]], "hosts": "4, 4"},
-        *("PCIe gen 4 x4, 7.88 GB/s", "the others wait for it"),
+        *("PCIe gen 4 x4, 7.88 GB/s", "the other GPUs wait for it"),
     ),
-    ({"use": "0,2"}, "SYS", "GPUs 2, 3 are nearer to one another"),
-    ({"use": "0,1"}, "PHB", "without NVLink .*GPUs 2, 3 are nearer"),
+    ({"use": "0,2"}, "SYS", "GPUs 2, 3 have faster links"),
+    ({"use": "0,1"}, "PHB", "without NVLink .*GPUs 2, 3 have faster links"),
     (
         {"topo": _HGX, "nvlink": _nvlinks(*[[25.0] * 12] * 3, [25.0] * 11 + [None])},
-        *("11 links", "11 NVLinks of GPU 3 are up, and 12 of another"),
+        *("11 links", "GPU 3 has 11 active NVLinks, and another GPU has 12"),
     ),
 )
 def test_slots_and_links_that_give_less(given, measured, words, *, linked):
@@ -264,7 +264,7 @@ def test_folders_of_a_run(tmp_path: Path) -> None:
     assert "a file stands" in found["files.output"].text
     found = look(tmp_path, tmp_path / "a" / "b")
     assert "files.workdir" not in found and found["files.output"].level == "ok"
-    assert f"to be made in {tmp_path}" in found["files.output"].text
+    assert f"to be created in {tmp_path}" in found["files.output"].text
     assert not (tmp_path / "a").exists(), "a check makes no folders"
 
 
@@ -288,7 +288,7 @@ def test_space_for_the_checkpoints_of_the_run(
     assert run.plan("a", {"a": 1}, "cpu").kept_bytes == run.model.params * 12 * 3
     big, nproc = replace(run, model=Architecture.opaque(10**15)), {"a": 1, "b": 1}
     a, b = ({f.id: f for f in files(big.plan(name, nproc, "cpu"))}["disk.free"] for name in nproc)
-    assert a.level == "error" and "(2 and one on its way)" in a.text
+    assert a.level == "error" and "(2 kept, one being written)" in a.text
     assert a.limit == format_bytes(36 * 10**15)
     assert b.level == "ok"
     small = replace(run.plan("a", nproc, "cpu"), kept_bytes=1 << 20)
@@ -300,7 +300,7 @@ def test_space_for_the_checkpoints_of_the_run(
 @each(
     (errno.EACCES, f"sudo chown {os.geteuid()} /"),
     (errno.EROFS, "findmnt -T"),
-    (errno.ENOSPC, "make room"),
+    (errno.ENOSPC, "free some space"),
 )
 def test_a_folder_that_refuses(number: int, words: str, *, tmp_path, monkeypatch):
     """As disks do; this test may write everywhere."""
@@ -387,7 +387,7 @@ def test_a_node_that_nobody_asks_any_more_ends() -> None:
 
 @each(
     (["no-such.yaml"], "no such file"),
-    (["--hosts", "a", "a"], "a is there twice"),
+    (["--hosts", "a", "a"], "a appears twice"),
     (["--timeout", "1s"], "--timeout 30s"),
 )
 def test_faults_of_the_command_line(words: list[str], said: str, *, capsys):

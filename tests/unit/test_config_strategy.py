@@ -103,7 +103,7 @@ CHAT, TEXT = GOOD.replace("a/b", "a/b, type: chat"), "data.sources=[{path: a}]"
 
 @each(
     ("mamba", [], "by model_type mamba: its layers carry a state from token to token"),
-    ("bloom", [], "by model_type bloom: it takes no positions"),
+    ("bloom", [], "by model_type bloom: it does not accept positions"),
     ("their_own", [TEXT, "data.isolate_documents=true"], "kept apart by model_type their_own"),
     ("opt", ["model.attn_implementation=flex_attention"], "flex_attention does not keep"),
     ("gptj", ["model.attn_implementation=flash_attention_2"], "flash_attention_2 does"),

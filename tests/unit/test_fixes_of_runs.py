@@ -145,7 +145,7 @@ def test_nodes_of_a_queue_are_planned_with_the_cards_that_the_note_asks_for(tmp_
     load(tmp_path, SCALED.replace("a/b", "llama-15m, init: scratch"), *words)
     asked = ["plan", str(tmp_path / "run.yaml"), *words]
     main(asked)
-    found = re.search(r"name their cards, such as (--gpus \S+)", capsys.readouterr().out)
+    found = re.search(r"name their GPUs, such as (--gpus \S+)", capsys.readouterr().out)
     assert found is not None
     assert main([*asked, *found[1].split(), "--nodes", "2"]) == ExitCode.OK
     assert "name their cards" not in capsys.readouterr().out

@@ -90,14 +90,14 @@ def test_machines_as_typed(text: str, hosts: list[list[str]], rate: float | None
 
 @each(
     ("--gpus 3075ti", "did you mean 3070ti"),
-    ("--gpus 4090,", "there is no card ''"),
-    ("--gpus 4090@fast", "fast is no rate"),
-    ("--gpus 4090@1gbe+soon", "soon is no latency"),
+    ("--gpus 4090,", "'' is not a known GPU"),
+    ("--gpus 4090@fast", "fast is not a valid network rate"),
+    ("--gpus 4090@1gbe+soon", "soon is not a valid latency"),
     ("--gpus 4090,3090 --nodes 2", "--gpus names 2 machines"),
     ("--nodes 2", "--gpus 8xh100 --nodes 2"),
     ("--gpus 4090 --nodes 0", "1 to 1024"),
     ("--gpus 4090;3090", "names 2 clusters, and the run file has 1"),
-    ("--link 1gbe;1gbe", "2 lines for 1 clusters"),
+    ("--link 1gbe;1gbe", "2 uplinks for 1 cluster"),
     ("--price 3", "0.30/kWh"),
 )
 def test_a_wrong_command_line_names_the_fix(words: str, hint: str, *, here, capsys):
@@ -182,7 +182,7 @@ def test_apply_changes_nothing_on_a_full_disk_nor_where_nothing_fits(here, capsy
     shape = {**load_shape("llama-8b"), "num_hidden_layers": 400}
     Path("model/config.json").write_text(json.dumps(shape))
     assert main(["plan", "run.yaml", "--gpus", "3070", "--apply"]) == ExitCode.PREFLIGHT
-    assert "Nothing on the ladder fits" in capsys.readouterr().out
+    assert "No option fits" in capsys.readouterr().out
     assert Path("run.yaml").read_text() == before
 
 
@@ -279,7 +279,7 @@ def test_a_model_of_an_unknown_kind_is_a_guess_and_its_files_are_counted(here, c
     assert files_params("./model") == 7000
     assert main(["plan", "run.yaml", "--gpus", "8xh100"]) == ExitCode.OK
     shown = capsys.readouterr().out
-    assert "GUESS: the kind 'nobody_knows' is not known, and is counted as a Llama" in shown
+    assert "GUESS: the kind 'nobody_knows' is unknown, and is counted as a Llama" in shown
     assert "its safetensors files hold 7.0k numbers" in shown
     Path("model/config.json").write_text('{"model_type": "llama"}')
     assert main(["plan", "run.yaml", "--gpus", "8xh100"]) == ExitCode.USER
@@ -297,7 +297,7 @@ def test_of_a_model_on_the_hub_only_its_config_is_fetched(here, capsys, monkeypa
         code = main([*words, "model.name_or_path=o/open", "adapter.type=lora"])
         shown = capsys.readouterr()
         assert code == ExitCode.OK, shown.err
-        assert "1.2B parameters" in shown.out and "config.json from the hub" in shown.out
+        assert "1.2B parameters" in shown.out and "config.json from Hugging Face" in shown.out
         assert asked == [("/o/open/resolve/main/config.json", "Bearer hf_secret")]
         assert not list(here.rglob("models--*"))
         for name, hint in (
@@ -328,7 +328,7 @@ esac"""
     assert first.limit_bytes < 9000 * 2**20 < second.limit_bytes
     assert second.device.flops == 0 and second.busy_s is None
     assert main(["plan", "run.yaml", "adapter.type=qlora"]) in (ExitCode.OK, ExitCode.PREFLIGHT)
-    assert "the speed of a card is not in the table" in capsys.readouterr().out
+    assert "the speed of a GPU is not in the table" in capsys.readouterr().out
 
 
 def test_hosts_are_asked_and_the_silent_ones_are_unknown(here, capsys):
@@ -400,7 +400,7 @@ def test_what_slurm_is_asked_for_names_the_cards(here):
 def test_a_script_is_not_planned_and_energy_has_its_price(here, capsys):
     Path("script.yaml").write_text("name: s\ntraining: {script: a.py}\n")
     assert main(["plan", "script.yaml"]) == ExitCode.USER
-    assert "nothing is known beforehand of a script" in capsys.readouterr().err
+    assert "isles cannot plan a script" in capsys.readouterr().err
     words = ["plan", "run.yaml", "--gpus", "8xh100", "--json"]
     costs = []
     for price in ("0.30/kWh", "2.50/h"):
@@ -471,7 +471,7 @@ def test_links_that_check_has_measured_are_those_of_a_plan(here, capsys):
     found, notes = network()
     assert (found["bytes_per_s"], found["latency_s"]) == (60e6, 0.0015)
     assert (found["confidence"], found["name"]) == ("measured", "480 Mbit/s")
-    assert any("as `isles check` measured on 2023-11-1" in note for note in notes), "the oldest"
+    assert any("as `isles check` measured it on 2023-11-1" in note for note in notes), "the oldest"
     assert set(read_links(Path("runs"))["a1"]) == {"a2", "a3"}, "older pairs are kept"
 
 

@@ -302,7 +302,7 @@ CUT = "{cluster: b, kind: cut, at: 5s, lasts: 3s}"
     ("clusters:\n  - {name: a, step: 1s, uplnk: 1MB/s}", ":2 clusters.0.uplnk", "mean uplink"),
     ("clusters:\n  - name: a\n    step: 1s\n    uplink: 100", ":4 clusters.0.uplink", "unit"),
     ("clusters:\n  - name: a\n    step: 5", ":3 clusters.0.step", "5s"),
-    ("clusters:\n  - {name: a}", ":2 clusters.0", "one of step and tokens_per_s"),
+    ("clusters:\n  - {name: a}", ":2 clusters.0", "either step or tokens_per_s"),
     ("hub: {}\ncluster: []", ":2 cluster", "mean clusters"),
     (f"{ONE}]\nincidents:\n  - {CUT}", ":3 incidents.0.cluster", "use one of a"),
     (f"{ONE}, {{name: a, step: 2s}}]", ":1 clusters.1.name", "two groups"),
@@ -327,7 +327,7 @@ def test_the_command(tmp_path, capsys):
     )
     assert main(["plan", str(run), "--simulate"]) == ExitCode.OK
     shown = capsys.readouterr().out
-    for words in ("goodput", "assumed: a step of a takes", "one hub carries", "sync_every", "█"):
+    for words in ("goodput", "assumed: a step of a takes", "one hub can serve", "sync_every", "█"):
         assert words in shown
     assert "1 clusters" not in shown and "days" not in shown
     assert main(["plan", str(run), "--json"]) == ExitCode.OK
@@ -350,10 +350,10 @@ def test_the_command(tmp_path, capsys):
     assert keys == {"sync_every", "fragments", "delay", "codec"}
     run.with_name("plain.yaml").write_text(RUN_FILE.split("outer:", maxsplit=1)[0])
     for words, said in (
-        (f"{run} --fleet {path}", "--fleet means nothing without --simulate"),
-        (f"{run} --simulate --gpus 4090 --fleet {path}", "--gpus means nothing beside --simulate"),
-        (f"{run} --simulate --price 2/h", "--price means nothing beside --simulate"),
-        (f"{run} --simulate --png /nowhere/a.png", "there is no folder /nowhere"),
+        (f"{run} --fleet {path}", "--fleet has no effect without --simulate"),
+        (f"{run} --simulate --gpus 4090 --fleet {path}", "--gpus has no effect with --simulate"),
+        (f"{run} --simulate --price 2/h", "--price has no effect with --simulate"),
+        (f"{run} --simulate --png /nowhere/a.png", "folder not found: /nowhere"),
         (f"{run.with_name('plain.yaml')} --simulate", "has no outer steps"),
     ):
         assert main(["plan", *words.split()]) == ExitCode.USER

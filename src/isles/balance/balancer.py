@@ -1,4 +1,4 @@
-"""Holds the split of a run, measures its steps, and revises it."""
+"""The split of a run: the balancer measures the steps and revises the split."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from isles.dist.world import World
 log = logging.getLogger(__name__)
 
 _EARLY = 10
-"""Steps from a new split to the first look at what it brings."""
+"""Steps from a new split to its first review."""
 
 _EVERY, _SELDOM = 50, 500
-"""Steps between two looks; at a split that was left before and came back."""
+"""Steps between two reviews; for a split that was replaced before and is used again."""
 
 _EVIDENCE_S = 10.0
-"""Of training that a look must have to decide by; with less it waits for the next one. So that
-whatever else runs on a machine for a few seconds is not in every window."""
+"""Seconds of training that a review needs for a decision. With less it is postponed. So a program
+that runs on a machine for a few seconds does not affect every window."""
 
 
 class Balancer:
-    """The split that is in use, and the speeds that it was made for.
+    """The current split, with the speeds it was made for.
 
     Args:
-        first: with what training begins.
-        history: of `balance: auto`; its last decisions are of steps that come now, where an earlier
-            start has done them already. None: the split stays.
-        file: of the history; rank 0 writes it.
+        first: allocation at the start of training.
+        history: decisions of `balance: auto`. It may have decisions for later steps, from an
+            attempt that already ran them. None: the split is fixed.
+        file: file of the history. Rank 0 writes it.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class Balancer:
         self._world, self._file, self._clock = world, file, clock
         self._current, self._history = first, history
         self.block_types: tuple[type[nn.Module], ...] = ()
-        """Module types whose forward pass `watch` times."""
+        """Types of the modules that `watch` times."""
         self._meter: ComputeMeter | None = None
         self._step = step
         self._ends: list[float] = []
-        """When each step was over, of those that are looked at next."""
+        """End times of the steps for the next review."""
 
     @property
     def split(self) -> RowSplit:
-        """The rows in use."""
+        """The current split of rows."""
         return self._current.split
 
     @property
@@ -84,31 +84,31 @@ class Balancer:
 
     @property
     def decided_to(self) -> int:
-        """The last step whose rows are decided; those after it are looked at."""
+        """The last step whose rows are decided. Later steps are reviewed."""
         return 0 if self._history is None else self._history.decided_to
 
     def watch(self, blocks: list[nn.Module]) -> None:
-        """Time these modules from now on; called after the strategy has hooked them."""
+        """Time these modules from now on. Call this after the strategy has added its hooks."""
         self._meter = ComputeMeter(blocks, self._world.device)
 
     def blocks_s(self) -> float | None:
-        """Seconds that the forward passes of this rank's blocks took in the last step of which they
-        are known; None: they are not timed. Waits for no GPU."""
+        """Seconds of the forward passes of this rank's blocks, in the last step with known times.
+        None: not timed. Does not wait for a GPU."""
         steps = self._meter.steps() if self._meter is not None else []
         return steps[-1] if steps else None
 
     def rest(self) -> None:
-        """Keep the split that is in use from now on. All ranks must call this."""
+        """Keep the current split until the end. All ranks must call this."""
         self._meter = None
 
     def after_step(self, step: int, *, is_whole: bool = True) -> RowSplit | None:
-        """The split to use from now on, if it is another. All ranks must call this after each step.
+        """The new split, or None to keep the present one. All ranks must call this after each step.
 
-        Waits for the others at looks, and for no GPU.
+        It waits for the other ranks at reviews, and never for a GPU.
 
         Args:
-            step: its number.
-            is_whole: whether it had all its rows. If not, it says nothing about the split.
+            step: number of the step.
+            is_whole: whether the step had all its rows. If not, it is ignored.
         """
         before, self._step = self._step, step
         if self._history is None:
@@ -122,7 +122,7 @@ class Balancer:
         if self._meter is None or not self._is_look(before, step):
             return None
         every = self._world.gather(self._meter.steps())
-        # One rank decides, so that no last bit of a division can part them.
+        # One rank decides, so that rounding cannot lead to different decisions.
         mine = (self._decide(step, every),) if self._world.is_main else None
         (decision,) = self._world.broadcast(mine)
         if decision is None:
@@ -135,18 +135,18 @@ class Balancer:
         return split if is_new else None
 
     def record(self) -> dict[str, Any] | None:
-        """For a checkpoint."""
+        """The history for a checkpoint."""
         return None if self._history is None else self._history.record()
 
     def summary(self) -> str:
-        """The rows of each rank in a few words."""
+        """Short description of the rows of each rank."""
         text = _rows(self.split)
         if self._current.is_timed:
             text += f", {gain_over_even(self.split, self._current.curves):.2f} times an even split"
         return text
 
     def table(self) -> str:
-        """The rows and speed of each rank, one line each."""
+        """Table of the rows and speed of each rank."""
         current, split, curves = self._current, self.split, self._current.curves
         head = ("rank", "host", "device", "rows", "micro-batch", "rows/s", "step s")
         lines = [head]
@@ -165,7 +165,7 @@ class Balancer:
         ]
         if current.is_timed:
             seconds, gain = f"{step_seconds(split, curves):.3f}", gain_over_even(split, curves)
-            text.append(f"expected: {seconds} s a step, {gain:.2f} times an even split")
+            text.append(f"expected: {seconds} s per step, {gain:.2f} times an even split")
         return "\n".join(text)
 
     def _use(self, allocation: Allocation) -> RowSplit:
@@ -176,16 +176,16 @@ class Balancer:
         return allocation.split
 
     def _is_look(self, before: int, step: int) -> bool:
-        # Steps are counted one by one, but between clusters some may be passed over.
+        # Steps are counted one by one, but with several clusters some may be skipped.
         if self._current.rests:
             return before // _SELDOM < step // _SELDOM
         early = self._current.after_step + _EARLY
         return before < early <= step or before // _EVERY < step // _EVERY
 
     def _decide(self, step: int, every: Sequence[Sequence[float]]) -> History | None:
-        # The history with what is decided at this step; None: there is too little to decide by.
+        # The history with the decision at this step. None: not enough data for a decision.
         assert self._history is not None
-        # Medians leave out what comes between two steps now and then: an evaluation, a save.
+        # Medians ignore occasional work between two steps, such as an evaluation or a checkpoint.
         steps = [end - begin for begin, end in itertools.pairwise(self._ends)]
         evidence_s = statistics.median(steps) * len(steps) if steps else 0.0
         count = min(map(len, every))
@@ -194,7 +194,7 @@ class Balancer:
         devices = self._current.devices
         measured = [[0.0] * WINDOWS for _ in equal_devices(devices)]
         for device, steps_of_rank in zip(devices, every, strict=True):
-            # Ranks that share their rows wait for the slowest of them.
+            # Ranks that share their rows wait for the slowest rank among them.
             own = windows(steps_of_rank[:count])
             slowest = zip(measured[device.dp_rank], own, strict=True)
             measured[device.dp_rank] = [max(pair) for pair in slowest]
@@ -203,13 +203,13 @@ class Balancer:
         try:
             history.write(self._file)
         except OSError as error:
-            # Rows that are not on record would be others after a kill.
-            log.warning("balance is not revised: %s cannot be written: %s", self._file, error)
+            # Without a record, a resumed run would use other rows.
+            log.warning("balance is not revised, as %s cannot be written (%s)", self._file, error)
             return None
         if found is not None:
             chosen, reason = found
             text = _rows(chosen.split)
-            log.info("balance revised: %s; %s from step %d on", reason, text, step + 1)
+            log.info("balance revised: %s. From step %d: %s", reason, text, step + 1)
         return history
 
 

@@ -1,4 +1,4 @@
-"""How long a rank computes for a micro-batch of so many rows, and what that makes of a split."""
+"""Seconds of a rank by the rows of a micro-batch, and the resulting seconds of a split."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Curve:
     """Seconds of one forward and backward pass on one data-parallel rank.
 
     Args:
-        sizes: rows of the micro-batches that were measured, ascending.
-        seconds: of each of them, never falling.
-        limit: most rows that fit into the rank's memory, or that it may take.
+        sizes: measured micro-batch sizes in rows, ascending.
+        seconds: seconds for each size, never falling.
+        limit: most rows that fit into the rank's memory, or that the run file allows.
     """
 
     sizes: tuple[int, ...]
@@ -31,8 +31,8 @@ class Curve:
 
     @classmethod
     def of(cls, measured: Mapping[int, float], limit: int) -> Curve:
-        """From seconds by rows. Noise only ever makes a pass slower, so what it added is taken out:
-        fewer rows take no longer than more, and many no longer than the same in smaller parts."""
+        """A curve from seconds by rows. Noise only makes a pass slower, so it is removed: fewer
+        rows take at most the time of more rows, and of the same rows in smaller parts."""
         sizes = sorted(measured)
         falling = accumulate((measured[size] for size in reversed(sizes)), min)
         seconds = list(falling)[::-1]
@@ -42,9 +42,9 @@ class Curve:
         return cls(tuple(sizes), tuple(seconds), limit)
 
     def time(self, rows: int) -> float:
-        """Seconds of a micro-batch; one without rows of its own computes one all the same.
+        """Seconds of a micro-batch. A rank without rows still computes one row.
 
-        Between two measured sizes it is a straight line, and beyond the last one it goes on.
+        Linear between two measured sizes, and extrapolated beyond the largest.
         """
         sizes, seconds = self.sizes, self.seconds
         rows = max(1, rows)
@@ -56,43 +56,43 @@ class Curve:
 
     @property
     def rows_per_second(self) -> float:
-        """The highest speed at any size within the limit."""
+        """Highest speed at any size within the limit."""
         usable = {min(size, self.limit) for size in self.sizes} | {self.limit}
         return max(size / self.time(size) for size in usable)
 
     def scaled(self, factor: float) -> Curve:
-        """The same rank, `factor` times as slow."""
+        """The curve of a rank that is `factor` times as slow."""
         return replace(self, seconds=tuple(seconds * factor for seconds in self.seconds))
 
     def capped(self, limit: int) -> Curve:
-        """The same rank with `limit` rows in a micro-batch at most."""
+        """The curve of the same rank with at most `limit` rows per micro-batch."""
         return replace(self, limit=max(1, min(self.limit, limit)))
 
     def record(self) -> dict[str, Any]:
-        """For a file; `read` gives back the same."""
+        """The curve for a file. `read` restores it."""
         return {"sizes": list(self.sizes), "seconds": list(self.seconds), "limit": self.limit}
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Curve:
-        """What `record` gave."""
+        """The curve of a record of `record`."""
         sizes = tuple(int(size) for size in record["sizes"])
         return cls(sizes, tuple(float(s) for s in record["seconds"]), int(record["limit"]))
 
 
 def slowest(curves: Sequence[Curve]) -> Curve:
-    """The curve of ranks that compute every micro-batch together: the slowest at each size."""
+    """Curve of ranks that compute every micro-batch together: the slowest rank at each size."""
     sizes = sorted({size for curve in curves for size in curve.sizes})
     seconds = {size: max(curve.time(size) for curve in curves) for size in sizes}
     return Curve.of(seconds, min(curve.limit for curve in curves))
 
 
 def rank_seconds(split: RowSplit, dp_rank: int, curve: Curve) -> float:
-    """Seconds that a rank computes in one step, without waiting for others."""
+    """Seconds of a rank's computing in one step, without waiting for others."""
     return sum(curve.time(rows) for rows in split.micro_steps(dp_rank))
 
 
 def step_seconds(split: RowSplit, curves: Sequence[Curve]) -> float:
-    """Seconds of one step: of the slowest rank, or of the slowest in each micro-step."""
+    """Seconds of one step: the slowest rank's, or the sum of the slowest in each micro-step."""
     ranks = range(len(curves))
     if not split.in_step:
         return max(rank_seconds(split, rank, curves[rank]) for rank in ranks)

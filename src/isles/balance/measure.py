@@ -1,4 +1,4 @@
-"""Measures ranks: before training by small models of few layers, during it by its own steps."""
+"""Measures ranks: before training with small models, and during training by its steps."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from isles.balance.curve import Curve
 from isles.dist.world import World
 
 _ROUNDS = 3
-"""At least, where passes are short."""
+"""Fewest rounds, if passes are short."""
 
 _WINDOW_S = 0.06
-"""Of one size in one round: several periods of whatever slows a machine in bursts."""
+"""Seconds for one size in one round: several periods of bursts that slow a machine down."""
 
 _AGREE = 1.10
-"""The two fastest rounds must not differ by more at any size: noise only makes a pass slower, and
-what two rounds have found is none."""
+"""Largest ratio between the two fastest rounds at any size. Noise only makes a pass slower, so two
+rounds that agree have no noise."""
 
 _BUDGET_S = 8.0
-"""Of all rounds and sizes of one model, after which the ranks have not settled."""
+"""Limit in seconds for all rounds and sizes of one model. After it the ranks have not settled."""
 
 _SAMPLE_EVERY = 5
-"""Steps from one whose blocks are timed to the next on CUDA, where an event costs a little."""
+"""Interval of the steps with timed blocks on CUDA, as an event costs some time."""
 
 _EACH_UP_TO = 10
-"""Steps that are all timed, after a start or a change of rows: an early look must have some."""
+"""First steps after a start or a change of rows, all timed so that the first review has data."""
 
 _TRIES = 100
-"""Most looks at two clocks, until the thread was not made to wait between them."""
+"""Most attempts to read two clocks without an interruption of the thread."""
 
 _WARMUP = 2
-"""First steps of a start, which allocate and compile, and are left out."""
+"""First steps of an attempt to ignore, as they allocate and compile."""
 
 
 def compute_until_all_are_here(work: Callable[[], object], world: World) -> None:
-    """Repeat `work` until all ranks have called this, as all must."""
+    """Repeat `work` until all ranks have called this function. Collective."""
     others = dist.barrier(group=world.control, async_op=True)
-    assert others is not None  # it is, of a group that this rank is in
+    assert others is not None  # never None, as this rank is in the group
     while not others.is_completed():
         work()
     others.wait()
@@ -53,20 +53,20 @@ def compute_until_all_are_here(work: Callable[[], object], world: World) -> None
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A model that stands for a larger one of the same shape.
+    """A small model that represents a larger model of the same shape.
 
     Args:
-        make: makes a model with so many layers, on the device, in train mode, that gives the loss
-            of tokens [B, T].
-        layers: of the real model.
-        vocab_size, seq_length: of the tokens.
+        make: makes a model with the given number of layers, on the device, in train mode, which
+            returns the loss of tokens [B, T].
+        layers: layers of the real model.
+        vocab_size, seq_length: vocabulary and length of the tokens.
         autocast: type of the matrix products under mixed precision, or None.
-        device: where it is measured.
-        share: part of the real model's work that falls to one rank (tensor, context and pipeline
-            parallel ranks share it).
-        world: ranks that measure at the same time, as they will compute at the same time: some may
-            share processors unknown to torch, as virtual machines of one computer do, and a rank
-            that measured before the others or after them would seem too fast. None: none do.
+        device: device to measure.
+        share: share of the real model's work for one rank, as tensor, context and pipeline
+            parallel ranks divide the work.
+        world: ranks that measure at the same time, as they also train at the same time. Some may
+            share processors without torch's knowledge, as virtual machines on one computer do. A
+            rank that measures alone would then seem too fast. None: no such ranks.
     """
 
     make: Callable[[int], nn.Module]
@@ -82,15 +82,15 @@ class Probe:
 def calibrate(
     probe: Probe, sizes: Sequence[int], *, free_bytes: float | None
 ) -> tuple[Curve, bool]:
-    """Measure this rank; returns its curve, and whether it settled. Random states stay as they are.
+    """Measure this rank. Returns its curve, and whether the times settled. Keeps random states.
 
-    Sizes are timed in rounds until the two fastest agree, or the time for it is over. With a
-    world all its ranks must call this.
+    Sizes are timed in rounds until the two fastest rounds agree, or the time limit is reached. With
+    a world, all its ranks must call this.
 
     Args:
         probe: the model and its device.
-        sizes: of micro-batches to try, ascending, the last one the most that is of use.
-        free_bytes: left for activations on this rank; None: memory is no limit, as on a CPU.
+        sizes: micro-batch sizes to try, ascending. The last is the largest useful size.
+        free_bytes: memory for activations on this rank. None: no limit, as on a CPU.
 
     Raises:
         torch.OutOfMemoryError: not even one row of the smallest probe fits.
@@ -109,7 +109,7 @@ def calibrate(
     more = (probe.layers - depths[-1]) if len(depths) > 1 else 0
     seconds, size_bytes = {}, {}
     for size in sorted(shallow_s.keys() & deep_s.keys()):
-        # Two layers may have been measured as no slower than one, on a machine full of noise.
+        # With much noise, two layers may have been measured as fast as one.
         per_layer_s = max(0.0, deep_s[size] - shallow_s[size])
         seconds[size] = (deep_s[size] + more * per_layer_s) * probe.share
         per_layer = max(0, deep_bytes[size] - shallow_bytes[size])
@@ -121,8 +121,8 @@ def calibrate(
 
 
 def rows_that_fit(bytes_by_rows: dict[int, float], free_bytes: float, most: int) -> int:
-    """The most rows whose activations fit, by the line through the two largest that were measured;
-    0: not even one."""
+    """Most rows whose activations fit, by the line through the two largest measured sizes. 0: none
+    fits."""
     sizes = sorted(bytes_by_rows)
     last = sizes[-1]
     before = sizes[-2] if len(sizes) > 1 else 0
@@ -133,7 +133,7 @@ def rows_that_fit(bytes_by_rows: dict[int, float], free_bytes: float, most: int)
 
 
 def settled(rounds: Sequence[Sequence[float]]) -> bool:
-    """Whether the two fastest rounds agree, for each size's seconds round by round."""
+    """Whether the two fastest rounds agree. `rounds` has the seconds of each size per round."""
     if not rounds or min(map(len, rounds)) < 2:
         return False
     fastest = (sorted(seconds)[:2] for seconds in rounds)
@@ -143,8 +143,8 @@ def settled(rounds: Sequence[Sequence[float]]) -> bool:
 def _measure(
     model: nn.Module, probe: Probe, sizes: Sequence[int], free_bytes: float | None
 ) -> tuple[dict[int, float], dict[int, int], bool]:
-    # Seconds and bytes by rows, and whether the seconds settled. Sizes grow until memory ends; then
-    # all are timed in turn, so that noise falls on all alike.
+    # Returns seconds and bytes by rows, and whether the seconds settled. Sizes grow until memory is
+    # full. Then all sizes are timed in turn, so that noise affects all of them equally.
     began = time.perf_counter()
     bytes_by_size: dict[int, int] = {}
     guesses: dict[int, float] = {}
@@ -155,7 +155,7 @@ def _measure(
         except torch.OutOfMemoryError:
             if not guesses:
                 raise
-            break  # the limit follows from the sizes before
+            break  # the limit follows from the smaller sizes
         if free_bytes is not None and 2 * bytes_by_size[size] > free_bytes:
             break
         if time.perf_counter() - began > _BUDGET_S / 2:
@@ -169,7 +169,7 @@ def _measure(
                 break
             rounds[size].append(_window(model, probe, size, guess))
         if probe.world is not None:
-            # Who is done must not leave the processors to the others: in training it will not.
+            # A rank that is done keeps computing, as in training: else others would seem faster.
             compute_until_all_are_here(lambda: _pass(model, probe, min(guesses)), probe.world)
         is_settled = settled(list(rounds.values()))
         is_done = is_settled and done >= _ROUNDS
@@ -196,7 +196,7 @@ def _window(model: nn.Module, probe: Probe, size: int, guess: float) -> float:
 
 
 def _peak(model: nn.Module, probe: Probe, size: int) -> tuple[int, float]:
-    # Bytes that a pass takes on a GPU, and its seconds.
+    # Bytes of a pass on a GPU, and its seconds.
     is_gpu = probe.device.type == "cuda"
     base = torch.cuda.memory_allocated(probe.device) if is_gpu else 0
     if is_gpu:
@@ -215,7 +215,7 @@ def _now(probe: Probe) -> float:
 
 
 def _pass(model: nn.Module, probe: Probe, rows: int) -> None:
-    # One forward and backward pass on tokens that mean nothing, as an engine does it.
+    # One forward and backward pass on arbitrary tokens, as an engine does it.
     tokens_BT = torch.arange(rows * probe.seq_length, device=probe.device) % probe.vocab_size
     tokens_BT = tokens_BT.view(rows, probe.seq_length)
     with torch.autocast(
@@ -231,11 +231,11 @@ def _pass(model: nn.Module, probe: Probe, rows: int) -> None:
 class ComputeMeter:
     """Seconds of the forward passes of some modules in each step, inside the real engine.
 
-    Hooks time the blocks alone: what a strategy gathers before a block, and what it waits for
-    between two, is not in it. The backward pass takes its usual multiple and is not looked at.
+    Hooks time the blocks alone. The strategy's gathering before a block, and waits between two
+    blocks, are not included. The backward pass is not timed, as it is a multiple of the forward.
 
     Args:
-        modules: each of which computes and never waits; none inside another.
+        modules: modules that compute and never wait. None contains another.
     """
 
     def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
@@ -247,12 +247,12 @@ class ComputeMeter:
         self._since: Any = None
         self._step = -_WARMUP
         for module in modules:
-            # After the strategy's own hooks before the block, and ahead of those behind it.
+            # Run after the strategy's hooks before the block, and before its hooks after the block.
             module.register_forward_pre_hook(self._begin)
             module.register_forward_hook(self._end, prepend=True)
 
     def step_done(self, *, counts: bool = True) -> None:
-        """A step is over; `counts`: whether it had all its rows."""
+        """End a step. `counts`: whether the step had all its rows."""
         if self._step >= 0 and counts:
             if self._pairs:
                 self._events.append(self._pairs)
@@ -262,15 +262,15 @@ class ComputeMeter:
         self._step += 1
 
     def steps(self) -> list[float]:
-        """Seconds of each step that was timed since the last `reset`, in order. Waits for no GPU:
-        steps that it has not finished yet are left out."""
+        """Seconds of each timed step since the last `reset`, in order. Does not wait for a GPU, so
+        steps that the GPU has not finished are missing."""
         while self._events and self._events[0][-1][1].query():
             pairs = self._events.pop(0)
             self._steps.append(sum(a.elapsed_time(b) for a, b in pairs) / 1e3)
         return list(self._steps)
 
     def reset(self) -> None:
-        """Forget what was timed so far."""
+        """Delete all times."""
         self._steps.clear()
         self._events.clear()
         self._step = 0
@@ -295,16 +295,17 @@ class ComputeMeter:
 
 
 def _own_seconds() -> float:
-    # A clock that stands still while this thread could run and other work has its processor. A
-    # device that is slow, or stopped again and again, is slow by it; one that is shared for a while
-    # is not. https://docs.kernel.org/scheduler/sched-stats.html: /proc/<pid>/schedstat
+    # A clock that stops while the thread could run but another program has its processor. A
+    # device that is always slow, or often interrupted, is also slow by this clock. A device that
+    # other work shares for a while is not. See /proc/<pid>/schedstat in
+    # https://docs.kernel.org/scheduler/sched-stats.html
     waited_ns, now = _waited_ns(), 0.0
     for _ in range(_TRIES):
         now = time.perf_counter()
         again_ns = _waited_ns()
         if again_ns == waited_ns:
             break
-        waited_ns = again_ns  # it waited between the two clocks
+        waited_ns = again_ns  # the thread waited between the two clocks
     return now - waited_ns / 1e9
 
 
@@ -312,7 +313,7 @@ def _waited_ns() -> int:
     try:
         return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
     except (OSError, IndexError):
-        return 0  # a kernel without these figures
+        return 0  # this kernel does not have these figures
 
 
 def _mark() -> torch.cuda.Event:

@@ -11,18 +11,17 @@ from isles.balance.curve import Curve, step_seconds
 from isles.dist.split import RowSplit
 
 _ALIKE = 1.10
-"""Curves that differ by less are those of equal devices: the noise of measuring is no reason to
-treat them differently."""
+"""Curves that differ by less count as equal, as the difference may be noise."""
 
 _ROUNDING = 1e-12
 
 _EFFORT = 4_000_000
-"""Ends the search for lock-stepped splits after about a second: dozens of unequal ranks with
-thousands of rows may so miss the best by a fraction of a percent."""
+"""Limit of the search for lock-stepped splits, about a second. For dozens of unequal ranks with
+thousands of rows, the result may miss the best split by a fraction of a percent."""
 
 
 def are_alike(curves: Sequence[Curve]) -> bool:
-    """Whether all ranks are equally fast, as well as that can be measured."""
+    """Whether all ranks are equally fast, within the noise of measuring."""
     shared = min(curve.limit for curve in curves)
     sizes = {min(size, shared) for curve in curves for size in curve.sizes}
     for size in sizes:
@@ -33,10 +32,10 @@ def are_alike(curves: Sequence[Curve]) -> bool:
 
 
 def fastest_split(curves: Sequence[Curve], global_batch_size: int, *, in_step: bool) -> RowSplit:
-    """The rows and micro-batch sizes with which `step_seconds` is shortest.
+    """The rows and micro-batch sizes with the shortest `step_seconds`.
 
     Args:
-        curves: of each data-parallel rank; each must have a time that never falls with the rows.
+        curves: curve of each data-parallel rank. Times must never fall with the rows.
         in_step: see RowSplit.
     """
     tables = [_Table(curve, global_batch_size) for curve in curves]
@@ -46,18 +45,18 @@ def fastest_split(curves: Sequence[Curve], global_batch_size: int, *, in_step: b
 
 
 class _Table:
-    # One rank's times at every size that it may use.
+    # The times of one rank at every allowed size.
 
     def __init__(self, curve: Curve, global_batch_size: int) -> None:
         self.limit = min(curve.limit, global_batch_size)
         self.seconds = [curve.time(size) for size in range(1, self.limit + 1)]
 
     def fits(self, seconds: float) -> int:
-        """Most rows of one micro-batch in so many seconds."""
+        """Most rows of one micro-batch within `seconds`."""
         return bisect_right(self.seconds, seconds * (1 + _ROUNDING))
 
     def most_rows(self, seconds: float) -> tuple[int, int]:
-        """Most rows of any number of micro-batches in so many seconds, and of one of these."""
+        """Most rows of any number of micro-batches within `seconds`, and rows of one of them."""
         best = (0, 1)
         for size, each in enumerate(self.seconds, 1):
             whole = int(seconds * (1 + _ROUNDING) / each)
@@ -66,7 +65,7 @@ class _Table:
         return best
 
     def cheapest(self, rows: int) -> tuple[float, int]:
-        """Least seconds for so many rows, and the largest micro-batch size that needs no more."""
+        """Least seconds for `rows`, and the largest micro-batch size that reaches them."""
         if rows == 0:
             return self.seconds[0], 1
         best, chosen = math.inf, 1
@@ -79,9 +78,9 @@ class _Table:
 
 
 def _fastest_apart(tables: Sequence[_Table], rows: int) -> RowSplit:
-    # Each rank on its own: the shortest time in which all rows can be done, found by bisection.
-    # What a rank can do in a given time is known in closed form.
-    # No rank is done before its first row, even if it is given none: see Curve.time.
+    # Each rank separately: find the shortest time in which all rows can be done, by bisection. The
+    # rows of a rank within a given time have a closed form. A rank needs at least the time of one
+    # row, even if it has no rows: see Curve.time.
     low = high = max(table.seconds[0] for table in tables)
 
     def can(seconds: float) -> int:
@@ -103,8 +102,8 @@ def _fastest_apart(tables: Sequence[_Table], rows: int) -> RowSplit:
 def _take_back(
     allotted: list[int], cheapest: Sequence[Callable[[int], tuple[float, int]]], excess: int
 ) -> None:
-    # Take `excess` rows from the ranks that would be done last. The last row of a rank comes last
-    # of all: without it, the rank computes one all the same.
+    # Take `excess` rows from the ranks that would finish last. Take the last row of a rank only at
+    # the end, as a rank without rows still computes one.
 
     def entry(rank: int) -> tuple[bool, float, int]:
         return allotted[rank] == 1, -cheapest[rank](allotted[rank])[0], -rank
@@ -119,9 +118,9 @@ def _take_back(
 
 
 def _fastest_in_step(tables: Sequence[_Table], curves: Sequence[Curve], rows: int) -> RowSplit:
-    # All ranks make the same number of micro-steps, each as long as its slowest rank needs. For
-    # every number of steps, and every length that the shortest of them may have (a rank's time at
-    # some size), the rows that do not fit are put into longer steps as cheaply as possible.
+    # All ranks make the same number of micro-steps, and each micro-step takes the time of its
+    # slowest rank. For every number of steps, and every length of the shortest step (a rank's time
+    # at some size), put the remaining rows into longer steps as cheaply as possible.
     floor = max(table.seconds[0] for table in tables)
     times = sorted({t for table in tables for t in table.seconds if t > floor} | {floor})
     plans = [_Plan(tables, t) for t in times]
@@ -132,7 +131,7 @@ def _fastest_in_step(tables: Sequence[_Table], curves: Sequence[Curve], rows: in
         for index, plan in enumerate(plans):
             missing = rows - steps * plan.rows
             if missing <= 0:
-                break  # equal steps of this length or less hold every row
+                break  # equal steps of at most this length have every row
             if (least := plan.least_seconds(steps, missing)) < best:
                 hopeful.append((least, steps, index, missing))
     effort = _EFFORT
@@ -147,7 +146,7 @@ def _fastest_in_step(tables: Sequence[_Table], curves: Sequence[Curve], rows: in
 
 
 def _equal_steps(plans: Sequence[_Plan], rows: int) -> RowSplit:
-    # The best of those splits whose steps are all equally long.
+    # The best split among those with equally long steps.
     counts = [max(1, -(-rows // plan.rows)) for plan in plans]
     chosen = min(
         range(len(plans)), key=lambda index: (counts[index] * plans[index].shortest, counts[index])
@@ -157,7 +156,7 @@ def _equal_steps(plans: Sequence[_Plan], rows: int) -> RowSplit:
 
 
 class _Plan:
-    # Steps the shortest of which takes `shortest` seconds, in which each rank computes all it can.
+    # Steps of at least `shortest` seconds, in each of which every rank computes all it can.
 
     def __init__(self, tables: Sequence[_Table], shortest: float) -> None:
         self.shortest = shortest
@@ -169,19 +168,19 @@ class _Plan:
             if own < table.limit
         )
         self._order = [rank for _, rank in more]
-        # What a step costs more in which the first one, two … of these take one row more.
+        # Extra cost of a step if the first one, two … of these ranks take one more row.
         self._costs = [seconds - shortest for seconds, _ in more]
         per_row = [cost / count for count, cost in enumerate(self._costs, 1)]
         self._cost_per_row = min(per_row, default=math.inf)
 
     def least_seconds(self, steps: int, missing: int) -> float:
-        """Bound: no split of so many steps that holds the missing rows is faster."""
+        """Lower bound of seconds for any split with `steps` steps that has the missing rows."""
         if missing > (steps - 1) * len(self._costs):
             return math.inf
         return steps * self.shortest + missing * self._cost_per_row
 
     def allocate(self, steps: int, missing: int) -> list[int]:
-        """Each rank's rows with the missing ones allocated as cheaply as possible, or some more."""
+        """Rows of each rank after the cheapest allocation of the missing rows, or of some more."""
         allotted = [own * steps for own in self.held]
         for taken in _cheapest_sum(self._costs, missing, steps - 1):
             for rank in self._order[:taken]:
@@ -190,7 +189,7 @@ class _Plan:
 
 
 def _split_of(allotted: list[int], steps: int, rows: int) -> RowSplit:
-    # Take back what is too much, from those that have most; no step becomes longer by it.
+    # Take excess rows from the ranks with most rows. No step becomes longer by it.
     heap = [(-own, -rank) for rank, own in enumerate(allotted)]
     heapq.heapify(heap)
     for _ in range(sum(allotted) - rows):
@@ -201,8 +200,8 @@ def _split_of(allotted: list[int], steps: int, rows: int) -> RowSplit:
 
 
 def _cheapest_sum(costs: Sequence[float], missing: int, most: int) -> list[int]:
-    # At most `most` numbers n >= 1 that add up to `missing` or more, with the least sum of
-    # costs[n-1]. Each row of the table allows one number more: the least sum, and a number of it.
+    # At most `most` numbers n >= 1 with a sum of at least `missing` and the least sum of
+    # costs[n-1]. Each row of the table allows one more number, and has the least sum and a number.
     rows = [[(0.0, 0)] + [(math.inf, 0)] * missing]
     for _ in range(most):
         before = rows[-1]

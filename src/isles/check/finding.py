@@ -1,4 +1,4 @@
-"""Findings of a check: their ids and levels, and the report of all of them as text or JSON."""
+"""Findings of a check: their ids and levels, and the report as text or JSON."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ IDS = (
     # Queues
     *("queue.commands", "queue.partition", "queue.nodes", "queue.time", "queue.gres"),
 )
-"""Of all findings; docs/check.md has a row for each, in this order."""
+"""Ids of all findings. docs/check.md has a row for each, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class Finding:
     """The result of one check.
 
     Args:
-        id: which check; docs/check.md has a row for each.
-        level: an error keeps a run from starting or from running well; a warning may.
+        id: id of the check; docs/check.md has a row for each.
+        level: an error prevents a run, or makes it slow. A warning may do so.
         where: host, pair of hosts, or place in the run file.
-        measured, limit: the value, and what it should be.
-        fix: what to do, or the line to type.
+        measured, limit: the value, and the required value.
+        fix: what to do, or the command to run.
     """
 
     id: str
@@ -72,18 +72,18 @@ class Finding:
 
 
 def exit_code(findings: Iterable[Finding]) -> ExitCode:
-    """The exit code of the command: warnings do not count."""
+    """Exit code of the command. Warnings do not count."""
     bad = any(finding.level == "error" for finding in findings)
     return ExitCode.PREFLIGHT if bad else ExitCode.OK
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
-    """The worst first, otherwise as they came."""
+    """Findings with the worst first, otherwise in their order."""
     return sorted(findings, key=lambda finding: _WORST_FIRST.index(finding.level))
 
 
 def record(findings: Sequence[Finding], *, seconds: float) -> dict[str, Any]:
-    """As `--json` and a run's check.json have them."""
+    """The record for `--json` and for a run's check.json."""
     counts = Counter(finding.level for finding in findings)
     summary = {"ok": counts["ok"], "warnings": counts["warning"], "errors": counts["error"]}
     return {
@@ -95,12 +95,12 @@ def record(findings: Sequence[Finding], *, seconds: float) -> dict[str, Any]:
 def report_lines(
     findings: Sequence[Finding], hosts: Sequence[str], *, seconds: float, is_terminal: bool
 ) -> list[Text]:
-    """A table over the hosts, and in full what is not well.
+    """A table over the hosts, and the details of warnings and errors.
 
     Args:
-        hosts: the columns of the table, in order.
-        seconds: that the check has taken.
-        is_terminal: signs and colours, not plain ASCII.
+        hosts: columns of the table, in order.
+        seconds: duration of the check.
+        is_terminal: use symbols and colors. If not, plain ASCII.
     """
     lines = [*_table(findings, hosts, is_terminal), Text()]
     elsewhere = [f for f in findings if f.where not in hosts and f.level == "ok"]
@@ -129,7 +129,7 @@ def report_lines(
 
 
 def _table(findings: Sequence[Finding], hosts: Sequence[str], is_terminal: bool) -> list[Text]:
-    # A row for each check that was made on a host, a column for each host; the worst counts.
+    # A row for each check of a host, and a column for each host. The worst finding is shown.
     cells: dict[str, dict[str, Finding]] = {}
     for finding in findings:
         if finding.where in hosts:
@@ -157,7 +157,7 @@ def _table(findings: Sequence[Finding], hosts: Sequence[str], is_terminal: bool)
 
 
 def _cell(finding: Finding | None, hosts: Sequence[str], is_terminal: bool) -> str:
-    # A value is whole where there is one host, and left out where there are many.
+    # With one host, print the whole value. With many hosts, print no value.
     if finding is None:
         return ""
     sign, value = (_SIGNS if is_terminal else _PLAIN)[finding.level], finding.measured

@@ -1,7 +1,6 @@
-"""`isles check --in-job`: the nodes that Slurm gives, checked by a short job or step.
+"""`isles check --in-job`: checks the nodes of Slurm in a short job or step.
 
-Each node of it runs `isles.check.step` in a folder like a run directory, which it leaves its
-findings in.
+Each node runs `isles.check.step` in a folder like a run directory, and writes its findings there.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from isles.run.paths import RunDir
 from isles.run.records import MAX_LIST_BYTES, clear_errors, read_record
 
 _RUN_S = 120.0
-"""Beyond the wait for nodes: what the check itself may take before it is ended."""
+"""Time limit of the check itself, after the wait for nodes."""
 
 _SBATCH_ONLY = ("--output", "--open-mode", "--signal", "--requeue", "--no-requeue", "--time")
 
@@ -48,11 +47,11 @@ for name in "${hosts[0]}" "$(scontrol show node -o "${hosts[0]}" |
 done"""
 
 Found = tuple[list[Finding], list[str]]
-"""Findings, and the names of the nodes."""
+"""Findings and names of the nodes."""
 
 
 def check_in_job(run: RunFacts, timeout_s: float) -> Found:
-    """Check the nodes that Slurm gives, or those of the job that this process is in.
+    """Check nodes from Slurm, or the nodes of the job that runs this process.
 
     Args:
         timeout_s: longest wait for the nodes, and then for one answer.
@@ -64,18 +63,18 @@ def check_in_job(run: RunFacts, timeout_s: float) -> Found:
     if not isinstance(launcher, SlurmLauncherConfig) or loaded is None:
         is_pbs = isinstance(launcher, PbsLauncherConfig)
         raise UserError(
-            f"--in-job is for a run file with launcher: slurm, and this has {launcher.kind}",
+            f"--in-job needs a run file with launcher slurm, and this one has {launcher.kind}",
             where="command line",
-            fix="set clusters.0.launcher.check=true: the job itself checks its nodes first"
+            fix="set clusters.0.launcher.check=true: the job then checks its nodes first"
             if is_pbs
-            else "leave it out",
+            else "remove --in-job",
         )
     if launcher.login is not None:
         raise UserError(
-            f"--in-job asks the Slurm of this machine, and the run file names {launcher.login}",
+            f"--in-job uses the Slurm of this machine, and the run file names {launcher.login}",
             where="command line",
-            fix="type it there, with clusters.0.launcher.login=null; or set "
-            "clusters.0.launcher.check=true: the job itself checks its nodes first",
+            fix="run it on that host, with clusters.0.launcher.login=null; or set "
+            "clusters.0.launcher.check=true: the job then checks its nodes first",
         )
     with in_workdir(loaded) as workdir:
         resolved = resolve_for_nodes(loaded)
@@ -86,15 +85,15 @@ def check_in_job(run: RunFacts, timeout_s: float) -> Found:
             )
     if record is not None:
         return [Finding(**finding) for finding in record["findings"]], record["hosts"]
-    text = f"no node has answered: {'; '.join(output[-3:])}"
-    fix = "are nodes free? isles check without --in-job says which are; --timeout 10m waits longer "
+    text = f"no response from any node: {'; '.join(output[-3:])}"
+    fix = "see the free nodes with isles check without --in-job; --timeout 10m waits longer "
     fix += "for them"
     return [Finding("step.nodes", "error", "the job", text, "no answer", fix=fix)], ["the job"]
 
 
 @contextmanager
 def _folder(output_dir: str, loaded: Loaded, resolved: Resolved) -> Iterator[Path]:
-    # Beside the run directories, in the form that `isles.check.step` reads.
+    # Next to the run directories, in the form that `isles.check.step` reads.
     above = existing(Path(output_dir).expanduser())
     with clear_errors(above):
         folder = Path(tempfile.mkdtemp(prefix=".isles-check-", dir=above))
@@ -115,7 +114,7 @@ def _srun(
     workdir: Path,
     timeout_s: float,
 ) -> list[str]:
-    # One task a node, with the nodes that the run would ask for; the lines of srun.
+    # One task per node, on the nodes that the run would request. Returns the output of srun.
     cluster = resolved.config.clusters[0]
     nodes = cluster.max_nodes
     job = JobText(launcher, nodes, resolved.world_size // nodes, resolved.device, str(workdir))
@@ -134,10 +133,10 @@ def _srun(
         srun = Slurm(launcher.bin_path).path("srun")
         if step_options(Container.of(record), srun, [workdir, folder]) is not None:
             raise UserError(
-                f"--in-job asks Slurm from within its step, and the image {record['image']} of "
-                "pyxis has no command of Slurm",
+                f"--in-job calls Slurm inside its step, and the image {record['image']} of "
+                "pyxis has no Slurm commands",
                 where="command line",
-                fix="set clusters.0.launcher.check=true: the job itself checks its nodes first",
+                fix="set clusters.0.launcher.check=true: the job then checks its nodes first",
             )
         module = f"isles.launch.container {shlex.quote(json.dumps(record))} {module}"
     step = f"exec {python} -m {module} {shlex.quote(str(folder))} --attempt 1"
@@ -149,4 +148,4 @@ def _srun(
         done = Shell().run(command, timeout_s=timeout_s + _RUN_S)
     except PreflightError as error:
         return [error.what[:200]]
-    return done.stderr.strip().splitlines() or ["srun ended without a word"]
+    return done.stderr.strip().splitlines() or ["srun ended without output"]

@@ -1,8 +1,8 @@
-"""What runs on a node while it is checked: `python -m isles.check.node`.
+"""Process on a node during a check: `python -m isles.check.node`.
 
-It answers as `isles.launch.ssh.node` does, and knows the operations of a check. It ends with
-its stdin, or when no question has come for a while (the machine that asked may have lost its
-network), and its ranks with it: nothing is left behind.
+It answers queries like `isles.launch.ssh.node`, and has the operations of a check. It ends when its
+stdin closes, or after a while without queries, as the network of the other machine may be down. Its
+ranks end with it, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from isles.launch.ssh.channel import serve
 from isles.launch.ssh.facts import node_facts
 
 IDLE_S = 120.0
-"""A node that is asked nothing for so long ends."""
+"""A node without queries for this time exits."""
 
 Check = Callable[[NodePlan], Iterator[Finding]]
 Work = Callable[..., dict[str, Any]]
@@ -42,15 +42,15 @@ CHECKS: dict[str, Check] = {
     "rows": rows,
     "smoke": smoke,
 }
-"""Checks of a node alone: operations that take a `plan`, and answer with `findings`."""
+"""Checks of a single node: operations that take a `plan`, and return `findings`."""
 
 
 def answer(more: Mapping[str, Work], *, idle_s: float = IDLE_S) -> None:
-    """Answer what a check asks on stdin until that is closed; then end the ranks.
+    """Answer the queries of a check on stdin until stdin closes. Then stop the ranks.
 
     Args:
         more: further operations, by name.
-        idle_s: the process ends at once when no question has come for so long.
+        idle_s: time without queries after which the process exits immediately.
     """
     ranks, listener = Ranks(), Listener()
     known: dict[str, Work] = {

@@ -1,4 +1,4 @@
-"""What is checked: the extent, the run, the plan of one node, and the hosts that are asked."""
+"""Plan of a check: its extent, the run, the plan of each node, and the hosts."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ PrintLine = Callable[[str], object]
 Device = Literal["cpu", "cuda"]
 
 Answers = dict[str, dict[str, Any]]
-"""By the host's name."""
+"""Answers by the host's name."""
 
 QUICK_S = 15.0
-"""Longest wait for an answer that needs no work."""
+"""Timeout of an answer that needs no work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much is checked, and how.
+    """Extent of a check.
 
     Args:
-        net: the links between hosts, and the all-reduce.
+        net: check the links between hosts, and the all-reduce.
         smoke: train a small model on each machine.
         rows: read the first rows of the data.
-        in_job: the nodes that Slurm gives, by a short job.
-        as_json: the report is JSON.
+        in_job: check the nodes of Slurm in a short job.
+        as_json: print the report as JSON.
         timeout_s: longest wait for one answer.
-        contact_s: longest wait for the first.
+        contact_s: longest wait for the first answer.
     """
 
     net: bool = True
@@ -56,20 +56,20 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """What one node is to check; JSON takes all of it.
+    """Checks of one node. JSON serializes it completely.
 
     Args:
-        is_first: whether it keeps the run directory.
-        num_hosts, world_size: of the whole check.
+        is_first: whether the node has the run directory.
+        num_hosts, world_size: totals of the check.
         nproc: ranks of this node that take part.
-        workdir: folder in which the ranks run.
-        output_dir: where run directories are made.
-        is_copied: whether `isles train` copies the working folder to it.
-        run: config, origins, text and path of the run file; None: the machine alone is checked.
-        repos: kind and id of what may have to come from the hub.
-        num_params: of the model; 0: unknown, and then the bytes are 0, too.
-        load_bytes: of the weights while they are read.
-        kept_bytes: of the checkpoints and the export that the run keeps on disk.
+        workdir: working folder of the ranks.
+        output_dir: folder of run directories.
+        is_copied: whether `isles train` copies the working folder to the node.
+        run: config, origins, text and path of the run file. None: check the machine alone.
+        repos: kind and id of repositories that may have to be downloaded.
+        num_params: parameters of the model. 0: unknown, and then the bytes are also 0.
+        load_bytes: bytes of the weights during loading.
+        kept_bytes: bytes of the checkpoints and the export that the run keeps on disk.
     """
 
     name: str
@@ -94,9 +94,9 @@ class RunFacts:
     """A cluster, and the run on it.
 
     Args:
-        workdir: folder in which the ranks run.
-        loaded: the run file; None: the machines alone are checked.
-        model: None where its shape is not known here, or for a user's own script.
+        workdir: working folder of the ranks.
+        loaded: the run file. None: check the machines alone.
+        model: None if its shape is unknown on this machine, or for a user's own script.
     """
 
     cluster: ClusterConfig
@@ -106,7 +106,7 @@ class RunFacts:
 
     @classmethod
     def of(cls, loaded: Loaded) -> RunFacts:
-        """The facts of a run file with one cluster."""
+        """Facts of a run file with one cluster."""
         cluster = loaded.config.clusters[0]
         workdir = cluster.workdir or str(Path.cwd())
         return cls(cluster, workdir, loaded, _architecture(loaded.config))
@@ -120,7 +120,7 @@ class RunFacts:
         return self.config.output_dir if self.config is not None else "."
 
     def plan(self, name: str, nproc: Mapping[str, int], device: Device) -> NodePlan:
-        """The plan of one node; `nproc`: ranks of every host, the first host first."""
+        """Plan of one node. `nproc`: ranks of every host, the first host first."""
         plan = NodePlan(
             name=name,
             is_first=name == next(iter(nproc)),
@@ -151,7 +151,7 @@ class RunFacts:
         )
 
     def gradient_bytes(self) -> int:
-        """Bytes of one rank's gradients."""
+        """Bytes of the gradients of one rank."""
         sizes = self._sizes()
         return sizes.gradients if sizes is not None else 0
 
@@ -167,14 +167,14 @@ def _architecture(config: RunConfig) -> Architecture | None:
     try:
         return architecture_of(config, hub_cache())
     except UserError:
-        return None  # the ranks say it
+        return None  # the ranks report it
 
 
 class Hosts:
-    """The hosts that still answer, and what was found so far.
+    """The hosts that still respond, and the findings so far.
 
-    All hosts are asked at once, each with a deadline; a host that misses it is asked no more. The
-    caller closes the channels.
+    All hosts are queried in parallel, each with a deadline. A host that misses the deadline gets no
+    more queries. The caller closes the channels.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Hosts:
 
     @property
     def names(self) -> list[str]:
-        """Hosts that have answered all questions so far, in order."""
+        """Hosts that have answered all queries so far, in order."""
         return [channel.name for channel in self._channels]
 
     def ask(
@@ -202,17 +202,17 @@ class Hosts:
         only: Sequence[str] | None = None,
         finding_id: str | None = None,
     ) -> Callable[[], Answers]:
-        """Ask all hosts at once, without waiting.
+        """Query all hosts in parallel, without waiting.
 
         Args:
-            args: for all, or for each by its name.
+            args: arguments for all, or for each host by its name.
             timeout_s: longest wait for an answer, from now.
-            only: these hosts.
-            finding_id: of the finding where a node refuses. None: the error of the node names it,
-                and the host is asked no more.
+            only: query only these hosts.
+            finding_id: id of the finding if a node refuses. None: use the id of the node's error,
+                and send the host no more queries.
 
         Returns:
-            A function that waits for all answers, and adds findings for those that do not come.
+            A function that waits for all answers, and adds a finding for each missing answer.
         """
         futures = {}
         for channel in self._channels:
@@ -229,9 +229,9 @@ class Hosts:
                 except NoAnswer:
                     self._drop(name)
                     limit = f"{timeout_s:.0f} s"
-                    text = f"no answer to the question `{op}` in {limit}"
-                    fix = "look at that host: is it overloaded, is a disk or driver stuck (dmesg), "
-                    fix += "or is the connection cut?"
+                    text = f"no answer to the query `{op}` within {limit}"
+                    fix = "check on that host whether it is overloaded, whether a disk or driver "
+                    fix += "hangs (dmesg), and whether its network is up"
                     silent = Finding("host.answers", "error", name, text, f"more than {limit}")
                     self.findings.append(replace(silent, fix=fix))
                 except UserError as error:
@@ -245,13 +245,13 @@ class Hosts:
     def check(
         self, name: str, *, timeout_s: float | None = None, finding_id: str | None = None
     ) -> Callable[[], list[Finding]]:
-        """Have every host run one of `isles.check.node.CHECKS`; see `ask`."""
+        """Run one of `isles.check.node.CHECKS` on every host; see `ask`."""
         limit_s = self.extent.timeout_s if timeout_s is None else timeout_s
         answers = self.ask(name, self.plan, timeout_s=limit_s, finding_id=finding_id)
         return lambda: findings_of(answers())
 
     def plan(self, name: str) -> dict[str, Any]:
-        """The plan of a host, as the arguments of a question."""
+        """Plan of a host, as the arguments of a query."""
         return {"plan": asdict(self.run.plan(name, self.nproc, self.device))}
 
     def _drop(self, name: str) -> None:
@@ -263,7 +263,7 @@ def findings_of(answers: Answers) -> list[Finding]:
 
 
 def error_finding(name: str, error: UserError, finding_id: str | None = None) -> Finding:
-    """The finding for an error of a host: the error's own id, where that is a finding's."""
+    """Finding for an error of a host. It keeps the error's id if findings have this id."""
     own = error.id if error.id in IDS else "ssh.connect"
-    fix = error.fix or "`isles check` on that host itself may say more"
+    fix = error.fix or "run `isles check` on that host for details"
     return Finding(finding_id or own, "error", name, error.what, fix=fix)

@@ -1,4 +1,4 @@
-"""Findings on what Slurm, PBS or Ray has for a job: nodes, GPUs, time, account."""
+"""Findings on the nodes, GPUs, time and account that Slurm, PBS or Ray has for a job."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _PBS_OUT = ("down", "offline", "unknown", "stale", "provisioning", "maintenance"
 
 @dataclass(frozen=True, slots=True)
 class QueueNode:
-    """One node, as its scheduler reports it.
+    """A node, as its scheduler reports it.
 
     Args:
-        is_up: whether it can have jobs, now or later.
-        reason: why not.
-        gpus: that it has; None: not reported.
+        is_up: whether it accepts jobs, now or later.
+        reason: why it does not.
+        gpus: number of its GPUs. None: not reported.
     """
 
     name: str
@@ -50,7 +50,7 @@ class QueueNode:
 def queue_findings(
     cluster: ClusterConfig, launcher: SlurmLauncherConfig | PbsLauncherConfig, shell: Shell
 ) -> list[Finding]:
-    """Ask the scheduler of a cluster; `shell`: where the scheduler's commands are."""
+    """Query the scheduler of a cluster. `shell` has the scheduler's commands."""
     if isinstance(launcher, SlurmLauncherConfig):
         name, possessive = "Slurm", "Slurm's"
         asked = _slurm(cluster, launcher, Slurm(launcher.bin_path, shell))
@@ -61,9 +61,9 @@ def queue_findings(
     try:
         findings.extend(asked)
     except PreflightError as error:
-        fix = f"on a login node: clusters[0].launcher.login; or name the folder of {possessive} "
-        fix += "commands: clusters[0].launcher.bin_path"
-        text = f"{name} cannot be asked: {error.what}"
+        fix = f"set clusters.0.launcher.login to a login node; or set the folder of {possessive} "
+        fix += "commands: clusters.0.launcher.bin_path"
+        text = f"{name} cannot be queried: {error.what}"
         findings.append(Finding("queue.commands", "error", shell.name, text, fix=fix))
     return findings
 
@@ -71,7 +71,7 @@ def queue_findings(
 def _answers(name: str, where: str, done: CommandResult, fix: str) -> Finding:
     if done.returncode == 0:
         return Finding("queue.commands", "ok", where, f"{name} answers")
-    text = f"{name} does not answer: {(done.stderr or done.stdout).strip()}"
+    text = f"{name} does not respond: {(done.stderr or done.stdout).strip()}"
     code = f"exit code {done.returncode}"
     return Finding("queue.commands", "error", where, text, code, fix=fix)
 
@@ -82,7 +82,7 @@ def _room(
     wanted = cluster.max_nodes
     bad = [node for node in nodes if not node.is_up]
     num_up = len(nodes) - len(bad)
-    text, fix = f"{num_up} of {len(nodes)} nodes of {what} can be had", ""
+    text, fix = f"{num_up} of {len(nodes)} nodes of {what} are available", ""
     level: Level = "warning" if bad else "ok"
     if num_up < wanted:
         level, fix = "error", "use fewer nodes, or another partition"
@@ -94,7 +94,7 @@ def _room(
         ]
         more = f", and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
         text += f": {', '.join(named)}{more}"
-        fix = "if they should be up, ask the administrator: "
+        fix = "if these nodes should be up, ask the administrator: "
         fix += mend.format(nodes=",".join(node.name for node in bad[:_NAMED]))
     return Finding("queue.nodes", level, where, text, f"{num_up} up", str(wanted), fix)
 
@@ -107,9 +107,9 @@ def _gres(where: str, what: str, nodes: Sequence[QueueNode], cluster: ClusterCon
     if fit >= cluster.max_nodes:
         text = f"{fit} nodes of {what} have {gpus} GPUs or more"
         return Finding("queue.gres", "ok", where, text, str(most), str(gpus))
-    text = f"{fit} nodes of {what} have the {gpus} GPUs that the run wants of each of its "
-    text += f"{cluster.max_nodes} nodes; the most that one has is {most}"
-    fix = "name a partition that has GPUs; or train on CPUs: clusters[0].device: cpu"
+    text = f"{fit} nodes of {what} have the {gpus} GPUs that the run needs on each of its "
+    text += f"{cluster.max_nodes} nodes; the largest node has {most}"
+    fix = "use a partition with GPUs, or train on CPUs with clusters.0.device=cpu"
     if most:
         fix = f"use gpus_per_node: {most} and more nodes, or another partition"
     return Finding("queue.gres", "error", where, text, str(most), str(gpus), fix)
@@ -118,14 +118,14 @@ def _gres(where: str, what: str, nodes: Sequence[QueueNode], cluster: ClusterCon
 def _time(where: str, what: str, wanted_s: float | None, most_s: float | None) -> Finding:
     most = format_duration(most_s) if most_s is not None else "no limit"
     if wanted_s is None:
-        text = f"no time is asked for; {what} allows {most}"
+        text = f"the run requests no time limit; {what} allows {most}"
         return Finding("queue.time", "ok", where, text, "default", most)
     wanted = format_duration(wanted_s)
     if most_s is None or wanted_s <= most_s:
         return Finding("queue.time", "ok", where, f"{wanted} of {most}", wanted, most)
-    text = f"the run asks for {wanted}, and {what} allows {most}"
-    fix = f"set clusters[0].launcher.time to {most.replace(' ', '')} or less; with requeue the "
-    fix += "run goes on in the next job"
+    text = f"the run requests {wanted}, and {what} allows {most}"
+    fix = f"set clusters.0.launcher.time to {most.replace(' ', '')} or less; with requeue the "
+    fix += "run continues in the next job"
     return Finding("queue.time", "error", where, text, wanted, most, fix)
 
 
@@ -134,7 +134,7 @@ def _slurm(
 ) -> Iterator[Finding]:
     where = slurm.shell.name
     asked = slurm.run("scontrol", "-o", "show", "partition")
-    fix = "is slurmctld up? scontrol ping; elsewhere: clusters[0].launcher.login"
+    fix = "check slurmctld with scontrol ping; or set clusters.0.launcher.login"
     yield _answers("Slurm", where, asked, fix)
     if asked.returncode:
         return
@@ -146,9 +146,9 @@ def _slurm(
     else:
         wanted = launcher.partition.split(",")
         found = next((own for own in partitions if own["PartitionName"] in wanted), None)
-        text = f"there is no partition {launcher.partition}"
+        text = f"partition {launcher.partition} not found"
     if found is None:
-        fix = f"set clusters[0].launcher.partition to one of: {names}"
+        fix = f"set clusters.0.launcher.partition to one of: {names}"
         yield Finding("queue.partition", "error", where, text, "absent", names, fix)
         return
     name, state = found["PartitionName"], found.get("State", "UP")
@@ -156,7 +156,7 @@ def _slurm(
     level: Level = "ok"
     if state != "UP":
         level = "error"
-        fix = f"use another: {names}; or ask the administrator: scontrol update "
+        fix = f"use another partition ({names}), or ask the administrator: scontrol update "
         fix += f"PartitionName={name} State=UP"
     yield Finding("queue.partition", level, where, f"{what} is {state}", state, "UP", fix)
     nodes = _slurm_nodes(slurm, launcher, name)
@@ -172,7 +172,7 @@ def _slurm(
 
 def _slurm_nodes(slurm: Slurm, launcher: SlurmLauncherConfig, partition: str) -> list[QueueNode]:
     constraint = launcher.constraint or ""
-    # Whether a node fits what is not a single word is Slurm's to judge.
+    # Only Slurm can evaluate constraints of more than one word.
     is_word = constraint.replace("-", "_").isidentifier()
     nodes = []
     asked = slurm.run("sinfo", "-h", "-N", "-p", partition, "-o", "%N|%T|%G|%f|%E")
@@ -191,7 +191,7 @@ def _slurm_nodes(slurm: Slurm, launcher: SlurmLauncherConfig, partition: str) ->
 def _pbs(cluster: ClusterConfig, launcher: PbsLauncherConfig, pbs: Pbs) -> Iterator[Finding]:
     where = pbs.shell.name
     asked, listed = pbs.run("qstat", "-Qf"), pbs.run("pbsnodes", "-a")
-    fix = "is the server up? qstat -B; on another machine: clusters[0].launcher.login"
+    fix = "check the server with qstat -B; or set clusters.0.launcher.login to its host"
     yield _answers("PBS", where, asked, fix)
     if asked.returncode:
         return
@@ -216,13 +216,13 @@ def _pbs(cluster: ClusterConfig, launcher: PbsLauncherConfig, pbs: Pbs) -> Itera
 
 def _queue(where: str, name: str | None, queues: Mapping[str, Mapping[str, str]]) -> Finding:
     names = ", ".join(queues)
-    one = f"one of: {names}" if names else "a queue that you may use; `qstat -Q` names none"
-    fix = f"set clusters[0].launcher.queue to {one}"
+    one = f"one of: {names}" if names else "a queue that you may use; `qstat -Q` lists none"
+    fix = f"set clusters.0.launcher.queue to {one}"
     if name is None:
         text = "PBS names no default queue, and the run file names none"
         return Finding("queue.partition", "warning", where, text, "none", fix=fix)
     if name not in queues:
-        text = f"there is no queue {name}"
+        text = f"queue {name} not found"
         return Finding("queue.partition", "error", where, text, "absent", names, fix)
     words, wanted = ("enabled", "started"), "enabled, started"
     closed = [word for word in words if queues[name].get(word, "True").lower() == "false"]
@@ -232,7 +232,7 @@ def _queue(where: str, name: str | None, queues: Mapping[str, Mapping[str, str]]
     level: Level = "error" if "enabled" in closed else "warning"
     text = f"the queue {name} is not {' and not '.join(closed)}"
     measured = ", ".join(f"not {word}" for word in closed)
-    fix = f"use another: {names}; or ask the administrator: qenable {name}, qstart {name}"
+    fix = f"use another queue ({names}), or ask the administrator: qenable {name}, qstart {name}"
     return Finding("queue.partition", level, where, text, measured, wanted, fix)
 
 
@@ -245,29 +245,29 @@ def _pbs_node(name: str, own: Mapping[str, str]) -> QueueNode:
 
 
 def ray_findings(cluster: ClusterConfig, launcher: RayLauncherConfig, where: str) -> list[Finding]:
-    """Ask a Ray cluster from this machine; `where`: its name in the findings."""
+    """Query a Ray cluster from this machine. `where`: its name in the findings."""
     try:
         jobs = RayJobs.reach(launcher.address)
         nodes = jobs.nodes()
         theirs, own = jobs.versions()
     except UserError as error:
         return [Finding("queue.commands", "error", where, error.what, fix=error.fix)]
-    text = f"the Ray cluster at {jobs.address} answers"
+    text = f"the Ray cluster at {jobs.address} responds"
     findings = [Finding("queue.commands", "ok", where, text, theirs, own)]
     if own and theirs != own:
-        text = f"the cluster has Ray {theirs}, and its job would be started with Ray {own}"
+        text = f"the cluster has Ray {theirs}, and this machine would submit with Ray {own}"
         fix = f"pip install 'ray[default]=={theirs}'"
         findings = [Finding("queue.commands", "error", where, text, theirs, own, fix)]
     wanted, labels = bundles(cluster), label_selectors(cluster)
     fitting = match_nodes(wanted, labels, nodes)
     measured, limit = f"{len(fitting)} fit", str(len(wanted))
     if len(fitting) == len(wanted):
-        text = f"{len(nodes)} nodes, and one for each of {len(wanted)} bundles"
+        text = f"{len(nodes)} nodes, with one for each of {len(wanted)} bundles"
         found = Finding("queue.nodes", "ok", where, text, measured, limit)
     else:
         level: Level = "error" if len(fitting) < cluster.min_nodes else "warning"
         text = f"{lacking(wanted, labels, fitting)} ({nodes_text(nodes)})"
-        fix = "start Ray on more machines, let its autoscaler bring them, or correct "
-        fix += "clusters[0].launcher.bundles; what counts is what a node has, free or not"
+        fix = "start Ray on more machines, wait for its autoscaler, or correct "
+        fix += "clusters.0.launcher.bundles; nodes in use count too"
         found = Finding("queue.nodes", level, where, text, measured, limit, fix)
     return [*findings, found]

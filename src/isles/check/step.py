@@ -1,7 +1,7 @@
-"""The check as a step of a job: `python -m isles.check.step`, one task on every node.
+"""Check inside a job: `python -m isles.check.step`, one task on every node.
 
-No ssh leads from node to node: the first node asks the others, each over a connection that it opens
-to the first. docs/check.md says more.
+Nodes of a job may not allow ssh between each other. So each node connects to the first node, which
+queries them over these connections. See docs/check.md.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _GREETING_BYTES = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the nodes of a job, and give the exit code: 0 or 2."""
+    """Check the nodes of a job, and return the exit code: 0 or 2."""
     parser = argparse.ArgumentParser(prog="isles.check.step")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--node", type=int, default=0, help="number of this node, from 0")
-    parser.add_argument("--hosts", required=True, help="names of all nodes, with commas")
+    parser.add_argument("--hosts", required=True, help="names of all nodes, separated by commas")
     parser.add_argument("--master", default="", help="ADDRESS:PORT of node 0")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds")
     options = parser.parse_args(argv)
@@ -76,9 +76,9 @@ def _run_facts(run_dir: RunDir) -> RunFacts:
         text = run_dir.run_file.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"the run directory cannot be read here: {error.strerror}",
+            f"this node cannot read the run directory: {error.strerror}",
             where=f"host {socket.gethostname()}: {run_dir.path}",
-            fix="is it on a file system that every node has? set output_dir to one that is",
+            fix="set output_dir to a folder on a file system that every node has",
         ) from error
     run = RunFacts.of(Loaded(resolved.config, resolved.origins, text, run_dir.run_file))
     cluster = run.cluster.model_copy(update={"device": resolved.device})
@@ -91,7 +91,7 @@ def _address(master: str) -> tuple[str, int]:
         raise UserError(
             f"--master is {master or 'not given'}",
             where="command line",
-            fix="the address of node 0 and a port that is free there, such as 10.0.0.1:29500",
+            fix="pass the address of node 0 and a free port on it, such as 10.0.0.1:29500",
         )
     return host, int(port)
 
@@ -111,15 +111,15 @@ def _ask(
                 raise UserError(
                     f"node 0 cannot listen at {address[0]} port {address[1]}: {error.strerror}",
                     where=f"host {socket.gethostname()}",
-                    fix="--master must be an address of this host, and a port that is free",
+                    fix="set --master to an address of this host with a free port",
                     id="port.taken",
                 ) from error
         missing = [node for node in range(1, len(names)) if node not in others]
         if missing:
             where = ", ".join(names[node] for node in missing)
-            text = f"{len(missing)} of {len(names)} nodes did not come within {timeout_s:.0f} s: "
+            text = f"{len(missing)} of {len(names)} nodes did not connect in {timeout_s:.0f} s: "
             text += ", ".join(f"{names[node]} (node {node})" for node in missing)
-            fix = "see their tasks' output; leave them out (exclude) and tell the administrator"
+            fix = "see their tasks' output; skip these nodes (exclude) and tell the administrator"
             came, wanted = f"{len(names) - len(missing)} nodes", f"{len(names)} nodes"
             return [Finding("step.nodes", "error", where, text, came, wanted, fix)]
         channels = [own, *(others[node] for node in sorted(others))]
@@ -132,21 +132,21 @@ def _ask(
         return findings
     finally:
         own.close()
-        for channel in list(others.values()):  # one may come late
+        for channel in list(others.values()):  # a node may connect late
             channel.close()
 
 
 def meet(
     server: socket.socket, names: list[str], mark: str, timeout_s: float
 ) -> dict[int, Channel]:
-    """Wait for the other nodes of a job; the first node calls this.
+    """Wait for the other nodes of a job. Only the first node calls this.
 
     Args:
-        names: of all nodes, by their numbers.
-        mark: digest of the run, so that nodes of another are not taken.
+        names: names of all nodes, in the order of their numbers.
+        mark: digest of the run, so that nodes of another run are refused.
 
     Returns:
-        Channels to those that have come, by their number.
+        Channels to the connected nodes, by their numbers.
     """
     channels: dict[int, Channel] = {}
     lock = threading.Lock()
@@ -169,7 +169,7 @@ def meet(
         server.settimeout(min(left, _POLL_S))
         with suppress(TimeoutError):
             connection, _ = server.accept()
-            # A thread each: a connection that sends nothing holds up no other.
+            # One thread per connection, so that a silent connection does not delay the others.
             threading.Thread(target=greet, args=(connection,), daemon=True).start()
     return channels
 
@@ -179,9 +179,9 @@ def _channel(name: str, connection: socket.socket, reader: IO[bytes]) -> Channel
 
     def lost(_: bool) -> UserError:
         return CommunicationError(
-            "no answer to any question: its process has ended, or the connection is cut",
+            "no answer to any query: its process has ended, or the connection is lost",
             where=f"host {name}",
-            fix="see the output of this task, and whether the node is up",
+            fix="see the output of this task, and check whether the node is up",
             id="host.answers",
         )
 
@@ -194,30 +194,30 @@ def _channel(name: str, connection: socket.socket, reader: IO[bytes]) -> Channel
 
 
 def join(address: tuple[str, int], node: int, mark: str, timeout_s: float) -> socket.socket:
-    """Connect to the first node of a job; every other node calls this.
+    """Connect to the first node of a job. Every other node calls this.
 
     Raises:
-        CommunicationError: it does not answer in time, or is of another run.
+        CommunicationError: the first node does not respond in time, or has another run.
     """
     end, failure = time.monotonic() + timeout_s, "no answer"
     while (left := end - time.monotonic()) > 0:
         try:
             connection = socket.create_connection(address, timeout=min(left, _GREETING_S))
             connection.sendall(json.dumps({"node": node, "digest": mark}).encode() + b"\n")
-            # Without a buffer, and so not a byte more than the line: the rest is for `serve`.
+            # Read without a buffer, so that only the line is consumed: `serve` reads the rest.
             line = connection.makefile("rb", buffering=0).readline(_GREETING_BYTES)
             if line.decode(errors="replace").strip() == mark:
                 connection.settimeout(None)
                 return connection
-            failure = "another run answers there, or this node's number is taken"
+            failure = "another run uses this address, or this node's number is taken"
             connection.close()
         except OSError as error:
             failure = str(error) or type(error).__name__
-        time.sleep(_POLL_S)  # the first node's task may not have begun to listen
+        time.sleep(_POLL_S)  # the first node may not listen yet
     raise CommunicationError(
         f"the first node was not reached within {timeout_s:.0f} s: {failure}",
         where=f"node {node}, host {os.uname().nodename}",
-        fix=f"has its task started, and can {address[0]} port {address[1]} be reached?",
+        fix=f"check that its task has started, and that {address[0]} port {address[1]} is open",
         id="net.connect",
     )
 
@@ -230,7 +230,7 @@ def _serve(connection: socket.socket, timeout_s: float) -> int:
         codes.append(code)
         return {}
 
-    # `answer` reads stdin and writes stdout: from here on these are the connection.
+    # `answer` reads stdin and writes stdout, so connect both to the socket.
     for number in (0, 1):
         os.dup2(connection.fileno(), number)
     answer({"finish": finish}, idle_s=timeout_s + IDLE_S)

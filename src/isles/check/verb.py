@@ -1,6 +1,6 @@
-"""What `isles check` does: it reaches the nodes of a launcher, checks them, prints the report.
+"""The command `isles check`: connects to the nodes of a launcher, checks them, prints the report.
 
-`check_hosts` is the course of a check over nodes, however they were reached.
+`check_hosts` is the check itself, for nodes over any kind of connection.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from isles.launch.ssh.shell import Shell, on_all
 from isles.launch.worker import NEEDED_TO_TRAIN
 
 _ANSWER_S = 30.0
-"""Longest wait for a first answer once ssh has connected; Python may come from a slow disk."""
+"""Longest wait for a first answer after ssh has connected. Python may be on a slow disk."""
 
 _CLOCK_ROUNDS = 5
 _SMOKE_S = 220.0
 
 Found = tuple[list[Finding], list[str]]
-"""Findings, and the names of the hosts."""
+"""Findings and names of the hosts."""
 
 
 def run_check(
@@ -70,14 +70,14 @@ def run_check(
     extent: Extent,
     write: Callable[[str | Text], object],
 ) -> int:
-    """Check, write the report, and give the exit code.
+    """Check, print the report, and return the exit code.
 
     Args:
-        run_file: None: the machines alone are checked.
-        hosts: in place of those of the run file.
+        run_file: run file. None: check the machines alone.
+        hosts: hosts to check instead of the hosts of the run file.
 
     Raises:
-        UserError: the run file or the command line is wrong.
+        UserError: the run file or the command line is not valid.
     """
     loaded = load_run_file(run_file, overrides) if run_file else None
     if loaded is None or len(loaded.config.clusters) < 2:
@@ -86,9 +86,9 @@ def run_check(
         return code
     if hosts:
         raise UserError(
-            f"these hosts would stand for {len(loaded.config.clusters)} clusters",
+            f"--hosts cannot replace the hosts of {len(loaded.config.clusters)} clusters",
             where="--hosts",
-            fix="check them without a run file, or leave them out",
+            fix="check them without a run file, or remove --hosts",
         )
     refuse_peers(loaded)
     codes, records = [], {}
@@ -109,25 +109,25 @@ def _run_facts(loaded: Loaded | None, overrides: Sequence[str], hosts: tuple[str
         run = RunFacts.of(loaded)
     elif overrides:
         raise UserError(
-            f"{overrides[0]} changes a run file, and none is named",
+            f"{overrides[0]} changes a run file, and no run file was given",
             where="command line",
-            fix="isles check run.yaml …",
+            fix="use isles check run.yaml …",
         )
     else:
-        # Of hosts that are named without a run file nothing is known but their homes.
+        # Without a run file, only the home folders of the hosts are known.
         run = RunFacts(ClusterConfig(), "~" if hosts else str(Path.cwd()))
     if not hosts:
         return run
     twice = [host for i, host in enumerate(hosts) if host in hosts[:i]]
     if twice:
-        raise UserError(f"{twice[0]} is there twice", where="--hosts", fix="name each host once")
+        raise UserError(f"{twice[0]} appears twice", where="--hosts", fix="pass each host once")
     try:
         launcher = SshLauncherConfig(hosts=hosts)
     except ValueError:
         raise UserError(
-            f"these are no hosts as ssh takes them: {' '.join(hosts)}",
+            f"not valid names of hosts for ssh: {' '.join(hosts)}",
             where="--hosts",
-            fix="for example --hosts me@192.168.1.101 me@192.168.1.102",
+            fix="pass, for example, --hosts me@192.168.1.101 me@192.168.1.102",
         ) from None
     cluster = run.cluster.model_copy(update={"launcher": launcher, "nodes": "auto"})
     return replace(run, cluster=cluster)
@@ -142,7 +142,7 @@ def _check_one(run: RunFacts, extent: Extent, index: int = 0) -> tuple[int, Text
             sys.stderr.write(f"{line} …\n")
 
     found, columns = _check_cluster(run, extent, print_line)
-    # To itself a cluster is the only one; the user reads its place in the run file.
+    # A cluster's own config has index 0. Show its index in the run file instead.
     findings = [replace(each, fix=keys_of_cluster(each.fix, index)) for each in found]
     seconds = time.monotonic() - begin
     lines = report_lines(findings, columns, seconds=seconds, is_terminal=is_terminal)
@@ -151,7 +151,7 @@ def _check_one(run: RunFacts, extent: Extent, index: int = 0) -> tuple[int, Text
 
 def _check_cluster(run: RunFacts, extent: Extent, print_line: PrintLine) -> Found:  # noqa: PLR0911  # one each
     if extent.in_job:
-        print_line("waiting for nodes, and checking them")
+        print_line("waiting for nodes to check")
         return check_in_job(run, extent.timeout_s)
     match run.cluster.launcher:
         case SshLauncherConfig(connect_timeout=connect_s):
@@ -165,20 +165,20 @@ def _check_cluster(run: RunFacts, extent: Extent, print_line: PrintLine) -> Foun
         case RayLauncherConfig() as launcher:
             return _check_ray(run, launcher, extent, print_line)
         case KubernetesLauncherConfig(image=image):
-            text = f"nothing was checked: the pods, and the image {image}, are seen once they run"
-            fix = "isles train says what the first pod finds, and why pods wait"
+            text = f"nothing was checked: pods with the image {image} are visible only in a run"
+            fix = "run isles train: the first pod checks itself, and isles reports why pods wait"
             return [Finding("host.unseen", "warning", "pods", text, fix=fix)], ["pods"]
         case ManualLauncherConfig(hosts=hosts):
             found, columns = _check_here(run, extent, print_line)
-            text = f"only this machine was checked; the run's are {', '.join(hosts)}, which ssh "
+            text = f"only this machine was checked. The run uses {', '.join(hosts)}, which ssh "
             text += "does not know"
             fix = f"isles check --hosts {' '.join(hosts)}, or isles check on each of them"
             unseen = Finding("host.unseen", "warning", "other hosts", text, fix=fix)
             return [*found, unseen], columns
         case SkypilotLauncherConfig():
             found, columns = _check_here(run, extent, print_line)
-            text = "only this machine was checked: SkyPilot has not started the run's nodes yet"
-            fix = "sky check says which clouds it can use; isles train --dry-run shows the task"
+            text = "only this machine was checked, as SkyPilot has not started the run's nodes yet"
+            fix = "sky check lists the clouds it can use; isles train --dry-run shows the task"
             unseen = Finding("host.unseen", "warning", "SkyPilot's nodes", text, fix=fix)
             return [*found, unseen], columns
         case _:
@@ -201,7 +201,7 @@ def _check_queue(
 ) -> Found:
     shell = Shell(launcher.login)
     name = launcher.login or socket.gethostname()
-    print_line(f"asking {launcher.kind} on {name}")
+    print_line(f"querying {launcher.kind} on {name}")
     if launcher.login is not None:
         try:
             shell.run(["true"], timeout_s=extent.contact_s)
@@ -217,20 +217,20 @@ def _check_queue(
 def _check_ray(
     run: RunFacts, launcher: RayLauncherConfig, extent: Extent, print_line: PrintLine
 ) -> Found:
-    # This machine submits, and shares its files with the nodes; the nodes themselves are not seen.
+    # This machine submits, and shares files with the nodes. It cannot see the nodes.
     if launcher.login is not None:
-        text = f"Ray is asked from {launcher.login}, where the run is started"
-        fix = f"isles check there: ssh {launcher.login}"
+        text = f"Ray is queried from {launcher.login}, which starts the run"
+        fix = f"run isles check on that host: ssh {launcher.login}"
         return [Finding("host.unseen", "warning", launcher.login, text, fix=fix)], [launcher.login]
     name = socket.gethostname()
-    print_line(f"asking Ray at {launcher.address}")
+    print_line(f"querying Ray at {launcher.address}")
     findings = ray_findings(run.cluster, launcher, name)
     with _channels(run, {name: Shell()}) as channels:
         return [*findings, *_check_login(run, channels[0], extent)], [name]
 
 
 def _check_image(run: RunFacts, shell: Shell, name: str, extent: Extent) -> list[Finding]:
-    # A file that the node which submits can run as well; what its jobs' nodes have is not seen.
+    # An image file runs on the submitting node too. The nodes of its jobs cannot be seen.
     container = _container(run)
     if container is None or not is_file_image(container["image"]):
         return []
@@ -241,7 +241,7 @@ def _check_image(run: RunFacts, shell: Shell, name: str, extent: Extent) -> list
             facts = channel.call("facts", timeout_s=extent.contact_s)
     except UserError as error:
         found = error_finding(name, error)
-        is_weak = error.id == "container.runtime"  # the nodes may have it all the same
+        is_weak = error.id == "container.runtime"  # the nodes may still have it
         return [replace(found, level="warning") if is_weak else found]
     is_script = run.config is not None and run.config.training.script is not None
     failure = image_failure(facts, image, ("torch",) if is_script else NEEDED_TO_TRAIN)
@@ -254,10 +254,10 @@ def _check_image(run: RunFacts, shell: Shell, name: str, extent: Extent) -> list
 @contextmanager
 def _channels(run: RunFacts, shells: dict[str, Shell]) -> Iterator[Sequence[Channel]]:
     first, *rest = setting_lines(run.cluster, run.workdir)
-    # A folder that is missing is a finding, and does not end the check.
+    # A missing folder is a finding, and does not end the check.
     lines = [first.replace("|| exit 1", "2>/dev/null || cd || exit 1"), *rest]
     python = python_of(run.cluster.environment)
-    # Of a queue only the login node is seen, which need not have what runs a container.
+    # Only the login node of a queue can be seen, and it may not have a container runtime.
     container = None if isinstance(run.cluster.launcher, QueueSection) else _container(run)
     found, failures = on_all(
         list(shells), lambda name: _channel(shells[name], lines, python, name, container)
@@ -290,20 +290,20 @@ def _container(run: RunFacts) -> dict[str, Any] | None:
 def check_hosts(
     run: RunFacts, channels: Sequence[Channel], extent: Extent, print_line: PrintLine
 ) -> list[Finding]:
-    """Check hosts, and the links between them; the arguments are those of `Hosts`."""
+    """Check hosts and the links between them. For the arguments, see `Hosts`."""
     hosts = Hosts(channels, run, extent, print_line)
     names = hosts.names
-    print_line(f"asking {names[0]}" if len(names) == 1 else f"asking {len(names)} hosts")
+    print_line(f"checking {names[0]}" if len(names) == 1 else f"checking {len(names)} hosts")
     port = {"port": run.cluster.network.port}
     hosts.facts = hosts.ask("facts", port, timeout_s=extent.contact_s)()
     if not hosts.facts:
         return hosts.findings
     hosts.findings += duplicates(hosts.facts)
     _count_ranks(hosts)
-    # torch takes longest: it is imported while everything else is asked.
+    # The import of torch takes longest, so it runs during all other queries.
     ranks = hosts.ask(
         "ranks",
-        # The node must name the rank that is silent before the node itself counts as silent.
+        # A node must report a silent rank before the node itself counts as silent.
         lambda name: {**hosts.plan(name), "timeout_s": extent.timeout_s - 2},
         timeout_s=extent.timeout_s,
     )
@@ -323,7 +323,7 @@ def check_hosts(
     hosts.findings += files()
     try_shared(hosts)
     hosts.findings += joined(repos())
-    print_line("importing torch and launching a kernel on every device")
+    print_line("importing torch and running a kernel on every device")
     answers = ranks()
     hosts.findings += findings_of(answers)
     hosts.findings += rows()
@@ -337,21 +337,21 @@ def check_hosts(
         try_reduce(hosts)
     hosts.ask("end_ranks", finding_id="host.answers")()
     if extent.smoke:
-        print_line("training three steps on each machine alone")
+        print_line("training three steps on each machine separately")
         hosts.findings += hosts.check("smoke", timeout_s=_SMOKE_S, finding_id="train.smoke")()
     return hosts.findings
 
 
 def _check_login(run: RunFacts, channel: Channel, extent: Extent) -> list[Finding]:
-    # The node that submits: its versions, and the files that the job's nodes will see. Its memory
-    # and GPUs are not those of the job.
+    # The submitting node: check its versions, and the files that the nodes of the job share. The
+    # job has other memory and GPUs.
     hosts = Hosts([channel], run, extent, lambda _: None)
     hosts.facts = hosts.ask("facts", timeout_s=extent.contact_s)()
     if not hosts.facts:
         return hosts.findings
     if run.cluster.environment.container is not None:
         for own in hosts.facts.values():
-            own["missing"] = []  # the image has what training needs
+            own["missing"] = []  # the image has the packages for training
     hosts.nproc = {channel.name: 1}
     files = hosts.check("files", finding_id="files.output")
     repos = hosts.check("hub", finding_id="hub.access")
@@ -379,7 +379,7 @@ def _count_ranks(hosts: Hosts) -> None:
     own = {host.ssh: host.gpus for host in cluster.hosts}
     for name, facts in hosts.facts.items():
         if hosts.device == "cpu":
-            hosts.nproc[name] = 1  # one process shows as much as many
+            hosts.nproc[name] = 1  # one process is enough for the check
             continue
         asked = own.get(name) or cluster.gpus_per_node
         there = int(facts["gpus"])
@@ -387,17 +387,19 @@ def _count_ranks(hosts: Hosts) -> None:
         hosts.nproc[name] = max(1, min(wanted, there))
         if there >= wanted:
             continue
-        text = f"the run has {plural(wanted, 'rank')} there, and {plural(there, 'GPU')} visible"
-        fix = "see nvidia-smi there; leave the host out; or train on CPUs: clusters.0.device=cpu"
+        text = (
+            f"the run needs {plural(wanted, 'rank')}; the host has {plural(there, 'visible GPU')}"
+        )
+        fix = "see nvidia-smi there; remove the host, or train on CPUs with clusters.0.device=cpu"
         if there:
-            fix = "see nvidia-smi and CUDA_VISIBLE_DEVICES there; leave the host out; or give it a "
-            fix += f"number of its own: {{ssh: {name}, gpus: {there}}}"
+            fix = "see nvidia-smi and CUDA_VISIBLE_DEVICES there; remove the host, or set its "
+            fix += f"number of GPUs: {{ssh: {name}, gpus: {there}}}"
         count = Finding("gpu.count", "error", name, text, str(there), str(wanted), fix)
         hosts.findings.append(count)
 
 
 def _clocks(hosts: Hosts) -> dict[str, tuple[float, float]]:
-    # As NTP does it: a clock is compared with the middle of the shortest round trip.
+    # As in NTP: compare a clock with the middle of the shortest round trip.
     best: dict[str, tuple[float, float]] = {}
     for _ in range(_CLOCK_ROUNDS):
         for name in hosts.names:
@@ -410,7 +412,7 @@ def _clocks(hosts: Hosts) -> dict[str, tuple[float, float]]:
 
 
 def joined(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings that are the same on several hosts as one."""
+    """Findings with equal ones of several hosts merged."""
     where: dict[Finding, list[str]] = {}
     for finding in findings:
         where.setdefault(replace(finding, where=""), []).append(finding.where)

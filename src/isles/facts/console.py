@@ -1,4 +1,4 @@
-"""The console of a process: it sends the colours of isles and no other control characters."""
+"""The console of a process: it sends the colors of isles and no other control characters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Console(rich.Console):
     markup such as `[red]` or `:smile:` too.
 
     Raises:
-        BrokenPipeError: by any output, if the reader (head, less) has exited; rich itself would end
+        BrokenPipeError: on any output, if the reader (head, less) has exited; rich itself would end
             the program silently.
     """
 
@@ -30,7 +30,7 @@ class Console(rich.Console):
 
     @property
     def file(self) -> IO[str]:
-        """The raw stream, without the filter for control characters, so that colours pass."""
+        """The raw stream, without the filter for control characters, so that colors pass."""
         found = super().file
         while not isinstance(found, ShownStream) and hasattr(found, "rich_proxied_file"):
             found = found.rich_proxied_file  # a progress bar is being drawn

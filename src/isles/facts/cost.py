@@ -1,4 +1,4 @@
-"""What training takes in FLOPs; in bytes, see `memory`."""
+"""FLOPs of training. For bytes, see `memory`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ def train_flops_per_token(
     seq_length: int,
     frozen_params: int = 0,
 ) -> float:
-    """Training FLOPs for one token, forward and backward, of a causal transformer.
+    """Training FLOPs per token, forward and backward, of a causal transformer.
 
     Args:
-        matmul_params: parameters that multiply activations: all but the input embedding.
+        matmul_params: parameters that multiply activations: all except the input embedding.
         num_layers: transformer blocks.
         hidden_size: width of the attention (heads x head size).
         seq_length: context length, tokens.
-        frozen_params: those of `matmul_params` that are not trained: gradients go through them, and
-            none are made for them.
+        frozen_params: frozen ones among `matmul_params`. Gradients pass through them, and they get
+            no gradients.
 
     Returns:
-        FLOPs, not FLOP/s. Recomputation is not counted; attention is counted as causal (half).
+        FLOPs, not FLOP/s. Recomputation is not counted. Attention is counted as causal (half).
 
     Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1; attention term as in Chowdhery et
     al. 2022 (arXiv:2204.02311), appendix B, halved for the causal mask.

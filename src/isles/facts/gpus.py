@@ -1,4 +1,4 @@
-"""The GPU table: speed, memory and power of cards, each row with its source."""
+"""The GPU table: speed, memory and power of GPUs, with a source for each row."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Gpu:
     """One GPU model.
 
     Args:
-        name: as the vendor writes it; matched inside the name that the driver reports.
-        bf16_flops: dense bf16 (fp16 where there is no bf16) tensor FLOP/s with fp32 accumulation.
-        memory_bytes: memory on the card.
+        name: name by the vendor, matched inside the name that the driver reports.
+        bf16_flops: dense bf16 (fp16 if bf16 is missing) tensor FLOP/s with fp32 accumulation.
+        memory_bytes: memory of the GPU.
         bandwidth_bytes_per_s: memory bandwidth.
-        source: the document that the figures stand in.
-        watts: power limit as delivered (TDP, TGP or TBP).
-        fp32_flops: FLOP/s in fp32 without tensor cores; 0: not known.
-        nvlink_bytes_per_s: to the other cards of the machine, in one direction; 0: over PCIe.
+        source: document with the figures.
+        watts: default power limit (TDP, TGP or TBP).
+        fp32_flops: FLOP/s in fp32 without tensor cores. 0: unknown.
+        nvlink_bytes_per_s: to the other GPUs of the machine, in one direction. 0: over PCIe.
     """
 
     name: str
@@ -50,19 +50,19 @@ def _gpu(
 def _geforce(
     name: str, sms: int, boost_ghz: float, memory_gb: int, bandwidth: float, watts: float
 ) -> Gpu:
-    # An SM of these makes 512 FLOPs a clock in tensor cores with fp32 accumulation, and half as
-    # many in fp32: with that the whitepapers' own rows (3070 to 3090 Ti, 4080, 4090, 5070 to 5090)
-    # come out to the last digit.
+    # An SM of these makes 512 FLOPs per clock in tensor cores with fp32 accumulation, and half of
+    # that in fp32. With these figures, the rows of the whitepapers (3070 to 3090 Ti, 4080, 4090,
+    # 5070 to 5090) match to the last digit.
     generation = {"3": _AMPERE, "4": _ADA, "5": _BLACKWELL}[name[4]]
     tflops = sms * boost_ghz * 0.512
-    source = f"NVIDIA's product page (SMs, boost clock); FLOPs a clock: {generation}"
+    source = f"NVIDIA's product page (SMs, boost clock); FLOPs per clock: {generation}"
     return _gpu(name, tflops, memory_gb, bandwidth, watts, source, fp32=tflops / 2)
 
 
 def _laptop(
     name: str, sms: int, boost_ghz: float, memory_gb: int, bandwidth: float, watts: float
 ) -> Gpu:
-    # As nvidia-smi names it. Boost clock and watts are the highest that a laptop may have.
+    # The name that nvidia-smi prints. Boost clock and watts are the highest for laptops.
     return _geforce(f"RTX {name} Laptop GPU", sms, boost_ghz, memory_gb, bandwidth, watts)
 
 
@@ -144,19 +144,19 @@ GPUS: tuple[Gpu, ...] = (
     _laptop("3070", 40, 1.62, 8, 448, 125),
     _laptop("3060", 30, 1.703, 6, 336, 115),
     _gpu("MI300X", 1307.4, 192, 5300, 750, _AMD, fp32=163.4),
-    # What the driver shows is one of its two dies.
-    _gpu("MI250X", 191.5, 64, 1638, 280, f"{_AMD}, half a card", fp32=23.9),
+    # The driver shows one of its two dies.
+    _gpu("MI250X", 191.5, 64, 1638, 280, f"{_AMD}, one of two dies", fp32=23.9),
 )
 
 _OTHER_CARDS = {"SUPER", "Ti", "Laptop", "Max", "Mobile", "D"}
-"""Words behind a name that make it another card."""
+"""Words after a name that make it a different GPU."""
 
 
 def find_gpu(reported_name: str) -> Gpu | None:
-    """The row for a name as the driver reports it, or None: never a guess.
+    """The row for a name reported by the driver, or None. Never a guess.
 
-    A row matches only where its name stands as whole words, so that an `RTX 4080 SUPER` or a
-    `Laptop GPU` is not taken for the plain card.
+    A row matches only if its name appears as whole words. So an `RTX 4080 SUPER` or a `Laptop GPU`
+    does not match the plain GPU.
     """
     reported = reported_name.replace("NVIDIA", "").replace("GeForce", "").replace("Tesla", "")
     words = reported.replace("-", " ").split()
@@ -171,9 +171,9 @@ def find_gpu(reported_name: str) -> Gpu | None:
 
 
 def named_gpu(text: str) -> Gpu:
-    """The row that a person means by `4090`, `3070ti`, `a100-80`, `4060ti-16` or `rtx a6000`.
+    """The row for a short name: `4090`, `3070ti`, `a100-80`, `4060ti-16` or `rtx a6000`.
 
-    KeyError: none, or more than one; its arguments are the nearest short names.
+    KeyError: none, or more than one. Its arguments are the nearest short names.
     """
     wanted = _plain(text)
     named = {_plain(name): gpu for gpu in GPUS for name in (gpu.name, *_SHORT.get(gpu.name, ()))}
@@ -186,7 +186,7 @@ def named_gpu(text: str) -> Gpu:
 
 
 def short_name(gpu: Gpu) -> str:
-    """How a card is named on a command line: `4090`, `3070ti`, `h100`."""
+    """Short name of a GPU for the command line: `4090`, `3070ti`, `h100`."""
     return _SHORT.get(gpu.name, (_plain(gpu.name),))[0]
 
 
@@ -219,7 +219,7 @@ _SHORT |= {
 
 
 def _plain(name: str) -> str:
-    # GeForce cards by their number alone.
+    # GeForce GPUs by their number alone.
     plain = re.sub(r"nvidia|geforce|tesla|amd|instinct|[\s_-]", "", name.lower())
     return re.sub(r"^rtx(?=\d{4}(?!ada))", "", plain)
 
@@ -228,7 +228,7 @@ _LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 def least_driver(cuda: str) -> int | None:
-    """The oldest branch of NVIDIA's driver that runs programs of a version of CUDA; None: unknown.
+    """The oldest branch of NVIDIA's driver for programs of a CUDA version. None: unknown.
 
     Source: CUDA Toolkit Release Notes, minimum driver versions for minor version compatibility.
     """

@@ -1,7 +1,7 @@
-"""Models: the shapes that are shipped with isles, and which kinds can be cut how.
+"""Models: shapes shipped with isles, and kinds of models with their supported parallelism.
 
-A kind is a `model_type` of transformers 5. Each was tried: losses and gradients of two ranks
-against one; for documents that share a row, logits of each against those of the document alone.
+A kind is a `model_type` of transformers 5. Each kind was tested: losses and gradients of two ranks
+against one; for documents that share a row, logits of each against the logits of it alone.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ phi phimoe qwen2_moe qwen3_moe solar_open stablelm vaultgemma xglm
 """
 
 TENSOR_PARALLEL = frozenset((_ANY_WAY + _TENSOR).split())
-"""The matrices of their blocks can be cut: they have a plan for it that isles can follow."""
+"""Kinds that support tensor parallel: their plan of sharded matrices works with isles."""
 
 CONTEXT_PARALLEL = frozenset((_ANY_WAY + _CONTEXT).split())
-"""Their attention is the plain causal one, so that it can be done over several ranks."""
+"""Kinds that support context parallel: their attention is plain and causal."""
 
 PIPELINE = frozenset((_ANY_WAY + _PIPELINE).split())
-"""Their blocks, one group after the other, are the whole model."""
+"""Kinds that support pipelines: their blocks, in sequence, are the whole model."""
 
 ISOLATED = frozenset((_ANY_WAY + _ISOLATED).split())
-"""Documents that share a row can be kept apart: by position ids, and by masks that they heed."""
+"""Kinds that can isolate documents in a row: they use position ids and the masks of these."""
 
 BLIND = frozenset(["afmoe", "biogpt", "gpt_oss", "mpt", "opt", "xglm"])
-"""Of these, those that make masks without looking at positions: masks must be given to them."""
+"""Isolated kinds that ignore positions when they make masks, so isles passes masks to them."""
 
 DEAF = frozenset(["gptj", "nemotron", "stablelm"])
-"""Of these, those that do not hand on to their attention where documents end: masks must be given
-to them."""
+"""Isolated kinds that do not pass the borders of documents to their attention, so isles passes
+masks to them."""
 
 _KEEPS_STATE = "its layers carry a state from token to token, over every border"
 
 REASONS: dict[str, dict[str, str]] = {
     "tp_size": {
-        "apertus": "its activations have parameters that would lie on every rank",
+        "apertus": "its activations have parameters that every rank would need",
     },
     "cp_size": {
         "bloom": "its attention has position biases (ALiBi)",
-        "biogpt": "it counts positions from the start of what it is given",
+        "biogpt": "it counts positions from the start of its input",
         "gemma2": "its attention caps its scores",
         "gpt_oss": "its attention has sinks",
-        "opt": "it counts positions from the start of what it is given",
+        "opt": "it counts positions from the start of its input",
     },
     "isolate_documents": {
-        "bloom": "it takes no positions, and only masks of padding",
-        "falcon": "it makes its masks without looking at positions",
+        "bloom": "it does not accept positions, and accepts only padding masks",
+        "falcon": "it ignores positions when it makes its masks",
         **dict.fromkeys(
             (
                 *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"),
@@ -83,22 +83,22 @@ REASONS: dict[str, dict[str, str]] = {
         ),
     },
     "pp_size": {
-        "granite": "it scales its embeddings outside of them, and would do so in every stage",
-        "hyperclovax": "it scales its embeddings outside of them, and would do so in every stage",
-        "nanochat": "it normalises its embeddings outside of them, and would do so in every stage",
+        "granite": "it scales its embeddings outside the blocks, so every stage would do it",
+        "hyperclovax": "it scales its embeddings outside the blocks, so every stage would do it",
+        "nanochat": "it normalizes its embeddings outside the blocks, so every stage would do it",
     },
 }
-"""Why some are missing above, by the key of the run file. What is not named was not tried."""
+"""Reasons why some kinds are missing above, by the key of the run file. Others were not tested."""
 
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of a config that name tokens by their ids."""
+"""Keys of a config with ids of tokens."""
 
 
 def known_ids(ids: Any, vocab_size: int) -> Any:
-    """The id, or the list of ids, without those of tokens that the model does not have.
+    """The id, or the list of ids, without ids outside the vocabulary.
 
-    None: there are none. -1 stays, because it stands for none in some published models.
+    None: no id is left. -1 is kept, because some published models use it for no token.
     """
     if isinstance(ids, list):
         return [i for i in ids if not (isinstance(i, int) and i >= vocab_size)] or None
@@ -106,7 +106,7 @@ def known_ids(ids: Any, vocab_size: int) -> Any:
 
 
 def shape_names() -> tuple[str, ...]:
-    """The names of the shapes, smallest model first."""
+    """Names of the shapes, smallest model first."""
 
     def size(name: str) -> int:
         shape = load_shape(name)
@@ -121,7 +121,7 @@ def shape_names() -> tuple[str, ...]:
 
 
 def load_shape(name: str) -> dict[str, Any]:
-    """The Hugging Face config of a shipped shape. KeyError: there is no such shape."""
+    """The Hugging Face config of a shipped shape. KeyError: unknown name."""
     if not name.replace("-", "").isalnum():
         raise KeyError(name)
     entry = resources.files("isles.facts") / "shapes" / f"{name}.json"

@@ -1,4 +1,4 @@
-"""Secrets in texts: which names mean one, and taking values out of a text that is passed on."""
+"""Secrets in texts: names that mean a secret, and the removal of values from a text."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from urllib.parse import quote
 REMOVED = "[removed]"
 
 _LEAST = 6
-"""Characters of a value that is looked for by itself: a shorter one would be found in any text."""
+"""Fewest characters of a known value to search for. A shorter value would appear in any text."""
 
 _ENDINGS = (
     "TOKEN SECRET PASSWORD PASSWD PASSPHRASE CREDENTIALS? COOKIE DSN _PWD _KEY APIKEY _AUTH _PAT PW"
 )
 _KEYS = r"(?:api|access|secret|private|account|auth|signing|encryption)[_-]?key"
 _WHOLE = r"-{0,2}(?:PASS|Pass|pass|pw|Pwd|pwd|PAT|AUTH|_?auth)"
-"""These mean a secret only if they are the whole name; `PWD` is a folder."""
+"""These mean a secret only if they are the whole name. `PWD` is a folder."""
 _NAME = (
     rf"(?:[A-Za-z0-9_.-]*(?:{'|'.join(_ENDINGS.split())}"
     rf"|(?i:token|secret|password|passwd|passphrase|signature|credentials?|pass|{_KEYS}))|{_WHOLE})"
 )
 _START = r"(?<![A-Za-z0-9_.-])"
-"""A name is tried at its first character alone: at each, a long text would take for ever."""
+"""Start of a name. A match may start only here: at every character, a long text takes forever."""
 
-# All of them match without a closing mark too: a line may be cut.
+# All of them also match without a closing quote, as a line may be truncated.
 _QUOTED = r""""(?:\\.|[^"\\\n])*"?|'[^'\n]*'?"""
 _IN_JSON = r"""\\+["'](?:\\+[^"'\\\n]|[^"'\\\n])*"""
 _LIST = rf"""\[(?:{_QUOTED}|[^\]"'\n])*\]?"""
@@ -52,21 +52,21 @@ _DOUBTFUL = re.compile(
 )
 _ALGORITHM = r"(?i:(?:[a-z]+\d?-)*(?:oauth|sha|md|v|x|krb|ed|rsa|hs|rs|es)-?\d{1,5}(?:-[a-z]+)*)"
 _OF_DOUBTFUL = re.compile(rf"(?=[^\s]{{6}})(?=[^\s]*\d)(?![\d.]+$)(?!{_ALGORITHM}$)")
-"""Names such as `auth` and `pat` often mean another thing: their value must look like a secret."""
+"""Names such as `auth` and `pat` have other meanings too: their value must look like a secret."""
 _NOTHING = ("", "[]", "[", "{", "|", ">", "|-", ">-", "true", "false", "null", "none", "yes", "no")
 _TOKEN = re.compile(r"token\W*(?:\\n\s+)?")
 _VOCABULARY = re.compile(r"[\d.]+|<[^<>]*>|\[[A-Z_]+\d?\]|\[[\d., ]*\]")
-"""Values of a `token` that are no secrets: a number, or a token of a vocabulary."""
+"""Values of a `token` that are not secret: a number, or a token of a vocabulary."""
 
 _HINT = re.compile(
     r"""(?:token|secret|passw(?:or)?d|passphrase|credentials?|cookie|dsn|pass|pwd?|pat|key|auth"""
     r"""|signature)\\*["']?\]?(?:\s*[:=]|\+=|\s|,)"""
 )
-"""In small letters, what a line has that `_NAMED` may match: it is tried on no other."""
+"""Lowercase words. Every line that `_NAMED` matches has one of them; other lines are skipped."""
 
 _OPEN = re.compile(rf"\s*(?:- )?[\"']?{_NAME}{_ENDS}\s*(?P<block>[|>][+-]?|\[)?\s*")
 _BELOW = re.compile(r"""(\s*(?:- +)?)(?:"[^"\n]*"|'[^'\n]*'|[^\s"':]+(?::[^\s"':]+)*),?\s*""")
-"""A key whose value is on the lines below it; one word there, which is no key itself."""
+"""A key whose value is on the next lines: one word on the line, which is not a key itself."""
 
 _PATTERNS = (
     # The secret half of a join line; user and password of an address, not its port.
@@ -101,7 +101,7 @@ _PATTERNS = (
         rf"\1 {REMOVED}",
     ),
 )
-"""Words of which one must be there, what is taken out, and what stands there instead."""
+"""Words (a text needs one of them), the pattern of the secret to remove, and its replacement."""
 
 _PRIVATE = "PRIVATE KEY"
 _BEGIN = rf"(?:-----BEGIN [A-Z ]*{_PRIVATE}(?: BLOCK)?-----|---- BEGIN SSH2 [A-Z ]*{_PRIVATE} ----)"
@@ -115,15 +115,15 @@ _COMMIT = re.compile(r"(?i)commit|revision|sha|snapshots/|refs|git|@$")
 
 
 def may_be_secret(name: str) -> bool:
-    """Whether a variable or key of this name may hold a secret; also names that often do not."""
+    """Whether a variable or key of this name may hold a secret, even if it rarely does."""
     return re.fullmatch(_NAME, name) is not None
 
 
 class Redactor:
-    """Takes secrets out of texts: known values, values of names that mean one, and known forms.
+    """Removes secrets from texts: known values, values of secret names, and known forms of keys.
 
     Args:
-        values: secrets that are known here, in any order.
+        values: known secrets, in any order.
     """
 
     def __init__(self, values: Iterable[str]) -> None:
@@ -150,7 +150,7 @@ class Redactor:
 
 
 def _without_values(lines: list[str]) -> Iterator[str]:
-    key = None  # the line whose value the next ones may be
+    key = None  # a line whose value may be on the next lines
     for line in lines:
         if key is not None:
             depth = len(line) - len(line.lstrip())
@@ -216,7 +216,7 @@ _PLACEHOLDER = re.compile(
     rf"|(?:(?:put|insert|enter|add|paste)[-_])?your[-_](?:[a-z]{{1,20}}[-_]){{0,3}}?{_NO_KEY}"
     r"(?:[-_](?:goes[-_])?here)?)"
 )
-"""What people write in place of a secret: for a server that asks for none, or to be replaced."""
+"""Placeholders instead of a secret: for a server without a password, or to be replaced."""
 
 _USER = re.compile(
     r"""://[^\s/@:'"<>?#[]*:(?!\d{1,5}/)(?P<secret>[^\s@'"<>]{1,300})@(?!sha\d+:)"""
@@ -286,7 +286,7 @@ _COMMANDS = (
     r"\b(?:curl|wget|https?(?=\s)|xh)\bLINE\s(?:-\w{0,9}H|--header)(?:\s*|=)[\"']?"
     r"[\w-]{0,80}(?i:key|token|secret|password)\s*:\s*(?P<VALUE>[^\s\"'<]+)",
     r"\b(?:sqlplus|sqlldr|expdp|impdp|rman)\bLINE\s[\w.$#]{1,80}/(?P<VALUE>[^\s/@\"'<]+)@",
-    # A password that is glued to its option, since another word would be a database or a file.
+    # A password without a space after its option, as the next word is a database or a file.
     r"\b(?:mysql\w*|mariadb[\w-]*|mycli)\bLINE\s-p(?P<VALUE>GIVEN)",
     r"\b(?:7z[ar]?|7zz|unrar|rar)\bLINE\s-h?p(?P<VALUE>GIVEN)",
     # An option and its value.
@@ -323,11 +323,11 @@ _COMMANDS = (
     rf"\b(?:setenv\s+{_NAME}\s|printf\s+-v\s+{_NAME}\s+[\"']?%s[\"']?\s"
     rf"|read\s+(?:-\w+\s+)*{_NAME}\s+<<<)"
     r"\s*(?P<VALUE>GIVEN)",
-    # printf puts it behind the name.
+    # printf puts it after the name.
     r"\bprintf\s+[\"'][^\"'\n]{0,200}?(?i:password|passwd|token|secret|key)[\s=:]{1,3}%s"
     r"[^\"'\n]{0,100}[\"']\s+"
     r"(?=\S{6})(?=\S{0,200}\d)(?P<VALUE>GIVEN)",
-    # A program that reads it from its input.
+    # A program that reads the secret from its input.
     f"{_PRINTS}{_PIPED}{_READS}",
     # sudo may need no password, so that a short word is for its command.
     rf"{_PRINTS}(?=[^\s|]{{6}}|[^\s|]{{0,5}}[^a-z\s|]){_PIPED}{_SUDO}",
@@ -355,7 +355,7 @@ _HOOKS = (
     r"(?P<VALUE>[\w@/%.-]{8,})",
     rf"{_ADDRESS}/(?:web)?hooks?/(?:catch/|incoming/|\d+/)*"
     r"(?P<VALUE>(?=[\w-]{0,200}\d)[\w-]{16,})",
-    # An index of packages: conda's and Cloudsmith's. A forum's topic is at /t/ too, in words.
+    # An index of packages: conda's and Cloudsmith's. Topics of forums are also at /t/, as words.
     rf"{_ADDRESS}/t/"
     r"(?P<VALUE>tk-[\w-]{12,}|(?:\w\w-)?[0-9a-f]{8}-[0-9a-f-]{20,}"
     r"|(?=[A-Za-z]{0,200}\d)[A-Za-z0-9]{20,})",
@@ -365,7 +365,7 @@ _HOOKS = (
     r"(?!(?:[a-z]{1,40}[-_./]){1,8}\d{1,8}(?![\w%+=-]))"
     r"(?P<VALUE>(?=[\w%.-]{0,200}\d)[\w%.~+/=-]{12,})",
 )
-"""Addresses that are keys: who knows them may post there, or read."""
+"""Addresses that are secret: anyone who knows the address can post to it or read it."""
 
 _PGPASS = (
     r"(?:^|[\s\"'])[\w.*-]+:(?:\d{2,5}|\*):(?:\*|[A-Za-z_][\w-]*):(?:\*|[A-Za-z_][\w-]*):"
@@ -374,9 +374,9 @@ _PGPASS = (
 
 
 def _joined(parts: Iterable[str]) -> str:
-    # One pattern, whose groups have names of their own. LINE is the words between a program and its
-    # option. It ends where the program stands again: that place is tried by itself, and a line that
-    # repeats the program would take long.
+    # One pattern whose groups have unique names. LINE is the words between a program and its
+    # option. LINE ends at the next mention of the program, which is matched separately. Otherwise
+    # a line that repeats the program would take long.
     joined = []
     for number, part in enumerate(parts):
         *programs, option = part.split("LINE")
@@ -422,7 +422,7 @@ def secrets_in(text: str) -> Iterator[tuple[int, int]]:
     as `$HF_TOKEN` or `$(cat FILE)` do not count here; a report treats doubtful text as secret.
     """
     masked = text
-    for _ in range(2):  # one reference may stand in another
+    for _ in range(2):  # one reference may contain another
         # Not `<<<`, after which a shell has a value.
         masked = _REFERENCE.sub(lambda match: "<".ljust(len(match[0]), ">"), masked)
     found = [match.span() for match in _KEY.finditer(masked)]
@@ -455,7 +455,7 @@ def secrets_in(text: str) -> Iterator[tuple[int, int]]:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether the value of a name that means a secret is one; the name ends with its `=` or `:`."""
+    """Whether the value of a secret name is a secret. The name ends with its `=` or `:`."""
     inner = value.strip("\\\"'")
     if inner.lower() in _NOTHING or inner[:1] in ("<", "[", "{", ")", "…") or _PATH.match(inner):
         return False
@@ -475,7 +475,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """A text with a mark in place of each of `secrets_in`."""
+    """A text with a placeholder for each secret of `secrets_in`."""
     end, parts = 0, []
     for start, stop in secrets_in(text):
         parts += [text[end:start], REMOVED]

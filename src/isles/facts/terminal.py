@@ -1,4 +1,4 @@
-"""Text on its way to a terminal: control characters of others are shown there, not sent."""
+"""Output to a terminal: control characters of foreign text are shown, not sent."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import IO, Any
 from isles.facts.units import printable
 
 _DRAWN = re.compile("\r|\x1b\\[(?:[0-9;]{0,32}m|2K|1A|\\?25[lh])")
-"""What rich sends to draw progress: the begin of the line, colours, an erased line, the line above,
-the cursor hidden and shown. A title, the clipboard, a link, a question to the terminal are not."""
+"""Sequences that rich sends to draw progress: start of line, colors, erase line, line up, hide and
+show the cursor. It does not include titles, the clipboard, links and queries to the terminal."""
 _BEGUN = re.compile("\x1b(?:\\[[0-9;?]{0,32})?")
-_ENDED = "\x1b[0m\x1b[?25h"  # no colour, and the cursor seen
+_ENDED = "\x1b[0m\x1b[?25h"  # no color, and a visible cursor
 
 
 class ShownStream:
-    """A text stream that shows control characters; the rest is the stream below it.
+    """A text stream that shows control characters as text. It wraps another stream.
 
-    A carriage return is a line end, so that a progress bar of a log neither overwrites a line nor
-    fills one with `\\u000d`.
+    A carriage return counts as a line end. So a progress bar in a log neither overwrites a line nor
+    fills it with `\\u000d`.
 
     Args:
-        raw: the stream below; our console writes its own colours to it.
+        raw: the wrapped stream. The console of isles writes its colors to it.
     """
 
     def __init__(self, raw: IO[str]) -> None:
@@ -45,10 +45,10 @@ class ShownStream:
 
 
 def show_streams() -> None:
-    """Show control characters in whatever this process prints until its end.
+    """Show control characters in all output of this process, until it ends.
 
-    Every process whose output a person may read calls this first; `shown_streams` does the same
-    for the time of a block.
+    Every process whose output a person may read calls this first. `shown_streams` does the same
+    for one block of code.
     """
     if not isinstance(sys.stdout, ShownStream):
         sys.stdout, sys.stderr = _shown(sys.stdout), _shown(sys.stderr)
@@ -70,10 +70,10 @@ def _shown(stream: IO[str]) -> Any:
 
 
 def copy_drawn(source: int, target: IO[str]) -> None:
-    """Copy what an isles on another machine prints, until it ends.
+    """Copy the output of an isles process on another machine, until it ends.
 
-    Its progress is drawn on this terminal; the other control characters are shown, since the
-    machine may be another's by now.
+    Its progress bars are drawn on this terminal. Other control characters are shown as text, as
+    another user may control that machine.
 
     Args:
         source: a descriptor of bytes.

@@ -1,4 +1,4 @@
-"""The page of paragraphs by symptom, docs/troubleshooting.md, as a terminal shows parts of it."""
+"""The page docs/troubleshooting.md, with its paragraphs as text for a terminal."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NO_BREAK = "\N{NO-BREAK SPACE}"
 
 @dataclass(frozen=True, slots=True)
 class Paragraph:
-    """One symptom, what it means, and what to do.
+    """A symptom, its meaning, and its fix.
 
     Args:
-        chapter: the heading of the part of the page.
-        ids: of errors and of findings of `isles check`; empty: it is found by its symptom only.
+        chapter: heading of the part of the page.
+        ids: ids of errors and of findings of `isles check`. Empty: only the symptom identifies it.
         head: the symptom, in Markdown.
-        blocks: what follows it, in Markdown: text, and lists.
+        blocks: the rest of the paragraph, in Markdown: text and lists.
     """
 
     chapter: str
@@ -35,14 +35,14 @@ class Paragraph:
     blocks: tuple[str, ...]
 
     def text(self, width: int) -> str:
-        """All of it for a terminal of so many columns."""
+        """The whole paragraph for a terminal of `width` columns."""
         body = [_filled(block, width) for block in self.blocks]
         return "\n\n".join([_filled(self.head.rstrip("."), width), *body])
 
 
 @cache
 def paragraphs() -> tuple[Paragraph, ...]:
-    """All paragraphs of the page, in their order."""
+    """All paragraphs of the page, in order."""
     found: list[Paragraph] = []
     chapter, is_open = "", False
     for block in re.split(r"\n{2,}", _page()):
@@ -63,17 +63,17 @@ def paragraphs() -> tuple[Paragraph, ...]:
 
 
 def by_id() -> dict[str, Paragraph]:
-    """Every id with its paragraph."""
+    """Paragraphs of all ids."""
     return {id: paragraph for paragraph in paragraphs() for id in paragraph.ids}
 
 
 def exit_codes() -> dict[str, tuple[str, str]]:
-    """Every exit code with what it is, and with the chapter about it or what to do."""
+    """Meaning of every exit code, and its chapter or fix."""
     return {code: (what, then) for code, what, then in _EXIT_CODE.findall(_page())}
 
 
 def exit_code_text(code: str, width: int) -> str:
-    """What one of `exit_codes` means, and the ids of its chapter, in so many columns."""
+    """Meaning of an exit code, and the ids of its chapter, for `width` columns."""
     what, then = exit_codes()[code]
     link = _LINK.search(then)
     chapter = link[1] if link else ""
@@ -82,7 +82,7 @@ def exit_code_text(code: str, width: int) -> str:
 
 
 def list_text(width: int) -> str:
-    """All ids, each with the first words of its paragraph, in so many columns."""
+    """All ids, each with the first words of its paragraph, for `width` columns."""
     chapters = dict.fromkeys(paragraph.chapter for paragraph in paragraphs() if paragraph.ids)
     return "\n\n".join(_chapter_text(chapter, width) for chapter in chapters)
 
@@ -108,7 +108,7 @@ def _page() -> str:
 
 
 def _filled(block: str, width: int) -> str:
-    # A block of Markdown, wrapped; what stands between backticks stays in one line.
+    # Wrap a block of Markdown. Text between backticks stays on one line.
     lines: list[str] = []
     for item in re.split(r"\n(?=- )", block):
         text = " ".join(_plain(item).split())
@@ -123,7 +123,7 @@ def _filled(block: str, width: int) -> str:
 
 
 def _plain(text: str) -> str:
-    # Links as words: the page's name where it is another.
+    # Links as text, with the name of the page if it is another page.
     def words(match: re.Match[str]) -> str:
         label, page, _ = match.groups()
         if not page:

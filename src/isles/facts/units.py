@@ -1,4 +1,4 @@
-"""Durations, bytes, counts and text of unknown origin: read, and written for people."""
+"""Durations, bytes, counts and untrusted text: parsing, and formatting for people."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ separators, invisible text (tags, annotations), and lone surrogates, which no st
 
 
 def parse_duration_s(text: str) -> float:
-    """Seconds from `90s`, `1h30m`, `2d`, `hh:mm:ss`, or Slurm's `d-hh:mm:ss`.
+    """Seconds of `90s`, `1h30m`, `2d`, `hh:mm:ss`, or Slurm's `d-hh:mm:ss`.
 
-    ValueError: the text is none of these; the message says which forms there are.
+    ValueError: the text is not a duration. The message lists the forms.
     """
     stripped = text.strip().lower()
     if clock := _CLOCK.fullmatch(stripped):
@@ -34,20 +34,20 @@ def parse_duration_s(text: str) -> float:
 
 
 def parse_bytes(text: str) -> float:
-    """Bytes from `500kB`, `20MB`, `1.5GiB`: powers of 1000, or of 1024 with an i.
+    """Bytes of `500kB`, `20MB`, `1.5GiB`: powers of 1000, or of 1024 with an i.
 
-    ValueError: the text is none of these.
+    ValueError: the text is not a number of bytes.
     """
     found = _BYTES.fullmatch(text.strip())
     if found is None:
-        raise ValueError(f"{text!r} is no number of bytes: write 500kB, 20MB or 1.5GiB")
+        raise ValueError(f"{text!r} is not a number of bytes: write 500kB, 20MB or 1.5GiB")
     base = 1024.0 if found[3] else 1000.0
     power: int = " KMGT".index(found[2].upper() or " ")
     return float(float(found[1]) * base**power)
 
 
 def format_duration(seconds: float) -> str:
-    """`47s`, `12m 05s`, `3h 20m`, `2d 04h`: two units at most."""
+    """Duration as `47s`, `12m 05s`, `3h 20m` or `2d 04h`, with at most two units."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -59,7 +59,7 @@ def format_duration(seconds: float) -> str:
 
 
 def write_duration(seconds: float) -> str:
-    """A length of time as a run file has it; it reads back the same: `20m`, `23h30m`, `0.5s`."""
+    """Duration for a run file, without loss: `20m`, `23h30m`, `0.5s`."""
     if seconds != int(seconds):
         return f"{Decimal(repr(seconds)):f}s"
     whole = int(seconds)
@@ -69,7 +69,7 @@ def write_duration(seconds: float) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """`512 B`, `1.5 KiB`, `13.5 GiB`: powers of 1024."""
+    """Bytes as `512 B`, `1.5 KiB`, `13.5 GiB`: powers of 1024."""
     value = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -79,7 +79,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """`812`, `4.1k`, `2.1M`, `8.0B`: powers of 1000, as the field counts parameters and tokens."""
+    """Count as `812`, `4.1k`, `2.1M` or `8.0B`: powers of 1000, as usual for parameters."""
     value = float(number)
     for unit in ("", "k", "M", "B"):
         if abs(value) < 1000:
@@ -89,16 +89,16 @@ def format_count(number: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Count with its noun: `1 rank`, `2 ranks`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def printable(text: str, *, keep: str = "\n\t", longest: int | None = None) -> str:
-    """Text that does nothing to a terminal: control characters as JSON escapes them (`\\u001b`).
+    """Text that has no effect on a terminal: control characters as JSON escapes them (`\\u001b`).
 
-    Characters that change how the letters beside them are drawn stay, because Persian, Indic
-    scripts and emoji need them: joiners and non-joiners, variation selectors, no-break spaces, soft
-    hyphens. Arabic and Hebrew need no marks, because each of their letters has a direction.
+    Characters that change the shape of nearby letters stay, because Persian, Indic scripts and
+    emoji need them: joiners and non-joiners, variation selectors, no-break spaces, soft hyphens.
+    Arabic and Hebrew need no marks, because each of their letters has a direction.
 
     Args:
         text: from any source.

@@ -1,4 +1,4 @@
-"""A rung of the ladder written into a run file: comments and order stay, and it loads again."""
+"""Writes a memory-saving option into a run file. Comments and order stay the same."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from isles.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One key of a run file, by its dotted path, and the value that it gets."""
+    """A key of a run file, by its dotted path, and its new value."""
 
     key: str
     value: object
 
     @property
     def text(self) -> str:
-        """As it is typed."""
+        """The edit as a line of YAML."""
         return f"{self.key}: {_flow(self.value)}"
 
 
 def changed(changes: Mapping[str, object]) -> list[Edit]:
-    """The edits of a run file that says nothing of these keys yet."""
+    """The edits of a run file that does not have these keys yet."""
     return [Edit(key, _plain(value)) for key, value in changes.items()]
 
 
 def edits(loaded: Loaded, changes: Mapping[str, object], *, cluster: int = 0) -> list[Edit]:
-    """The edits that make changes of a ladder or a strategy in a run file.
+    """The edits that write an option or a strategy into a run file.
 
     Args:
-        cluster: whose changes they are; its own strategy is changed where there are several.
+        cluster: index of the cluster to change. If there are several, its own strategy is changed.
     """
     found = []
     for key, value in changes.items():
@@ -46,7 +46,7 @@ def edits(loaded: Loaded, changes: Mapping[str, object], *, cluster: int = 0) ->
         if key == "strategy" and (is_own or len(loaded.config.clusters) > 1):
             found.append(Edit(f"clusters.{cluster}.strategy", _plain(value)))
         elif key == "adapter" and "adapter" in loaded.origins and isinstance(value, BaseModel):
-            # What else stands in the section stays.
+            # Keep the other keys of the section.
             found.append(Edit("adapter.type", value.model_dump()["type"]))
         else:
             found.append(Edit(key, _plain(value)))
@@ -54,7 +54,7 @@ def edits(loaded: Loaded, changes: Mapping[str, object], *, cluster: int = 0) ->
 
 
 def _plain(value: object) -> object:
-    # A section as a person writes it: its kind, and what is not the default.
+    # A section as a person writes it: its kind, and values other than the defaults.
     if not isinstance(value, BaseModel):
         return value
     fields = type(value).model_fields
@@ -66,10 +66,10 @@ def _plain(value: object) -> object:
 
 
 def edited(text: str, changes: list[Edit]) -> str:
-    """A run file's text with other values.
+    """The text of a run file with new values.
 
     Raises:
-        UserError: the text is built so that the place cannot be found, as under an alias.
+        UserError: the place of a key cannot be found in the text, for example below an alias.
     """
     for edit in changes:
         text = _set(text, edit.key.split("."), edit.value)
@@ -77,7 +77,7 @@ def edited(text: str, changes: list[Edit]) -> str:
 
 
 def difference(path: str, before: str, after: str) -> str:
-    """A unified diff."""
+    """Unified diff of two texts of a file."""
     lines = difflib.unified_diff(
         before.splitlines(keepends=True), after.splitlines(keepends=True), path, f"{path} (new)"
     )
@@ -85,7 +85,7 @@ def difference(path: str, before: str, after: str) -> str:
 
 
 def _set(text: str, path: list[str], value: object) -> str:
-    # PyYAML's marks count characters; each edit composes the text anew.
+    # PyYAML's marks count characters, so the text is parsed again for each edit.
     node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
     place = list(path)
     while place and isinstance(node, yaml.MappingNode | yaml.SequenceNode):
@@ -98,9 +98,9 @@ def _set(text: str, path: list[str], value: object) -> str:
             return _replace(text, key, node, value)
     if not place or not isinstance(node, yaml.MappingNode):
         raise UserError(
-            f"{'.'.join(path)} cannot be set by itself in this file",
+            f"{'.'.join(path)} cannot be changed separately in this file",
             where=".".join(path),
-            fix=f"write it yourself: {'.'.join(path)}: {_flow(value)}",
+            fix=f"edit the file manually: {'.'.join(path)}: {_flow(value)}",
         )
     for part in reversed(place[1:]):
         value = {part: value}
@@ -122,13 +122,13 @@ def _replace(text: str, key: yaml.Node, node: yaml.Node, value: object) -> str:
     if isinstance(node, yaml.MappingNode) and isinstance(value, Mapping):
         names = {own.value for own, _ in node.value}
         if names and names <= set(value):
-            # Key by key, so that what stands beside them stays.
+            # Key by key, so that comments next to them stay.
             place = node.start_mark.index
             for name, own in value.items():
                 text = _at(text, place, name, own)
             return text
     if isinstance(node, yaml.CollectionNode) and not node.flow_style:
-        # A block goes; its key stays, with what stands behind it.
+        # Remove the block; keep its key and the comment after it.
         begin = text.index(":", key.end_mark.index) + 1
         comment = re.search(r"\s*#[^\n]*", text[begin : node.start_mark.index])
         return f"{text[:begin]} {_flow(value)}{comment[0] if comment else ''}{text[end:]}"
@@ -137,7 +137,7 @@ def _replace(text: str, key: yaml.Node, node: yaml.Node, value: object) -> str:
 
 
 def _at(text: str, place: int, name: str, value: object) -> str:
-    # One key of the mapping that begins at a place of the text.
+    # Set one key of the mapping that begins at this place of the text.
     waiting = [yaml.compose(text, Loader=yaml.SafeLoader)]
     while waiting:
         node = waiting.pop()
@@ -158,7 +158,7 @@ def _insert(text: str, node: yaml.MappingNode, name: str, value: object) -> str:
         comma = "" if inside.endswith(("{", ",")) else ","
         space = "" if inside.endswith("{") else " "
         return f"{inside}{comma}{space}{pair}{text[close:]}"
-    # Below the last entry, with what stands behind it on its line.
+    # Insert below the last entry and the comment on its line.
     line_end = text.find("\n", _end(node))
     line_end = len(text) if line_end < 0 else line_end
     indent = " " * node.value[0][0].start_mark.column
@@ -166,7 +166,7 @@ def _insert(text: str, node: yaml.MappingNode, name: str, value: object) -> str:
 
 
 def _end(node: yaml.Node) -> int:
-    # Of its last character: a block's own mark stands behind comments that follow it.
+    # The end of its last character: a block's own end mark is after the comments that follow it.
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)
@@ -183,6 +183,6 @@ def _flow(value: object) -> str:
 
 
 def typed(changes: list[Edit]) -> Iterator[str]:
-    """The same as overrides of a command line, for a shell."""
+    """The edits as overrides for the command line, quoted for a shell."""
     for edit in changes:
         yield shlex.quote(f"{edit.key}={_flow(edit.value)}")

@@ -1,15 +1,15 @@
-"""Finding the machines of a plan: what `--gpus` names, what the run file names, or what is here.
+"""Finds the machines of a plan: from `--gpus`, from the run file, or this machine.
 
-`--gpus` in full:
+Syntax of `--gpus`:
 
-    4090                              one card
-    2x4090                            two in one machine; 8*h100 is the same
-    2x4090+3090                       a machine with three cards
+    4090                              one GPU
+    2x4090                            two GPUs in one machine; 8*h100 is the same
+    2x4090+3090                       one machine with three GPUs
     4090,3070ti@1gbe                  two machines, and the network between them
-    4090,3080,3070@1gbe+0.2ms         with its latency
+    4090,3080,3070@1gbe+0.2ms         with the latency of the network
     8xh100;8xa100-80;4090             three clusters, in the order of the run file
 
-A card is named as `isles.facts.gpus.named_gpu` takes it.
+`isles.facts.gpus.named_gpu` lists the names of GPUs.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ _COUNT = re.compile(r"(\d+)\s*[x*]\s*(?=\S)", re.I)
 _PER_BIT = {"g": 1e9 / 8, "m": 1e6 / 8}
 
 _CPU_FLOPS_PER_CYCLE = 16
-"""Of a core, in fp32, with half of AVX2's multiply-adds in use."""
+"""FLOPs of a core per cycle, in fp32, if half of AVX2's multiply-adds are in use."""
 
 _MOST = 1024
-"""Machines of a cluster, and cards of a machine."""
+"""Limit of machines per cluster, and of GPUs per machine."""
 
 _ASK_S = 10.0
 _CPU_QUERY = (
@@ -86,16 +86,16 @@ _CPU_QUERY = (
     "awk '/^Mem(Total|Available):/ { print $2 }' /proc/meminfo",
 )
 _NOT_FOUND = 127
-"""Of a shell: there is no such command."""
+"""Exit code of a shell: command not found."""
 
 
 def parse_link(text: str, *, flag: str = "--gpus") -> Link:
-    """`1gbe`, `100mbit`, `100mbit+25ms`, `20MB`, `hdr`, `8xndr`; UserError: it is none."""
+    """A link from `1gbe`, `100mbit+25ms`, `20MB`, `hdr` or `8xndr`. UserError: not a valid rate."""
     rate, _, delay = text.strip().partition("+")
     latency = _LATENCY.fullmatch(delay.strip()) if delay else None
     if delay and latency is None:
         raise UserError(
-            f"{delay.strip()} is no latency",
+            f"{delay.strip()} is not a valid latency",
             where=flag,
             fix="write it as 1gbe+0.2ms or 100mbit+25ms",
         )
@@ -114,9 +114,9 @@ def parse_link(text: str, *, flag: str = "--gpus") -> Link:
     bytes_per_s *= lines
     if bytes_per_s <= 0:
         raise UserError(
-            f"{rate.strip() or 'nothing'} is no rate of a network",
+            f"{rate.strip() or 'nothing'} is not a valid network rate",
             where=flag,
-            fix="for example @1gbe, @10gbe, @100mbit, @100mbit+25ms, @20MB, @hdr or @8xndr",
+            fix="write it as @1gbe, @10gbe, @100mbit, @100mbit+25ms, @20MB, @hdr or @8xndr",
         )
     scale = 1e3 if latency is None or latency[2].lower() == "ms" else 1e6
     latency_s = float(latency[1]) / scale if latency else (2e-4 if bytes_per_s < 5e9 else 5e-6)
@@ -126,13 +126,13 @@ def parse_link(text: str, *, flag: str = "--gpus") -> Link:
 def parse_gpus(
     text: str, *, nodes: int | None = None
 ) -> list[tuple[tuple[Host, ...], Link | None]]:
-    """The clusters of `--gpus`: the hosts of each, and their network where it is given.
+    """The clusters of `--gpus`: the hosts of each cluster, and its network if it is given.
 
     Args:
-        nodes: so many times the one host that each cluster names.
+        nodes: number of nodes per cluster. Each is a copy of the one host that `text` names.
 
     Raises:
-        UserError: the text is wrong; it says where.
+        UserError: the text is not valid.
     """
     return [_cluster(part, nodes) for part in text.split(";")]
 
@@ -142,12 +142,12 @@ def _cluster(text: str, nodes: int | None) -> tuple[tuple[Host, ...], Link | Non
     hosts = [_host(item, number) for number, item in enumerate(listed.split(","), 1)]
     if nodes is not None:
         if not 1 <= nodes <= _MOST:
-            raise UserError(f"{nodes} machines", where="--nodes", fix=f"1 to {_MOST}")
+            raise UserError(f"{nodes} nodes", where="--nodes", fix=f"use 1 to {_MOST}")
         if len(hosts) > 1:
             raise UserError(
-                f"--nodes {nodes} of what? --gpus names {len(hosts)} machines",
+                f"--nodes {nodes} needs one machine, and --gpus names {len(hosts)} machines",
                 where="--nodes",
-                fix="name one machine in --gpus, such as 8xh100, or leave --nodes out",
+                fix="name one machine in --gpus, such as 8xh100, or remove --nodes",
             )
         hosts = [replace(hosts[0], name=f"node{number}") for number in range(1, nodes + 1)]
     return tuple(hosts), parse_link(rate) if rate else None
@@ -164,12 +164,12 @@ def _host(text: str, number: int) -> Host:
         except KeyError as error:
             names = [f"{n} ({named_gpu(n).memory_bytes >> 30} GB)" for n in error.args]
             near = f"did you mean {' or '.join(names)}? " if names else ""
-            example = "cards are named as 4090, 3070ti, a100-80 or 8xh100"
+            example = "valid names are, for example, 4090, 3070ti, a100-80 or 8xh100"
             raise UserError(
-                f"there is no card {word!r} in the table", where="--gpus", fix=f"{near}{example}"
+                f"{word!r} is not a known GPU", where="--gpus", fix=f"{near}{example}"
             ) from None
         if not 1 <= count <= _MOST:
-            raise UserError(f"{count} cards of one machine", where="--gpus", fix=f"1 to {_MOST}")
+            raise UserError(f"{count} GPUs in one machine", where="--gpus", fix=f"use 1 to {_MOST}")
         devices += [Device.of(gpu)] * count
     return Host(f"host{number}", tuple(devices))
 
@@ -178,22 +178,22 @@ def find_machines(loaded: Loaded, gpus: str, nodes: int | None, link: str) -> li
     """The machines of every cluster of a run file.
 
     Args:
-        gpus: as typed; empty: what the run file says, asked of its hosts or of this machine.
-        nodes: of each cluster, beside `gpus`.
-        link: the line of each cluster to the hub, or of all; empty: not given.
+        gpus: text of `--gpus`. Empty: the machines of the run file, or this machine.
+        nodes: number of nodes per cluster, used with `gpus`.
+        link: uplink to the hub of each cluster, or one for all. Empty: not given.
     """
     clusters = loaded.config.clusters
     lines = [parse_link(part, flag="--link") for part in link.split(";")] if link else []
     if len(lines) not in (0, 1, len(clusters)):
         raise UserError(
-            f"{len(lines)} lines for {len(clusters)} clusters",
+            f"{len(lines)} uplinks for {plural(len(clusters), 'cluster')}",
             where="--link",
-            fix="give one for all, or one for each, separated by ;",
+            fix="pass one uplink for all clusters, or one for each, separated by ;",
         )
     if not gpus:
         if nodes is not None:
-            fix = "for example --gpus 8xh100 --nodes 2"
-            raise UserError("--nodes says how many, and not of what", where="--nodes", fix=fix)
+            fix = "pass both, for example --gpus 8xh100 --nodes 2"
+            raise UserError("--nodes needs --gpus", where="--nodes", fix=fix)
         environs = local_environs(loaded)
         output_dir = Path(loaded.config.output_dir).expanduser()
         found = [
@@ -208,7 +208,7 @@ def find_machines(loaded: Loaded, gpus: str, nodes: int | None, link: str) -> li
             raise UserError(
                 f"--gpus names {len(named)} clusters, and the run file has {len(clusters)}",
                 where="--gpus",
-                fix="name machines for all of them, or for each, separated by ;",
+                fix="name the machines once for all clusters, or for each cluster, separated by ;",
             )
         named = named * len(clusters) if len(named) == 1 else named
         found = [
@@ -222,7 +222,7 @@ def find_machines(loaded: Loaded, gpus: str, nodes: int | None, link: str) -> li
 
 
 def _network(hosts: Sequence[Host]) -> Link:
-    # Machines with NVLink stand in a computing centre.
+    # Machines with NVLink are usually in a data center.
     is_centre = any(
         d.gpu is not None and d.gpu.nvlink_bytes_per_s for h in hosts for d in h.devices
     )
@@ -230,14 +230,14 @@ def _network(hosts: Sequence[Host]) -> Link:
 
 
 def _measured(found: Machines, cluster: ClusterConfig, output_dir: Path) -> Machines:
-    # The network as `isles check` has measured it between the hosts of a run file.
+    # The network between the hosts of a run file, as `isles check` measured it.
     hosts = [host.ssh for host in cluster.hosts] or [host.name for host in found.hosts]
     links = measured_links(output_dir, hosts) if len(hosts) > 1 else None
     if links is None:
         return found
     network = Link(links.bytes_per_s, links.rtt_s / 2, "measured", rate_text(links.bytes_per_s))
     day = datetime.fromtimestamp(links.at).astimezone().strftime("%Y-%m-%d")
-    note = f"its slowest link as `isles check` measured on {day}"
+    note = f"network: its slowest link, as `isles check` measured it on {day}"
     return replace(found, network=network, notes=(*found.notes, note))
 
 
@@ -255,13 +255,14 @@ def _known(cluster: ClusterConfig, environ: Mapping[str, str], output_dir: Path)
 
 
 def _existing(folder: Path) -> Path:
-    # The nearest folder above that exists: a new folder will be on its disk.
+    # The nearest existing parent: a new folder will be on the same disk.
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _here(cluster: ClusterConfig, environ: Mapping[str, str], output_dir: Path) -> Machines:
-    # Its visible GPUs, or processes of its CPU; of several clusters here, each has its own GPUs.
+    # Its visible GPUs, or processes on its CPU. Several clusters on this machine each have their
+    # own GPUs.
     finding = find_gpus({**inherited(), **environ})
     notes = (finding.warning,) if finding.warning else ()
     wanted = cluster.gpus_per_node
@@ -275,7 +276,7 @@ def _here(cluster: ClusterConfig, environ: Mapping[str, str], output_dir: Path) 
         count = (1 if wanted == "auto" else wanted) * cluster.max_nodes
         devices = (_cpu(count, main.total, main.available),) * count
         if cluster.device == "cuda":
-            notes = (*notes, "device: cuda, and no GPU is visible here")
+            notes = (*notes, "device is cuda, but this machine has no visible GPU")
     host = Host(name, devices, main.total, disk)
     return Machines(cluster.name, (host,), GUESSED_NETWORK, GUESSED_LINE, notes)
 
@@ -283,8 +284,8 @@ def _here(cluster: ClusterConfig, environ: Mapping[str, str], output_dir: Path) 
 def _cpu(
     processes: int, total: float, available: float | None = None, cores: int | None = None
 ) -> Device:
-    # Its speed is its clock times what a core does in a cycle, shared among the processes. The
-    # clock is this machine's, also for the cores of another one.
+    # The speed of a process is the clock times the FLOPs of a core per cycle times its cores. The
+    # clock of this machine is also used for the cores of other machines.
     if cores is None:
         cores = min(psutil.cpu_count(logical=False) or usable_cores(), usable_cores())
     frequency = psutil.cpu_freq()
@@ -304,11 +305,11 @@ def _cpu(
 
 
 def _asked(cluster: ClusterConfig, connect_s: float) -> Machines:
-    # The hosts of an ssh launcher say what they have; one that is silent has unknown cards.
+    # Query the hosts of an ssh launcher. The GPUs of a host that does not respond are unknown.
     shells = {host.ssh: Shell(host.ssh, connect_s) for host in cluster.hosts}
 
     def ask(name: str) -> tuple[GpuFinding, tuple[int, ...]]:
-        # Its cards, and else its cores and bytes of memory, in all and available.
+        # Its GPUs. If it has none: its cores, and its total and available bytes of memory.
         result = shells[name].run(list(GPU_QUERY), timeout_s=_ASK_S + connect_s)
         found = GpuFinding(())
         if result.returncode != _NOT_FOUND and cluster.device != "cpu":
@@ -337,12 +338,12 @@ def _asked(cluster: ClusterConfig, connect_s: float) -> Machines:
         devices = (devices + (more,) * count)[:count]
         hosts.append(Host(host.ssh.rpartition("@")[2], devices, total))
     if failures:
-        notes.append("--gpus names cards of hosts that do not answer")
+        notes.append("use --gpus to name the GPUs of hosts that do not respond")
     return Machines(cluster.name, tuple(hosts), GUESSED_NETWORK, GUESSED_LINE, tuple(notes))
 
 
 def _of_ray(cluster: ClusterConfig, launcher: RayLauncherConfig) -> Machines:
-    # The nodes that would take the bundles; Ray knows their cards by a label of its own.
+    # The nodes that fit the bundles. Ray knows their GPUs by one of its labels.
     wanted, labels = bundles(cluster), label_selectors(cluster)
     notes: tuple[str, ...] = ()
     nodes: Mapping[int, RayNode] = {}
@@ -360,13 +361,13 @@ def _of_ray(cluster: ClusterConfig, launcher: RayLauncherConfig) -> Machines:
         name = node.name if node is not None else f"node{number + 1}"
         hosts.append(Host(name, (device,) * ranks))
         if device is UNKNOWN and not notes:
-            notes = (f"Ray does not say what cards {name} has: name them, such as --gpus 8xh100",)
+            notes = (f"Ray does not know the GPUs of {name}: name them, such as --gpus 8xh100",)
     found = tuple(hosts)
     return Machines(cluster.name, found, _network(found), GUESSED_LINE, notes)
 
 
 def _in_queue(cluster: ClusterConfig) -> Machines:
-    # A queue's nodes cannot be seen from here; what they are asked to have may name the card.
+    # This machine cannot see the nodes of a queue. The request of the launcher may name the GPU.
     asked = ""
     if isinstance(cluster.launcher, SlurmLauncherConfig):
         asked = f"{cluster.launcher.gres or ''}:{cluster.launcher.constraint or ''}"
@@ -382,16 +383,16 @@ def _in_queue(cluster: ClusterConfig) -> Machines:
             threads = plural(max(1, cores // count), "thread")
             notes.append(f"{threads} for each rank: cpus_per_node {cores}, {plural(count, 'rank')}")
         elif cluster.device == "cpu":
-            cores = count  # what a queue gives if it is asked for none
+            cores = count  # default of a queue if none are requested
     if cluster.device == "cpu":
         total = total or float(memory().total)
         device = _cpu(count, total, cores=cores)
         notes.append(
-            "its nodes cannot be seen from here: they are taken to be like this machine, with the "
-            "cores and the memory that the launcher asks for"
+            "this machine cannot see the nodes: the plan uses the CPU of this machine, with the "
+            "cores and the memory that the launcher requests"
         )
     elif device is UNKNOWN:
-        notes.append("its nodes cannot be seen from here: name their cards, such as --gpus 8xh100")
+        notes.append("this machine cannot see the nodes: name their GPUs, such as --gpus 8xh100")
     names = [host.ssh for host in cluster.hosts]
     names = names or [f"node{number}" for number in range(1, cluster.max_nodes + 1)]
     hosts = tuple(Host(name, (device,) * count, total) for name in names)
@@ -399,7 +400,7 @@ def _in_queue(cluster: ClusterConfig) -> Machines:
 
 
 def _asked_memory(launcher: SlurmLauncherConfig | PbsLauncherConfig) -> float | None:
-    # As schedulers write it: 200G, 200gb, 1500 (MB for Slurm); None: whole nodes, or not said.
+    # Memory as schedulers write it: 200G, 200gb, 1500 (MB for Slurm). None: not set.
     found = re.fullmatch(r"(\d+)([kmgt]?)b?", launcher.memory_per_node or "", re.I)
     if found is None or not int(found[1]):
         return None

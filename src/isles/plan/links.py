@@ -1,4 +1,4 @@
-"""Bytes and seconds between clusters: an outer step, the hub's own line, and how often to sync."""
+"""Bytes and seconds of averaging between clusters, and how often to sync."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from isles.plan.simulate.sizes import average_bytes, contribution_bytes
 
 @dataclass(frozen=True, slots=True)
 class ClusterLine:
-    """One cluster in a round, in which every weight is averaged once.
+    """Transfers of one cluster in a round, which averages every weight once.
 
     Args:
-        seconds: that its line is busy.
-        steps_s: of its inner steps until the next round; None: not known.
+        seconds: busy time of its uplink.
+        steps_s: seconds of its inner steps until the next round. None: unknown.
     """
 
     cluster: str
@@ -33,15 +33,15 @@ class OuterPlan:
     """Averaging between clusters.
 
     Args:
-        lines: of the clusters.
-        hub_in_bytes, hub_out_bytes: of the hub's own line in a round.
-        hub_s: of it, at its rate.
-        round_s: of a round, on the slowest of all lines.
-        sync_every: inner steps of a round, as written or chosen.
-        step_s: of an inner step at the pace of the run: of the slowest cluster where rounds wait
-            for all, else of the fastest; None: not known.
-        least_sync_every: the smallest with which the sync takes at most `max_overhead`.
-        overhead: part of the inner steps' time that it takes as written; 0 where `delay` hides it.
+        lines: transfers of each cluster.
+        hub_in_bytes, hub_out_bytes: bytes per round on the hub's uplink.
+        hub_s: seconds of these transfers, at the rate of the hub's uplink.
+        round_s: seconds of a round's transfers, on the slowest uplink.
+        sync_every: inner steps per round, as written or chosen.
+        step_s: seconds of an inner step at the pace of the run. That is the pace of the slowest
+            cluster if rounds wait for all, and otherwise of the fastest. None: unknown.
+        least_sync_every: smallest value that keeps the sync within `max_overhead`.
+        overhead: share of the inner steps' time that the sync takes. 0 if `delay` hides it.
         waits: whether a round waits for the slowest cluster.
     """
 
@@ -62,13 +62,13 @@ class OuterPlan:
 
     @property
     def slowest_s(self) -> float | None:
-        """Inner steps of a round on the slowest cluster; None: not known."""
+        """Seconds of the inner steps of a round on the slowest cluster. None: unknown."""
         seconds = [line.steps_s for line in self.lines]
         return None if None in seconds else max(s for s in seconds if s is not None)
 
 
 def least_sync_every(round_s: float, step_s: float, max_overhead: float) -> int:
-    """Inner steps such that averaging takes at most a part of their time."""
+    """Fewest inner steps per round that keep averaging within this share of their time."""
     return max(1, math.ceil(round_s / (max_overhead * step_s)))
 
 
@@ -82,10 +82,10 @@ def outer_plan(
     """The averaging of a run.
 
     Args:
-        trained: numbers that are averaged.
-        clusters: those of the run file; with one, others join it from elsewhere.
-        hub: the hub's own line.
-        steps_s: an inner step of each cluster; None: not known.
+        trained: count of numbers to average.
+        clusters: clusters of the run file. If there is one, others join from elsewhere.
+        hub: uplink of the hub.
+        steps_s: seconds of an inner step of each cluster. None: unknown.
     """
     codec = diloco.codec_config
     number = max(2, len(clusters))

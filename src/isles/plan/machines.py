@@ -1,4 +1,4 @@
-"""The machines of a plan: hosts, what their ranks compute on, and what lies between them."""
+"""The machines of a plan: hosts, the devices of their ranks, and the links between them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Literal
 from isles.facts.gpus import Gpu, find_gpu
 
 Confidence = Literal["measured", "given", "table", "guess", "unknown"]
-"""Where a figure comes from: this machine, the command line or run file, the GPU table, a guess."""
+"""Source of a figure: this machine, the command line or run file, the GPU table, or a guess."""
 
 _PCIE = 10e9
-"""Bytes a second between cards of a machine without NVLink: PCIe 4.0 by way of main memory."""
+"""Bytes per second between GPUs of a machine without NVLink: PCIe 4.0 through main memory."""
 
 _NVLINK_SHARE = 0.8
-"""Of NVLink's rate, what an all-reduce reaches."""
+"""Share of NVLink's rate that an all-reduce reaches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A network, or a line, between machines.
+    """A network or link between machines.
 
     Args:
-        bytes_per_s: in one direction.
-        latency_s: of a message.
+        bytes_per_s: bytes per second in one direction.
+        latency_s: seconds of latency per message.
     """
 
     bytes_per_s: float
@@ -36,15 +36,15 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one rank computes on.
+    """The device of one rank.
 
     Args:
-        name: for people.
-        gpu: its row; None for a CPU, and for a card that is not in the table.
-        memory_bytes: in all; None: not known.
-        free_bytes: now; None: not known.
-        flops: in the precision of matrix products, by the table; 0: not known.
-        bandwidth: of its memory, bytes a second.
+        name: printed name.
+        gpu: row of the GPU table. None for a CPU, and for a GPU that is not in the table.
+        memory_bytes: total memory. None: unknown.
+        free_bytes: free memory now. None: unknown.
+        flops: FLOP/s in the precision of matrix products, from the table. 0: unknown.
+        bandwidth: bytes per second of its memory.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Device:
 
     @classmethod
     def of(cls, gpu: Gpu) -> Device:
-        """A card by the table."""
+        """A GPU of the table."""
         return cls(
             gpu.name,
             gpu,
@@ -73,7 +73,7 @@ class Device:
 
     @classmethod
     def reported(cls, name: str, memory_bytes: float | None, free_bytes: float | None) -> Device:
-        """A card as a driver names it."""
+        """A GPU by its name in the driver."""
         gpu = find_gpu(name)
         short = name.replace("NVIDIA ", "").replace("GeForce ", "")
         if gpu is None:
@@ -94,8 +94,8 @@ class Host:
     """One machine.
 
     Args:
-        memory_bytes: main memory; None: not known.
-        disk_free_bytes: where the run directory is; None: not known.
+        memory_bytes: main memory. None: unknown.
+        disk_free_bytes: free space on the disk of the run directory. None: unknown.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Host:
 
     @property
     def inside_bytes_per_s(self) -> float:
-        """Between its devices, in one direction: a guess but for NVLink's own rate."""
+        """Bytes per second between its devices, in one direction. A guess, except for NVLink."""
         rates = [d.gpu.nvlink_bytes_per_s if d.gpu else 0.0 for d in self.devices]
         return min(rates) * _NVLINK_SHARE or _PCIE
 
@@ -115,10 +115,10 @@ class Machines:
     """The machines of one cluster.
 
     Args:
-        name: of the cluster.
-        network: between its hosts.
-        line: to the hub, of several clusters.
-        notes: what a reader should know about how they were found.
+        name: name of the cluster.
+        network: link between its hosts.
+        line: uplink to the hub, if there are several clusters.
+        notes: remarks for the reader on how the machines were found.
     """
 
     name: str
@@ -129,16 +129,16 @@ class Machines:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Of all ranks, in their order."""
+        """Devices of all ranks, in rank order."""
         return tuple(device for host in self.hosts for device in host.devices)
 
     @property
     def local_world_size(self) -> int:
-        """Ranks of a node; of unequal ones, what divides all."""
+        """Ranks per node. For unequal nodes, the greatest common divisor."""
         return math.gcd(*(len(host.devices) for host in self.hosts))
 
     def host_of(self, rank: int) -> Host:
-        """The host of a rank."""
+        """Host of a rank."""
         for host in self.hosts:
             if rank < len(host.devices):
                 return host
@@ -152,7 +152,7 @@ GUESSED_LINE = Link(12.5e6, 0.025, "guess", "100 Mbit/s")
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """A rate as networks are sold: `1 Gbit/s`."""
+    """Rate as vendors of networks write it: `1 Gbit/s`."""
     bits = bytes_per_s * 8
     for unit, scale in (("Tbit/s", 1e12), ("Gbit/s", 1e9)):
         if bits >= scale:
@@ -161,14 +161,14 @@ def rate_text(bytes_per_s: float) -> str:
 
 
 def summary(machines: Machines) -> str:
-    """The machines in a few words: `2 x (8 x H100), 200 Gbit/s (guess)`."""
+    """Short description of the machines: `2 x (8 x H100), 200 Gbit/s (guess)`."""
     hosts = [_cards(host) for host in machines.hosts]
     groups = [(text, len(list(group))) for text, group in groupby(hosts)]
     parts = [f"{count} x ({text})" if count > 1 else text for text, count in groups]
     network = machines.network
     if len(machines.hosts) == 1:
         return parts[0]
-    between = f"{network.name} between them ({network.confidence})"
+    between = f"{network.name} between hosts ({network.confidence})"
     return f"{' + '.join(parts)}, {between}"
 
 

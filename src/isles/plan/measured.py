@@ -1,7 +1,7 @@
-"""What an earlier run on the same cards showed: it goes before what is guessed.
+"""Measurements of an earlier run on the same GPUs, which replace guesses.
 
-A run directory says all of it: resolved.yaml the settings, live.json of its last attempt the ranks'
-hosts, devices and micro-batches, metrics.jsonl seconds, tokens and memory of its steps.
+A run directory has all values. resolved.yaml has the settings, live.json of the last attempt the
+hosts, devices and micro-batches of the ranks, and metrics.jsonl the seconds, tokens and memory.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from isles.run.records import MAX_SHOWN_BYTES, read_metrics, read_own
 from isles.run.resolved import read_resolved
 
 _LOOKED_AT = 50
-"""Runs, from the newest on."""
+"""Number of runs to read, the newest first."""
 
 _READ_BYTES = 64 << 20
 """Limit of the read at the end of a run's metrics."""
 
 _WARM = 2
-"""Recorded rows that are left out: kernels are chosen, files are read for the first time."""
+"""First recorded steps to skip: they choose kernels and read files for the first time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Steps of an earlier run with the same model, strategy, sequence length and cards.
+    """Steps of an earlier run with the same model, strategy, sequence length and GPUs.
 
     Args:
-        at: when the last of them was over, seconds since the epoch.
-        step_s, tokens_per_s: medians of recorded steps; tokens without padding.
-        memory_bytes: the most on a card in any step; on a CPU of a whole process.
-        rows: of a step; where the plan has another number, seconds are in proportion.
+        at: end of the last of these steps, in seconds since the epoch.
+        step_s, tokens_per_s: medians over the recorded steps; tokens without padding.
+        memory_bytes: most memory on a GPU in any step. On a CPU, memory of a whole process.
+        rows: sequences per step. If the plan has another number, seconds are in proportion.
     """
 
     run: str
@@ -53,14 +53,14 @@ class Measured:
     rows: int
 
     def of_rows(self, rows: int) -> float:
-        """Seconds of a step of so many rows."""
+        """Seconds of a step of `rows` sequences."""
         return self.step_s * rows / self.rows
 
 
 def find_measured(job: Job, own: Outcome) -> Measured | None:
-    """The newest run of this user in the run file's output_dir that did the same on the same cards.
+    """The newest run of this user in output_dir with the same settings on the same GPUs.
 
-    Records of other users change no plan.
+    Runs of other users are ignored.
     """
     if own.refused:
         return None
@@ -73,7 +73,7 @@ def _measured(run: RunDir, job: Job, own: Outcome) -> Measured | None:
     try:
         return _read(run, job, own)
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError):
-        return None  # another version of isles wrote it, or it is damaged: a plan goes without
+        return None  # damaged, or written by another version of isles: ignore it
 
 
 def _read(run: RunDir, job: Job, own: Outcome) -> Measured | None:
@@ -84,7 +84,7 @@ def _read(run: RunDir, job: Job, own: Outcome) -> Measured | None:
         return None
     try:
         config = read_resolved(run).config
-    except (OSError, UserError):  # of another version of isles
+    except (OSError, UserError):  # written by another version of isles
         return None
     if _settings(config) != _settings(job.config):
         return None
@@ -106,7 +106,7 @@ def _read(run: RunDir, job: Job, own: Outcome) -> Measured | None:
 
 
 def _is_alike(live: dict[str, Any], own: Outcome) -> bool:
-    # The same cards on as many hosts, each with as many rows a micro-batch.
+    # The same GPUs on the same number of hosts, each with the same micro-batch size.
     nodes = [node for _, node in sorted(live.get("nodes", {}).items(), key=lambda n: int(n[0]))]
     counts = [len(list(ranks)) for _, ranks in groupby(own.ranks, lambda rank: rank.host)]
     if [len(node["ranks"]) for node in nodes] != counts:
@@ -122,7 +122,7 @@ def _is_alike(live: dict[str, Any], own: Outcome) -> bool:
 
 
 def _is_same(name: str, host: str, rank: RankPlan) -> bool:
-    # A GPU by its name wherever it is; a processor is known by the machine that it is in.
+    # A GPU is identified by its name, on any host. A CPU is identified by its host.
     device = rank.device
     if not device.is_cuda:
         return name == "CPU" and host == rank.host
@@ -137,7 +137,7 @@ _TRAINING = (
 
 
 def _settings(config: RunConfig) -> dict[str, object]:
-    # All that the seconds of a step depend on, but for the number of its rows.
+    # Every setting that changes the seconds of a step, except the number of its rows.
     training, data = config.training.model_dump(), config.data
     return {
         "model": (config.model.name_or_path, config.model.attn_implementation),

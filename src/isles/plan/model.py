@@ -1,4 +1,4 @@
-"""The model of a plan: its config.json, from here or from the hub, and what follows from it."""
+"""The model of a plan: its config.json, from this machine or from Hugging Face, and its sizes."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ from isles.run.env import hub_access, hub_cache
 from isles.run.web import ask_url
 
 _FETCH_S = 5.0
-"""Longest wait for a config.json."""
+"""Timeout in seconds for a config.json."""
 
 _ALIKE = 2
-"""So many times more, or fewer, numbers are another model's, or a part of one."""
+"""Files with this many times more or fewer numbers are of another model, or of a part of one."""
 
 _ALONE = Layout(1, 1, 1, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A model, counted.
+    """Sizes of a model.
 
     Args:
-        origin: where its config.json is from.
-        params, trained, active: numbers; `trained` counts adapters, `active` those a token meets.
-        flops_per_token: of training, forward and backward, without recomputation.
-        files_params: numbers in the safetensors files that are here; None: none are.
-        is_guess: its kind is not known, and it is counted as a Llama.
-        is_on_hub: its weights have to be fetched.
+        origin: source of its config.json.
+        params, trained, active: counts of numbers. `trained` includes adapters; `active` are the
+            numbers that one token uses.
+        flops_per_token: FLOPs of training, forward and backward, without recomputation.
+        files_params: numbers in the safetensors files on this machine. None: no files.
+        is_guess: its kind is unknown, and it is counted as a Llama.
+        is_on_hub: its weights have to be downloaded.
     """
 
     name: str
@@ -63,7 +64,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A config.json, and where it is from."""
+    """A config.json and its source."""
 
     config: dict[str, Any]
     origin: str
@@ -73,22 +74,22 @@ def shape_of(config: RunConfig) -> Shape:
     """The config.json of a run's model.
 
     Raises:
-        UserError: it is not here and cannot be fetched.
+        UserError: it is not on this machine and cannot be fetched.
     """
     name = config.model.name_or_path
     shape = find_shape(config.model, hub_cache())
     if shape is not None:
         return Shape(shape, _origin(name))
-    return Shape(_fetched(name), "config.json from the hub (not kept)")
+    return Shape(_fetched(name), "config.json from Hugging Face (not cached)")
 
 
 def model_facts(config: RunConfig, shape: Shape) -> ModelFacts:
-    """The run's model. UserError: its config.json does not say how large it is."""
+    """Sizes of the run's model. UserError: its config.json does not have the sizes."""
     name = config.model.name_or_path
     model = architecture(config, shape.config)
     files = files_params(name)
     if files is not None and not model.is_known and files < _ALIKE * model.params:
-        # Its files say what a Llama's blocks lack; half a model's files say nothing.
+        # Use the count of its files. If they have at most half of the numbers, ignore them.
         model = model.with_params(files) if files * _ALIKE > model.params else model
     setting = setting_of(config, _ALONE, rows=1, micro_batches=1)
     count = Count(model, setting, Holding())
@@ -109,7 +110,7 @@ def model_facts(config: RunConfig, shape: Shape) -> ModelFacts:
 
 
 def forward_flops(count: Count) -> tuple[float, float]:
-    """FLOPs of a micro-batch's forward pass: in matrix products with weights, and in attention."""
+    """FLOPs of a micro-batch's forward pass: of matrix products with weights, and of attention."""
     model, setting = count.model, count.setting
     products = model.layers * float(count.block.products)
     products += 2.0 * setting.rows * setting.length * model.head_params
@@ -117,7 +118,7 @@ def forward_flops(count: Count) -> tuple[float, float]:
 
 
 def train_flops(count: Count) -> float:
-    """FLOPs of a micro-batch, forward and backward; frozen weights get no gradients."""
+    """FLOPs of a micro-batch, forward and backward. Frozen weights get no gradients."""
     products, attention = forward_flops(count)
     return products * (3.0 if count.setting.is_whole else 2.0) + 3.0 * attention
 
@@ -132,7 +133,7 @@ def _origin(name: str) -> str:
 
 
 def files_params(name: str) -> int | None:
-    """Numbers in a model's safetensors files, by their headers alone; None: none are here."""
+    """Numbers in a model's safetensors files, from their headers. None: no files were found."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         cached = hub_cache() / f"models--{name.replace('/', '--')}"
@@ -149,14 +150,14 @@ def files_params(name: str) -> int | None:
 
 
 def header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file. ValueError: it is none."""
+    """The header of a safetensors file. ValueError: it is not a safetensors file."""
     with open_foreign(file)[0] as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > 100 << 20:
-            raise ValueError(f"{file} is no safetensors file")
+            raise ValueError(f"{file} is not a safetensors file")
         found = parse_json(stream.read(length))
     if not isinstance(found, dict):
-        raise ValueError(f"{file} is no safetensors file")
+        raise ValueError(f"{file} is not a safetensors file")
     found.pop("__metadata__", None)
     return found
 
@@ -169,12 +170,12 @@ def _numbers(tensor: Mapping[str, Any]) -> int:
 
 
 def _fetched(name: str) -> dict[str, Any]:
-    # The config.json alone, by the hub's address; what it answers in words, as `isles check` does.
+    # Fetch the config.json alone, by its URL, and explain a failure in the words of `isles check`.
     if not may_be_hub_id(name) or Path(name).expanduser().exists():
         raise UserError(
-            f"there is no config.json in {name} that can be read",
+            f"no readable config.json in {name}",
             where="model.name_or_path",
-            fix="name a folder with a config.json, a hub id, or a shape: "
+            fix="use a folder with a config.json, a Hugging Face id, or a shape: "
             + ", ".join(shape_names()),
             id="files.model",
         )
@@ -197,9 +198,9 @@ def _fetched(name: str) -> dict[str, Any]:
     try:
         loaded = parse_json(answer.body)
     except ValueError as error:
-        raise _refused(name, "failing", "its config.json is no JSON") from error
+        raise _refused(name, "failing", "its config.json is not valid JSON") from error
     if not isinstance(loaded, dict):
-        raise _refused(name, "failing", "its config.json is no object")
+        raise _refused(name, "failing", "its config.json is not a JSON object")
     check_config(loaded, f"config.json of {name}")
     return loaded
 

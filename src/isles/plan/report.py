@@ -1,4 +1,4 @@
-"""The whole plan: its sections put together, for the screen and for JSON."""
+"""The whole plan: all of its sections, for the screen and for JSON."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from isles.plan.step import Job, Outcome, RankPlan, alone, outcome, with_values
 from isles.plan.ways import Candidate, Rung, climb, compare, name_of
 
 PROCESS_BYTES = 2.5 * 2**30
-"""Of a rank: Python, torch and its libraries. A guess."""
+"""Memory of a rank's process with Python, torch and its libraries. A guess."""
 
-"""Of text, as tokenizers of 32 thousand tokens and more cut English. A guess."""
+"""Bytes of English text per token, for tokenizers of 32 thousand tokens and more. A guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Main memory, or the disk, of one host; `has_bytes` None: not known."""
+    """Main memory or disk of one host. `has_bytes` is None if it is unknown."""
 
     host: str
     what: str
@@ -52,7 +52,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Money: of a kWh, or of an hour of one card; 0: not given."""
+    """Price of a kWh, or of an hour of one GPU. 0: not given."""
 
     per_kwh: float = 0.0
     per_hour: float = 0.0
@@ -60,17 +60,17 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast one cluster trains: by what an earlier run showed, else by a guess.
+    """Training speed of one cluster: as measured in an earlier run, or a guess.
 
     Args:
-        step_s: seconds of a step.
-        measured: the earlier run; None: there is none, and all is a guess.
-        mfu: model FLOPs over the table's; None: a card is not in it.
-        left_s: seconds to the end, with averaging; None: the length is not known in steps.
-        even_s, alone_s: seconds of a step with even rows, and on the fastest card alone; None: not
-            known, or it does not fit.
-        gains: what a setting would gain, by its name: seconds of a step now over those with it.
-        watts: of all cards, at their limit.
+        step_s: seconds per step.
+        measured: the earlier run. None: all values are guesses.
+        mfu: model FLOPs over the FLOPs of the GPU table. None: a GPU is not in the table.
+        left_s: seconds to the end, with averaging. None: the number of steps is unknown.
+        even_s, alone_s: seconds per step with even rows, and on the fastest GPU alone. None:
+            unknown, or the run does not fit.
+        gains: speedup of a setting by its name: seconds per step now over seconds with it.
+        watts: power limit of all GPUs together.
     """
 
     step_s: float
@@ -87,7 +87,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """One cluster."""
+    """The plan of one cluster."""
 
     job: Job
     own: Outcome
@@ -98,16 +98,16 @@ class ClusterPlan:
 
     @property
     def first_fit(self) -> Rung | None:
-        """The first rung that fits."""
+        """The first memory-saving option that fits."""
         return next((rung for rung in self.ladder if rung.is_first), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run file's plan.
+    """The plan of a run file.
 
     Args:
-        issue: why there is no more than the machines; None: all is said.
+        issue: why the plan has only the machines. None: the plan is complete.
     """
 
     loaded: Loaded
@@ -125,13 +125,13 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of an inner step of one cluster, at most."""
+        """Maximum of tokens in an inner step of one cluster."""
         training = self.config.training
         rows = training.global_batch_size * (2 if training.method == "dpo" else 1)
         return rows * self.config.data.seq_length
 
     def refusal(self, cluster: ClusterPlan) -> ConfigError:
-        """Why isles does not take a cluster, with the place in the run file."""
+        """Error for a cluster that isles refuses, with the place in the run file."""
         assert cluster.own.issue is not None
         index = self.clusters.index(cluster)
         (error,) = of_cluster(self.loaded, index).errors([cluster.own.issue])
@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every cluster fits; None: not known."""
+        """Whether every cluster fits. None: unknown."""
         answers = [cluster.own.fits for cluster in self.clusters]
         return False if False in answers else None if None in answers or not answers else True
 
@@ -153,7 +153,7 @@ def make_plan(
     hub: Link,
     price: Price,
 ) -> Plan:
-    """The plan of a run file on machines; without a model, what can be said all the same."""
+    """The plan of a run file on machines. Without a model, the plan has only the machines."""
     config, data = loaded.config, data_of(loaded.config)
     if isinstance(model, UserError):
         return Plan(loaded, tuple(machines), None, model, data, (), None, price)
@@ -183,7 +183,7 @@ def make_plan(
 
 
 def _as_seen(own: Outcome, measured: Measured | None) -> Outcome:
-    # On a CPU what was measured is the whole process.
+    # On a CPU, the measured memory is of the whole process.
     if measured is None or not own.tightest.device.is_cuda:
         return own
     return replace(own, seen_bytes=measured.memory_bytes)
@@ -250,7 +250,7 @@ def _gains(job: Job, step_s: float) -> list[tuple[str, float]]:
         if other:
             found.append((name, step_s / other))
     if training.precision != "32-true" and is_cuda:
-        # What the 16 bits, which it has already, gain over 32.
+        # Speedup of the present 16 bits over 32 bits.
         wide = with_values(
             job.config, {"training.precision": "32-true", "training.stochastic_rounding": False}
         )
@@ -265,7 +265,7 @@ def _seconds(found: Outcome) -> float | None:
 
 
 def _stores(job: Job, own: Outcome, model: ModelFacts, data: Data) -> list[Store]:
-    """Main memory of each host, and the disk of the first, which keeps the run directory."""
+    """Main memory of each host, and the disk of the first, which has the run directory."""
     found = []
     rank = 0
     for host in job.machines.hosts:
@@ -288,7 +288,7 @@ def _in_memory(job: Job, own: Outcome, model: ModelFacts, rank: int, count: int)
         yield Item("a checkpoint being written", saved)
     diloco = job.config.diloco
     if diloco is not None:
-        # Outer parameters, momentum and what encodings left out, in fp32, cut over the ranks.
+        # Outer parameters, momentum and encoding errors, in fp32, sharded over the ranks.
         width = 4 + 4 * bool(diloco.momentum)
         width += 4 * (diloco.codec_config.kind in ("int8", "int4", "topk"))
         share = count / len(job.machines.devices)
@@ -299,7 +299,7 @@ def _on_disk(job: Job, model: ModelFacts, data: Data) -> Iterator[Item]:
     config = job.config
     sizes = checkpoint_sizes(job.model, config)
     kept, number = config.checkpoint.keep, config.checkpoint.keep + 1
-    yield Item(f"{number} checkpoints ({kept} and one on its way)", sizes.checkpoints)
+    yield Item(f"{number} checkpoints ({kept} kept, one being written)", sizes.checkpoints)
     if sizes.export:
         yield Item("export", sizes.export)
     if data.tokens is not None and not config.data.streaming:
@@ -310,7 +310,7 @@ def _on_disk(job: Job, model: ModelFacts, data: Data) -> Iterator[Item]:
 
 
 def record(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON takes it: bytes, seconds, and where figures come from."""
+    """The plan for JSON: bytes, seconds, and the source of each figure."""
     found: dict[str, Any] = {
         "run_file": str(plan.loaded.path),
         "name": plan.config.name,
@@ -457,7 +457,7 @@ def _candidate(each: Candidate) -> dict[str, Any]:
 
 
 def cost(plan: Plan, cluster: ClusterPlan) -> dict[str, float] | None:
-    """Energy of all cards at their limit to the end, and money where a price is given."""
+    """Energy of all GPUs to the end, at their power limit. With a price, also the cost."""
     speed = cluster.speed
     devices = cluster.job.machines.devices
     if speed is None or speed.left_s is None or not all(d.is_cuda for d in devices):

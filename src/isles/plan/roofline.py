@@ -1,9 +1,9 @@
-"""Seconds of computing and of communication, by what a card and a link can do at most.
+"""Seconds of computing and communication, from the limits of GPUs and links.
 
-A micro-batch takes as long as its matrix products take at a share of the card's table speed, plus
-as long as the rest takes to go through the card's memory, and no less than its kernels take to
-launch. The three constants are guesses, and `ASSUMPTIONS` says so; what is measured in a run goes
-before them.
+A micro-batch takes the time of its matrix products, at a share of the GPU's table speed, plus the
+time to move the rest of its data through the GPU's memory. It takes at least the time to launch its
+kernels. The three constants are guesses, and `ASSUMPTIONS` prints them. Measurements of a run
+replace them.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from isles.plan.machines import Device, Machines
 from isles.plan.model import forward_flops
 
 MATMUL_SHARE = 0.5
-"""Of a card's table speed, what matrix products of a training step reach."""
+"""Share of a GPU's table speed that matrix products of a training step reach."""
 
 PASSES = {False: 10.0, True: 5.0}
-"""How often what the backward pass needs goes through the card's memory, both ways together: as
-written, and under torch.compile, which fuses the operations between matrix products."""
+"""Passes through the GPU's memory of the data for the backward pass, reads and writes together. By
+whether torch.compile is used, which fuses the operations between matrix products."""
 
 LAUNCHES = {False: 160, True: 50}
-"""Kernels of a block, forward and backward."""
+"""Kernels of a block, forward and backward, by whether torch.compile is used."""
 
 LAUNCH_S = 5e-6
 PCIE = 10e9
 HOST_BANDWIDTH = 20e9
-"""Bytes a second of main memory that the optimizer of an offloaded model reaches."""
+"""Bytes per second of main memory that the optimizer of an offloaded model reaches."""
 
 ASSUMPTIONS = (
-    f"matrix products reach {MATMUL_SHARE:.0%} of a card's table speed; what is kept for the "
-    f"backward pass goes {PASSES[False]:.0f} times through its memory (torch.compile: "
+    f"matrix products reach {MATMUL_SHARE:.0%} of a GPU's table speed; data kept for the "
+    f"backward pass moves {PASSES[False]:.0f} times through its memory (torch.compile: "
     f"{PASSES[True]:.0f}); a kernel takes {LAUNCH_S * 1e6:.0f} µs to launch",
-    "communication of blocks hides behind the micro-batch, gradients behind the last backward pass",
-    f"cards without NVLink exchange {PCIE / 1e9:.0f} GB/s, with it 80 % of its rate",
+    "communication of blocks overlaps the micro-batch, of gradients the last backward pass",
+    f"GPUs without NVLink exchange {PCIE / 1e9:.0f} GB/s, GPUs with NVLink 80 % of its rate",
 )
 
 _STATE_BYTES = {"adamw": 16, "muon": 12, "sgd": 8, "adamw_8bit": 4}
-"""Read and written of the optimizer's state for each weight."""
+"""Bytes of optimizer state that are read and written for each weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A micro-batch on one rank.
+    """Work of a micro-batch on one rank.
 
     Args:
-        flops: made, with what is computed again.
-        traffic: bytes through the card's memory beside matrix products.
+        flops: FLOPs, with recomputation.
+        traffic: bytes through the GPU's memory, without matrix products.
         launches: kernels.
-        forward_share: of the time, that is not the backward pass.
+        forward_share: share of the time outside the backward pass.
     """
 
     flops: float
@@ -65,7 +65,7 @@ class Work:
     forward_share: float = 1 / 3
 
     def seconds(self, device: Device, *, is_narrow: bool) -> float | None:
-        """On a device; None where its speed is not known."""
+        """Seconds on a device. None: its speed is unknown."""
         flops = device.flops if is_narrow else device.fp32_flops
         if not flops or not device.bandwidth:
             return None
@@ -74,7 +74,7 @@ class Work:
 
 
 def work_of(count: Count, layout: Layout, *, is_compiled: bool) -> Work:
-    """The work of a micro-batch on a rank."""
+    """Work of a micro-batch on one rank."""
     model, setting, holding = count.model, count.setting, count.holding
     cut = layout.tp * layout.pp
     products, attention = forward_flops(count)
@@ -88,7 +88,7 @@ def work_of(count: Count, layout: Layout, *, is_compiled: bool) -> Work:
     if setting.is_mixed and setting.is_whole and not holding.casts_whole:
         weights += count.params * 6.0  # autocast reads fp32 and writes 16 bits
     if setting.block_bits:
-        # 4 bits are made 16 for each product: read, write, read.
+        # 4 bits become 16 for each product: read, write, read.
         visits = 3.0 if setting.checkpointing == "full" else 2.0
         weights += visits * model.layers * count.block.params * (setting.block_bits / 8 + 2)
     launches = LAUNCHES[is_compiled] * model.layers / layout.pp
@@ -102,7 +102,7 @@ def work_of(count: Count, layout: Layout, *, is_compiled: bool) -> Work:
 
 
 def optimizer_seconds(count: Count, device: Device, layout: Layout) -> float:
-    """The optimizer's step and clipping: each weight, gradient and state once through memory."""
+    """Seconds of the optimizer's step and clipping, moving weights, gradients and state once."""
     setting, holding = count.setting, count.holding
     numbers = count.trained / (layout.tp * layout.pp * holding.state)
     per_number = _STATE_BYTES[setting.optimizer] + 4 * setting.trained_width
@@ -116,15 +116,15 @@ def optimizer_seconds(count: Count, device: Device, layout: Layout) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """What one rank sends in a step, and how long it takes.
+    """Data that one rank sends in a step, and its seconds.
 
     Args:
-        micro_s: in each micro-step, hidden behind it as far as it goes.
-        bare_s: in each micro-step, with nothing to hide behind.
-        step_s: once a step, hidden behind the last backward pass.
-        copy_s: in each micro-step, between main memory and the card.
-        sent_bytes: by one rank in a step of so many micro-steps.
-        line_bytes: of them and those of its neighbours, what goes over the line of a host.
+        micro_s: seconds per micro-step that overlap its computing as far as possible.
+        bare_s: seconds per micro-step that overlap nothing.
+        step_s: seconds per step that overlap the last backward pass.
+        copy_s: seconds per micro-step between main memory and the GPU.
+        sent_bytes: bytes that one rank sends in a step with all its micro-steps.
+        line_bytes: bytes that leave the host over its network, of this rank and its neighbors.
     """
 
     micro_s: float
@@ -135,7 +135,7 @@ class Communication:
     line_bytes: float
 
     def exposed_s(self, micro_steps: int, micro_step_s: float, backward_share: float) -> float:
-        """Seconds of a step that computing does not hide."""
+        """Seconds of a step's communication that do not overlap computing."""
         hidden = max(0.0, self.micro_s - micro_step_s) * micro_steps
         last = max(0.0, self.step_s - micro_step_s * backward_share)
         return hidden + last + (self.bare_s + self.copy_s) * micro_steps
@@ -143,7 +143,7 @@ class Communication:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    # What a collective takes: seconds, and bytes of a rank and of the line of a host.
+    # Seconds of a collective, and its bytes from a rank and over the network of a host.
     seconds: float = 0.0
     rank_bytes: float = 0.0
     line_bytes: float = 0.0
@@ -160,7 +160,7 @@ class _Sent:
 
 
 class _Group:
-    # Ranks that exchange something, of `span` neighbours: all of these, or every so many.
+    # Ranks that exchange data among `span` neighbors: all of them, or evenly spaced ones.
 
     def __init__(self, machines: Machines, size: int, span: int) -> None:
         self.size = size
@@ -168,12 +168,12 @@ class _Group:
         self._crosses = size > 1 and span > inside and len(machines.hosts) > 1
         self._inside = min(host.inside_bytes_per_s for host in machines.hosts)
         self._network = machines.network
-        # Rings that lie side by side share the line of a host.
+        # Parallel rings share the network of a host.
         on_host = max(1.0, size * inside / span)
         self._sharing = max(1.0, inside / on_host)
 
     def ring(self, size_bytes: float, messages: float) -> _Sent:
-        """A ring in which each rank sends so many bytes to the next."""
+        """A ring: each rank sends `size_bytes` to the next rank."""
         if self.size == 1:
             return _Sent()
         if not self._crosses:
@@ -205,7 +205,7 @@ def communication(
     copy_s = 0.0
 
     def ring(group: _Group, numbers: float, width: float, times: int) -> _Sent:
-        # So many gathers, or scatters; an all-reduce is two.
+        # Number of gathers or scatters. An all-reduce counts as two.
         own = numbers * width * times * (group.size - 1) / group.size
         return group.ring(own, blocks * times)
 
@@ -244,7 +244,7 @@ def communication(
 
 
 def _model_parallel(layout: Layout, machines: Machines, count: Count) -> _Sent:
-    # Of a micro-step, for activations: nothing hides it.
+    # Activations of a micro-step overlap nothing.
     model, setting = count.model, count.setting
     tokens, layers = setting.rows * setting.length, model.layers / layout.pp
     stream = tokens * model.hidden * setting.compute_width

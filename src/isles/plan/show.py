@@ -1,4 +1,4 @@
-"""A plan as text: one screen of at most 100 columns, and with `details` all of it."""
+"""A plan as text of at most 100 columns: one screen, or all of it with `details`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _CAUSES = ("weights", "gradients", "optimizer", "activations", "logits", "gather
 _LABELS = ("weight", "grad", "optim", "activ", "logit", "gather")
 _KNOWN_BY = {"measured": "here", "given": "given", "table": "table", "guess": "guess"}
 _AFTER = 2
-"""Rungs that are shown behind the first that fits."""
+"""Number of options to show after the first that fits."""
 
 
 def text_of(plan: Plan, *, details: bool, is_terminal: bool, width: int) -> str:
-    """The plan for people, with colours as codes; nothing in it is a code of somebody else."""
+    """The plan as text for people, with colors as ANSI codes. Names from outside are escaped."""
     stream = io.StringIO()
     console = Console(
         file=stream,
@@ -70,9 +70,9 @@ def _parts(plan: Plan, details: bool) -> Iterator[RenderableType]:
         for line in ASSUMPTIONS if details else ():
             yield Text(f"guess: {line}", style="dim")
         if not details:
-            every = "cluster, rung and strategy" if is_several else "moment, rung and strategy"
+            every = "cluster, option and strategy" if is_several else "phase, option and strategy"
             measured = [c for c in plan.clusters if c.speed is not None and c.speed.measured]
-            text = "Times are guesses by the cards' table speed; --details says by which rules, and"
+            text = "Times are guesses from table speeds; --details prints their rules, and"
             if measured and is_several:
                 names = ", ".join(cluster.job.machines.name for cluster in measured)
                 yield Text(f"Times of {names} are measured in earlier runs.", style="dim")
@@ -88,7 +88,7 @@ def _head(plan: Plan) -> Text:
     if plan.model is None:
         return Text(f"{text}the model's size is not known", style="bold red")
     if any(cluster.own.refused for cluster in plan.clusters):
-        return Text(f"{text}isles does not take it on these machines", style="bold red")
+        return Text(f"{text}isles refuses it on these machines", style="bold red")
     style = {True: "bold green", False: "bold red", None: "bold yellow"}[plan.fits]
     head = Text(text + answers[plan.fits], style=style)
     fits = [cluster.first_fit for cluster in plan.clusters if cluster.own.fits is False]
@@ -97,7 +97,7 @@ def _head(plan: Plan) -> Text:
         head.append(f"; first that fits: {', '.join(names)}", style="default")
     for store in (store for cluster in plan.clusters for store in cluster.stores):
         if store.has_bytes is not None and store.has_bytes < store.needed_bytes:
-            head.append(f"; {store.what} of {store.host} is too little", style="bold red")
+            head.append(f"; not enough {store.what} on {store.host}", style="bold red")
     return head
 
 
@@ -111,7 +111,7 @@ def _model_rows(plan: Plan) -> Iterator[tuple[str, str]]:
             text += f", {format_count(model.active)} active"
         yield "Model", f"{text}; {model.layers} layers; {model.origin}"
         if model.is_guess:
-            yield "", f"GUESS: the kind {model.kind!r} is not known, and is counted as a Llama"
+            yield "", f"GUESS: the kind {model.kind!r} is unknown, and is counted as a Llama"
         if model.files_params is not None and abs(model.files_params / model.params - 1) > 0.01:
             yield "", f"its safetensors files hold {format_count(model.files_params)} numbers"
     rows = config.training.global_batch_size
@@ -120,9 +120,9 @@ def _model_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     text = f"{format_count(plan.tokens_per_step)} tokens: {rows} {words}{times} "
     text += f"{config.data.seq_length}"
     if model is not None:
-        text += f"; {model.flops_per_token / 1e9:.3g} GFLOPs a token"
+        text += f"; {model.flops_per_token / 1e9:.3g} GFLOPs per token"
     if plan.data.steps is not None:
-        text += f"; {plan.data.steps} steps{' (a guess by the files)' * plan.data.is_guess}"
+        text += f"; {plan.data.steps} steps{' (a guess from the files)' * plan.data.is_guess}"
     yield "A step", text
     for issue in guessed_issues(config, plan.data):
         yield "", f"guess: {issue.what}; {issue.fix}"
@@ -168,15 +168,15 @@ def _outer(outer: OuterPlan) -> Iterator[RenderableType]:
     text += f"{format_duration(outer.hub_s)} at {outer.hub.name} ({outer.hub.confidence})"
     rows.append(("  the hub", text))
     if outer.overhead is not None:
-        text = f"{outer.overhead:.1%} of the time as written; below {outer.max_overhead:.0%} from "
-        text += f"sync_every: {outer.least_sync_every}"
+        text = f"{outer.overhead:.1%} of the time; at most {outer.max_overhead:.0%} with "
+        text += f"sync_every: {outer.least_sync_every} or more"
         rows.append(("  sync", text))
     if outer.waits and (slowest := outer.slowest_s):
         idle = {line.cluster: 1 - (line.steps_s or slowest) / slowest for line in outer.lines}
         waiting = [f"{name} {share:.0%}" for name, share in idle.items() if share > 0.1]
         if waiting:
-            text = f"for the slowest cluster, of the time: {', '.join(waiting)}; "
-            rows.append(("  waiting", f"{text}outer.wait: {{time_boxed: 60s}} ends it"))
+            text = f"for the slowest cluster: {', '.join(waiting)} of the time; "
+            rows.append(("  waiting", f"{text}outer.wait: {{time_boxed: 60s}} limits it"))
     yield _facts(rows)
 
 
@@ -190,7 +190,7 @@ def _facts(rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def _table_of(texts: Sequence[str], *heads: str, wraps: str | None = None) -> Table:
-    """An empty table; columns of numbers are aligned to the right, and one may wrap."""
+    """An empty table. Columns of numbers are aligned to the right, and one column may wrap."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for head in heads:
         is_text = head in texts
@@ -199,7 +199,7 @@ def _table_of(texts: Sequence[str], *heads: str, wraps: str | None = None) -> Ta
 
 
 def _clusters_table(clusters: Sequence[ClusterPlan]) -> Table:
-    """A row for each cluster: its tightest rank, its speed, and what it needs beside its cards."""
+    """A row for each cluster: its tightest rank, its speed, its main memory and its disk."""
     texts = ("", "Cluster", "strategy")
     heads = ("peak", "limit", "s/step", "tokens/s", "to the end", "memory", "disk")
     table = _table_of(texts, *texts, *heads)
@@ -295,7 +295,7 @@ def _peak_line(own: Outcome) -> Text:
     tightest = own.tightest
     text = f"Peak: {tightest.memory.peak.name}. "
     if tightest.device.is_cuda:
-        text += "The limit is 85 % of a card; the rest is for CUDA and NCCL "
+        text += "The limit is 85 % of a GPU; the rest is for CUDA and NCCL "
         text += f"({_gib(tightest.context_bytes)} GiB, guess) and fragmentation"
     else:
         text += "The limit is 85 % of main memory"
@@ -306,7 +306,7 @@ def _peak_line(own: Outcome) -> Text:
 
 
 def _moments_table(rank: RankPlan) -> Table:
-    first = "GiB at each moment of the tightest rank"
+    first = "GiB in each phase of the tightest rank"
     table = _table_of((first,), first, *_LABELS, "sum", wraps=first)
     for moment in rank.memory.moments:
         causes = moment.by_cause()
@@ -328,7 +328,7 @@ def _stores_table(cluster: ClusterPlan, details: bool) -> Table:
         text = f"{format_bytes(store.needed_bytes)}: {', '.join(parts)}"
         if store.has_bytes is not None:
             short = store.has_bytes < store.needed_bytes
-            text += f"; {format_bytes(store.has_bytes)} there{', TOO LITTLE' * short}"
+            text += f"; {format_bytes(store.has_bytes)} free{', NOT ENOUGH' * short}"
         name = store.what.capitalize()
         if store.what == "main memory" and len(cluster.job.machines.hosts) > 1:
             name += f", each of {alike}" if alike > 1 and not details else f", {store.host}"
@@ -340,12 +340,12 @@ def _ladder(cluster: ClusterPlan, details: bool) -> Iterator[RenderableType]:
     rungs = list(cluster.ladder)
     own = cluster.own.fits
     if own is True and not details:
-        yield Text("Ladder: it fits as written; --details shows what would save more.")
+        yield Text("Memory-saving options: not needed, the run fits. --details lists them.")
         return
     first = next((number for number, rung in enumerate(rungs) if rung.is_first), None)
     if first is not None and not details:
         rungs = rungs[: first + 1 + _AFTER]
-    name = "Ladder (micro-batch of 1)"
+    name = "Option (micro-batch of 1)"
     heads = ("", name, "peak", "limit", "s/step", "price")
     table = _table_of(("", name, "price"), *heads, wraps="price")
     for rung in rungs:
@@ -354,18 +354,18 @@ def _ladder(cluster: ClusterPlan, details: bool) -> Iterator[RenderableType]:
     if first is not None and own is False:
         yield from _faster(cluster, rungs, first)
     if own is False and first is None:
-        yield Text("Nothing on the ladder fits: a smaller model, or more or larger cards.")
+        yield Text("No option fits. Use a smaller model, or more or larger GPUs.")
 
 
 def _faster(cluster: ClusterPlan, rungs: Sequence[Rung], first: int) -> Iterator[Text]:
-    # A later rung may cost less time, though it changes more.
+    # A later option may be faster, although it changes more.
     def seconds(rung: Rung) -> float:
         return rung.outcome.time.total_s if rung.outcome.time else math.inf
 
     fitting = [rung for rung in cluster.ladder if rung.outcome.fits and rung.price != SHORTER]
     best = min(fitting, key=seconds, default=rungs[first])
     if seconds(best) < seconds(rungs[first]) / 2:
-        text = f"Faster, of those that fit: {best.name}, {_seconds_text(seconds(best))} s a step: "
+        text = f"Fastest option that fits: {best.name}, {_seconds_text(seconds(best))} s per step: "
         yield Text(text + " ".join(typed(changed(best.changes))))
 
 
@@ -410,7 +410,7 @@ def _strategies_table(candidates: Sequence[Candidate], details: bool) -> Table:
 def _time_rows(plan: Plan, cluster: ClusterPlan) -> Iterator[tuple[str, str]]:  # a row each
     time, speed = cluster.own.time, cluster.speed
     if time is None:
-        yield "Time", "not known: the speed of a card is not in the table"
+        yield "Time", "unknown: the speed of a GPU is not in the table"
     else:
         parts = {
             "compute": time.compute_s,
@@ -421,7 +421,7 @@ def _time_rows(plan: Plan, cluster: ClusterPlan) -> Iterator[tuple[str, str]]:  
         }
         shown = {name: own for name, own in parts.items() if own or "b" not in name}
         texts = [f"{name} {_seconds_text(own)}" for name, own in shown.items()]
-        yield "Time", f"{_seconds_text(time.total_s)} s a step: {', '.join(texts)} (guess)"
+        yield "Time", f"{_seconds_text(time.total_s)} s per step: {', '.join(texts)} (guess)"
     if speed is None:
         return
     if speed.measured is not None:
@@ -431,7 +431,7 @@ def _time_rows(plan: Plan, cluster: ClusterPlan) -> Iterator[tuple[str, str]]:  
     if speed.left_s is not None:
         text += f", {format_duration(speed.left_s)} for {plan.data.steps} steps"
     elif plan.config.training.max_time is None:
-        text += "; how many steps is known when the data is prepared"
+        text += "; the number of steps is known after the data is prepared"
     yield "", text
     if time is not None:
         yield from _balance_rows(cluster, speed, time)
@@ -442,52 +442,50 @@ def _time_rows(plan: Plan, cluster: ClusterPlan) -> Iterator[tuple[str, str]]:  
     if (found := cost(plan, cluster)) is not None:
         text = f"{_amount(found['gpu_hours'])} GPU hours"
         if "kwh" in found:
-            text += f", {_amount(found['kwh'])} kWh at the cards' limit of {speed.watts:.0f} W"
+            text += f", {_amount(found['kwh'])} kWh at the GPUs' power limit of {speed.watts:.0f} W"
         if "money" in found:
             text += f", {_amount(found['money'])} at the given price"
         yield "Energy", text
     elif plan.price != Price():
-        steps = "how many steps the run has is not known yet (training.max_steps)"
+        steps = "the number of steps is unknown (training.max_steps)"
         yield "Energy", f"no price: {steps if speed.left_s is None else 'the ranks are on CPUs'}"
 
 
 def _measured_text(cluster: ClusterPlan, measured: Measured) -> str:
     when = datetime.fromtimestamp(measured.at).strftime("%Y-%m-%d")
-    text = f"{_seconds_text(measured.step_s)} s a step of {measured.rows} sequences in run "
+    text = f"{_seconds_text(measured.step_s)} s per step of {measured.rows} sequences in run "
     text += f"{measured.run}, steps {measured.first_step} to {measured.last_step}, {when}"
     if measured.memory_bytes is not None:
         text += f"; {format_bytes(measured.memory_bytes)} at most"
         rank = cluster.own.tightest
         if rank.device.is_cuda:
             counted = format_bytes(rank.peak_bytes)
-            return f"{text} on a card ({counted} counted here), so that it fits"
-        return f"{text} of a process"
+            return f"{text} on a GPU (counted: {counted}), so it fits"
+        return f"{text} per process"
     return text
 
 
 def _balance_rows(cluster: ClusterPlan, speed: Speed, time: StepTime) -> Iterator[tuple[str, str]]:
     rows = [str(ranks[0].rows) for ranks in _folded(cluster.own.ranks)]
     if speed.even_s is not None and len(rows) > 1:
-        text = f"rows {' + '.join(rows)}: x{speed.even_s / time.total_s:.2f} of even rows"
+        text = f"rows {' + '.join(rows)}: x{speed.even_s / time.total_s:.2f} over even rows"
         if speed.alone_s is not None:
-            text += f", x{speed.alone_s / time.total_s:.2f} of the {speed.fastest} alone"
+            text += f", x{speed.alone_s / time.total_s:.2f} over the {speed.fastest} alone"
         else:
-            text += f"; on the {speed.fastest} alone it does not fit"
+            text += f"; the run does not fit the {speed.fastest} alone"
         yield "Balance", text
     elif speed.alone_s is not None:
-        yield "Scaling", f"x{speed.alone_s / time.total_s:.2f} of one {speed.fastest} alone"
+        yield "Scaling", f"x{speed.alone_s / time.total_s:.2f} over one {speed.fastest} alone"
 
 
 def _link_rows(time: StepTime, job: Job) -> Iterator[tuple[str, str]]:
     network = job.machines.network
     if time.line_bytes:
-        text = f"each host sends {format_bytes(time.line_bytes)} a step to the next: "
-        text += (
-            f"{_seconds_text(time.line_s)} s at {network.name} ({network.confidence}), of which "
-        )
-        yield "Links", f"{text}{_seconds_text(time.exposed_s)} s are not hidden"
+        text = f"each host sends {format_bytes(time.line_bytes)} per step to the next: "
+        text += f"{_seconds_text(time.line_s)} s at {network.name} ({network.confidence}), "
+        yield "Links", f"{text}{_seconds_text(time.exposed_s)} s of it without overlap"
         if time.exposed_s > time.total_s / 2:
-            less = "outer steps between the machines (outer: {kind: diloco})"
+            less = "outer steps between hosts (outer: {kind: diloco})"
             if job.config.adapter.type == "none" and job.config.model.init == "pretrained":
                 less = f"an adapter, or {less},"
-            yield "", f"most of a step is the network: {less} would send less"
+            yield "", f"the network takes most of a step: {less} would send less"

@@ -1,7 +1,7 @@
-"""A step of a run under one way to hold the model: what each rank holds, and how long it takes.
+"""A step of a run under one way to hold the model: the memory of each rank, and the seconds.
 
-`outcome` is asked for the run as it is written, for every other strategy and for every rung of the
-ladder. Memory is counted by `isles.config.memory`, and nowhere else.
+`outcome` plans the run as written, every other strategy and every memory-saving option. Only
+`isles.config.memory` counts memory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from isles.plan.machines import Device, Machines
 from isles.plan.roofline import communication, optimizer_seconds, work_of
 
 CONTEXT_BYTES = 0.6 * 2**30
-"""What CUDA, cuBLAS and torch's kernels hold on a card: a guess."""
+"""Memory of CUDA, cuBLAS and torch's kernels on a GPU: a guess."""
 
 NCCL_BYTES = 0.3 * 2**30
-"""What NCCL's channels hold on a card of several: a guess."""
+"""Memory of NCCL's channels on a GPU, if there are several GPUs: a guess."""
 
 _CPU_ROWS = 8
 _MOST_ROWS = 4096
@@ -36,11 +36,11 @@ _MOST_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is planned for one cluster.
+    """Input of the plan of one cluster.
 
     Args:
-        config: of this cluster alone.
-        shape: the model's config.json, for the rules about it.
+        config: run file of this cluster alone.
+        shape: the model's config.json, for rules about the model.
     """
 
     config: RunConfig
@@ -55,15 +55,15 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank: its rows of a step, and its memory.
+    """One rank: its rows per step, and its memory.
 
     Args:
-        rows: of the global batch.
-        micro_batch: rows of a forward pass.
-        limit_bytes: that a step may fill; None: the card's memory is not known.
+        rows: its sequences of the global batch.
+        micro_batch: sequences of a forward pass.
+        limit_bytes: bytes that a step may use. None: the memory of the device is unknown.
         least: memory with the smallest micro-batch that the run file allows.
-        context_bytes: beside it, of CUDA and NCCL.
-        busy_s: computing in a step; None: the card's speed is not known.
+        context_bytes: memory of CUDA and NCCL, in addition.
+        busy_s: seconds of computing per step. None: the speed of the device is unknown.
     """
 
     host: str
@@ -82,20 +82,20 @@ class RankPlan:
 
     @property
     def fits(self) -> bool | None:
-        """None: not known."""
+        """Whether it fits. None: unknown."""
         return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step, on the rank that decides.
+    """Seconds of a step, on the slowest rank.
 
     Args:
-        compute_s: of the mean rank.
-        idle_s: that the mean rank waits for the slowest.
-        bubble_s: of a pipeline.
-        sent_bytes: by one rank.
-        line_bytes: by a host over its line to the others, which takes line_s if nothing else does.
+        compute_s: seconds of computing of the average rank.
+        idle_s: seconds that the average rank spends waiting for the slowest.
+        bubble_s: seconds of a pipeline's bubble.
+        sent_bytes: bytes that one rank sends.
+        line_bytes: bytes that a host sends to other hosts. They take line_s without other traffic.
     """
 
     compute_s: float
@@ -116,13 +116,13 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One way to hold the model.
+    """The plan of one way to hold the model.
 
     Args:
-        issue: why isles does not take it; None: it does. With an issue there are no ranks.
-        time: None where the speed of a card is not known.
-        seen_bytes: the most that an earlier run of the same had on one of the same cards, which it
-            has fitted; None: none is known.
+        issue: why isles refuses it, or None. With an issue there are no ranks.
+        time: None if the speed of a device is unknown.
+        seen_bytes: most memory that an equal earlier run used on an equal GPU, which it did fit.
+            None if no such run was found.
     """
 
     config: RunConfig
@@ -135,12 +135,12 @@ class Outcome:
 
     @property
     def refused(self) -> str:
-        """Why isles does not take it; empty: it does."""
+        """Why isles refuses it, or an empty text."""
         return "" if self.issue is None else self.issue.what
 
     @property
     def fits(self) -> bool | None:
-        """Whether every rank fits; None: not known."""
+        """Whether every rank fits. None: unknown."""
         if self.refused:
             return False
         if self.seen_bytes is not None:
@@ -150,8 +150,8 @@ class Outcome:
 
     @property
     def tightest(self) -> RankPlan:
-        """The rank that decides whether it fits: the one with the smallest limit, or that holds
-        most."""
+        """The rank that decides whether the run fits: with the smallest limit, or with the most
+        memory in use."""
 
         def room(rank: RankPlan) -> tuple[float, float]:
             needed = rank.least.peak.total
@@ -161,7 +161,7 @@ class Outcome:
 
 
 def limit_of(device: Device) -> float | None:
-    """Of a device's memory, what a step may fill; None: not known."""
+    """Bytes of a device's memory that a step may use. None: unknown."""
     if device.memory_bytes is None:
         return None
     usable = float(usable_bytes(device.memory_bytes))
@@ -172,7 +172,7 @@ def limit_of(device: Device) -> float | None:
 
 
 def outcome(job: Job, config: RunConfig | None = None) -> Outcome:
-    """What becomes of a run file on a cluster's machines."""
+    """Plan of one way to hold the model: memory and seconds on a cluster's machines."""
     config = config or job.config
     strategy = config.strategy
     if isinstance(strategy, AutoStrategy):
@@ -188,13 +188,13 @@ def outcome(job: Job, config: RunConfig | None = None) -> Outcome:
         return Outcome(config, strategy, None, issue=Issue((error.where,), error.what, error.fix))
     if config.training.global_batch_size < layout.dp_size:
         rows = config.training.global_batch_size
-        text = f"global_batch_size {rows} is less than one row for each of {layout.dp_size} ranks"
+        text = f"global_batch_size {rows} gives less than one row to each of {layout.dp_size} ranks"
         issue = Issue(("training.global_batch_size",), text, f"use {layout.dp_size} or more")
         return Outcome(config, strategy, layout, issue=issue)
     found = _Step(job, config, strategy, layout).outcome()
     if config.balance != "auto" or len({rank.rows for rank in found.ranks}) == 1:
         return found
-    # A split of rows that saves nothing is taken back, as in a run.
+    # Keep even rows if an uneven split saves nothing, as a run does.
     even = _Step(job, config.model_copy(update={"balance": "even"}), strategy, layout).outcome()
     if found.time and even.time and even.time.total_s < found.time.total_s:
         return replace(even, config=config)
@@ -202,14 +202,14 @@ def outcome(job: Job, config: RunConfig | None = None) -> Outcome:
 
 
 def chosen(job: Job, config: RunConfig) -> tuple[Strategy, str]:
-    """What `strategy: auto` takes: the strategy with the least communication that fits."""
+    """Choice of `strategy: auto`: the strategy that fits with the least communication, and why."""
     machines = job.machines
     world, local = len(machines.devices), machines.local_world_size
     if config.adapter.type == "qlora":
-        return DDPStrategyConfig(), "blocks in 4 bits cannot be cut"
+        return DDPStrategyConfig(), "4-bit blocks cannot be sharded"
     memory = [device.memory_bytes for device in machines.devices]
     if None in memory:
-        return DDPStrategyConfig(), "as far as is known without the memory of every rank"
+        return DDPStrategyConfig(), "a guess, as the memory of some ranks is unknown"
     link = min(
         [host.inside_bytes_per_s for host in machines.hosts]
         + [machines.network.bytes_per_s] * (len(machines.hosts) > 1)
@@ -267,11 +267,11 @@ class _Step:
         model, config, layout = self._job.model, self._config, self._layout
         setting = setting_of(config, layout, rows=rows, micro_batches=steps)
         holding = holding_of(config, self._strategy, layout, model, steps)
-        # The work of all ranks that share the model, which `roofline.py` divides.
+        # Count the work of all ranks that share the model; `roofline.py` divides it.
         return Count(model, setting, replace(holding, tensor=1))
 
     def _memory(self, rows: int, steps: int) -> Memory:
-        # Without a pipeline all that counts is whether there are several micro-batches.
+        # Without a pipeline, memory depends only on whether there are several micro-batches.
         steps = steps if self._layout.pp > 1 else min(steps, 2)
         key = (rows, steps)
         if key not in self._memories:
@@ -286,7 +286,7 @@ class _Step:
         return self._memories[key]
 
     def _rows(self, row_s: Sequence[float | None]) -> list[int]:
-        # Rows of each rank; ranks of one data-parallel group read the same.
+        # Rows of each rank. The ranks of one data-parallel group read the same rows.
         layout, total = self._layout, self._config.training.global_batch_size
         members: dict[int, list[int]] = {}
         for rank in range(layout.world_size):
@@ -321,7 +321,7 @@ class _Step:
             most = min(_CPU_ROWS, rows)
         else:
             most = self._largest(min(rows, _MOST_ROWS), limit_of(self._devices[rank]))
-        # As many rows in each as there is need for.
+        # Make the micro-batches equally large.
         return -(-rows // -(-rows // most))
 
     def _least(self, micro: int, rows: int) -> Memory:
@@ -330,7 +330,7 @@ class _Step:
         return self._memory(micro, max(1, -(-rows // micro)))
 
     def _largest(self, rows: int, limit: float | None) -> int:
-        # Most rows that fit on a device; 1 where none do, or where its memory is not known.
+        # Most rows that fit on a device. 1 if none fit, or if its memory is unknown.
         if limit is None:
             return 1
         if self._memory(rows, 1).peak.total <= limit:
@@ -381,7 +381,7 @@ class _Step:
 
 
 def split_rows(total: int, shares: Sequence[float]) -> list[int]:
-    """Rows in proportion to shares, whole ones; the largest remainders get what is left."""
+    """Whole rows in proportion to shares. The largest remainders get the rest of the rows."""
     whole = sum(shares)
     wanted = [total * share / whole for share in shares]
     rows = [int(number + 1e-9) for number in wanted]
@@ -392,7 +392,7 @@ def split_rows(total: int, shares: Sequence[float]) -> list[int]:
 
 
 def with_values(config: RunConfig, changes: dict[str, object]) -> RunConfig:
-    """A run file with other values of dotted keys; sections are replaced whole."""
+    """A copy of a run file with other values for dotted keys. Sections are replaced as a whole."""
     for key, value in changes.items():
         section, _, name = key.partition(".")
         if name:

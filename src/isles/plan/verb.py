@@ -1,4 +1,4 @@
-"""What `isles plan` does: read the run file, find the machines, print, and edit if asked to."""
+"""The command `isles plan`: read the run file, find the machines, print, and edit on request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PRICE = re.compile(r"(\d+(?:\.\d+)?)\s*/\s*(kwh|h|hour)", re.I)
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """How `isles plan` was typed; see `isles plan --help`."""
+    """Options of the command line; see `isles plan --help`."""
 
     gpus: str = ""
     nodes: int | None = None
@@ -46,14 +46,14 @@ class PlanOptions:
 def check_options(
     options: PlanOptions, played: Mapping[str, object], *, is_simulated: bool
 ) -> None:
-    """Refuse what means nothing.
+    """Refuse options that have no effect.
 
     Args:
-        options: of a plan; JSON is of both.
-        played: options of a simulation as they were typed, by their names; None: not typed.
+        options: options of a plan. `as_json` is also an option of a simulation.
+        played: options of a simulation by their names. None: not given.
 
     Raises:
-        UserError: an option of one was given to the other.
+        UserError: an option of a plan was given to a simulation, or the other way round.
     """
     planned = {f"--{name.replace('_', '-')}": value for name, value in asdict(options).items()}
     del planned["--as-json"]
@@ -63,17 +63,17 @@ def check_options(
     if not is_simulated:
         idle = [name for name, value in played.items() if value is not None]
     if idle:
-        beside = "beside" if is_simulated else "without"
-        fix = "leave it out; --fleet has the links and speeds of a simulated fleet"
+        beside = "with" if is_simulated else "without"
+        fix = "remove it; --fleet has the links and speeds of a simulated fleet"
         raise UserError(
-            f"{idle[0]} means nothing {beside} --simulate",
+            f"{idle[0]} has no effect {beside} --simulate",
             where="the command line",
             fix=fix if is_simulated else "add --simulate",
         )
 
 
 def planned_clusters(loaded: Loaded, options: PlanOptions) -> dict[str, Planned]:
-    """What a plan says of the clusters of a run, for a simulation: it goes before assumptions."""
+    """Plan of each cluster of a run, which replaces the assumptions of a simulation."""
     if loaded.config.training.script is not None or deepspeed_issues(loaded):
         return {}
     plan = plan_of(loaded, options)
@@ -95,10 +95,10 @@ def planned_clusters(loaded: Loaded, options: PlanOptions) -> dict[str, Planned]
 
 
 def run_plan(run_file: Path, overrides: Sequence[str], options: PlanOptions, write: Write) -> int:
-    """Plan, print, and give the exit code: 2 where nothing fits.
+    """Plan, print, and return the exit code: 2 if the run does not fit.
 
     Raises:
-        UserError: the run file or the command line is wrong.
+        UserError: the run file or the command line is not valid.
     """
     loaded = load_run_file(run_file, overrides)
     plan = plan_of(loaded, options)
@@ -119,14 +119,14 @@ def plan_of(loaded: Loaded, options: PlanOptions) -> Plan:
     """The plan of a run file.
 
     Raises:
-        UserError: the command line is wrong, or the run file is of a script.
+        UserError: the command line is not valid, or the run file runs a script.
     """
     config = loaded.config
     if config.training.script is not None:
         raise ConfigError(
-            "nothing is known beforehand of a script of your own",
+            "isles cannot plan a script of your own",
             where=loaded.where("training.script"),
-            fix="`isles check` looks at its machines",
+            fix="run `isles check`, which checks its machines",
         )
     if issues := deepspeed_issues(loaded):
         raise ConfigErrors(issues)
@@ -147,7 +147,7 @@ def plan_of(loaded: Loaded, options: PlanOptions) -> Plan:
 
 
 def _hub(line: Link) -> Link:
-    # Where nothing is said of it, the hub has such a line as the first cluster.
+    # If its uplink is not given, the hub has the same uplink as the first cluster.
     return (
         Link(line.bytes_per_s, line.latency_s, "guess", line.name) if line != GUESSED_LINE else line
     )
@@ -159,9 +159,9 @@ def _price(text: str) -> Price:
     found = _PRICE.fullmatch(text.strip())
     if found is None:
         raise UserError(
-            f"{text!r} is no price",
+            f"{text!r} is not a valid price",
             where="--price",
-            fix="write it as 0.30/kWh, or as 2.50/h for an hour of one card",
+            fix="write it as 0.30/kWh, or as 2.50/h for an hour of one GPU",
         )
     amount = float(found[1])
     return Price(per_kwh=amount) if found[2].lower() == "kwh" else Price(per_hour=amount)
@@ -178,7 +178,7 @@ def _print(plan: Plan, options: PlanOptions, write: Write) -> None:
 
 
 def _code(plan: Plan) -> int:
-    # 2 where a cluster fits neither as written nor by any rung.
+    # 2 if a cluster does not fit as written.
     if any(cluster.own.refused for cluster in plan.clusters):
         return ExitCode.USER
     lost = [c for c in plan.clusters if c.own.fits is False]
@@ -188,7 +188,7 @@ def _code(plan: Plan) -> int:
 def _apply(
     plan: Plan, run_file: Path, overrides: Sequence[str], options: PlanOptions, write: Write
 ) -> int:
-    # Cluster by cluster: what one needs may be enough for the next.
+    # Cluster by cluster: an option for one cluster may be enough for the next.
     before = plan.loaded.text
     if plan.fits is not False:
         _print(plan, options, write)
@@ -207,11 +207,11 @@ def _apply(
         plan = plan_of(load_run_file(run_file, overrides, text=text), options)
     if plan.fits is not True:
         raise UserError(
-            "the first rung that fits cannot be written into this file",
+            "the first option that fits cannot be written into this file",
             where=str(run_file),
-            fix="a value on the command line, or of a cluster of its own, goes before it",
+            fix="remove the value on the command line, or of a cluster, that overrides it",
         )
-    with clear_errors(run_file, "copy it to where you may write; nothing in it was changed"):
+    with clear_errors(run_file, "copy the file to a writable folder; isles did not change it"):
         write_text_atomic(run_file.resolve(), text)
     if options.as_json:
         write(

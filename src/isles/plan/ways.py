@@ -1,8 +1,8 @@
-"""Other ways to train the same run: the ladder of what makes it fit, and every strategy.
+"""Other ways to train the same run: memory-saving options, and every strategy.
 
-The ladder is that of docs/one-machine.md, the cheapest rung first, each with its price. Each rung
-keeps the changes of those below it, but for adapters, which train something else, and what cannot
-go together with one of them.
+The options are in the order of docs/one-machine.md, the cheapest first, each with its price. An
+option keeps the changes of the options before it. Adapters are the exception, as they train
+something else. Changes that contradict an option are not kept either.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from isles.plan.step import Job, Outcome, chosen, outcome, with_values
 SHORTER = "shorter context"
 
 _SHORTEST = 256
-"""Tokens: shorter sequences are another task."""
+"""Fewest tokens per sequence: shorter sequences are another task."""
 
 Changes = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One rung.
+    """One memory-saving option.
 
     Args:
-        name: what it does, in words.
-        changes: dotted keys of the run file and their values, of all rungs that it keeps.
-        price: what it costs besides time; empty: nothing.
-        slower: seconds of a step over those of the run as it is written; None: not known.
-        is_first: the first that fits.
+        name: its setting.
+        changes: dotted keys of the run file and their values, with the earlier options it keeps.
+        price: its cost, other than time. Empty: none.
+        slower: seconds per step over the seconds of the run as written. None: unknown.
+        is_first: whether it is the first option that fits.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Rung:
 
 
 def climb(job: Job, own: Outcome) -> list[Rung]:
-    """All rungs that mean something to this run; the first that fits is marked."""
+    """All memory-saving options that apply to this run. The first that fits is marked."""
     found: list[Rung] = []
     before = own.time.total_s if own.time else None
     is_found = False
@@ -76,7 +76,7 @@ def _rungs(job: Job, own: Outcome) -> Iterator[tuple[str, Changes, str]]:
         yield "micro_batch_size: auto, with more accumulation", dict(kept), ""
     if training.precision == "32-true":
         kept |= {"training.precision": "bf16-mixed"}
-        yield "precision: bf16-mixed", dict(kept), "products in 16 bits"
+        yield "precision: bf16-mixed", dict(kept), "16-bit products"
     if training.optimizer == "adamw":
         kept |= {"training.optimizer": "adamw_8bit"}
         yield "optimizer: adamw_8bit", dict(kept), "needs torchao"
@@ -86,7 +86,7 @@ def _rungs(job: Job, own: Outcome) -> Iterator[tuple[str, Changes, str]]:
         yield f"gradient_checkpointing: {how}", dict(kept), "computes again"
     whole = dict(kept)
     can_cut = len(job.machines.devices) > 1 and config.adapter.type != "qlora"
-    # A strategy that was asked for stays, unless every rank holds the whole model in it.
+    # Keep the strategy of the run file, unless it holds the whole model on every rank.
     is_cut = isinstance(own.strategy, FSDPStrategyConfig)
     if can_cut and isinstance(own.strategy, DDPStrategyConfig | AutoStrategy):
         kept |= {"strategy": FSDPStrategyConfig()}
@@ -115,7 +115,7 @@ def _qlora(job: Job, kept: Changes) -> Iterator[tuple[str, Changes, str]]:
 
 
 def _offload(job: Job, whole: Changes, kept: Changes) -> Iterator[tuple[str, Changes, str]]:
-    # The state in main memory needs none of its 8 bits, nor weights in 16.
+    # With the state in main memory, an 8-bit state and 16-bit weights save nothing.
     exact = {key: value for key, value in whole.items() if key != "training.optimizer"}
     strategy = FSDPStrategyConfig(cpu_offload=True)
     yield (
@@ -126,7 +126,7 @@ def _offload(job: Job, whole: Changes, kept: Changes) -> Iterator[tuple[str, Cha
 
 
 def _shorter(job: Job, whole: Changes) -> Iterator[tuple[str, Changes, str]]:
-    # Beside all that trains the most that can be trained: of a pretrained model, an adapter.
+    # With all options that save most. For a pretrained model that is an adapter.
     kept = dict(whole)
     for _, changes, _ in _qlora(job, whole):
         kept = changes
@@ -138,11 +138,11 @@ def _shorter(job: Job, whole: Changes) -> Iterator[tuple[str, Changes, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A strategy, and what becomes of the run under it.
+    """A strategy, and the plan of the run under it.
 
     Args:
         changes: dotted keys of the run file and their values.
-        note: what else it means.
+        note: another effect of it.
     """
 
     name: str
@@ -153,7 +153,7 @@ class Candidate:
 
 
 def name_of(strategy: Strategy) -> str:
-    """A strategy in a word or two."""
+    """Short name of a strategy."""
     match strategy:
         case DDPStrategyConfig():
             name = "ddp"
@@ -176,10 +176,10 @@ def name_of(strategy: Strategy) -> str:
 
 
 def compare(job: Job, own: Outcome) -> list[Candidate]:
-    """The run under every strategy, the chosen one first, then those that fit by their speed.
+    """Plans of the run under every strategy: the chosen strategy, then the rest by fit and speed.
 
     Args:
-        own: what becomes of the run as it is written.
+        own: plan of the run as written.
     """
     note = ""
     if isinstance(job.config.strategy, AutoStrategy):

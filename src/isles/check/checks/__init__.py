@@ -1,4 +1,4 @@
-"""The checks, by subject. A check is a generator: it takes the `NodePlan` of the node on which it
-measures, and yields findings there. What compares nodes (`try_…`, `…_findings`) runs where the
-check began, on what the nodes have answered. Open `machine.py` first.
+"""The checks, by subject. A check is a generator. It takes the `NodePlan` of a node, measures on
+the node, and yields findings. Checks that compare nodes (`try_…`, `…_findings`) run on the machine
+that started the check, with the nodes' answers. Open `machine.py` first.
 """

@@ -1,4 +1,4 @@
-"""Files: folders of the run, what the run file names, the hub, and what the hosts share."""
+"""Files: folders of the run, paths of the run file, Hugging Face, and the shared output folder."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from isles.run.records import NO_SPACE, NOT_A_FOLDER, how_to_write, refusal
 _LEAST_BYTES = 1 << 30
 _LEAST_INODES = 1000
 _WELL = {
-    "files.script": "the script is there",
-    "files.model": "the model and tokenizer are there, or on the hub",
-    "files.data": "the data is there, or on the hub",
+    "files.script": "the script exists",
+    "files.model": "the model and tokenizer exist, or are on Hugging Face",
+    "files.data": "the data exists, or is on Hugging Face",
 }
 
 
 def files(plan: NodePlan) -> Iterator[Finding]:
-    """Findings on the folders of a run, and on what its run file names.
+    """Findings on the folders of a run, and on the paths of its run file.
 
     Raises:
-        UserError: this isles refuses the run file.
+        UserError: isles on this host refuses the run file.
     """
     loaded = None if plan.run is None else _loaded(plan.run)
     if not Path(plan.workdir).expanduser().is_dir():
@@ -50,7 +50,7 @@ def _loaded(record: dict[str, Any]) -> Loaded:
     except ValueError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise UserError(
-            f"this isles refuses the run file: {lines[0][:200] if lines else ''}",
+            f"isles on this host refuses the run file: {lines[0][:200] if lines else ''}",
             fix="install the same isles on all hosts: isles setup",
             id="version.isles",
         ) from None
@@ -58,18 +58,18 @@ def _loaded(record: dict[str, Any]) -> Loaded:
 
 
 def _no_workdir(plan: NodePlan) -> Finding:
-    text = f"there is no folder {plan.workdir}, in which the ranks are to run"
+    text = f"working folder {plan.workdir} not found"
     if plan.is_copied:
-        text += "; `isles train` makes it: sync"
+        text += "; `isles train` creates it (sync)"
         return Finding("files.workdir", "ok", plan.name, text, "absent")
-    fix = f"on {plan.name}: mkdir -p {plan.workdir}; or name another in clusters.workdir"
+    fix = f"on {plan.name}: mkdir -p {plan.workdir}, or set clusters.0.workdir to another folder"
     if plan.launcher == "ssh":
-        fix += ", or let isles copy this one: clusters.sync"
+        fix += ", or let isles copy this folder with clusters.0.sync"
     return Finding("files.workdir", "error", plan.name, text, "absent", fix=fix)
 
 
 def existing(path: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """The folder, or its nearest existing parent."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -77,7 +77,7 @@ def existing(path: Path) -> Path:
 
 
 def _usable(folder: Path) -> tuple[int, str]:
-    # Free bytes, and why nothing can be written; empty where it can.
+    # Free bytes, and the reason why the folder is not writable, or an empty text.
     try:
         free = shutil.disk_usage(folder).free
         if not folder.is_dir():
@@ -92,9 +92,9 @@ def _usable(folder: Path) -> tuple[int, str]:
 
 
 def _folders(plan: NodePlan, config: RunConfig | None) -> Iterator[Finding]:
-    # The output folder, of which all is said; and the caches, of which only what will not do is.
-    variables = "clusters[0].environment.variables"
-    # Other hosts hold a part of one checkpoint at a time.
+    # All findings on the output folder, and only bad findings on the caches.
+    variables = "clusters.0.environment.variables"
+    # Other hosts have only a part of one checkpoint.
     kept = plan.kept_bytes if plan.is_first else 0
     output = Path(plan.output_dir).expanduser().absolute()
     other = "set another output_dir"
@@ -102,36 +102,36 @@ def _folders(plan: NodePlan, config: RunConfig | None) -> Iterator[Finding]:
     other = f"set XDG_CACHE_HOME in {variables} to a larger disk"
     yield from _folder(plan, "the cache", cache_home(), 0, other)
     if plan.repos:
-        # The download of a model whose size is not known here is not guessed.
+        # If the size of the model is unknown, do not guess its download.
         other = f"set HF_HOME in {variables} to a larger disk"
-        yield from _folder(plan, "the hub's cache", hub_cache(), 2 * plan.num_params, other)
+        yield from _folder(plan, "the Hugging Face cache", hub_cache(), 2 * plan.num_params, other)
 
 
 def _folder(
     plan: NodePlan, what: str, path: Path, kept: int, other: str, config: RunConfig | None = None
 ) -> Iterator[Finding]:
-    # `kept`: bytes that the run will write there; `other`: the way out besides making room.
+    # `kept`: bytes that the run will write to it; `other`: a fix other than making room.
     path, folder, is_output = path.absolute(), existing(path), what == "the output folder"
     free, failure = _usable(folder)
-    where = str(path) if path == folder else f"{path} (to be made in {folder})"
+    where = str(path) if path == folder else f"{path} (to be created in {folder})"
     if failure and failure != NO_SPACE:
-        text = f"{what} {where} cannot be written: {failure}"
+        text = f"{what} {where} is not writable: {failure}"
         fix = f"on {plan.name}: {how_to_write(failure, str(folder))}{other}"
         yield Finding("files.output", "error", plan.name, text, failure, fix=fix)
         return
     if is_output and not failure:
-        yield Finding("files.output", "ok", plan.name, f"{where} can be written", str(path))
+        yield Finding("files.output", "ok", plan.name, f"{where} is writable", str(path))
     needed = max(_LEAST_BYTES, kept)
     measured, limit = format_bytes(free), format_bytes(needed)
     if free < needed:
-        # A run cannot do without its checkpoints; a cache may have a part of it already.
+        # A run needs its checkpoints. A cache may already have a part of its files.
         least = kept if is_output else kept // 8
         level: Level = "error" if free < max(least, _LEAST_BYTES // 8) else "warning"
         text = f"{measured} free in {folder}, for {what}"
         if kept and config is not None:
-            text += f"; the run's checkpoints ({config.checkpoint.keep} and one on its way) "
+            text += f"; the run's checkpoints ({config.checkpoint.keep} kept, one being written) "
             text += f"{'and export ' * config.checkpoint.export_on_finish}take {format_bytes(kept)}"
-        fix = f"on {plan.name}: make room (du -xh {folder} | sort -h | tail); or {other}"
+        fix = f"on {plan.name}: free some space (du -xh {folder} | sort -h | tail); or {other}"
         fix += ", or a smaller checkpoint.keep" if is_output else ""
         yield Finding("disk.free", level, plan.name, text, measured, limit, fix)
     elif is_output:
@@ -144,10 +144,10 @@ def _folder(
 def _inodes(name: str, folder: Path) -> Finding:
     inodes = os.statvfs(folder)
     free = inodes.f_favail
-    text = f"{free} more files can be made in {folder}"
+    text = f"{folder} has room for {free} more files"
     level: Level = "ok"
     fix = ""
-    if not inodes.f_files:  # some file systems (btrfs) have no fixed number, and say 0 of 0
+    if not inodes.f_files:  # some file systems (btrfs) have no fixed number, and report 0 of 0
         text = "no limit of files"
     elif free < _LEAST_INODES:
         level = "error"
@@ -159,7 +159,7 @@ def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
     # Paths of the run file that this node does not have.
     is_script = loaded.config.training.script is not None
     looked = ["files.script"] if is_script else ["files.model", "files.data"]
-    ignored = "" if plan.is_first else "files.data"  # prepared data travels from the first host
+    ignored = "" if plan.is_first else "files.data"  # the first host sends prepared data
     bad = {ignored}
     failures = [*data_issues(loaded), *shape_issues(loaded, hub_cache()), *deepspeed_issues(loaded)]
     for failure in failures:
@@ -173,12 +173,12 @@ def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
         level: Level = "error"
         text = f"{failure.where}: {failure.what}"
         if plan.is_copied:
-            level, text = "warning", f"{text}; unless `isles train` copies it: sync"
+            level, text = "warning", f"{text}, unless `isles train` copies it (sync)"
         yield Finding(finding_id, level, plan.name, text, "absent", fix=failure.fix)
     if plan.is_first and not is_script and "files.data" not in bad:
         for issue in guessed_issues(loaded.config, data_of(loaded.config)):
             bad.add("files.data")
-            text = f"{loaded.where(*issue.keys)}: by a guess from the files, {issue.what}"
+            text = f"{loaded.where(*issue.keys)}: {issue.what} (a guess from the files)"
             yield Finding("files.data", "warning", plan.name, text, fix=issue.fix)
     for finding_id in looked:
         if finding_id not in bad:
@@ -186,13 +186,13 @@ def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
 
 
 def hub(plan: NodePlan) -> Iterator[Finding]:
-    """Findings on access to the repositories of the run file on the Hugging Face hub."""
+    """Findings on access to the repositories of the run file on Hugging Face."""
     for row in ask_huggingface(plan.repos):
         what, state = f"{row['kind']} {row['name']}", row["state"]
         if state == "ok":
-            yield Finding("hub.access", "ok", plan.name, f"{what} can be read", "ok")
+            yield Finding("hub.access", "ok", plan.name, f"{what} is readable", "ok")
         elif state == "cached":
-            text = f"{what} is here from before; the hub was not asked: {row['answer']}"
+            text = f"{what} is in the cache; Hugging Face was not queried ({row['answer']})"
             yield Finding("hub.access", "ok", plan.name, text, "cached")
         else:
             finding_id, text, fix = huggingface_issue(row)
@@ -201,7 +201,7 @@ def hub(plan: NodePlan) -> Iterator[Finding]:
 
 
 def try_shared(hosts: Hosts) -> None:
-    """Find out whether the hosts share the output folder: the first writes, the others read."""
+    """Check whether the hosts share the output folder: the first host writes, the others read."""
     if len(hosts.names) < 2:
         return
     first, *rest = hosts.names
@@ -216,38 +216,38 @@ def try_shared(hosts: Hosts) -> None:
 
 
 def shared_findings(first: str, seen: Answers) -> list[Finding]:
-    """Findings on the output folder; `seen`: answers of `probe_read` of the other hosts."""
+    """Findings on the output folder. `seen`: answers of `probe_read` from the other hosts."""
     shared = [name for name, answer in seen.items() if answer["is_shared"]]
     own = [name for name, answer in seen.items() if not answer["is_shared"]]
     if not seen:
         return []
     if not own:
-        text = "the output folder is one file system, which all hosts see"
+        text = "all hosts share the file system of the output folder"
         return [Finding("files.shared", "ok", "all hosts", text, "shared")]
     if not shared:
-        text = "each host has an output folder of its own: checkpoints travel to "
-        text += f"{first}, which keeps the run directory"
+        text = "each host has a separate output folder: checkpoints are copied to "
+        text += f"{first}, which has the run directory"
         return [Finding("files.shared", "ok", "all hosts", text, "not shared")]
     there, lacks = ", ".join(shared), ", ".join(own)
     text = (
-        f"the output folder of {first} is seen by {there} and not by {lacks}: is a mount missing?"
+        f"{there} can see the output folder of {first}, and {lacks} cannot: a mount may be missing"
     )
-    fix = f"on {own[0]}: mount it (findmnt -T on {shared[0]} shows what), or go on: checkpoints "
-    fix += "travel where they must"
-    limit = "as on the others"
+    fix = f"on {own[0]}: mount it (findmnt -T on {shared[0]} shows its source), or continue: "
+    fix += "isles copies checkpoints if needed"
+    limit = "as on other hosts"
     return [Finding("files.shared", "warning", lacks, text, "not shared", limit, fix)]
 
 
 def probe_write(output_dir: str) -> dict[str, str]:
-    """Write a file with a random name where the run directory will be: its path and content, empty
-    where it cannot be written."""
+    """Write a file with a random name where the run directory will be. Returns its path and
+    content, or empty texts if it is not writable."""
     word = os.urandom(8).hex()
     path = existing(Path(output_dir).expanduser()) / f".isles-check-{word}"
     try:
         path.write_text(word, encoding="ascii")
     except OSError:
         path.unlink(missing_ok=True)
-        return {"path": "", "word": ""}  # `files` says why
+        return {"path": "", "word": ""}  # `files` reports why
     return {"path": str(path.absolute()), "word": word}
 
 

@@ -19,12 +19,12 @@ _ROWS = ("gpu_uuid", "remapped_rows.failure", "remapped_rows.pending")
 _USERS = ("gpu_uuid", "pid", "used_memory", "process_name")
 
 _REASONS = ((0x20 | 0x40, "heat"), (0x80, "the power supply"), (0x8, "the hardware"))
-"""Bits of clocks_throttle_reasons (nvml.h) that are faults; 0x4, the usual power cap, is none."""
+"""Bits of clocks_throttle_reasons (nvml.h) that are faults. 0x4, the usual power cap, is not."""
 
 _WELL = {
     "gpu.errors": "no memory errors",
-    "gpu.throttle": "none is slowed down",
-    "gpu.busy": "nobody else uses them",
+    "gpu.throttle": "no GPU is throttled",
+    "gpu.busy": "no other programs use them",
 }
 
 
@@ -38,12 +38,12 @@ class _Gpu:
 
 
 def gpus(plan: NodePlan) -> Iterator[Finding]:
-    """Findings on the GPUs that a rank would see."""
+    """Findings on the GPUs that are visible to a rank."""
     name = plan.name
     found = find_gpus(timeout_s=_ANSWER_S)
     if found.warning:
         level: Level = "error" if plan.device == "cuda" else "warning"
-        fix = f"on {name}: nvidia-smi; after an update of the driver: sudo reboot"
+        fix = f"run nvidia-smi on {name}; after an update of the driver, sudo reboot"
         yield Finding("gpu.driver", level, name, found.warning, fix=fix)
     if not found.gpus:
         return
@@ -78,9 +78,9 @@ def _errors(name: str, cards: list[_Gpu]) -> Iterator[Finding]:
             continue
         what = f"{bad} uncorrected memory errors"
         if not bad:
-            what = "rows of its memory that cannot be mended"
-        fix = f"sudo nvidia-smi -r -i {gpu.index}, or reboot; if they come back, leave it out "
-        fix += "(CUDA_VISIBLE_DEVICES) and have the card replaced"
+            what = "memory rows that cannot be repaired"
+        fix = f"sudo nvidia-smi -r -i {gpu.index}, or reboot; if they return, skip this GPU "
+        fix += "(CUDA_VISIBLE_DEVICES) and have it replaced"
         text, measured = f"{gpu.label} has {what}", str(bad or "failed rows")
         yield Finding("gpu.errors", "error", name, text, measured, "0", fix)
 
@@ -90,12 +90,12 @@ def _throttled(name: str, cards: list[_Gpu]) -> Iterator[Finding]:
         try:
             bits = int(gpu.fields.get(_THROTTLE, ""), 16)
         except ValueError:
-            continue  # the driver does not say
+            continue  # the driver does not report it
         why = next((word for bit, word in _REASONS if bits & bit), "")
         if why:
             degrees = _number(gpu.fields.get("temperature.gpu"))
-            text = f"{gpu.label} is slowed down by {why}, at {degrees} degrees"
-            fix = "look at fans, dust, room and power supply; the run goes on, more slowly"
+            text = f"{gpu.label} is throttled by {why}, at {degrees} degrees"
+            fix = "check fans, dust, room and power supply; the run continues, but slower"
             yield Finding("gpu.throttle", "warning", name, text, why, fix=fix)
 
 
@@ -104,21 +104,21 @@ def _busy(name: str, cards: list[_Gpu]) -> Iterator[Finding]:
         used = _number(gpu.fields.get("memory.used")) * 2**20
         if not gpu.users and used < max(_GIB, gpu.memory_bytes // 10):
             continue
-        who = "a program that the driver does not name"
+        who = "a program that the driver does not list"
         fix = f"on {name}: sudo fuser -v /dev/nvidia*"
         if gpu.users:
             pids = [str(_number(user["pid"])) for user in gpu.users]
             programs = [user["process_name"].rpartition("/")[2] for user in gpu.users]
             pairs = zip(programs, pids, strict=True)
             who = ", ".join(f"{program} (pid {pid})" for program, pid in pairs)
-            fix = f"if it is yours: isles stop, or on {name}: kill {' '.join(pids)}"
+            fix = f"if it is yours, use isles stop, or on {name}: kill {' '.join(pids)}"
         text = f"{gpu.label}: {format_bytes(used)} of {format_bytes(gpu.memory_bytes)} are in use "
         text += f"by {who}"
         yield Finding("gpu.busy", "warning", name, text, format_bytes(used), fix=fix)
 
 
 def _by_uuid() -> dict[str, dict[str, str]]:
-    # Fields that the driver does not know are absent.
+    # Fields that the driver does not know are missing.
     tables = [
         query("gpu", _FIELDS),
         query("gpu", ("uuid", _ERRORS, _THROTTLE)),
@@ -133,12 +133,12 @@ def _by_uuid() -> dict[str, dict[str, str]]:
 
 
 def query(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
-    """A table of nvidia-smi; empty where this driver does not know it."""
+    """Rows of a table of nvidia-smi. Empty if this driver does not know the table."""
     words = (f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
     answer = ask_driver(*words, timeout_s=_ANSWER_S)
     table = []
     for line in answer.splitlines():
-        # The last field, a process' name, may hold commas.
+        # The last field, a process name, may have commas.
         parts = [part.strip() for part in line.split(",", len(fields) - 1)]
         if len(parts) == len(fields):
             table.append(dict(zip(fields, parts, strict=True)))
@@ -146,7 +146,7 @@ def query(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
 
 
 def _number(text: str | None) -> int:
-    # 0 where the driver does not say.
+    # 0 if the driver does not report it.
     digits = (text or "").split(" ")[0].partition(".")[0]
     if digits.lower() == "yes":
         return 1

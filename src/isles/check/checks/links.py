@@ -1,4 +1,4 @@
-"""The links between hosts: a listener on each, what its peers measure, and findings for pairs."""
+"""Links between hosts: a listener on each host, measurements of its peers, findings for pairs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONNECT_S, _STREAM_S, _BLOCKED_S, _POLL_S = 3.0, 0.5, 6.0, 0.05
 _PING = 64
 _NUM_PINGS, _PING_EVERY_S, _PING_WAIT_S = 20, 0.02, 1.0
 _MANY = 16
-"""From so many hosts on, bandwidth is measured around a ring only."""
+"""With this many hosts or more, bandwidth is measured only around a ring."""
 
 _SLOW_TRIP_S = 0.01
 _LOST = 2
@@ -34,18 +34,18 @@ _SLOW_BYTES, _STUCK_BYTES = 10e6, 64 << 10
 _SLOW_STEP_S = 10.0
 
 Links = dict[str, dict[str, "Link"]]
-"""By the host that has measured, and by its peer."""
+"""Links by the measuring host, and by its peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one host has measured to another.
+    """Measurements of one host to another.
 
     Args:
-        run, free: state of the run's port, and of one that the system chose: ok, or an error of
+        run, free: state of the run's port, and of a port that the system chose: ok, or an error of
             `connect`.
-        rtt_s: median round trip over TCP; 0: not measured.
-        sent, lost: UDP packets; none are sent where UDP is not answered, for ranks use TCP.
+        rtt_s: median round trip over TCP. 0: not measured.
+        sent, lost: UDP packets. If UDP gets no answers, none are counted, as ranks use TCP.
     """
 
     run: str
@@ -60,16 +60,16 @@ class Link:
 
 
 class Listener:
-    """Servers for the peers of a node: TCP on the run's port and on any, UDP on any."""
+    """Servers for the peers of a node: TCP on the run's port and a free one, UDP on a free one."""
 
     def __init__(self) -> None:
         self._servers: list[socketserver.BaseServer] = []
 
     def listen(self, port: int) -> dict[str, int]:
-        """Open three ports: `run`, the first free one of a hundred; `any` and `udp`, the system's.
+        """Open three ports: `run`, the first free one of a hundred; `any` and `udp`, by the system.
 
         Raises:
-            UserError: all hundred are taken.
+            UserError: all hundred ports are in use.
         """
         run = None
         for own in range(port, port + 100):
@@ -79,7 +79,7 @@ class Listener:
         if run is None:
             raise UserError(
                 f"the ports {port} to {port + 99} are all taken",
-                fix="set clusters[0].network.port to the first of a hundred that are not",
+                fix="set clusters.0.network.port to the first of a hundred free ports",
                 id="port.taken",
             )
         free, udp = _Server(("", 0), _Stream), socketserver.UDPServer(("", 0), _Datagram)
@@ -105,7 +105,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class _Stream(socketserver.BaseRequestHandler):
-    # By the first byte. E: echo what comes. S: count it, and answer with bytes and seconds.
+    # The first byte is the mode. E: echo all data. S: count it, and reply with bytes and seconds.
     def handle(self) -> None:
         link: socket.socket = self.request
         with suppress(OSError):
@@ -125,18 +125,18 @@ class _Datagram(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         data, server = self.request
         with suppress(OSError):
-            server.sendto(data[:8], self.client_address)  # the way back is not what is measured
+            server.sendto(data[:8], self.client_address)  # small: only one way is measured
 
 
 def reach(peers: list[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
-    """Try every port of every peer at once.
+    """Try every port of every peer in parallel.
 
     Args:
-        peers: each with name, address, and ports as `Listener.listen` gave them.
+        peers: name, address and ports of each peer, the ports as from `Listener.listen`.
         timeout_s: longest wait for a connection.
 
     Returns:
-        For each peer the fields of a `Link`.
+        The fields of a `Link` for each peer.
     """
 
     def measure(peer: dict[str, Any]) -> Link:
@@ -157,7 +157,7 @@ def reach(peers: list[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
 
 
 def _round_trips(address: str, port: int, timeout_s: float) -> tuple[str, float]:
-    # The state of a port, and the median of its round trips.
+    # State of a port, and the median of its round trips.
     link = connect(address, port, timeout_s)
     if isinstance(link, str):
         return link, 0.0
@@ -177,14 +177,14 @@ def _round_trips(address: str, port: int, timeout_s: float) -> tuple[str, float]
                     left -= len(data)
                 times.append(time.perf_counter() - begin)
     except TimeoutError:
-        return "ok", timeout_s  # it is open, and the host is very slow
+        return "ok", timeout_s  # the port is open, and the host is very slow
     except OSError as error:
         return error.strerror or str(error), 0.0
     return "ok", statistics.median(times)
 
 
 def _datagrams(address: str, port: int) -> tuple[int, int]:
-    # Packets sent, and those that were not answered.
+    # Sent packets, and packets without an answer.
     waiting: set[bytes] = set()
 
     def drain(wait_s: float) -> None:
@@ -207,18 +207,18 @@ def _datagrams(address: str, port: int) -> tuple[int, int]:
         end = time.monotonic() + _PING_WAIT_S
         while waiting and (left := end - time.monotonic()) > 0:
             drain(left)
-    # Where none is answered a firewall keeps UDP out.
+    # If no packet gets an answer, a firewall blocks UDP.
     return (_NUM_PINGS, len(waiting)) if len(waiting) < _NUM_PINGS else (0, 0)
 
 
 def bandwidth(address: str, port: int, seconds: float) -> dict[str, float]:
-    """Bytes per second that one peer receives; 0 where nothing arrives."""
+    """Bytes per second that one peer receives. 0: nothing arrives."""
     block = bytes(1 << 18)
     try:
         with socket.create_connection((address, port), timeout=_CONNECT_S) as link:
             link.sendall(b"S")
             end = time.monotonic() + seconds
-            # A link that carries nothing shows at the first full buffer.
+            # A link without any throughput fails at the first full buffer.
             link.settimeout(_BLOCKED_S)
             while time.monotonic() < end:
                 link.sendall(block)
@@ -233,7 +233,7 @@ def try_links(hosts: Hosts) -> None:
     """Try the ports and the bandwidth of every pair of hosts."""
     if not hosts.reach:
         return
-    hosts.print_line("trying every link")
+    hosts.print_line("testing every link")
     port = {"port": hosts.run.cluster.network.port}
     ports = hosts.ask("listen", port, finding_id="net.connect")()
     peers = [
@@ -259,7 +259,7 @@ def try_links(hosts: Hosts) -> None:
 
 
 def _keep(hosts: Hosts, reached: Links, rates: Mapping[tuple[str, str], float]) -> None:
-    # Here, for a plan; and beside the run directories of the first host, for who watches a run.
+    # Keep them on this machine for plans, and on the first host for monitors of a run.
     if hosts.run.loaded is None:
         return
     names = {name: str(facts["host"]) for name, facts in hosts.facts.items()}
@@ -284,13 +284,13 @@ def _keep(hosts: Hosts, reached: Links, rates: Mapping[tuple[str, str], float]) 
 def keep_pairs(
     output_dir: str, pairs: dict[str, Any], names: dict[str, str], at: float
 ) -> dict[str, Any]:
-    """Keep what was measured in the output folder of this machine; see `isles.run.links`."""
+    """Write the measurements to the output folder of this machine; see `isles.run.links`."""
     keep_links(Path(output_dir).expanduser(), pairs, names, at)
     return {}
 
 
 def _rates(hosts: Hosts, ports: Answers, reached: Links) -> dict[tuple[str, str], float]:
-    # In each round every host sends to one and receives from one, as in a ring of an all-reduce.
+    # In each round, every host sends to one host and receives from one, as in a ring all-reduce.
     names = [name for name in hosts.names if name in ports]
     rates: dict[tuple[str, str], float] = {}
     for shift in range(1, len(names) if len(names) <= _MANY else 2):
@@ -322,7 +322,7 @@ def link_findings(hosts: Hosts, reached: Links, ports: Answers) -> list[Finding]
             text = _closed(link, hosts.reach[other].address, ports[other])
             back = reached.get(other, {}).get(name)
             if back is not None and back.is_open:
-                text += f"; the other way works, so it is the firewall of {other}"
+                text += f"; the other direction works, so the firewall of {other} blocks it"
             state = link.run if link.run != "ok" else link.free
             fix = _opening(other, hosts.reach[other], hosts.facts[other]["firewalls"])
             findings.append(Finding("net.connect", "error", pair, text, state, "ok", fix))
@@ -330,12 +330,12 @@ def link_findings(hosts: Hosts, reached: Links, ports: Answers) -> list[Finding]
         return findings
     bad = {finding.id for finding in findings}
     where = "all pairs" if not bad else f"{len(trips)} pairs"
-    text = "the run's port and any other can be reached"
+    text = "the run's port and other ports are open"
     count = f"{len(trips)} of {sum(map(len, reached.values()))}"
     findings.append(Finding("net.connect", "ok", where, text, count))
     slowest = max(trips)
     if slowest <= _SLOW_TRIP_S and "net.latency" not in bad:
-        text = f"a round trip takes {milliseconds(slowest)} at most, and no packet was lost"
+        text = f"a round trip takes at most {milliseconds(slowest)}, and no packet was lost"
         findings.append(Finding("net.latency", "ok", "all pairs", text, milliseconds(slowest)))
     return findings
 
@@ -343,31 +343,31 @@ def link_findings(hosts: Hosts, reached: Links, ports: Answers) -> list[Finding]
 def _closed(link: Link, address: str, ports: Mapping[str, int]) -> str:
     state = link.free if link.run == "ok" else link.run
     how = {
-        "dropped": "no answer: packets are dropped, as by a firewall",
-        "refused": "refused, as by a firewall that rejects",
+        "dropped": "no answer, as if a firewall drops packets",
+        "refused": "refused, as if a firewall rejects it",
     }.get(state, state)
     if link.run == "ok":
         return (
-            f"{address} port {ports['run']} is open, and {ports['any']} is not ({how}): ranks talk "
-            "over ports that the system chooses, so one open port is not enough"
+            f"{address} port {ports['run']} is open, and {ports['any']} is not ({how}): ranks use "
+            "ports that the system chooses, so one open port is not enough"
         )
     if link.free == "ok":
-        return f"{address} port {ports['run']}, the run's: {how}"
+        return f"{address} port {ports['run']} (of the run): {how}"
     return f"{address} ports {ports['run']} and {ports['any']}: {how}"
 
 
 def _opening(name: str, reach: Reach, firewalls: list[str]) -> str:
-    # The line that lets the other hosts in, for the firewall that is installed.
+    # Command to allow the other hosts, for the installed firewall.
     network = str(reach.network) if reach.network is not None else "SUBNET"
     lines = {
         "ufw": f"sudo ufw allow from {network}",
         "firewall-cmd": f"sudo firewall-cmd --permanent --zone=trusted --add-source={network} && "
         "sudo firewall-cmd --reload",
-        "nft": f"sudo nft insert rule inet filter input ip saddr {network} accept (names of table "
-        "and chain: sudo nft list ruleset)",
+        "nft": f"sudo nft insert rule inet filter input ip saddr {network} accept (names of "
+        "table and chain: sudo nft list ruleset)",
         "iptables": f"sudo iptables -I INPUT -s {network} -j ACCEPT",
     }
-    line = lines[firewalls[0]] if firewalls else f"let {network} in"
+    line = lines[firewalls[0]] if firewalls else f"allow {network} in its firewall"
     return f"on {name}: {line}"
 
 
@@ -376,19 +376,19 @@ def _packets(pair: str, link: Link) -> Iterator[Finding]:
         text = f"{link.lost} of {link.sent} packets were lost: every exchange of gradients "
         text += "will wait"
         lost = f"{100 * link.lost // link.sent} % lost"
-        fix = "try another cable or port of the switch; see ip -s link on both hosts"
+        fix = "try another cable or switch port; see ip -s link on both hosts"
         yield Finding("net.latency", "warning", pair, text, lost, "0 % lost", fix)
     elif link.rtt_s > _SLOW_TRIP_S:
         trip = milliseconds(link.rtt_s)
-        text = f"a round trip takes {trip}: ranks wait for one another several times a step"
-        fix = "are both on one network, without Wi-Fi, VPN or internet between?"
+        text = f"a round trip takes {trip}: ranks wait for each other several times per step"
+        fix = "connect both hosts to one network, without Wi-Fi, VPN or internet between them"
         yield Finding("net.latency", "warning", pair, text, trip, milliseconds(_SLOW_TRIP_S), fix)
 
 
 def bandwidth_findings(
     rates: Mapping[tuple[str, str], float], gradient_bytes: int, num_hosts: int
 ) -> Iterator[Finding]:
-    """Compare bytes per second of each link with the gradients of a step (0: not known)."""
+    """Compare bytes per second of each link with the gradients of a step (0: unknown)."""
     if not rates:
         return
     sent = gradient_bytes * 2 * (num_hosts - 1) / max(1, num_hosts)
@@ -397,8 +397,8 @@ def bandwidth_findings(
         pair, measured = f"{name} -> {other}", bit_rate(rate)
         if rate < _STUCK_BYTES:
             is_well = False
-            text = "a connection opens, and then carries nothing: large packets are lost on the way"
-            fix = "a smaller MTU on all hosts shows whether it is that: sudo ip link set INTERFACE "
+            text = "a connection opens, but no data arrives: large packets are lost"
+            fix = "try a smaller MTU on all hosts: sudo ip link set INTERFACE "
             fix += "mtu 1400"
             yield Finding("net.bandwidth", "error", pair, text, "0", fix=fix)
         elif rate < _SLOW_BYTES or (sent and sent / rate > _SLOW_STEP_S):
@@ -406,13 +406,13 @@ def bandwidth_findings(
             text = measured
             if sent:
                 text += f"; a step's gradients take {format_duration(sent / rate)}"
-            fix = "a faster cable or switch (see ethtool INTERFACE | grep Speed); fewer exchanges: "
-            fix += "a larger training.global_batch_size; or train an adapter"
+            fix = "use a faster cable or switch (see ethtool INTERFACE | grep Speed); or exchange "
+            fix += "less: increase training.global_batch_size, or train an adapter"
             limit = bit_rate(_SLOW_BYTES)
             yield Finding("net.bandwidth", "warning", pair, text, measured, limit, fix)
     if is_well:
         slowest = min(rates.values())
-        text = f"{bit_rate(slowest)} or more, both ways"
+        text = f"{bit_rate(slowest)} or more, in both directions"
         if sent:
             text += f"; a step's gradients ({format_bytes(sent)}) take {short_time(sent / slowest)}"
         yield Finding("net.bandwidth", "ok", "all pairs", text, bit_rate(slowest))

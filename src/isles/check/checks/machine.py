@@ -22,7 +22,7 @@ from isles.run.limits import memory
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _RANK_BYTES = _GIB
-"""Memory of a rank besides the model: Python, torch and its libraries."""
+"""Memory of a rank without the model: Python, torch and its libraries."""
 _SHM_BAD, _SHM_LOW = 32 * _MIB, 512 * _MIB
 _SKEW_WARNING_S, _SKEW_ERROR_S = 2.0, 30.0
 _RANK_THREADS, _RANK_FILES = 200, 64
@@ -54,7 +54,7 @@ def _memory(plan: NodePlan) -> Finding:
         level = "error" if available < plan.nproc * plan.load_bytes else "warning"
         ranks = plural(plan.nproc, "rank")
         text += f"; {ranks} need about {format_bytes(needed)} to load the model"
-        fix = f"end what else runs on {plan.name} (ps aux --sort=-rss | head)"
+        fix = f"stop other programs on {plan.name} (ps aux --sort=-rss | head)"
     free, limit = format_bytes(available), format_bytes(needed)
     return Finding("memory.free", level, plan.name, text, free, limit, fix)
 
@@ -63,11 +63,11 @@ def _cores(plan: NodePlan) -> Finding:
     cores, busy = usable_cores(), os.getloadavg()[0]
     count, load = plural(cores, "core"), f"load {busy:.1f}"
     if cores < plan.nproc:
-        text = f"{plan.nproc} ranks share {count}, and each takes one to feed its GPU"
+        text = f"{plan.nproc} ranks share {count}, and each needs one to feed its GPU"
         fix = f"use fewer ranks on {plan.name}, or ask the scheduler for more cores"
     elif busy > max(1.0, cores - plan.nproc):
         text = f"other programs keep {busy:.1f} of {count} busy"
-        fix = f"end them, or expect {plan.name} to be the slowest: top"
+        fix = f"stop them (see top), or expect {plan.name} to be the slowest"
     else:
         each = f"{plural(cores // plan.nproc, 'thread')} for each of {plural(plan.nproc, 'rank')}"
         return Finding("cpu.cores", "ok", plan.name, f"{count}: {each}; {load}", count)
@@ -79,12 +79,12 @@ def _shm(plan: NodePlan) -> Finding:
         free = shutil.disk_usage("/dev/shm").free
         text = f"{format_bytes(free)} free in /dev/shm"
     except OSError:
-        free, text = 0, "there is no /dev/shm"
+        free, text = 0, "/dev/shm not found"
     if free >= _SHM_LOW:
         return Finding("shm.size", "ok", plan.name, text, format_bytes(free))
     level: Level = "error" if free < _SHM_BAD else "warning"
-    text += ", through which ranks of one machine talk"
-    fix = "sudo mount -o remount,size=8G /dev/shm; in Docker: --shm-size=8g"
+    text += ", which ranks of one machine use to communicate"
+    fix = "sudo mount -o remount,size=8G /dev/shm; in Docker, use --shm-size=8g"
     limit = format_bytes(_SHM_LOW)
     return Finding("shm.size", level, plan.name, text, format_bytes(free), limit, fix)
 
@@ -105,12 +105,12 @@ def _limits(plan: NodePlan) -> Iterator[Finding]:
     if not Path("/sys/class/infiniband").is_dir():
         return
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    text, measured = "memory may be locked without limit", "unlimited"
+    text, measured = "no limit of locked memory", "unlimited"
     level: Level = "ok"
     fix = ""
     if locked != resource.RLIM_INFINITY:
         measured = format_bytes(locked)
-        text = f"{measured} may be locked, and InfiniBand locks its buffers"
+        text = f"at most {measured} may be locked, and InfiniBand locks its buffers"
         if locked < _PINNED * plan.nproc:
             level, fix = "error", _for_good("memlock", "unlimited")
     yield Finding("limits.memlock", level, plan.name, text, measured, "unlimited", fix)
@@ -123,37 +123,37 @@ def _limit(plan: NodePlan, kind: str, number: int, needed: int, what: str, now: 
     if most == resource.RLIM_INFINITY:
         text, measured = f"no limit of {what}", "unlimited"
     elif most < needed:
-        level, fix = "warning", f"{now} before the start; for good: {_for_good(kind, '65536')}"
+        level, fix = "warning", f"{now} before the start; or permanently {_for_good(kind, '65536')}"
     return Finding(f"limits.{kind}", level, plan.name, text, measured, str(needed), fix)
 
 
 def _for_good(kind: str, value: str) -> str:
-    return f"the line `* - {kind} {value}` in /etc/security/limits.conf, and log in again"
+    return f"write the line `* - {kind} {value}` to /etc/security/limits.conf, and log in again"
 
 
 def _lease(plan: NodePlan) -> Iterator[Finding]:
-    # An address that a router lends may be another after its next restart.
+    # An address from a router's DHCP may change after the next restart.
     used = reached_at()
     own = next((own for own in interfaces() if own.address == used), None)
     if plan.num_hosts < 2 or own is None:
         return
     if not own.is_leased:
-        text = f"{own.address} is its own address"
+        text = f"{own.address} is a static address"
         yield Finding("address.dhcp", "ok", plan.name, text, own.address)
         return
     prefix = sum(int(part).bit_count() for part in own.netmask.split("."))
-    text = f"{own.address} on {own.name} is lent by DHCP, and may be another tomorrow"
+    text = f"{own.address} on {own.name} is from DHCP, and may change"
     static = f"{own.name}: {{dhcp4: no, addresses: [{own.address}/{prefix}]}}"
-    fix = "reserve it in the router, or make it static: /etc/netplan/*.yaml with "
+    fix = "reserve it in the router, or make it static in /etc/netplan/*.yaml with "
     fix += f"{static}, then sudo netplan apply"
     yield Finding("address.dhcp", "warning", plan.name, text, f"{own.address}, dynamic", fix=fix)
 
 
 def clock_skew(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
-    """Compare clocks with the median of all, this machine's among them.
+    """Compare clocks with the median of all clocks, including this machine's.
 
     Args:
-        offsets: of each host: seconds that it is ahead of this machine, and the round trip.
+        offsets: for each host, seconds that its clock is ahead of this machine, and the round trip.
     """
     if not offsets:
         return
@@ -169,8 +169,8 @@ def clock_skew(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
         is_well = False
         level: Level = "error" if sure > _SKEW_ERROR_S else "warning"
         text = f"its clock is {format_duration(abs(skew))} {'ahead' if skew > 0 else 'behind'}; "
-        text += "heartbeats and records of the hosts are compared by their times"
-        fix = f"on {name}: sudo timedatectl set-ntp true (or: sudo chronyc makestep)"
+        text += "isles compares times in heartbeats and records of the hosts"
+        fix = f"on {name}: sudo timedatectl set-ntp true (or sudo chronyc makestep)"
         limit = f"{_SKEW_WARNING_S:.0f} s"
         yield Finding("clock.skew", level, name, text, f"{skew:+.1f} s", limit, fix)
     if is_well:

@@ -1,4 +1,4 @@
-"""How hosts are reached: addresses and interfaces, and the hub or the bucket of clusters."""
+"""Connections of hosts: addresses and interfaces, and the hub or the bucket of clusters."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _SBIN = os.pathsep.join((os.defpath, "/usr/sbin", "/sbin", "/usr/local/sbin"))
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """An IPv4 address of a node, and the interface that has it.
+    """An IPv4 address of a node, and its interface.
 
     Args:
-        mtu: largest packet, bytes; 0: not known.
-        is_leased: whether a DHCP server has lent the address.
+        mtu: largest packet, bytes. 0: unknown.
+        is_leased: whether the address is from DHCP.
     """
 
     name: str
@@ -55,7 +55,7 @@ class _Address:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    # A link as `ip -j` prints it.
+    # A link in the output of `ip -j`.
     addr_info: tuple[_Address, ...] = ()
 
 
@@ -96,19 +96,19 @@ def _leased() -> set[str]:
 
 
 def firewalls() -> list[str]:
-    """The firewall programs that this node has, the usual one first."""
+    """Installed firewall programs of this node, the usual one first."""
     return [name for name in _FIREWALLS if shutil.which(name, path=_SBIN)]
 
 
 def interface_of(hosts: Hosts, name: str) -> Interface | None:
-    """The interface with the address at which a host is reached; None: the host has none."""
+    """The interface with the address of a host for ranks. None: no interface has it."""
     address = hosts.reach[name].address
     known = (Interface(**own) for own in hosts.facts[name]["interfaces"])
     return next((own for own in known if own.address == address), None)
 
 
 def choose_reach(hosts: Hosts) -> Iterator[Finding]:
-    """Choose the addresses that the ranks would use; findings on their interfaces."""
+    """Choose the addresses for the ranks, and yield findings on their interfaces."""
     names, cluster = hosts.names, hosts.run.cluster
     if len(hosts.facts) == 1:
         hosts.reach = {name: Reach("127.0.0.1", None, None) for name in names}
@@ -131,27 +131,27 @@ def choose_reach(hosts: Hosts) -> Iterator[Finding]:
             continue
         text = f"its largest packet is {mtu} bytes, and {usual} on other hosts"
         fix = f"on {name}: sudo ip link set {hosts.reach[name].interface} mtu {usual}, if the "
-        fix += "switch takes it; else the smaller one on all hosts"
+        fix += "switch supports it; otherwise use the smaller value on all hosts"
         yield Finding("net.mtu", "warning", name, text, str(mtu), str(usual), fix)
 
 
 def _carrier(name: str, reach: Reach, own: Interface | None, wanted: str | None) -> Finding:
     address = reach.address
     if own is None:
-        text = f"{address} is none of its own addresses: is there a router between?"
-        fix = "let every port through to it, or write an address of its own: "
+        text = f"none of its interfaces has the address {address}: a router may be in between"
+        fix = "allow every port through the router, or set an address of the host: "
         fix += f"{{ssh: {name}, address: …}}"
         return Finding("net.interface", "warning", name, text, address, fix=fix)
     text, measured = f"{address} on {wanted or reach.interface}", f"{address} on {own.name}"
     if not own.is_wireless:
         return Finding("net.interface", "ok", name, text, measured)
-    text += ", which is wireless: slow, and it loses packets"
-    fix = "use a cable, or expect few steps a minute"
+    text += ", which is wireless, and so slow and lossy"
+    fix = "use a cable, or expect few steps per minute"
     return Finding("net.interface", "warning", name, text, measured, fix=fix)
 
 
 def connect(address: str, port: int, timeout_s: float) -> socket.socket | str:
-    """A connection; or why there is none: refused, dropped, or an error of the system."""
+    """Connect. Returns the socket or a reason: refused, dropped, or an error of the system."""
     try:
         return socket.create_connection((address, port), timeout=timeout_s)
     except ConnectionRefusedError:
@@ -159,14 +159,14 @@ def connect(address: str, port: int, timeout_s: float) -> socket.socket | str:
     except TimeoutError:
         return "dropped"
     except OSError as error:
-        # A firewall that rejects may answer with either.
+        # A firewall that rejects connections may cause either error.
         if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM):
             return f"refused: {error.strerror}"
         return error.strerror or str(error)
 
 
 def dial(address: str, port: int, timeout_s: float) -> dict[str, Any]:
-    """Connect and close: `state` is ok, or an error of `connect`; and `seconds`."""
+    """Connect and close. Returns `state`, which is ok or an error of `connect`, and `seconds`."""
     begin = time.perf_counter()
     found = connect(address, port, timeout_s)
     seconds = time.perf_counter() - begin
@@ -177,7 +177,7 @@ def dial(address: str, port: int, timeout_s: float) -> dict[str, Any]:
 
 
 def try_hub(hosts: Hosts) -> None:
-    """Dial the hub, or write to the bucket, from the first host, whose rank 0 will."""
+    """Connect to the hub, or write to the bucket, from the first host, as its rank 0 will do."""
     config = hosts.run.config
     outer = config.diloco if config is not None else None
     if outer is None or not hosts.names:
@@ -194,7 +194,7 @@ def try_hub(hosts: Hosts) -> None:
 
 
 def dial_bucket(url: str) -> dict[str, Any]:
-    """Write a test object to the bucket of the clusters, as clusters do at their start.
+    """Write a test object to the bucket of the clusters, as clusters do when they start.
 
     Returns:
         `state` (ok, or the kind of a `StoreError`), `what` (its message) and `seconds`.
@@ -213,7 +213,7 @@ def dial_bucket(url: str) -> dict[str, Any]:
     except MissingDependencyError as error:
         return {"state": "package", "what": error.what, "fix": error.fix}
     except TimeoutError as error:
-        return {"state": "away", "what": f"it does not answer ({error})"}
+        return {"state": "away", "what": f"no response ({error})"}
     return {"state": "ok", "seconds": time.perf_counter() - begin, "has_run": has_run}
 
 
@@ -232,38 +232,38 @@ def try_bucket(hosts: Hosts) -> None:
 
 
 def bucket_finding(first: str, place: str, answer: Mapping[str, Any]) -> Finding:
-    """The finding for the answer of `dial_bucket` of the first host."""
+    """Finding for the answer of `dial_bucket` on the first host."""
     state = str(answer["state"])
     if state == "ok":
         taken = f"{answer['seconds'] * 1e3:.0f} ms"
-        text = f"it reads and writes at {place}"
+        text = f"can read and write {place}"
         if answer.get("has_run"):
-            text += ", which has a run already: clusters with this name join that run"
+            text += ", which already has a run: clusters with this name join that run"
         return Finding("net.hub", "ok", first, text, measured=taken)
     fix = str(answer.get("fix") or FIXES.get(state, ""))
-    text = f"it cannot meet other clusters at {place}: {answer.get('what')}"
+    text = f"cannot use {place} to meet other clusters: {answer.get('what')}"
     return Finding("net.hub", "error", first, text, measured=state, fix=fix)
 
 
 def hub_finding(first: str, outer: DiLoCoConfig, answer: Mapping[str, Any]) -> Finding:
-    """The finding for the answer of `dial` of the first host."""
+    """Finding for the answer of `dial` on the first host."""
     address, state = outer.hub or "", str(answer["state"])
     if state == "ok":
         taken = f"{answer['seconds'] * 1e3:.0f} ms"
-        text = f"it reaches the hub at {address}"
+        text = f"can connect to the hub at {address}"
         return Finding("net.hub", "ok", first, text, measured=taken)
     host, _, port = address.rpartition(":")
     place = "this machine" if host.strip("[]") in own_addresses() else host
-    open_it = f"open port {port} on {place} for it, such as sudo ufw allow {port}/tcp"
+    open_it = f"open port {port} on {place}, for example with sudo ufw allow {port}/tcp"
     if state == "refused":
-        why = "nothing listens there, or a firewall refuses"
-        fix = f"is it running (`isles hub`)? {open_it}"
+        why = "the hub is not running, or a firewall refuses"
+        fix = f"check that `isles hub` is running; {open_it}"
     elif state == "dropped":
-        why = f"no answer within {_CONNECT_S:.0f} s: packets are dropped, as by a firewall"
+        why = f"no answer within {_CONNECT_S:.0f} s, as if a firewall drops packets"
         fix = open_it
     else:
-        why, fix = state, f"is {host} its name or address, and is there a way to it?"
+        why, fix = state, f"check the address {host}, and that the network reaches it"
     if outer.engine == "hub":
-        fix += "; or name an address that it reaches: outer.public, or a hub elsewhere"
-    text = f"it does not reach the hub at {address}: {why}"
+        fix += "; or set outer.public to an address that the host reaches, or run the hub elsewhere"
+    text = f"cannot connect to the hub at {address}: {why}"
     return Finding("net.hub", "error", first, text, measured=state, fix=fix)

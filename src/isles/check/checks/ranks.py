@@ -1,4 +1,4 @@
-"""Ranks: torch on every device, an all-reduce over all, a training of three steps."""
+"""Ranks: torch on every device, an all-reduce over all ranks, and a training of three steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CPU_SIZES = [4 << 10, 1 << 20, 16 << 20]
 _GPU_SIZES = [4 << 10, 4 << 20, 64 << 20]
 
 _WHEELS = (((12, 0), "cu128"), ((10, 0), "cu128"), ((7, 5), "cu126"))
-"""The oldest CUDA of torch's wheels that has kernels for this capability and those above it.
+"""The oldest CUDA of torch's wheels with kernels for this capability and higher capabilities.
 
 Source: PyTorch's release compatibility matrix (RELEASE.md of pytorch/pytorch)."""
 
@@ -41,34 +41,34 @@ _NEEDED = (
     "gpu.kernel",
     "gpu.count",
 )
-"""With an error in one of these an all-reduce can only hang."""
+"""Findings whose errors make an all-reduce hang."""
 
 _STAGES = {
-    "store": "to meet at rank 0",
-    "group": "to connect the ranks",
-    "sum": "to add up",
+    "store": "while meeting at rank 0",
+    "group": "while connecting the ranks",
+    "sum": "while adding up",
     "died": "in the library",
     "silent": "to end in time",
 }
 
 
 class Ranks:
-    """One process with torch for each rank of this node: started early, used later."""
+    """One process with torch for each rank of this node. They start early and are used later."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._noise: list[int] = []
 
     def start(self, plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Start the processes; each imports torch and launches a kernel.
+        """Start the processes. Each imports torch and runs a kernel.
 
         Returns:
-            findings; versions: of torch, cuda and nccl, as rank 0 has imported them.
+            findings; versions: torch, cuda and nccl as rank 0 has imported them.
         """
         own = NodePlan(**plan)
         command = [sys.executable, "-m", "isles.train.check_rank", "--device", own.device]
         pipe = subprocess.PIPE
-        # A tiny sum on many cores only waits; and the ranks share this machine with the check.
+        # More threads do not help a tiny sum, and the ranks share this machine with the check.
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._noise = [os.memfd_create(f"rank-{index}") for index in range(own.nproc)]
         self._processes = [
@@ -88,18 +88,18 @@ class Ranks:
         return {"findings": findings, "versions": versions}
 
     def reduce(self, commands: list[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
-        """Have each rank do `isles.train.check_rank.reduce`; their answers."""
+        """Run `isles.train.check_rank.reduce` on each rank. Returns their answers."""
         for process, command in zip(self._processes, commands, strict=True):
             assert process.stdin is not None
             try:
                 process.stdin.write(json.dumps(command).encode() + b"\n")
                 process.stdin.flush()
             except OSError:
-                pass  # it has ended: its answer says so
+                pass  # the process has ended: its answer reports it
         return {"ranks": self._answers(timeout_s)}
 
     def end(self) -> dict[str, Any]:
-        """Kill the processes, and wait for their ends."""
+        """Kill the processes, and wait until they have ended."""
         self.kill()
         for process in self._processes:
             process.wait()
@@ -109,7 +109,7 @@ class Ranks:
         return {}
 
     def kill(self) -> None:
-        """Kill the processes, without waiting for one that is stuck in a driver."""
+        """Kill the processes, without waiting, as a process may be stuck in a driver."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -121,14 +121,14 @@ class Ranks:
 
 
 def _answer(process: subprocess.Popen[bytes], noise: int, end: float) -> dict[str, Any]:
-    # The next line of a rank; or that it has ended or hangs.
+    # The next line of a rank, or a failure if it has ended or hangs.
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
         return {"stage": "silent", "failure": "no answer in time"}
     if line := process.stdout.readline():
         try:
             return parse_answer(dict[str, Any], line.decode(errors="replace"))
-        except ValueError as error:  # it was killed while it wrote, or a library wrote first
+        except ValueError as error:  # killed during the output, or a library printed first
             return {"stage": "died", "failure": f"{error}: {line[:80]!r}"}
     code = process.wait(timeout=10)
     words = os.pread(noise, _NOISE_BYTES, 0).decode(errors="replace").strip().splitlines()
@@ -140,12 +140,12 @@ def torch_findings(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Find
     """Findings on torch and a first kernel on every device of a node.
 
     Args:
-        plan: of the node.
+        plan: plan of the node.
         ranks: answers of `isles.train.check_rank.look`.
     """
     bad = [_failure(plan, index, own) for index, own in enumerate(ranks) if own.get("failure")]
     if bad:
-        # What is wrong with the installation is wrong for every rank.
+        # A fault of the installation affects every rank.
         yield from {finding.text: finding for finding in bad}.values()
         return
     seconds = f"{ranks[0]['seconds']:.1f} s"
@@ -165,19 +165,19 @@ def _failure(plan: NodePlan, index: int, own: dict[str, Any]) -> Finding:
         case "visible":
             text = f"torch cannot use the GPUs: {failure}"
             measured = f"torch {own['torch']}, CUDA {own['cuda'] or 'none'}"
-            fix = "compare the driver (nvidia-smi, top right: the newest CUDA that it knows) with "
-            fix += f"torch's CUDA {own['cuda']}: update the driver, or take torch for an older CUDA"
+            fix = "compare the newest CUDA of the driver (nvidia-smi, top right) with torch's "
+            fix += f"CUDA {own['cuda']}: update the driver, or install torch for an older CUDA"
             if own["cuda"] is None:
                 fix = _pip("cu128")
             return Finding("gpu.visible", "error", name, text, measured, fix=fix)
         case "silent":
-            text = "torch was not imported, or its first kernel not done, in time"
-            fix = f"try it on {name}: time python -c 'import torch'; a slow network disk? "
-            fix += "--timeout 3m waits longer; a kernel that hangs: dmesg | grep -i -e nvrm -e xid"
+            text = "torch was not imported, or its first kernel has not finished, in time"
+            fix = f"on {name}, run time python -c 'import torch' to see whether the disk is slow "
+            fix += "(--timeout 3m waits longer), and dmesg | grep -i -e nvrm -e xid for GPU faults"
             return Finding("torch.imports", "error", name, text, fix=fix)
         case _:
             text = f"torch cannot be used: {failure}"
-            fix = f"try it on {name}: python -c 'import torch'; isles setup run.yaml installs it"
+            fix = f"run python -c 'import torch' on {name}; isles setup run.yaml installs torch"
             return Finding("torch.imports", "error", name, text, failure, fix=fix)
 
 
@@ -186,8 +186,8 @@ def _kernel(name: str, index: int, own: dict[str, Any]) -> Finding:
     if "no kernel image" not in failure:
         where = f"GPU {index}" if own.get("gpu") else "the CPU"
         text = f"a kernel failed on {where}: {failure}"
-        fix = f"on {name}: dmesg | grep -i -e nvrm -e xid; a fault that comes back is the card's "
-        fix += "or the driver's"
+        fix = f"on {name}: dmesg | grep -i -e nvrm -e xid; if the fault returns, the GPU or the "
+        fix += "driver is the cause"
         return Finding("gpu.kernel", "error", name, text, failure, fix=fix)
     major, minor = own["capability"]
     capability = f"sm_{major}{minor}"
@@ -204,12 +204,12 @@ def _pip(index: str) -> str:
 
 
 def try_reduce(hosts: Hosts) -> None:
-    """Do an all-reduce over all ranks, unless it is known that it must hang."""
+    """Run an all-reduce over all ranks, unless earlier findings make it hang."""
     names, timeout_s = hosts.names, hosts.extent.timeout_s
     bad = [f for f in hosts.findings if f.level == "error" and f.id in _NEEDED]
     if bad or not hosts.reach or len(names) < len(hosts.facts):
         why = f"{bad[0].where}: {bad[0].text}" if bad else "hosts are missing"
-        text, fix = f"the all-reduce was not tried ({why})", "mend that first, and check again"
+        text, fix = f"the all-reduce was skipped ({why})", "fix this first, and check again"
         hosts.findings.append(Finding("reduce.works", "warning", "all hosts", text, fix=fix))
         return
     hosts.print_line("adding up tensors over all ranks")
@@ -232,7 +232,7 @@ def try_reduce(hosts: Hosts) -> None:
 
 
 def _commands(hosts: Hosts, port: int) -> dict[str, list[dict[str, Any]]]:
-    # For each rank of each host what `isles.train.check_rank.reduce` takes.
+    # Arguments of `isles.train.check_rank.reduce` for each rank of each host.
     names, network, device = hosts.names, hosts.run.cluster.network, hosts.device
     world_size = sum(hosts.nproc[name] for name in names)
     first = 0
@@ -264,11 +264,11 @@ def reduce_findings(
     *,
     expected: str = "",
 ) -> Iterator[Finding]:
-    """Findings on the all-reduce: its speed, or which ranks failed and where.
+    """Findings on the all-reduce: its speed, or the failed ranks and their stage.
 
     Args:
-        answers: of `Ranks.reduce`, for `commands` of the ranks of each host.
-        expected: rate of the slowest link between ranks, in words; empty: not known.
+        answers: answers of `Ranks.reduce` to the `commands` for the ranks of each host.
+        expected: rate of the slowest link between ranks, as text. Empty: unknown.
     """
     owner = {command["rank"]: name for name, own in commands.items() for command in own}
     backend = str(commands[next(iter(commands))][0]["backend"])
@@ -283,16 +283,16 @@ def reduce_findings(
     for rank, answer in bad.items():
         what = answer["failure"]
         if answer.get("missing"):
-            what = f"ranks {', '.join(map(str, missing))} on {where_missing} did not come"
+            what = f"ranks {', '.join(map(str, missing))} on {where_missing} did not connect"
         elif missing and rank not in missing:
-            continue  # it only waited for those
+            continue  # it only waited for the missing ranks
         text = f"{backend} failed {_STAGES.get(answer['stage'], answer['stage'])}: {what}"
-        fix = "is the interface right (clusters[0].network.interface)? is every port open between "
-        fix += "the hosts?"
+        fix = "check the interface (clusters.0.network.interface), and that every port is open "
+        fix += "between the hosts"
         if backend == "nccl":
-            fix = "NCCL_DEBUG=INFO in clusters[0].environment.variables says more"
+            fix = "NCCL_DEBUG=INFO in clusters.0.environment.variables prints details"
             if network.profile != "ethernet":
-                fix = f"clusters[0].network.profile: ethernet leaves out InfiniBand; {fix}"
+                fix = f"set clusters.0.network.profile to ethernet to skip InfiniBand; {fix}"
         where = f"{owner[rank]} rank {rank}"
         yield Finding("reduce.works", "error", where, text, answer["stage"], fix=fix)
     if bad or 0 not in found:
@@ -307,7 +307,7 @@ def reduce_findings(
         bus = bit_rate(best["bus"])
         text = f"bus bandwidth {bus}, algorithm bandwidth {bit_rate(best['algorithm'])}"
         if expected:
-            text += f"; its slowest link gives {expected} at most in each direction"
+            text += f"; the limit of the slowest link is {expected} in each direction"
         yield Finding("reduce.speed", "ok", "all hosts", text, bus, expected)
 
 
@@ -330,7 +330,7 @@ track: [jsonl]
 
 
 def smoke(plan: NodePlan, timeout_s: float = _SMOKE_S) -> Iterator[Finding]:
-    """Train a small model on this machine alone."""
+    """Train a small model on this machine. Yields a finding."""
     isles, begin = [sys.executable, "-m", "isles"], time.monotonic()
     with scratch_folder("isles-smoke-") as folder:
         path = folder / "run.yaml"
@@ -357,5 +357,5 @@ def smoke(plan: NodePlan, timeout_s: float = _SMOKE_S) -> Iterator[Finding]:
         return
     last = "\n".join(output.decode(errors="replace").strip().splitlines()[-6:])
     text = f"a training of three steps {failure}:\n{last}"
-    fix = "the lines above say why; isles train there shows more"
+    fix = "see the lines above; isles train on that host prints more"
     yield Finding("train.smoke", "error", plan.name, text, seconds, fix=fix)

@@ -1,4 +1,4 @@
-"""What lies between the GPUs of a node: NVLink or PCIe, and what is to be expected of it."""
+"""Links between the GPUs of a node: NVLink or PCIe, and their expected rates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from isles.check.plan import NodePlan
 from isles.launch.gpus import ask_driver, find_gpus
 
 Pairs = dict[tuple[int, int], str]
-"""Words of `nvidia-smi topo -m`, such as NV4 or PHB, by two numbers of GPUs, the smaller first."""
+"""Words of `nvidia-smi topo -m`, such as NV4 or PHB, by the numbers of two GPUs, smaller first."""
 
 _PATHS = {
     "PIX": "one PCIe switch",
@@ -23,18 +23,18 @@ _PATHS = {
     "SYS": "the link between processors",
     "SOC": "the link between processors",
 }
-"""From near to far; SOC is what old drivers call SYS."""
+"""Descriptions of the words, from near to far. Old drivers print SOC for SYS."""
 
 _ACROSS = ("SYS", "SOC")
 _LANE_BYTES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""Of one PCIe lane in one direction, by generation.
+"""Bytes per second of one PCIe lane in one direction, by generation.
 
 Source: PCI Express Base Specification, transfer rates less 8b/10b (1, 2), 128b/130b (3 to 5) and
 flit encoding (6)."""
 
 _PCIE = ("uuid", "index", "pcie.link.gen.max", "pcie.link.width.max", "pcie.link.width.current")
 _GENERATIONS = ("uuid", "pcie.link.gen.gpumax", "pcie.link.gen.hostmax")
-"""Unknown to drivers before 520: asked for by itself."""
+"""Unknown to drivers before 520, so queried separately."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _GPU = re.compile(r"GPU(\d+)")
@@ -45,13 +45,13 @@ _LINK = re.compile(r"Link \d+: ([\d.]+) GB/s")
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU, and the slot that it is in.
+    """A GPU and its slot.
 
     Args:
-        index: its number by the driver, in the order of the PCIe bus.
-        gen, width: generation and lanes that card and slot both could have; 0: not known.
-        width_now: lanes now. Unlike the generation a card does not lower them when idle.
-        gpu_gen, host_gen: of the card alone and of the machine alone; 0: not known.
+        index: its number in the driver, in the order of the PCIe bus.
+        gen, width: generation and lanes that both GPU and slot support. 0: unknown.
+        width_now: lanes now. An idle GPU lowers the generation, but not the lanes.
+        gpu_gen, host_gen: generation of the GPU alone and of the machine alone. 0: unknown.
     """
 
     index: int
@@ -63,7 +63,7 @@ class Card:
 
     @property
     def bytes_per_s(self) -> float:
-        """Over PCIe in one direction; 0: not known."""
+        """Rate over PCIe in one direction. 0: unknown."""
         return _LANE_BYTES.get(self.gen, 0.0) * (self.width_now or self.width)
 
 
@@ -87,11 +87,11 @@ def link_findings(
     rates: Mapping[int, Sequence[float]],
     there: Sequence[int],
 ) -> Iterator[Finding]:
-    """Findings on cards and what lies between them.
+    """Findings on GPUs and the links between them.
 
     Args:
-        used: cards of the ranks, in the order of local ranks.
-        rates: bytes a second of each NVLink of a card that is up, in one direction.
+        used: GPUs of the ranks, in the order of local ranks.
+        rates: bytes per second of each active NVLink of a GPU, in one direction.
         there: numbers of all GPUs of the machine.
     """
     between = combinations(sorted(card.index for card in used), 2)
@@ -102,7 +102,7 @@ def link_findings(
     bad += _down(name, {card.index: rates.get(card.index, ()) for card in used})
     yield from bad
     if len(used) > 1 and not words:
-        return  # the driver does not say
+        return  # the driver does not report it
     slots = ", ".join(dict.fromkeys(_slot(card) for card in used if card.gen and card.width))
     if not words:
         if not bad and slots:
@@ -119,12 +119,12 @@ def link_findings(
         text += f"; each on {slots}"
     limit = f"{expected / 1e9:.0f} GB/s" if expected else ""
     if limit:
-        text += f"; {limit} in each direction are to be expected of the slowest pair"
+        text += f"; the slowest pair should reach {limit} in each direction"
     yield Finding("gpu.links", "ok", name, text, measured, limit)
 
 
 def read_topology(text: str) -> Pairs:
-    """The answer of `nvidia-smi topo -m`: a matrix whose head names GPUs, and other devices too."""
+    """Pairs in the output of `nvidia-smi topo -m`, a matrix of GPUs and other devices."""
     rows = [_ANSI.sub("", line).split() for line in text.splitlines()]
     head: list[str] = []
     found: Pairs = {}
@@ -140,7 +140,7 @@ def read_topology(text: str) -> Pairs:
 
 
 def read_nvlinks(text: str) -> dict[int, list[float]]:
-    """The answer of `nvidia-smi nvlink -s`: bytes a second of each link that is up, by GPU."""
+    """Bytes per second of each active link in the output of `nvidia-smi nvlink -s`, by GPU."""
     found: dict[int, list[float]] = {}
     index = -1
     for line in text.splitlines():
@@ -155,7 +155,7 @@ def read_nvlinks(text: str) -> dict[int, list[float]]:
 def pair_rate(
     pair: tuple[int, int], word: str, used: Sequence[Card], rates: Mapping[int, Sequence[float]]
 ) -> float:
-    """Bytes a second that a pair of GPUs may reach in one direction; 0: not known."""
+    """Bytes per second that a pair of GPUs may reach in one direction. 0: unknown."""
     if links := _NVLINKS.fullmatch(word):
         own = [min(rates[index]) for index in pair if rates.get(index)]
         return min(own) * int(links[1]) if own else 0.0
@@ -177,33 +177,33 @@ def _number(text: str | None) -> int:
 
 
 def _narrow(name: str, used: Sequence[Card]) -> Iterator[Finding]:
-    # Cards in slots that give less than card and board could, or that are set to less.
-    fix = "put it into a slot with all its lanes and seat it anew; a riser, an adapter, a second "
-    fix += "card or an M.2 disk may take half of them (the board's manual says which); see also "
-    fix += "the BIOS: PCIe bifurcation and speed"
+    # GPUs in slots with fewer lanes or a lower generation than GPU and board support.
+    fix = "move it to a slot with all lanes, and check that it sits firmly; a riser, an adapter, a "
+    fix += "second GPU or an M.2 disk may use half of the lanes (see the board's manual); check "
+    fix += "PCIe bifurcation and speed in the BIOS"
     for card in used:
         if 0 < card.width_now < card.width:
-            text = f"GPU {card.index} runs on {card.width_now} of the {card.width} PCIe lanes that "
-            text += "it could have"
+            text = f"GPU {card.index} uses {card.width_now} of the {card.width} PCIe lanes that "
+            text += "it supports"
             limit = f"x{card.width}"
             yield Finding("gpu.links", "warning", name, text, f"x{card.width_now}", limit, fix)
         elif 0 < card.gen < min(card.gpu_gen, card.host_gen):
             could = min(card.gpu_gen, card.host_gen)
-            text = f"GPU {card.index} is held at PCIe generation {card.gen}, and card and machine "
-            text += f"both know {could}"
+            text = f"GPU {card.index} is limited to PCIe generation {card.gen}, and both GPU and "
+            text += f"machine support {could}"
             yield Finding(
                 "gpu.links", "warning", name, text, f"gen {card.gen}", f"gen {could}", fix
             )
 
 
 def _unequal(name: str, used: Sequence[Card]) -> Iterator[Finding]:
-    # Over PCIe all wait for the card with the slowest slot.
+    # Over PCIe, all GPUs wait for the GPU with the slowest slot.
     best = max(used, key=lambda card: card.bytes_per_s)
     for card in used:
         if 0 < card.bytes_per_s < best.bytes_per_s / 2 + 1 and card.width_now >= card.width:
             text = f"GPU {card.index} is on {_slot(card)}, GPU {best.index} on {_slot(best)}: "
-            text += "the others wait for it in every exchange"
-            fix = "a slot with more lanes; or leave it out (CUDA_VISIBLE_DEVICES) if the run is "
+            text += "the other GPUs wait for it in every exchange"
+            fix = "use a slot with more lanes; or omit it (CUDA_VISIBLE_DEVICES) if the run is "
             fix += "faster without it"
             yield Finding("gpu.links", "warning", name, text, _slot(card), _slot(best), fix)
 
@@ -212,15 +212,15 @@ def _down(name: str, rates: Mapping[int, Sequence[float]]) -> Iterator[Finding]:
     most = max(map(len, rates.values()), default=0)
     for index, own in rates.items():
         if 0 < len(own) < most:
-            text = f"{len(own)} NVLinks of GPU {index} are up, and {most} of another"
-            fix = f"on {name}: nvidia-smi nvlink -s shows which are inactive; reboot; then its "
+            text = f"GPU {index} has {len(own)} active NVLinks, and another GPU has {most}"
+            fix = f"on {name}: nvidia-smi nvlink -s shows inactive links. Reboot, then check its "
             fix += "bridge or baseboard"
             measured, limit = f"{len(own)} links", f"{most} links"
             yield Finding("gpu.links", "warning", name, text, measured, limit, fix)
 
 
 def _far(name: str, used: Sequence[Card], pairs: Pairs, there: Sequence[int]) -> Iterator[Finding]:
-    # Ranks on cards that are further from one another than other cards of this machine.
+    # Ranks on GPUs with slower links than other GPUs of this machine have.
     own = sorted(card.index for card in used)
     if len(own) < 2 or len(own) >= len(there):
         return
@@ -235,9 +235,9 @@ def _far(name: str, used: Sequence[Card], pairs: Pairs, there: Sequence[int]) ->
             continue
         shown = ",".join(map(str, better))
         text = f"the ranks are on GPUs {', '.join(map(str, own))}, {what} ({_listed(far)}); GPUs "
-        text += f"{', '.join(map(str, better))} are nearer to one another"
-        fix = f"CUDA_VISIBLE_DEVICES={shown} before `isles train`, or in "
-        fix += "clusters[0].environment.variables"
+        text += f"{', '.join(map(str, better))} have faster links"
+        fix = f"set CUDA_VISIBLE_DEVICES={shown} before `isles train`, or in "
+        fix += "clusters.0.environment.variables"
         measured = max((pairs[pair] for pair in far), key=_distance)
         limit = max((pairs[pair] for pair in combinations(better, 2)), key=_distance)
         yield Finding("gpu.links", "warning", name, text, measured, limit, fix)
@@ -247,7 +247,7 @@ def _far(name: str, used: Sequence[Card], pairs: Pairs, there: Sequence[int]) ->
 def _together(
     there: Sequence[int], count: int, pairs: Pairs, is_near: Callable[[str], bool]
 ) -> list[int] | None:
-    # So many GPUs that are all near one another; from each first one those that fit, in order.
+    # A group of `count` GPUs that are all near each other, in order.
     for first in there:
         chosen = [first]
         for index in there:
@@ -279,7 +279,7 @@ def _slot(card: Card) -> str:
 
 
 def _listed(pairs: Sequence[tuple[int, int]]) -> str:
-    # Pairs in few words: groups in which each is joined to each, then single pairs.
+    # Short text for pairs: groups of fully connected GPUs, then single pairs.
     numbers = sorted({index for pair in pairs for index in pair})
     if len(pairs) == len(numbers) * (len(numbers) - 1) // 2 and len(numbers) > 2:
         return f"all of GPUs {_spans(numbers)}"

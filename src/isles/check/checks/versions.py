@@ -1,4 +1,4 @@
-"""Versions of what the nodes have installed, compared; findings name the node that differs."""
+"""Installed versions of the nodes, compared. Findings list the nodes that differ."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from isles.check.finding import Finding, Level
 from isles.facts.gpus import least_driver
 
 Facts = Mapping[str, Mapping[str, Any]]
-"""By the host's name, of `isles.launch.ssh.facts`."""
+"""Facts of `isles.launch.ssh.facts` by the host's name."""
 
-_SETUP = "make the hosts equal: isles setup run.yaml"
+_SETUP = "install the same versions with isles setup run.yaml"
 _FURTHER = ("safetensors", "datasets", "peft", "deepspeed")
 
 
 def duplicates(facts: Facts) -> Iterator[Finding]:
-    """Errors for names that lead to one machine."""
+    """Errors for several names of one machine."""
     first: dict[str, str] = {}
     for name, own in facts.items():
         other = first.setdefault(own["machine_id"] or name, name)
         host = own["host"]
         if other != name:
             text = f"{other} and {name} are one machine, {host}"
-            fix = "name it once; gpus says how many ranks it has"
+            fix = "list it once, and set its number of ranks with gpus"
             yield Finding("host.duplicate", "error", name, text, host, fix=fix)
 
 
@@ -37,10 +37,10 @@ def compare_versions(
     """Compare versions over all hosts.
 
     Args:
-        facts: of all hosts: what pip knows.
-        imported: versions of torch, cuda and nccl that a rank has imported; None: it has not.
-        drivers: of the GPUs, where there are any.
-        here: isles on this machine.
+        facts: facts of all hosts, with packages by pip.
+        imported: versions of torch, cuda and nccl that a rank has imported. None: not imported.
+        drivers: versions of the GPU drivers, if there are GPUs.
+        here: version of isles on this machine.
     """
     packages = {name: own["packages"] for name, own in facts.items()}
     torch = {name: own["torch"] for name, own in packages.items() if "torch" in own}
@@ -49,7 +49,7 @@ def compare_versions(
     odd = {name: version for name, version in isles.items() if version != here}
     for name, version in odd.items():
         yield _odd("version.isles", "isles", name, version, f"{here} on this machine", "error")
-    # Another patch release matters little; another minor release unpickles otherwise.
+    # A different patch release rarely matters. A different minor release may unpickle differently.
     python = {name: own["python"] for name, own in facts.items()}
     minors = {version.rpartition(".")[0] for version in python.values()}
     library = {n: own["transformers"] for n, own in packages.items() if "transformers" in own}
@@ -79,51 +79,47 @@ def _missing(facts: Facts) -> Iterator[Finding]:
         if not own["missing"]:
             continue
         missing = ", ".join(own["missing"])
-        text = f"training needs packages that are not installed for {own['executable']}: {missing}"
-        fix = (
-            "isles setup run.yaml installs them; by hand: pip install 'isles[train]'; or name the "
-        )
-        fix += "right Python in clusters[0].environment"
+        text = f"{own['executable']} lacks packages for training: {missing}"
+        fix = "run isles setup run.yaml, or pip install 'isles[train]'; or set the "
+        fix += "right Python in clusters.0.environment"
         yield Finding("packages.missing", "error", name, text, f"missing: {missing}", fix=fix)
 
 
 def _old_drivers(
     imported: Mapping[str, Mapping[str, str | None]], drivers: Mapping[str, str]
 ) -> Iterator[Finding]:
-    # The CUDA of an image, or of a wheel, is newer than the driver of the host.
+    # The CUDA of an image or a wheel is newer than the driver of the host.
     for name, driver in drivers.items():
         cuda = imported.get(name, {}).get("cuda")
         least = least_driver(cuda) if cuda else None
         major = driver.partition(".")[0]
         if least is None or not major.isdecimal() or int(major) >= least:
             continue
-        text = f"torch is built for CUDA {cuda}, which needs the driver {least} or newer, and it "
+        text = f"torch is built for CUDA {cuda}, which needs driver {least} or newer, and the host "
         text += f"has {driver}"
-        fix = (
-            f"install a newer driver on {name}, as on Ubuntu: sudo ubuntu-drivers install; or use "
-        )
-        fix += "an image, or a torch, of an older CUDA"
+        fix = f"install a newer driver on {name} (on Ubuntu, sudo ubuntu-drivers install); or use "
+        fix += "an image or a torch with an older CUDA"
         yield Finding("version.driver", "error", name, text, driver, str(least), fix)
 
 
 def _doubled(
     installed: Mapping[str, str], imported: Mapping[str, Mapping[str, str | None]]
 ) -> Iterator[Finding]:
-    # A package that pip knows beside another that Python finds first.
+    # A package that pip lists, while Python finds another version first.
     for name, own in imported.items():
         known, real = installed.get(name), own["torch"]
-        # A wheel's local version (+cu128) is not always part of what pip knows.
+        # pip does not always list the local version of a wheel (+cu128).
         if known and real and known.partition("+")[0] != real.partition("+")[0]:
-            text = f"pip knows torch {known}, and Python imports {real}: two are installed"
-            fix = "look at PYTHONPATH and `python -m pip list -v` there; remove one of the two"
+            text = f"pip lists torch {known}, and Python imports {real}: two versions are installed"
+            fix = "check PYTHONPATH and `python -m pip list -v` on that host; remove one of the two"
             yield Finding("version.torch", "error", name, text, real, known, fix)
 
 
 def _compare(
     finding_id: str, what: str, values: Mapping[str, str], level: Level
 ) -> Iterator[Finding]:
-    # One finding where all are equal; else one for each host that differs from most, or from the
-    # first where there is no majority.
+    # One finding if all are equal. Otherwise one for each host that differs from the majority, or
+    # from the first host if there is no majority.
     usual, _ = Counter(values.values()).most_common(1)[0]
     same = [name for name, value in values.items() if value == usual]
     if len(same) == len(values):
@@ -137,7 +133,7 @@ def _compare(
 def _odd(finding_id: str, what: str, name: str, value: str, usual: str, level: Level) -> Finding:
     fix = _SETUP
     if finding_id == "version.driver":
-        fix = f"install the same driver on {name}, as on Ubuntu: sudo ubuntu-drivers install"
-    text = f"it has {what} {value}, and there is {usual}"
+        fix = f"install the same driver on {name} (on Ubuntu, sudo ubuntu-drivers install)"
+    text = f"it has {what} {value}, unlike {usual}"
     limit = usual.partition(" on ")[0]
     return Finding(finding_id, level, name, text, value, limit, fix)

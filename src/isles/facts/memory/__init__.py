@@ -1,7 +1,7 @@
-"""The memory of a training step, counted beforehand: no torch, no weights, no GPU.
+"""Memory of a training step, counted in advance without torch, weights or a GPU.
 
-`architecture.py` says how a config.json becomes blocks; `forward.py` walks them on paper and notes
-what PyTorch keeps for the backward pass; `setting.py` has what a step depends on beside the model,
-and `step.py` puts weights, gradients, optimizer state and activations together, moment by moment.
-Open `step.py` first. What a run file and a strategy mean for them is said in `config/memory.py`.
+`architecture.py` turns a config.json into blocks. `forward.py` simulates their forward pass, and
+counts the tensors that PyTorch keeps for the backward pass. `setting.py` has the settings of a
+step, and `step.py` adds up weights, gradients, optimizer state and activations, phase by phase.
+Open `step.py` first. `config/memory.py` translates a run file and a strategy.
 """

@@ -1,8 +1,7 @@
-"""How causal language models are built, by their config.json: blocks as `forward.py` walks them.
+"""Architectures of causal language models from their config.json: blocks for `forward.py`.
 
-A row of `KINDS` says how the blocks of one `model_type` of transformers 5 differ from Llama's;
-nothing in it is a number that was fitted. A kind that is not there is taken for a Llama, and said
-to be a guess.
+A row of `KINDS` has the differences between the blocks of one `model_type` of transformers 5 and
+Llama's. No number in it was fitted. An unknown kind is counted as a Llama, and marked as a guess.
 """
 
 from __future__ import annotations
@@ -171,7 +170,7 @@ _ALIASES = {
 
 
 class UnknownShapeError(ValueError):
-    """A config.json that does not say how large its model is; the message names the keys."""
+    """A config.json without the size of its model. The message lists the keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +180,7 @@ class Architecture:
     name: str
     kind: Kind
     is_known: bool
-    """False: a kind that is not in the table is taken for a Llama."""
+    """False: the kind is not in the table and is counted as a Llama."""
     hidden: int
     layers: int
     heads: int
@@ -199,21 +198,21 @@ class Architecture:
     experts_used: int
     has_qk_norm: bool
     has_plain_head: bool
-    """Nothing is done to the logits after the head, so that the loss can be computed in chunks."""
+    """Whether logits are unchanged after the head, so that the loss can be computed in chunks."""
     caps_logits: bool
-    """Logits are squeezed by a tanh, which keeps its result."""
+    """Whether a tanh limits the logits, which keeps its result."""
     other_params: int = 0
-    """Of a kind that is not known: numbers of a block that are not walked (below 0: too many)."""
+    """For an unknown kind, numbers of a block that are not in the walk (below 0: too many)."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, vocab_size: int | None = None) -> Architecture:
         """The architecture of a config.json.
 
         Args:
-            vocab_size: of a tokenizer that is trained for the run; None: the config's.
+            vocab_size: vocabulary of a tokenizer that the run trains. None: the config's.
 
         Raises:
-            UnknownShapeError: it does not say how large the model is.
+            UnknownShapeError: the config does not have the size of the model.
         """
         config = config.get("text_config") or config
         name = str(config.get("model_type", ""))
@@ -259,7 +258,7 @@ class Architecture:
 
     @property
     def params(self) -> int:
-        """Numbers of the model's weights; a tied head is counted once."""
+        """Numbers of the model's weights, with a tied head counted once."""
         walk = Forward(weight=4)
         x = self.end(walk, self.block(walk, self.embed(walk, 1), 1))
         del x
@@ -270,17 +269,17 @@ class Architecture:
 
     @classmethod
     def opaque(cls, params: int) -> Architecture:
-        """A model of which nothing is known but how many numbers it has."""
+        """A model with only the count of its numbers known."""
         narrow = {"model_type": "", "hidden_size": 1, "num_hidden_layers": 1, "vocab_size": 1}
         return cls.of({**narrow, "num_attention_heads": 1}).with_params(params)
 
     def with_params(self, params: int) -> Architecture:
-        """The same with so many numbers, as they were counted on the model itself."""
+        """The same architecture with a count of numbers from the model itself."""
         missing = (params - self.params) // self.layers
         return self if self.is_known else replace(self, other_params=self.other_params + missing)
 
     def embed(self, walk: Forward, tokens: int) -> Value:
-        """The embeddings: what a block is given."""
+        """The embeddings, which are the input of the first block."""
         own = self.vocab * self.hidden + self.positions * self.hidden
         walk.params += own
         x = walk.made(Value(tokens, self.hidden, walk.weight, walk.is_trained))
@@ -288,7 +287,7 @@ class Architecture:
         return x
 
     def block(self, walk: Forward, x: Value, length: int) -> Value:
-        """One block of the model; `length`: tokens that a token sees."""
+        """One block of the model. `length`: tokens that a token attends to."""
         walk.params += self.other_params
         walk.active_params += self.other_params
 
@@ -316,12 +315,12 @@ class Architecture:
                 return walk.add(x, walk.add(attended, mlp(self._norm(walk, x), attended)))
 
     def end(self, walk: Forward, x: Value) -> Value:
-        """The last norm; the head is the loss' (`memory.py`)."""
+        """The last norm. The head is part of the loss (`step.py`)."""
         return self._norm(walk, x)
 
     @property
     def head_params(self) -> int:
-        """Numbers of the head's matrix, whether it is the embedding or its own."""
+        """Numbers of the head's matrix, tied or separate."""
         return self.vocab * (self.hidden + (1 if self.kind.head_bias else 0))
 
     @property
@@ -366,7 +365,7 @@ class Architecture:
         if self.kind.qk_norm != "heads":
             return self._norm(walk, x)
         before, active = walk.params, walk.active_params
-        # Each head is normed by itself, all with the same scale.
+        # Each head is normalized separately, all with the same scale.
         split = replace(x, tokens=x.tokens * heads, units=self.head_dim)
         normed = self._norm(walk, split)
         walk.params, walk.active_params = before + self.head_dim, active + self.head_dim
@@ -392,7 +391,7 @@ class Architecture:
         return walk.linear(inner, self.hidden, "down_proj", bias=bias)
 
     def _experts(self, walk: Forward, x: Value) -> Value:
-        # Each token goes to a few experts; all tokens of one are one product.
+        # Each token uses a few experts. All tokens of one expert are one product.
         scores = walk.linear(x, self.experts, "gate")
         walk.save(scores.like(width=4))
         routed = Value(x.tokens * self.experts_used, x.units, x.width)

@@ -1,8 +1,8 @@
-"""A forward pass on paper: parameters, FLOPs, and the bytes that autograd keeps for the way back.
+"""Simulated forward pass: parameters, FLOPs, and the bytes that autograd keeps for backward.
 
-Nothing is computed. A `Forward` is told the operations of a model in their order, as transformers
-writes them, and notes what PyTorch saves of each: two operations that save the same tensor save it
-once. Sizes come out as `torch.autograd.graph.saved_tensors_hooks` counts them on the real model.
+It computes nothing. The caller lists the operations of a model in their order, as transformers runs
+them, and `Forward` adds up the tensors that PyTorch saves. Two operations that save the same tensor
+save it once. Sizes match `torch.autograd.graph.saved_tensors_hooks` on the real model.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _storages = itertools.count()
 FP32 = 4
 
 SHORT = 32
-"""Numbers of a row below which moments stay in fp32 under AdamW in 8 bits."""
+"""Length of a row below which moments stay in fp32 under 8-bit AdamW."""
 
 _COLUMNS = ("qkv_proj", "q_proj", "k_proj", "v_proj", "gate_up_proj", "gate_proj", "up_proj")
-"""Matrices of which tensor parallel cuts what comes out; of all other ones in a block, what goes
-in."""
+"""Matrices that tensor parallel shards by their output. All other matrices of a block are sharded
+by their input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class Value:
     """A tensor of activations.
 
     Args:
-        tokens: rows of it.
-        units: numbers a token.
-        width: bytes a number.
-        needs_grad: whether a gradient goes through it.
-        storage: the memory that it lies in, which views share.
+        tokens: rows of the tensor.
+        units: numbers per token.
+        width: bytes per number.
+        needs_grad: whether a gradient passes through it.
+        storage: its memory, which views share.
     """
 
     tokens: int
@@ -45,7 +45,7 @@ class Value:
         return self.tokens * self.units * self.width
 
     def like(self, *, units: int | None = None, width: int | None = None) -> Value:
-        """A new tensor of as many tokens."""
+        """A new tensor with the same number of tokens."""
         return Value(
             self.tokens,
             self.units if units is None else units,
@@ -56,13 +56,13 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Low-rank matrices beside frozen ones.
+    """Low-rank matrices next to frozen matrices.
 
     Args:
         r: rank.
-        width: bytes of a number of theirs.
-        targets: matrices that get one, by the ends of their names; None: all.
-        has_dropout: keeps a mask of what goes in, and what is left of it.
+        width: bytes per number of the adapter.
+        targets: matrices with an adapter, by the ends of their names. None: all.
+        has_dropout: dropout keeps a mask of the input, and the masked input.
     """
 
     r: int
@@ -75,17 +75,17 @@ class Forward:
     """One micro-batch's forward pass through a part of a model.
 
     Args:
-        weight: bytes of a number of the weights, as they lie in the modules while they compute.
-        autocast: bytes of a number in matrix products under torch.autocast; None: as their input.
-        is_trained: whether weights get gradients, beside those of an adapter.
-        adapter: beside the matrices.
-        is_cuda: autocast's rules of a GPU: powers and norms are computed in fp32.
-        shares: ranks that gather the keys and values of all tokens; 1: there are none.
+        weight: bytes per number of the weights while they compute.
+        autocast: bytes per number in matrix products under torch.autocast. None: no autocast.
+        is_trained: whether weights get gradients, in addition to an adapter.
+        adapter: adapter of the matrices.
+        is_cuda: autocast's rules for a GPU: powers and norms are computed in fp32.
+        shares: ranks that gather the keys and values of all tokens. 1: no gathering.
         swaps_heads: ranks exchange heads for tokens around attention.
-        repeats_keys: each query head has keys and values of its own, as the kernel for documents of
-            different lengths wants it.
-        tensor: ranks over which the matrices of blocks are cut; everything is then one rank's.
-        is_4bit: frozen matrices are bitsandbytes', made wide for each product.
+        repeats_keys: each query head has its own keys and values, as the kernel for documents of
+            different lengths requires.
+        tensor: ranks that share the matrices of blocks. All counts are then of one rank.
+        is_4bit: frozen matrices are bitsandbytes' 4-bit ones, widened for each product.
     """
 
     def __init__(
@@ -110,32 +110,32 @@ class Forward:
         """Numbers of the model's own weights."""
         self.adapter_params = 0
         self.short_params = 0
-        """Of an adapter, those in rows below `SHORT` numbers."""
+        """Numbers of an adapter in rows shorter than `SHORT`."""
         self.active_params = 0
-        """Of its weights, those that a token meets."""
+        """Numbers of its weights that one token uses."""
         self.copy_bytes = 0
-        """Copies of weights in autocast's type, which are kept as activations are."""
+        """Copies of weights in autocast's type, which are kept like activations."""
         self.products = 0
         """FLOPs of matrix products with weights, forward, of all tokens."""
         self.attention_flops = 0
-        """FLOPs of attention, forward, of all tokens; causal, so half of a full one's."""
+        """FLOPs of attention, forward, of all tokens. Causal, so half of full attention."""
         self.widest_bytes = 0
-        """The largest tensor: a gradient of its size is there on the way back."""
+        """The largest tensor: backward needs a gradient of its size."""
         self.high_bytes: float = 0.0
-        """The most that is there at once: what is kept so far, and what an operation works on."""
+        """Peak of bytes: the tensors kept so far, plus the tensors of an operation."""
         self.held: tuple[Value, ...] = ()
-        """Tensors that the model's code holds meanwhile, whether autograd keeps them or not."""
+        """Tensors that the model's code holds at present, even if autograd does not keep them."""
         self._saved: dict[int, Value] = {}
         self._products: dict[int, Value] = {}
 
     @property
     def saved_bytes(self) -> int:
-        """What autograd keeps, without weights and copies of them."""
+        """Bytes that autograd keeps, without weights and copies of them."""
         return sum(value.size_bytes for value in self._saved.values())
 
     @property
     def product_bytes(self) -> int:
-        """Results of matrix products and attention: what selective checkpointing keeps."""
+        """Results of matrix products and attention, which selective checkpointing keeps."""
         return sum(value.size_bytes for value in self._products.values())
 
     def keeps(self, value: Value) -> bool:
@@ -143,25 +143,25 @@ class Forward:
         return value.storage in self._saved
 
     def save(self, *values: Value) -> None:
-        """Autograd keeps these."""
+        """Let autograd keep these tensors."""
         for value in values:
             known = self._saved.get(value.storage)
             if known is None or known.size_bytes < value.size_bytes:
                 self._saved[value.storage] = value
 
     def works_on(self, *values: Value, more_bytes: float = 0.0) -> None:
-        """An operation has these tensors at once, and some memory that only it uses."""
+        """Count an operation with these tensors, and with some temporary memory."""
         alive = {value.storage: value for value in (*self.held, *values) if not self.keeps(value)}
         size = self.saved_bytes + sum(value.size_bytes for value in alive.values()) + more_bytes
         self.high_bytes = max(self.high_bytes, size)
 
     def made(self, value: Value) -> Value:
-        """A new tensor has been made."""
+        """Count a new tensor."""
         self.widest_bytes = max(self.widest_bytes, value.size_bytes)
         return value
 
     def cast(self, value: Value, width: int | None) -> Value:
-        """In another type, in new memory; the value itself where it has that type."""
+        """A copy in another type, or the value itself if it has that type."""
         return value if width in (None, value.width) else self.made(value.like(width=width))
 
     def linear(
@@ -170,7 +170,7 @@ class Forward:
         """A matrix, by its name in the model.
 
         Args:
-            rows: tokens that meet it, of as many as it has weights for; None: all.
+            rows: tokens that use it, if a token uses only part of its weights. None: all.
         """
         if name in _COLUMNS:
             units //= self.tensor
@@ -194,8 +194,8 @@ class Forward:
         return self._adapted(x, y, adapter)
 
     def _adapted(self, x: Value, y: Value, adapter: Adapter) -> Value:
-        # peft: y + B(A(dropout(x in the adapter's type))) * scale; beside 4 bits a GPU's autocast
-        # finds the type.
+        # peft: y + B(A(dropout(x in the adapter's type))) * scale. With 4-bit weights, a GPU's
+        # autocast chooses the type.
         numbers = adapter.r * (x.units + y.units)
         self.adapter_params += numbers
         self.short_params += adapter.r * y.units if adapter.r < SHORT else 0
@@ -215,8 +215,8 @@ class Forward:
         return self.made(Value(y.tokens, y.units, y.width))
 
     def rms_norm(self, x: Value, *, scales_wide: bool = False) -> Value:
-        """RMSNorm as transformers writes it: in fp32, and scaled before (`scales_wide`: Gemma,
-        OLMo 2) or after it is made narrow again (Llama)."""
+        """RMSNorm as in transformers: in fp32, and scaled before (`scales_wide`: Gemma, OLMo 2) or
+        after the cast back to the narrow type (Llama)."""
         self._norm_params(x.units)
         wide = self.cast(x, FP32)
         normed = self.made(wide.like())
@@ -239,10 +239,10 @@ class Forward:
         return self.made(wide.like())
 
     def centred_norm(self, x: Value) -> Value:
-        """Cohere's LayerNorm: written out in fp32, without a shift."""
+        """Cohere's LayerNorm: single operations in fp32, without a shift."""
         self._norm_params(x.units)
         wide = self.cast(x, FP32)
-        parts = [self.made(wide.like()) for _ in range(3)]  # centred, centred again, normed
+        parts = [self.made(wide.like()) for _ in range(3)]  # centered, centered again, normalized
         self.save(*parts[: 3 if self.is_trained else 2], Value(x.tokens, 1, FP32))
         return self.cast(self.made(wide.like()), x.width)
 
@@ -251,12 +251,12 @@ class Forward:
         self.active_params += numbers
 
     def activation(self, x: Value, kind: str) -> Value:
-        """A nonlinearity, by transformers' name of it."""
+        """A nonlinearity, by its name in transformers."""
         if not x.needs_grad:
             return self.made(x.like())
         match kind:
             case "gelu_new":
-                # Written out: x/2, x^3, its tanh, and 1 + that tanh are kept.
+                # As single operations: x/2, x^3, its tanh, and 1 + the tanh are kept.
                 wide = self.cast(x, FP32 if self.autocast is not None and self.is_cuda else None)
                 inner = [wide, wide.like(), wide.like(), x.like()]
                 self.save(*map(self.made, inner))
@@ -271,7 +271,7 @@ class Forward:
                 return self.made(x.like())
 
     def multiply(self, a: Value, b: Value) -> Value:
-        """Two tensors, number by number."""
+        """Elementwise product of two tensors."""
         self.save(*([a] if b.needs_grad else []), *([b] if a.needs_grad else []))
         product = self.made(replace(a.like(width=max(a.width, b.width)), needs_grad=True))
         self.works_on(product)
@@ -283,22 +283,22 @@ class Forward:
         return self.made(Value(a.tokens, a.units, max(a.width, b.width), grad))
 
     def rotate(self, x: Value, width: int) -> Value:
-        """Rotary positions, whose cosines have `width`."""
+        """Rotary positions, whose cosines have `width` bytes."""
         return self.made(x.like(width=max(x.width, width)))
 
     def attend(self, q: Value, k: Value, v: Value, *, heads: int, length: int) -> Value:
-        """Fused causal attention, as a GPU's kernels keep it: no scores.
+        """Fused causal attention, as a GPU's kernels keep it, without scores.
 
         Args:
-            length: tokens that a token sees at most.
+            length: most tokens that a token attends to.
 
-        Source: Dao 2023 (arXiv:2307.08691), algorithm 2: the output and one log-sum-exp a head.
+        Source: Dao 2023 (arXiv:2307.08691), algorithm 2: the output and one log-sum-exp per head.
         """
         if self.repeats_keys:
             k, v = (self.made(x.like(units=q.units)) if x.units != q.units else x for x in (k, v))
         if self.shares > 1:
             k, v = (self.made(replace(x.like(), tokens=x.tokens * self.shares)) for x in (k, v))
-            self.save(Value(length // self.shares, length, 1))  # which keys each token sees
+            self.save(Value(length // self.shares, length, 1))  # mask of the keys for each token
         elif self.swaps_heads:
             q, k, v = (self.made(x.like()) for x in (q, k, v))
         q, k, v = (self.cast(x, self.autocast) for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""What the memory of a step depends on beside the model: the setting, and who holds what."""
+"""Settings that the memory of a step depends on, and the sharding of a rank's tensors."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from isles.facts.memory.forward import FP32
 Checkpointing = Literal["none", "selective", "full"]
 
 _USABLE = 0.85
-"""Of a rank's memory that a plan may fill; the rest is for the libraries, and for fragmentation."""
+"""Share of a rank's memory that a plan may use. The rest is for libraries and fragmentation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """How a rank holds weights, gradients and optimizer state.
+    """Sharding of weights, gradients and optimizer state on a rank.
 
     Args:
-        weights, gradients, state: over how many ranks each is cut.
-        gathers: what a step gathers of cut weights: `nothing`, `modules` (one at a time), `blocks`
-            (two at a time), or `all`, from the forward to the backward pass, or (`backward`) from
-            the first backward pass on.
-        casts_whole: 16-bit weights are made of fp32 ones as a whole, not by autocast.
+        weights, gradients, state: number of ranks that each is sharded over.
+        gathers: sharded weights that a step gathers: `nothing`, `modules` (one at a time), `blocks`
+            (two at a time), `all` (from the forward to the backward pass), or `backward` (from the
+            first backward pass on).
+        casts_whole: 16-bit weights are a whole copy of the fp32 weights, not made by autocast.
         keeps_gradients: gradients have memory before the first backward pass (DDP's buckets).
-        second_copy: fp32 weights beside 16-bit ones (DeepSpeed), cut as the state is.
-        gradient_width: bytes of a number of a gradient; 0: as of trained weights.
-        bucket: numbers of gradients that travel together and have memory of their own.
-        bucket_widths: bytes of a number of a bucket, of all its copies: in the forward pass, in the
-            backward pass, and at its end.
-        offloads_weights, offloads_state: they lie in main memory.
-        savers: ranks that divide what each of them holds alike when it is saved.
-        tensor, pipeline: over how many ranks matrices, and blocks, are cut.
-        stages: of a pipeline's rank; with two, each has half of its blocks.
-        returns: the first rank of a pipeline has its last stage too.
-        in_flight: how often the first and the last rank of a pipeline have gone forwards through
-            one of their stages, and not back yet, at most.
-        micro_batches: for each of which a pipeline has a buffer for what travels.
-        cuts_ends: whether tensor parallel cuts embedding and head too.
+        second_copy: fp32 weights in addition to 16-bit weights (DeepSpeed), sharded as the state.
+        gradient_width: bytes per number of a gradient. 0 means the width of trained weights.
+        bucket: numbers of gradients that are sent together and have their own memory.
+        bucket_widths: bytes per number of a bucket, over all its copies: in the forward pass, in
+            the backward pass, and at its end.
+        offloads_weights, offloads_state: whether they are in main memory.
+        savers: ranks that divide their equal tensors among each other for a checkpoint.
+        tensor, pipeline: number of ranks that share matrices, and blocks.
+        stages: stages per rank of a pipeline. With two, each has half of the rank's blocks.
+        returns: the first rank of a pipeline also has its last stage.
+        in_flight: for the first and the last rank of a pipeline, the most forward passes through
+            one of their stages without a backward pass yet.
+        micro_batches: number of micro-batches. A pipeline has buffers for each of them.
+        cuts_ends: whether tensor parallel also shards embedding and head.
     """
 
     weights: int = 1
@@ -64,26 +64,27 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a step's memory depends on, beside the model and how it is held.
+    """Settings that a step's memory depends on, except the model and its sharding.
 
     Args:
         precision, optimizer: as in the run file.
-        rows: sequences of a micro-batch (of preferences, two for each pair).
+        rows: sequences of a micro-batch (for preferences, two for each pair).
         length: tokens of a row on this rank.
         seen: tokens of a row over all ranks that share it.
-        gathers_keys: ranks that share a row gather the keys and values of all of it, and mask them.
-        swaps_heads: they exchange heads for tokens around attention.
-        accumulates: whether a step has several micro-batches: gradients are there from the second.
-        is_chunked: whether the loss is computed in chunks, where the model lets it; else from
-            whole logits.
-        adapter_rank: 0: all weights are trained.
-        adapter_targets: matrices that get an adapter, by the ends of their names; None: all.
-        adapter_width: bytes of a number of an adapter; 0: as trained weights have.
-        block_bits: bits of a number of the frozen matrices of blocks; 0: as other frozen weights.
-        has_dropout: of the adapter.
-        is_packed: documents that share a row are kept apart.
-        trains_ends: embedding and head are trained whole beside an adapter.
-        is_cuda: autocast's rules of a GPU.
+        gathers_keys: ranks that share a row gather its keys and values, and mask them.
+        swaps_heads: these ranks exchange heads for tokens around attention.
+        accumulates: whether a step has several micro-batches, so that gradients exist from the
+            second on.
+        is_chunked: whether the loss is computed in chunks, if the model supports it. Otherwise it
+            needs the whole logits.
+        adapter_rank: rank of the adapter. 0: all weights are trained.
+        adapter_targets: matrices with an adapter, by the ends of their names. None: all.
+        adapter_width: bytes per number of an adapter. 0 means the width of trained weights.
+        block_bits: bits per number of the blocks' frozen matrices. 0: same as other frozen weights.
+        has_dropout: whether the adapter has dropout.
+        is_packed: documents that share a row are isolated.
+        trains_ends: embedding and head are fully trained in addition to an adapter.
+        is_cuda: autocast's rules for a GPU.
     """
 
     precision: str
@@ -116,31 +117,31 @@ class Setting:
 
     @property
     def trained_width(self) -> int:
-        """Bytes of a number of a trained weight."""
+        """Bytes per number of a trained weight."""
         if self.adapter_width:
             return self.adapter_width
         return 2 if self.precision == "bf16-true" else FP32
 
     @property
     def compute_width(self) -> int:
-        """Bytes of a number in matrix products, and of a frozen weight."""
+        """Bytes per number in matrix products, and of a frozen weight."""
         return FP32 if self.precision == "32-true" else 2
 
 
 def usable_bytes(memory_bytes: float) -> int:
-    """Of a device's memory, what a step may fill."""
+    """Bytes of a device's memory that a step may use."""
     return int(memory_bytes * _USABLE)
 
 
 def state_bytes(
     blocks: float, ends: float, width: float, optimizer: str, *, short: float = 0.0
 ) -> float:
-    """Optimizer state of trained weights.
+    """Bytes of the optimizer state of trained weights.
 
     Args:
-        blocks, ends: their numbers, in blocks and in embedding and head.
-        width: bytes of a number of them.
-        short: numbers of them in rows that are too short for codes in 8 bits.
+        blocks, ends: trained numbers in blocks, and in embedding and head.
+        width: bytes per number of these weights.
+        short: numbers of these weights in rows that are too short for 8-bit codes.
     """
     match optimizer:
         case "adamw_8bit":

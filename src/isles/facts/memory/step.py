@@ -1,8 +1,8 @@
-"""The memory of a rank in one training step, by cause and by moment.
+"""Memory of a rank in one training step, by cause and by phase.
 
-One count for all who ask: `strategy: auto`, the search for a micro-batch, `isles check`, `isles
-plan`. What autograd keeps is walked on paper (`forward.py`, `architecture.py`); the rest is
-bookkeeping of what the engines hold.
+It is the only count, for `strategy: auto`, the search for a micro-batch, `isles check` and `isles
+plan`. `forward.py` and `architecture.py` count the tensors of autograd. This file adds the tensors
+of the engines.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from isles.facts.memory.forward import FP32, Adapter, Forward, Value
 from isles.facts.memory.setting import Holding, Setting, state_bytes
 
 CHUNK_LOGITS = 2**25
-"""Logits that the loss makes at once: 128 MiB in fp32."""
+"""Logits that the loss computes at the same time: 128 MiB in fp32."""
 
 LEAST_CHUNK = 128
-"""Tokens of a chunk of the loss at least."""
+"""Fewest tokens in a chunk of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Bytes on the device at one moment of a step, by cause."""
+    """Bytes on the device in one phase of a step, by cause."""
 
     name: str
     weights: float
@@ -38,7 +38,7 @@ class Moment:
         return sum(self.by_cause().values())
 
     def by_cause(self) -> dict[str, float]:
-        """Bytes by cause, in the order in which they are shown."""
+        """Bytes by cause, in the order of tables."""
         return {
             "weights": self.weights,
             "gradients": self.gradients,
@@ -51,13 +51,13 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of a rank: on the device at each moment of a step, and in main memory.
+    """Memory of a rank: on the device in each phase of a step, and in main memory.
 
     Args:
-        moments: in their order.
-        host: bytes in main memory for what is offloaded.
-        saved: bytes in main memory of the copy from which a checkpoint is written, while training
-            goes on.
+        moments: phases in their order.
+        host: bytes in main memory for offloaded tensors.
+        saved: bytes in main memory of the copy for a checkpoint that is written while training
+            continues.
     """
 
     moments: tuple[Moment, ...]
@@ -66,17 +66,17 @@ class Memory:
 
     @property
     def peak(self) -> Moment:
-        """The moment when most is held."""
+        """The phase with the most memory."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
     def standing(self) -> float:
-        """The most that is held at once, without activations and logits."""
+        """Peak of bytes without activations and logits."""
         return max(moment.total - moment.activations - moment.logits for moment in self.moments)
 
 
 def memory_of(model: Architecture, setting: Setting, holding: Holding) -> Memory:
-    """The memory of the fullest rank in a step; of a pipeline, of its first or its last stage."""
+    """Memory of the fullest rank in a step. In a pipeline, of its first or its last stage."""
     count = Count(model, setting, holding)
     is_alone = holding.pipeline == 1 or holding.returns
     stages = [_Stage(count, has_embedding=True, has_head=is_alone)]
@@ -87,18 +87,18 @@ def memory_of(model: Architecture, setting: Setting, holding: Holding) -> Memory
 
 
 class Count:
-    """The parts of a model walked once, for one setting and holding."""
+    """Counts of the parts of a model, for one setting and sharding."""
 
     def __init__(self, model: Architecture, setting: Setting, holding: Holding) -> None:
         self.model, self.setting, self.holding = model, setting, holding
         width = setting.trained_width if setting.is_whole else setting.compute_width
         self.width = 2 if holding.casts_whole and setting.is_mixed else width
-        """Bytes of a number of the weights while they compute."""
+        """Bytes per number of the weights while they compute."""
         tokens = setting.rows * setting.length
         seen = setting.seen or setting.length
         self.embedding, x = self._walk(lambda walk, _: model.embed(walk, tokens))
         self.first, y = self._walk(lambda walk, x: model.block(walk, x, seen), x)
-        # All blocks but the first are given what a block makes.
+        # The input of every block but the first is the output of a block.
         self.block, _ = self._walk(lambda walk, x: model.block(walk, x, seen), y)
         self.last, self.hidden = self._walk(model.end, y)
         self.keeps_input = self.block.keeps(y)
@@ -132,18 +132,18 @@ class Count:
 
     @property
     def head_params(self) -> int:
-        """Numbers of a head of its own; 0: it is the embedding."""
+        """Numbers of a separate head. 0 if the head is tied to the embedding."""
         return 0 if self.model.is_tied else self.model.head_params
 
     @property
     def params(self) -> int:
-        """Numbers of the whole model, without adapters; of a tensor parallel one, on one rank."""
+        """Numbers of the whole model, without adapters. With tensor parallel, on one rank."""
         ends = self.embedding.params + self.last.params + self.head_params
         return ends + self.model.layers * self.block.params
 
     @property
     def active(self) -> int:
-        """Numbers that one token meets."""
+        """Numbers that one token uses."""
         idle = self.model.layers * (self.block.params - self.block.active_params)
         return self.params - idle
 
@@ -172,7 +172,7 @@ class Count:
 
 
 class _Stage:
-    # What the rank of one stage of a pipeline holds; without one, the only stage there is.
+    # Tensors of a rank with one stage of a pipeline, or with the whole model.
 
     def __init__(self, count: Count, *, has_embedding: bool, has_head: bool) -> None:
         self._count, self._has_head = count, has_head
@@ -182,7 +182,7 @@ class _Stage:
         self._layers = -(-count.model.layers // holding.pipeline)
         ends = holding.tensor if holding.cuts_ends else 1
         self._block = float(count.block.params)
-        """Numbers of a block on this rank, before they are cut for data parallel."""
+        """Numbers of a block on this rank, before data-parallel sharding."""
         self._ends = 0.0
         if has_embedding:
             self._ends += count.embedding.params / ends
@@ -209,8 +209,8 @@ class _Stage:
         head = self._head()
         made, ends = self._activations(), self._end_activations()
         gathered = self._gathered()
-        # Gradients are there already where micro-batches came before. Where all go forwards first
-        # they come with the first that goes back, and what that has kept goes.
+        # Gradients exist already if there were earlier micro-batches. If all forward passes run
+        # first, the first backward pass makes them, and its activations are freed.
         before = gradients if holding.keeps_gradients or setting.accumulates else 0.0
         if self._losses > 1:
             before = max(0.0, gradients - made.kept / self._passes - head.earlier)
@@ -223,13 +223,13 @@ class _Stage:
             made.kept + made.copies + ends,
             head.forward,
         )
-        # The last block comes first: its gradients, while the others' activations are still there.
+        # The last block is first: its gradients exist together with all other blocks' activations.
         block_gradients = (self._ends_trained + self._block_trained) * width
         came = before or block_gradients / holding.gradients
         is_whole = setting.checkpointing == "none"
         if not is_whole:
             yield Moment(
-                "the last block is computed again",
+                "recomputing the last block",
                 weights,
                 state,
                 (0.0 if holding.offloads_weights else came) + backward,
@@ -262,15 +262,15 @@ class _Stage:
             made.first + made.gradients + self._count.embedding.saved_bytes * self._has_embedding,
         )
         if end:
-            name = "the end of the backward pass, when gradients travel"
+            name = "the end of the backward pass, with the exchange of gradients"
             yield Moment(name, weights, state, gradients + end)
         yield Moment("the optimizer's step", weights, state, gradients)
-        # Tensor by tensor into main memory; DeepSpeed's are made whole for it.
+        # Copied tensor by tensor to main memory. DeepSpeed's are gathered for it.
         model = self._count.model
         whole = max(self._count.embedding.params, model.widest_matrix, model.head_params)
         gathered_whole = whole * FP32 if holding.second_copy else 0.0
         kept = gradients if holding.keeps_gradients else 0.0
-        yield Moment("a checkpoint is copied", weights, state, kept, gathered_whole)
+        yield Moment("copying a checkpoint", weights, state, kept, gathered_whole)
 
     def host(self) -> float:
         """Bytes in main memory."""
@@ -284,11 +284,11 @@ class _Stage:
         return found
 
     def saved(self) -> float:
-        """Bytes of what this rank writes of a checkpoint: trained weights and their state."""
+        """Bytes of this rank's part of a checkpoint: trained weights and their state."""
         setting, holding = self._setting, self._holding
         twice = self._count.saved_twice
         if holding.second_copy:
-            # The fp32 weights are in it; collected in main memory, and copied there once more.
+            # It includes the fp32 weights: collected in main memory, and copied there again.
             return 2 * (self._state_held() + twice * FP32 / holding.state)
         weights = (self._trained + twice) * setting.trained_width / holding.weights
         return (weights + self._state_held()) / holding.savers
@@ -319,7 +319,7 @@ class _Stage:
         return state / holding.state
 
     def _activations(self) -> _Activations:
-        # What the forward pass leaves, and what the backward pass of a block adds to it.
+        # Activations after the forward pass, and those that the backward pass of a block adds.
         count, setting, holding = self._count, self._setting, self._holding
         whole = count.block.saved_bytes
         stream = count.hidden.size_bytes
@@ -343,7 +343,7 @@ class _Stage:
                 first = stream + again
                 high -= products
         if holding.returns:
-            # Where a backward pass is cut in two, nothing is saved by computing again.
+            # If a backward pass has two parts, recomputation saves nothing.
             kept = self._layers * whole
         return _Activations(
             again=high,
@@ -361,11 +361,11 @@ class _Stage:
 
     @property
     def _losses(self) -> int:
-        # Micro-batches that have gone through the last stage, and not back.
+        # Micro-batches after the forward pass of the last stage, and before its backward pass.
         return self._holding.in_flight[1] if self._holding.stages == 1 else 1
 
     def _travelling(self, kept_input: bool) -> float:
-        # Between stages: buffers for what comes, of which blocks keep some, and what has gone out.
+        # Between stages: receive buffers, some of which blocks keep, and sent tensors.
         holding, stream = self._holding, self._count.hidden.size_bytes
         if holding.pipeline == 1:
             return 0.0
@@ -387,7 +387,7 @@ class _Stage:
         return found
 
     def _head(self) -> _Head:
-        # The loss: whole logits, or chunks of them, and the gradients that it makes on its way.
+        # The loss: whole logits, or chunks of them, and their gradients.
         if not self._has_head:
             return _Head(0.0, 0.0, 0.0)
         setting, model, count = self._setting, self._count.model, self._count
@@ -395,27 +395,27 @@ class _Stage:
         tokens, width = setting.rows * setting.length, setting.compute_width
         hidden = count.hidden.size_bytes
         if not (setting.is_chunked and model.has_plain_head and tensor == 1):
-            # Their logarithms in fp32, and the gradients of these and of what they are made of.
+            # The log-probabilities in fp32, and the gradients of these and of the logits.
             # Tensor parallel gathers them.
             logits = tokens * model.vocab
-            # A pipeline keeps what a stage gives, and of earlier micro-batches the logarithms too.
+            # A pipeline keeps a stage's output, and the log-probabilities of earlier micro-batches.
             earlier = logits * (width + FP32)
             all_earlier = (self._losses - 1) * earlier
             given = logits * width if self._holding.pipeline > 1 else 0
             narrow = model.head_params / tensor * width if width != count.width else 0
-            # In fp32 the tanh's result is gone before its gradient is whole.
+            # In fp32, the tanh's result is freed before its gradient is complete.
             capped = logits * width if model.caps_logits and width != FP32 else 0
             made = logits * 3 * FP32 + narrow + capped + given + all_earlier
             return _Head(made, logits * width + capped + all_earlier, earlier)
         chunk = min(tokens, max(LEAST_CHUNK, CHUNK_LOGITS // model.vocab)) * model.vocab
         is_trained = setting.is_whole or setting.trains_ends
-        # In fp32, and once more while their log-sum-exp is made.
+        # In fp32, and a second copy during their log-sum-exp.
         made = chunk * 2 * FP32
         gradient = narrow = 0
         if is_trained:
             gradient = model.head_params * FP32
         if width != FP32:
-            # Or as gradients in fp32 and 16 bits, with their product with what came in.
+            # Or as gradients in fp32 and 16 bits, with the gradient of the head in 16 bits.
             product = model.head_params * width if is_trained else 0
             made = max(made, chunk * (FP32 + width) + product)
         if width != count.width:
@@ -425,8 +425,8 @@ class _Stage:
         return _Head(made + gradient + narrow + hidden, hidden, 0.0)
 
     def _gathered(self) -> _Gathered:
-        # FSDP2 keeps the buffer of its last gathering, and until the last micro-batch is through
-        # that of its last reduction, which is the embedding's.
+        # FSDP2 keeps the buffer of its last gathering. Until the end of the last micro-batch, it
+        # also keeps the buffer of its last reduction, which is the embedding's.
         setting, holding, count = self._setting, self._holding, self._count
         if holding.gathers == "nothing":
             return _Gathered(0.0, 0.0, 0.0)
@@ -435,7 +435,7 @@ class _Stage:
         embedding = count.embedding.params / cut if self._has_embedding else 0.0
         head = count.model.head_params / cut if self._has_head else 0.0
         if holding.gathers == "modules":
-            # What autograd keeps of a matrix is whole, and goes with its block's activations.
+            # The matrices that autograd keeps are whole, and freed with the block's activations.
             kept = self._layers * self._block if setting.checkpointing == "none" else 0.0
             one = max(embedding, head, self._block)
             return _Gathered((kept + head) * width, (kept + one) * width, one * width)
@@ -448,7 +448,7 @@ class _Stage:
         reducing = 0.0
         if setting.accumulates and self._ends_trained:
             reducing = embedding * FP32
-        # Two blocks of weights, the gradients of one, and what of it travels in fp32.
+        # Weights of two blocks, gradients of one, and its fp32 buffer for the reduction.
         reduced = self._block_trained * (width + FP32)
         backward = 2 * self._block * width + reduced + ends
         return _Gathered(ends + buffer + reducing, backward, backward)

@@ -1,11 +1,11 @@
-"""A run of several clusters on a virtual clock: up to 10,000 clusters in seconds.
+"""Simulation of a run of several clusters on a virtual clock: up to 10,000 clusters in seconds.
 
-`verb.py` is what `isles plan --simulate` does: `fleet.py` reads the fleet (or makes one of the run
-file's clusters), `setting.py` the run file; `engine.py` plays them by discrete events: `member.py`
-is a cluster, `line.py` a link that many share, `rounds.py` what the hub knows of outer steps.
-`result.py` holds what was counted, `search.py` tries other settings,
-`capacity.py` says what one hub carries. Open `engine.py` first.
+`verb.py` is `isles plan --simulate`. `fleet.py` reads the fleet, or makes one from the clusters of
+the run file, and `setting.py` reads the run file. `engine.py` simulates events: `member.py` is a
+cluster, `line.py` a shared link, and `rounds.py` the hub's state of outer steps. `result.py`
+has the figures, `search.py` tries other settings, and `capacity.py` finds the limits of one hub.
+Open `engine.py` first.
 
-The protocol is that of `isles.outer`, which belongs to the other wing: its formulas and constants
-that are repeated here are compared with it in `tests/unit/test_simulate.py`.
+The protocol is the protocol of `isles.outer`, which this package does not import. It repeats
+formulas and constants, and `tests/unit/test_simulate.py` compares them.
 """

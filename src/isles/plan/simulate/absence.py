@@ -1,7 +1,8 @@
-"""Clusters that are gone, cut off or new: what the others see of it, and how they come back.
+"""Clusters that are absent, disconnected or new: how the hub notices, and how they return.
 
-It is that of `isles.outer.trainer.outer.Outer.begin`: back to the checkpoint, then the averages
-since it one by one, or the state of another cluster where they are not kept any more.
+The protocol is the protocol of `isles.outer.trainer.outer.Outer.begin`: load the checkpoint, then
+apply the averages since then one by one. If the hub has deleted them, use the state of another
+cluster.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from isles.plan.simulate.setting import RECONNECT_S
 from isles.plan.simulate.sizes import state_bytes
 
 _ASK_S = 10.0
-"""Until somebody is looked for again who can give the state."""
+"""Seconds until the hub looks again for a cluster that can give its state."""
 
 
 class Absence:
-    """What goes on where something fails."""
+    """Events of failures, absences and joins."""
 
     def __init__(self, core: Core, exchange: Exchange) -> None:
         self._core, self._exchange = core, exchange
@@ -27,7 +28,7 @@ class Absence:
         self._pulling: list[Member] = []
 
     def stop_transfers(self, member: Member) -> None:
-        """Cut a member's transfers off; what has come is kept by the other end."""
+        """Interrupt a member's transfers. The receiver keeps the bytes it has."""
         core = self._core
         if member.sending is not None:
             left = core.cut_flow(core.line_in, member.sending)
@@ -43,19 +44,19 @@ class Absence:
             member.pending.pop(key, None)
 
     def silence(self, member: Member) -> None:
-        """Nothing of a member reaches the hub from now on, nor the other way."""
+        """Disconnect a member from the hub, in both directions."""
         self.stop_transfers(member)
         member.is_connected = False
         if member.is_living:
             self._core.later(member, self._core.now + self._setting.dead_after_s, "drop")
 
     def drop(self, member: Member) -> None:
-        """A member has not been heard for too long, or has left: nobody waits for it."""
+        """A member has left or is silent for too long: rounds stop waiting for it."""
         self._hub.drop(member)
         self._exchange.look()
 
     def heard(self, member: Member) -> None:
-        """A member reaches the hub again."""
+        """A member is connected to the hub again."""
         member.pending.pop("drop", None)
         member.is_connected = True
         self._hub.admit(member)
@@ -67,7 +68,7 @@ class Absence:
         self._exchange.send(member)
 
     def kill(self, member: Member, lasts_s: float) -> None:
-        """Its ranks are gone; they start again from the last checkpoint."""
+        """Kill the ranks of a member. They start again from the last checkpoint."""
         core = self._core
         core.set_state(member, "down")
         member.group.num_failures += 1
@@ -84,7 +85,7 @@ class Absence:
         core.later(member, core.now + lasts_s, "back")
 
     def leave(self, member: Member, state: State, away_s: float) -> None:
-        """It saves, and says that it goes."""
+        """A member saves a checkpoint and leaves with a message to the hub."""
         self.stop_transfers(member)
         self._core.set_state(member, state)
         member.pos = float(member.steps)
@@ -98,7 +99,7 @@ class Absence:
         self._core.has_somebody_left = True
 
     def back(self, member: Member) -> None:
-        """It starts, or starts again, and joins."""
+        """A member starts, or starts again, and joins."""
         core = self._core
         if self._hub.is_away:
             core.later(member, core.now + RECONNECT_S, "back")
@@ -113,7 +114,7 @@ class Absence:
             self._catch_up(member)
 
     def fetched(self, member: Member, outer_step: int) -> None:
-        """A member has an average."""
+        """A member has downloaded an average."""
         if member.state != "joining":
             self._exchange.fetched(member, outer_step)
             return
@@ -122,23 +123,23 @@ class Absence:
         self._exchange.fetch(member)
 
     def _catch_up(self, member: Member) -> None:
-        # Of a cluster that joins: apply the averages it has missed, then compute.
+        # A joining cluster applies the averages it has missed, then computes.
         exchange, hub = self._exchange, self._hub
         if member.delivered >= hub.next:
             self._apply_some(member)
         elif member.delivered < hub.kept_since:
             self._pull(member)
-        elif exchange.is_reached(member):  # else it goes on once it is heard again
+        elif exchange.is_reached(member):  # otherwise it continues after it is connected again
             exchange.fetch(member)
             if member.fetching is None and "fetched" not in member.pending:
-                self._apply_some(member)  # so many lie here that some must be applied first
+                self._apply_some(member)  # too many averages wait: apply some first
 
     def _apply_some(self, member: Member) -> None:
         cost_s = 4 * member.group.config.latency + self._exchange.apply_all(member)
         self._core.later(member, self._core.now + cost_s, "caught up")
 
     def caught_up(self, member: Member) -> None:
-        """A member that joins has applied what was there."""
+        """A joining member has applied the averages that were available."""
         if member.delivered < self._hub.next or member.delivered > member.version:
             self._catch_up(member)
         else:
@@ -147,13 +148,13 @@ class Absence:
     # The state of another cluster.
 
     def _pull(self, member: Member) -> None:
-        # Too many averages are missed: outer parameters and momentum of another come.
+        # Too many averages are missed: fetch outer parameters and momentum of another cluster.
         member.is_behind = True
         self._pulling.append(member)
         self.serve_state()
 
     def serve_state(self) -> None:
-        """Bring the state of somebody who is far enough to those who lack it."""
+        """Send the state of a member that is far enough to members that need it."""
         hub, core, exchange = self._hub, self._core, self._exchange
         size = state_bytes(self._setting.parameters, has_momentum=self._setting.has_momentum)
         if hub.state_version < hub.kept_since and not hub.is_state_coming:
@@ -184,9 +185,9 @@ class Absence:
         self._core.later(member, self._core.now + wait_s, "adopt", version)
 
     def adopt(self, member: Member, version: int) -> None:
-        """Go on with another's state.
+        """Continue with the state of another cluster.
 
-        What was learnt since its last average is kept, and is in its next contribution.
+        Training since its last average is kept, and is part of its next contribution.
         """
         self._core.settle(member)
         for outer_step, sent in member.sent.items():

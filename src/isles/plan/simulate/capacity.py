@@ -1,4 +1,4 @@
-"""How many clusters one hub carries, what ends it, and what a second level of hubs would bring."""
+"""Capacity of one hub in clusters, its limits, and the effect of a second level of hubs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from isles.plan.simulate.setting import (
 )
 
 MOST_MEMBERS = 4096
-"""`max_clusters` of `isles.outer.hub.rules.Settings` is 64, and this at most."""
+"""`max_clusters` of `isles.outer.hub.rules.Settings` is 64 by default, and at most this."""
 _BEAT_S, _BEAT_MEMBER_S = 80e-6, 9e-6
-"""Seconds of the hub's journal thread for one heartbeat, and besides for each member, whose name
-stands in the answer; see docs/benchmarks.md."""
+"""Seconds of the hub's journal thread per heartbeat, and in addition per member, as the reply lists
+all names; see docs/benchmarks.md."""
 _MOMENT_S = 0.25
-"""A cluster sends its next heartbeat so long after the time for it (client/session.py)."""
+"""Delay of a cluster's heartbeats after the time for them (client/session.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What ends a hub.
+    """One limit of a hub.
 
     Args:
-        clusters: so many it carries.
-        what: of the hub is full then.
+        clusters: most clusters within this limit.
+        what: part of the hub that is full.
     """
 
     clusters: int
@@ -40,14 +40,14 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one hub, and two levels of hubs, carry of a fleet's clusters.
+    """Clusters that one hub, and two levels of hubs, can serve for a fleet.
 
     Args:
-        limits: of one hub, the first that is met before the others.
-        two_levels: clusters of as many hubs as one root carries, each with as many clusters; on
-            paper, as isles has no second level.
-        hubs: of a second level for this fleet; 1: it needs none.
-        root_s: what they add to an outer step.
+        limits: limits of one hub, the lowest first.
+        two_levels: most clusters with two levels: as many hubs as one root can serve, each with
+            the same number of clusters. isles has no second level yet.
+        hubs: hubs of a second level for this fleet. 1: none needed.
+        root_s: seconds that a second level adds to an outer step.
         disk_bytes: contributions of one outer step on the hub's disk.
     """
 
@@ -63,10 +63,10 @@ class Capacity:
 
 
 def capacity(fleet: FleetConfig, setting: Setting) -> Capacity:
-    """What a hub carries where its clusters are those of the fleet, in the same proportions.
+    """Capacity of a hub for clusters like the fleet's, in the same proportions.
 
-    It carries them as long as each of its parts needs less time for a round (every fragment once)
-    than the clusters compute for it.
+    The hub can serve them if each of its parts needs less time per round (every fragment once)
+    than the clusters compute per round.
     """
     one = fleet.model_copy(update={"hub": fleet.hub.model_copy(update={"hubs": 1})})
     setting = settled(one, setting)
@@ -90,18 +90,16 @@ def capacity(fleet: FleetConfig, setting: Setting) -> Capacity:
     found = [
         Limit(int(hub.downlink * round_s / sent), "its downlink"),
         Limit(most_fetched(hub.uplink), "its uplink"),
-        Limit(int(HUB_TAKES * hub.cpu * round_s / sent), "its process, which takes contributions"),
-        Limit(most_fetched(HUB_GIVES * hub.cpu), "its process, which gives averages"),
-        Limit(int(NUMBER_THREADS * round_s / number_s), "its threads, which measure and average"),
-        Limit(
-            int((root - _BEAT_S) / (2 * _BEAT_MEMBER_S)), "its journal, which answers heartbeats"
-        ),
-        Limit(MOST_MEMBERS, "max_clusters, which can be no more"),
+        Limit(int(HUB_TAKES * hub.cpu * round_s / sent), "its process, receiving contributions"),
+        Limit(most_fetched(HUB_GIVES * hub.cpu), "its process, sending averages"),
+        Limit(int(NUMBER_THREADS * round_s / number_s), "its threads, measuring and averaging"),
+        Limit(int((root - _BEAT_S) / (2 * _BEAT_MEMBER_S)), "its journal, answering heartbeats"),
+        Limit(MOST_MEMBERS, "the largest max_clusters"),
     ]
     limits = tuple(sorted(found, key=lambda limit: limit.clusters))
     most = max(1, limits[0].clusters)
     num = fleet.num_clusters
-    # Of a root and its hubs none has more clients than the other: a square root of all clusters.
+    # The root and each hub have the same number of clients: the square root of all clusters.
     hubs = 1 if num <= most else max(-(-num // most), math.ceil(math.sqrt(num)))
     return Capacity(
         limits=limits,
@@ -113,12 +111,12 @@ def capacity(fleet: FleetConfig, setting: Setting) -> Capacity:
 
 
 def with_hubs(fleet: FleetConfig, hubs: int) -> FleetConfig:
-    """The fleet with a second level of hubs, on paper."""
+    """The fleet with a second level of hubs, which isles does not have yet."""
     return fleet.model_copy(update={"hub": fleet.hub.model_copy(update={"hubs": hubs})})
 
 
 def _root_s(fleet: FleetConfig, setting: Setting, hubs: int) -> float:
-    # The way of a fragment from the hubs to the root and back, with the root's averaging.
+    # Time of a fragment from the hubs to the root and back, with averaging at the root.
     if hubs < 2:
         return 0.0
     largest = max(range(setting.num_fragments), key=setting.fragments.__getitem__)
@@ -132,7 +130,7 @@ def _root_s(fleet: FleetConfig, setting: Setting, hubs: int) -> float:
 
 
 def without_chance(fleet: FleetConfig) -> FleetConfig:
-    """The fleet as it is where all goes well."""
+    """The fleet without random events and incidents."""
     nothing = {"joins": None, "leaves": None, "failures": None, "time_limit": None}
     groups = tuple(
         group.model_copy(update={**nothing, "queue_wait": None}) for group in fleet.clusters
@@ -141,5 +139,5 @@ def without_chance(fleet: FleetConfig) -> FleetConfig:
 
 
 def without_end(setting: Setting) -> Setting:
-    """The run as it is in its middle."""
+    """The run without its end, for figures of its middle."""
     return replace(setting, max_steps=None)

@@ -1,6 +1,6 @@
-"""Clock, events, lines and costs of a simulated run; what happens is in `exchange.py`.
+"""Clock, events, links and costs of a simulated run. `exchange.py` has the events' actions.
 
-Events are data: a time, a name and whom it is about. `Engine` has the table of what each does.
+Events are data: a time, a name and a member. `Engine` has the table of their actions.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from isles.plan.simulate.setting import HUB_GIVES, HUB_TAKES, ON_THE_WIRE, Setti
 
 
 class Core:
-    """Clock, events, lines and the costs of work.
+    """Clock, events, links and the costs of work.
 
     Args:
-        is_batched: whether equal clusters are played together.
+        is_batched: whether equal clusters are simulated together.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Core:
             "member": self._fire,
             "line": self._line_event,
         }
-        """What each event does, by its name."""
+        """Action of each event, by its name."""
         self.incidents = [each for each in fleet.incidents if each.round is not None]
-        """What befalls the fleet once a round is over, and has not yet."""
+        """Incidents that start at the end of a round and have not started yet."""
         self.has_somebody_left = False
-        """Whether a member has ended or left since the end was last looked for."""
+        """Whether a member has ended or left since the last check for the end of the run."""
         self._events: list[tuple[float, int, str, tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._line_ends = {self.line_in: math.inf, self.line_out: math.inf}
@@ -65,10 +65,10 @@ class Core:
         heapq.heappush(self._events, (max(when, self.now), next(self._numbers), name, args))
 
     def later(self, member: Member, when: float, key: str, *args: object) -> None:
-        """Let something happen to a member; the same key again replaces it.
+        """Schedule an event of a member. The same key again replaces the event.
 
         Args:
-            key: the event's name, and where there are several of it a number behind it.
+            key: name of the event, with a number after it if there are several.
         """
         member.pending[key] = when, args
         self.push(when, "member", member, key, when)
@@ -80,7 +80,7 @@ class Core:
             self.calls[key.partition(":")[0]](member, *found[1])
 
     def play(self, until: float, is_over: Callable[[], bool]) -> None:
-        """Let everything happen that happens before a time."""
+        """Run all events before a time."""
         while self._events and not is_over():
             when, _, name, args = heapq.heappop(self._events)
             if when > until:
@@ -90,19 +90,19 @@ class Core:
             self.num_events += 1
             self.calls[name](*args)
 
-    # Lines.
+    # Links.
 
     def flow(
         self, line: Line, size: float, limit: float, count: int, done: Callable[[], None]
     ) -> Flow:
-        """Begin a transfer of `size` bytes of a file."""
+        """Start a transfer of `size` bytes of a file."""
         flow = Flow(limit, count, done)
         line.add(self.now, size * ON_THE_WIRE, flow)
         self.line_changed(line)
         return flow
 
     def cut_flow(self, line: Line, flow: Flow) -> float:
-        """End a transfer; the bytes of the file that are left."""
+        """Stop a transfer. Returns the bytes of the file that are left."""
         left = line.remove(self.now, flow)
         self.line_changed(line)
         return left / ON_THE_WIRE
@@ -124,7 +124,7 @@ class Core:
     # Costs.
 
     def apply_s(self, member: Member, outer_step: int) -> float:
-        """Decoding an average, the outer optimizer, and the digest of outer parameters."""
+        """Seconds to decode an average, run the outer optimizer and hash the outer parameters."""
         numbers = self.setting.fragments[outer_step % self.setting.num_fragments]
         parts = 1
         if self.setting.codec.kind == "topk":
@@ -133,12 +133,12 @@ class Core:
         return parts * numbers / costs.apply + 4 * numbers / costs.hash
 
     def copy_s(self, member: Member, outer_step: int) -> float:
-        """Weights that are copied to or from the engine."""
+        """Seconds to copy weights to or from the engine."""
         numbers = self.setting.fragments[outer_step % self.setting.num_fragments]
         return numbers / member.group.costs.copy
 
     def average_s(self, outer_step: int, num_parts: int) -> float:
-        """Averaging at the hub, until it is on the disk; with a second level at both."""
+        """Seconds of averaging at the hub until the average is on disk, at both levels of hubs."""
         setting, costs, hubs = self.setting, self.hub_costs, self.fleet.hub.hubs
         fragment = outer_step % setting.num_fragments
         numbers = setting.fragments[fragment]
@@ -159,7 +159,7 @@ class Core:
     # Members.
 
     def settle(self, member: Member) -> None:
-        """Bring a member's steps up to now."""
+        """Update a member's steps to the present time."""
         if member.state == "compute":
             before = member.pos
             member.pos += (self.now - member.at) * member.rate
@@ -167,7 +167,7 @@ class Core:
         member.at = self.now
 
     def set_state(self, member: Member, state: State) -> None:
-        """A member does something else from now on."""
+        """Change a member's state from now on."""
         self.settle(member)
         before, group = member.state, member.group
         if before != "done":
@@ -182,7 +182,8 @@ class Core:
             self._share_machine(member.machine)
 
     def _account_wait(self, member: Member) -> None:
-        # Had all contributed at the same time, what is left of a wait were for the line and hub.
+        # The share of the wait that would remain if all contributed at the same time is for the
+        # link and the hub.
         waited_s, group = self.now - member.since, member.group
         outer_step, begun = member.wait_for, self.now
         current = None if outer_step is None else self.hub.rounds.get(outer_step)
@@ -205,7 +206,7 @@ class Core:
                 self.wake_at(member, *member.pending["wake"][1])
 
     def wake_at(self, member: Member, goal: int) -> None:
-        """Ask a member again after this inner step."""
+        """Wake a member after this inner step."""
         self.settle(member)
         left = max(0.0, goal - member.pos)
         self.later(member, self.now + left / member.rate, "wake", goal)

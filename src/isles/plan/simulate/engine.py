@@ -1,5 +1,5 @@
-"""A fleet from the first step to the last: its groups, and what befalls whom by chance or for
-certain; and how thousands of clusters are played as a few."""
+"""Simulation of a fleet from the first step to the last, with random events and incidents. It
+simulates thousands of clusters as a few members."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from isles.plan.simulate.setting import (
 )
 
 MOST_SINGLE = 256
-"""Up to so many clusters, each is simulated by itself; equal ones of a larger fleet together."""
+"""Largest fleet to simulate one by one. In larger fleets, equal clusters are merged."""
 _SPEEDS = 9
-"""Different speeds that stand for a spread."""
+"""Number of different speeds that represent a spread."""
 _ROWS = 12
-"""Members that the timeline shows."""
+"""Number of members in the timeline."""
 _AT_WORK = {"compute", "outer", "wait"}
 
 
@@ -41,14 +41,14 @@ def simulate(
     rounds: int | None = None,
     is_batched: bool | None = None,
 ) -> Result:
-    """Play a run.
+    """Simulate a run.
 
     Args:
-        hours: it ends then, if not before; None: when its inner steps are done.
+        hours: limit of the simulated time. None: until all inner steps are done.
         seed: the same seed gives the same run.
-        marks: inner steps of whose end the times are wanted.
-        rounds: it ends after so many outer steps, if not before.
-        is_batched: whether equal clusters are played together; None: in large fleets.
+        marks: inner steps whose end times are recorded.
+        rounds: limit of outer steps.
+        is_batched: whether equal clusters are simulated together. None: in large fleets.
     """
     if is_batched is None:
         is_batched = fleet.num_clusters > MOST_SINGLE
@@ -57,7 +57,7 @@ def simulate(
 
 
 def settled(fleet: FleetConfig, setting: Setting) -> Setting:
-    """The setting with a number for `sync_every: auto`."""
+    """The setting with `sync_every: auto` replaced by a number."""
     if setting.sync_every:
         return setting
     num, hub = fleet.num_clusters, fleet.hub
@@ -85,8 +85,8 @@ def step_seconds(config: GroupConfig, setting: Setting) -> float:
 def link_rate(rate: float, config: GroupConfig, setting: Setting) -> float:
     """Bytes/s of one direction of a cluster's link.
 
-    Four chunks of a MiB travel at a time, each is answered before the next one of its connection,
-    so a link that is fast and far away is not filled.
+    Four chunks of one MiB travel in parallel, and each is acknowledged before the next chunk of
+    its connection. So a fast link with a high latency is not full.
     """
     rate = min(rate, setting.max_rate)
     trip_s = 2 * config.latency
@@ -94,7 +94,7 @@ def link_rate(rate: float, config: GroupConfig, setting: Setting) -> float:
 
 
 class Engine:
-    """One run."""
+    """One simulated run."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -103,7 +103,7 @@ class Engine:
         self._groups: list[GroupState] = []
         self._machines = {name: Machine(cores) for name, cores in core.fleet.machines.items()}
         core.calls |= {
-            # Of a cluster.
+            # Events of a cluster.
             "begin": self._begin,
             "wake": exchange.boundary,
             "outer": exchange.go_on,
@@ -114,7 +114,7 @@ class Engine:
             "fetched": absence.fetched,
             "deadline": exchange.give_up,
             "merge": self._try_merge,
-            # Of one that is gone, or comes.
+            # Events of an absent or joining cluster.
             "drop": absence.drop,
             "back": absence.back,
             "caught up": absence.caught_up,
@@ -122,13 +122,13 @@ class Engine:
             "mended": absence.heard,
             "heard": self._heard_hub,
             "thaw": self._thaw,
-            # Of the hub.
+            # Events of the hub.
             "look": exchange.look,
             "average": exchange.average,
             "commit": exchange.commit,
             "serve state": absence.serve_state,
             "hub is back": self._hub_is_back,
-            # By chance, and for certain.
+            # Random events, and incidents.
             "chance": self._chance,
             "time is up": self._time_is_up,
             "befall": self._befall,
@@ -140,12 +140,12 @@ class Engine:
                 core.push(incident.at, "befall", incident)
 
     def run(self, until: float, rounds: int | None) -> Result:
-        """Play to the end of the inner steps, to a time, or to a number of outer steps."""
+        """Simulate to the end of the inner steps, to a time, or to a number of outer steps."""
         core = self._core
         core.play(until, lambda: self._is_over(rounds))
         for member in [member for group in self._groups for member in group.members]:
             if member.state != "done":
-                core.set_state(member, member.state)  # what it does up to now counts
+                core.set_state(member, member.state)  # count its time up to now
         return make_result(core, self._groups)
 
     def _is_over(self, rounds: int | None) -> bool:
@@ -154,12 +154,12 @@ class Engine:
             return True
         if not core.has_somebody_left:
             return False
-        # Over is a run where all have ended who are there.
+        # The run is over if every present member has ended.
         core.has_somebody_left = False
         states = [member.state for group in self._groups for member in group.members]
         return "done" in states and {*states} <= {"done", "away", "queue"}
 
-    # The fleet.
+    # Building the fleet.
 
     def _begin_group(self, config: GroupConfig) -> None:
         core, setting = self._core, self._core.setting
@@ -199,7 +199,7 @@ class Engine:
         return member
 
     def _begin(self, member: Member) -> None:
-        # It is there from the start.
+        # Present from the start.
         self._core.hub.admit(member)
         self._exchange.compute(member)
 
@@ -214,7 +214,7 @@ class Engine:
                 for _ in range(member.count):
                     core.push(core.chance.uniform(0.0, config.time_limit), "time is up", member)
 
-    # Chance. Whom it hits is drawn among all clusters of the group; who is not there is spared.
+    # Random events. Draw among all clusters of the group; an absent cluster is skipped.
 
     def _next_chance(self, group: GroupState, number: int, every_s: float, kind: str) -> None:
         when = self._core.now + self._core.chance.expovariate(number / every_s)
@@ -235,9 +235,9 @@ class Engine:
         self._next_chance(group, number, every_s, kind)
 
     def _time_is_up(self, member: Member) -> None:
-        # The time limit of a job is over.
+        # The time limit of a job is reached.
         group = member.group
-        if member not in group.members:  # it counts with others by now
+        if member not in group.members:  # it is merged with others by now
             member = max(group.members, key=lambda each: each.count)
         if member.state not in _AT_WORK:
             return
@@ -245,14 +245,14 @@ class Engine:
         wait_s = self._core.chance.expovariate(1 / group.config.queue_wait)
         self._absence.leave(self._single(member), "queue", wait_s)
 
-    # One of several, and back.
+    # Separating one cluster from a member, and merging it again.
 
     def _single(self, member: Member) -> Member:
-        """One of a member's clusters as a member of its own."""
+        """Separate one of a member's clusters as a new member."""
         if member.count == 1:
             return member
         core, exchange = self._core, self._exchange
-        core.set_state(member, member.state)  # what it did until now counts for all
+        core.set_state(member, member.state)  # count the time up to now for all
         one = member.copy_of_one()
         member.count -= 1
         member.group.members.append(one)
@@ -275,7 +275,7 @@ class Engine:
             self._try_merge(member)
 
     def _try_merge(self, member: Member) -> None:
-        # A cluster that is back in the averages, and about as far as others of its group.
+        # Merge a cluster that takes part in averages again and is about as far as its group.
         group = member.group
         main = max(group.members, key=lambda each: each.count)
         is_quiet = not (member.is_sending or member.fetching or "fetched" in member.pending)
@@ -300,7 +300,7 @@ class Engine:
         self._core.hub.merge(member, main)
         member.pending.clear()
 
-    # What happens for certain.
+    # Incidents.
 
     def _befall(self, incident: IncidentConfig) -> None:
         core, absence, hub = self._core, self._absence, self._core.hub
@@ -325,7 +325,7 @@ class Engine:
             self._freeze(member, incident.lasts)
 
     def _freeze(self, member: Member, lasts_s: float) -> None:
-        # No steps; what is under way goes on afterwards.
+        # No steps now. Pending work continues afterwards.
         core = self._core
         member.stopped_in = member.state
         core.set_state(member, "down")
@@ -360,7 +360,7 @@ class Engine:
 
 
 def _speeds(config: GroupConfig) -> list[tuple[float, int]]:
-    # Speeds that stand for a normal distribution, and how many clusters have each.
+    # Speeds that represent a normal distribution, with the number of clusters of each.
     if not config.spread or config.count < 2:
         return [(1.0, config.count)]
     kinds = min(_SPEEDS, config.count)

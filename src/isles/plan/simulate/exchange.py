@@ -1,9 +1,9 @@
 """Outer steps on the virtual clock: contribute, upload, average, download, apply, wait.
 
-A cluster's inner steps are no events. It is asked again after the step at which there is something
-to do (`wake`, `boundary`); what it does there, and in which order, is that of
-`isles.outer.trainer.outer.Outer.after_inner_step`. `isles.outer.client.session` is `send` and
-`fetch`, `isles.outer.hub.work` is `look` and what follows it.
+Inner steps of a cluster are not events. `wake` finds the next inner step that has work after it,
+and `boundary` does the work, in the order of `isles.outer.trainer.outer.Outer.after_inner_step`.
+`send` and `fetch` follow `isles.outer.client.session`; `look` and `average` follow
+`isles.outer.hub.work`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from isles.plan.simulate.setting import AHEAD, HEARTBEAT_S, LAST_WAIT_S, OPEN_ST
 
 
 class Exchange:
-    """What goes on where nothing fails."""
+    """Events of outer steps without failures."""
 
     def __init__(self, core: Core) -> None:
         self._core, self._setting, self._hub = core, core.setting, core.hub
@@ -25,12 +25,12 @@ class Exchange:
     # Inner steps.
 
     def compute(self, member: Member) -> None:
-        """Inner steps go on."""
+        """Continue a member's inner steps."""
         self._core.set_state(member, "compute")
         self.wake(member)
 
     def wake(self, member: Member) -> None:
-        """Ask a member again after the next step at which it has something to do."""
+        """Wake a member after the next inner step that has work after it."""
         goal = self._next_goal(member)
         if goal is None:
             member.pending.pop("wake", None)
@@ -38,7 +38,7 @@ class Exchange:
             self._core.wake_at(member, goal)
 
     def _next_goal(self, member: Member) -> int | None:
-        # The inner step after which there is something to do.
+        # The inner step with work after it.
         steps, setting = member.steps, self._setting
         goals = [mark for mark in self._core.marks if mark > steps][:1]
         outer_step = member.next_outer_step
@@ -80,7 +80,7 @@ class Exchange:
         return is_time and steps - member.contributed_at >= setting.interval(outer_step)
 
     def boundary(self, member: Member, goal: int) -> None:
-        """What there is to do between two inner steps."""
+        """Do a member's work between two inner steps."""
         self._core.settle(member)
         member.pos = float(goal)
         self._mark(member, goal)
@@ -99,7 +99,7 @@ class Exchange:
             core.marked.setdefault((group.config.name, steps), (core.now, computed_s))
 
     def _spend(self, member: Member, cost_s: float) -> None:
-        # Work of the outer step that inner steps wait for; then on.
+        # Work of the outer step that inner steps wait for. Inner steps continue after it.
         if cost_s > 0:
             self._core.set_state(member, "outer")
             self._core.later(member, self._core.now + cost_s, "outer")
@@ -107,7 +107,7 @@ class Exchange:
             self.go_on(member)
 
     def go_on(self, member: Member) -> None:
-        """After the work of a boundary: wait for an average whose time it is, or compute."""
+        """After the work of a boundary: wait for a due average, or compute."""
         setting, steps = self._setting, member.steps
         if setting.max_steps is not None and steps + member.skip >= setting.max_steps:
             member.finishing = True
@@ -129,7 +129,7 @@ class Exchange:
     # Contributing.
 
     def _contribute(self, member: Member, outer_step: int) -> float:
-        # Returns the seconds that inner steps wait for it.
+        # Returns the seconds for which inner steps wait.
         now, setting = self._core.now, self._setting
         fragment = outer_step % setting.num_fragments
         steps, delay = member.steps, 0 if member.finishing else setting.delay
@@ -143,7 +143,7 @@ class Exchange:
         if delay == 0:
             cost_s += encode_s
             encoded_at = handed_at = now + cost_s
-        else:  # in a thread; the client is given it before the next inner step
+        else:  # in a thread; the client gets it before the next inner step
             encoded_at = now + cost_s + encode_s
             step_s = 1.0 / member.rate
             handed_at = now + cost_s + math.ceil(encode_s / step_s) * step_s
@@ -152,13 +152,13 @@ class Exchange:
         return cost_s
 
     def hand_in(self, member: Member, outer_step: int) -> None:
-        """A contribution is encoded."""
+        """Event: a contribution is encoded."""
         if member.encoded_at.pop(outer_step, None) is not None:
             member.to_send.append(outer_step)
             self.send(member)
 
     def send(self, member: Member) -> None:
-        """Upload contributions, one after the other."""
+        """Upload a member's contributions one by one."""
         while member.to_send and member.to_send[0] not in member.sent:
             member.to_send.pop(0)
         if member.is_sending or not member.to_send or not self.is_reached(member):
@@ -173,17 +173,17 @@ class Exchange:
         member.sending = core.flow(core.line_in, left, group.up, member.count, done)
 
     def sent(self, member: Member, outer_step: int, size: float) -> None:
-        """An upload is over: hashes before it, requests for what is there and the last chunk."""
+        """Event: an upload is over, after its hashes, a request for known chunks and the last."""
         member.sending = None
         wait_s = size / member.group.costs.hash + 6 * member.group.config.latency
         self._core.later(member, self._core.now + wait_s, "complete", outer_step)
 
     def is_reached(self, member: Member) -> bool:
-        """Whether a member and the hub reach one another."""
+        """Whether a member and the hub are connected."""
         return member.is_connected and not self._hub.is_away
 
     def complete(self, member: Member, outer_step: int) -> None:
-        """The hub has all bytes of a contribution, and measures them."""
+        """Event: the hub has all bytes of a contribution, and measures them."""
         costs, numbers = self._core.hub_costs, self._setting.fragments
         measure_s = numbers[outer_step % len(numbers)] / costs.measure
         begin = self._core.now + costs.fsync_s
@@ -191,7 +191,7 @@ class Exchange:
         self._core.later(member, end, "counted", outer_step)
 
     def counted(self, member: Member, outer_step: int) -> None:
-        """The hub has measured a contribution: it counts, or comes too late."""
+        """Event: the hub has measured a contribution, which counts or is late."""
         member.is_sending = False
         if outer_step in member.to_send:
             member.to_send.remove(outer_step)
@@ -216,7 +216,7 @@ class Exchange:
             self._core.push(self._core.now, "average")
 
     def _notice(self) -> None:
-        # Once it is known when a round closes, whoever is missing hears it by a heartbeat.
+        # After the closing time of a round is set, missing members learn it by a heartbeat.
         hub, setting, core = self._hub, self._setting, self._core
         due = hub.due_at()
         if due is None or setting.wait == "all":
@@ -230,22 +230,22 @@ class Exchange:
                 core.later(member, when, "closing", hub.next)
 
     def closing(self, member: Member, outer_step: int) -> None:
-        """A member hears that a round is about to close without it."""
+        """Event: a member learns that a round is about to close without it."""
         if member.state == "compute" and member.next_outer_step == outer_step:
             self._core.settle(member)
             member.closing_at = outer_step, member.steps + 2
             self.wake(member)
 
     def average(self) -> None:
-        """A round is closed."""
+        """Event: a round is closed."""
         outer_step, hub, core = self._hub.next, self._hub, self._core
         seconds = core.average_s(outer_step, hub.round(outer_step).num_parts)
         core.push(hub.threads.take(core.now, seconds), "commit")
 
     def commit(self) -> None:
-        """An average is on the hub's disk."""
+        """Event: an average is on the hub's disk."""
         hub, core, fragments = self._hub, self._core, self._setting.num_fragments
-        if hub.is_away:  # it is averaged once more when the hub is back
+        if hub.is_away:  # it is averaged again when the hub is back
             hub.round(hub.next).is_closed = False
             return
         for member, part in hub.commit(core.now).parts.items():
@@ -278,14 +278,14 @@ class Exchange:
         member.fetching = core.flow(core.line_out, size, member.group.down, member.count, done)
 
     def got(self, member: Member, outer_step: int, size: float) -> None:
-        """A download is over: the long poll's answer, the chunks' hashes, the first request."""
+        """Event: a download is over, after the long poll's reply, hashes and first request."""
         member.fetching = None
         hash_s = size / member.group.costs.hash / 4 + member.group.costs.fsync_s
         wait_s = hash_s + 5 * member.group.config.latency
         self._core.later(member, self._core.now + wait_s, "fetched", outer_step)
 
     def fetched(self, member: Member, outer_step: int) -> None:
-        """A member that takes part has an average."""
+        """Event: a participating member has downloaded an average."""
         core = self._core
         member.delivered = outer_step + 1
         match member.state:
@@ -293,7 +293,7 @@ class Exchange:
                 self.end_wait(member)
             case "compute":
                 core.settle(member)
-                # Its command is found before the next step, and done after that.
+                # Its command is seen before the next step, and run after that step.
                 begin = core.now + (member.steps + 2 - member.pos) / member.rate
                 member.ready[outer_step] = begin + core.apply_s(member, outer_step)
                 member.apply_from = member.steps + 2
@@ -304,7 +304,7 @@ class Exchange:
         self.fetch(member)
 
     def end_wait(self, member: Member) -> None:
-        """Apply what came for a member that waits; it goes on if that is what it waits for."""
+        """Apply averages for a waiting member, which continues if its average is among them."""
         cost_s = self.apply_all(member)
         is_done = member.wait_for is None or member.version > member.wait_for
         if is_done:
@@ -314,7 +314,7 @@ class Exchange:
             self._spend(member, cost_s)
 
     def apply_all(self, member: Member) -> float:
-        """Apply what is there; seconds that inner steps wait for it."""
+        """Apply all delivered averages. Returns the waiting time of inner steps in seconds."""
         cost_s = 0.0
         while member.delivered > member.version:
             outer_step = member.version
@@ -324,7 +324,8 @@ class Exchange:
         return cost_s
 
     def _apply_due(self, member: Member) -> tuple[float, bool]:
-        # Apply what is there and due after this step; what that costs, and whether any was late.
+        # Apply the averages that are due after this step. Returns the seconds, and whether any
+        # was late.
         cost_s, has_late, steps, core = 0.0, False, member.steps, self._core
         while member.delivered > member.version:
             outer_step = member.version
@@ -345,7 +346,7 @@ class Exchange:
         return cost_s, has_late
 
     def _applied(self, member: Member, outer_step: int) -> None:
-        # An average is in the weights.
+        # Count an average as applied to the weights.
         setting, group, steps = self._setting, member.group, member.steps
         fragment = outer_step % setting.num_fragments
         sent = member.sent.pop(outer_step, None)
@@ -378,7 +379,7 @@ class Exchange:
             self._core.push(self._core.now, "merge", member)
 
     def _stop_sending(self, member: Member) -> None:
-        # An upload is not wanted any more.
+        # Cancel an upload that is no longer needed.
         if member.sending is not None:
             left = self._core.cut_flow(self._core.line_in, member.sending)
             member.group.sent_bytes -= left * member.count
@@ -399,12 +400,12 @@ class Exchange:
         member.wait_for, member.wait_since = outer_step, member.sent[outer_step].at
         member.waited.add(outer_step)
         encoded_at = member.encoded_at.get(outer_step)
-        if encoded_at is not None:  # it is handed in as soon as it is encoded
+        if encoded_at is not None:  # it is sent after it is encoded
             core.later(member, encoded_at, f"hand:{outer_step}", outer_step)
         core.later(member, core.now + limit_s, "deadline")
 
     def give_up(self, member: Member) -> None:
-        """An average has not come in time: inner steps go on."""
+        """Event: an average is late, and inner steps continue."""
         if member.finishing:
             self._end(member)
             return
@@ -412,7 +413,7 @@ class Exchange:
         member.wait_for = None
 
     def _finish(self, member: Member) -> None:
-        # After the last inner step: average until nothing is left that others lack.
+        # After the last inner step: average until all contributions are in an average.
         core = self._core
         if member.version < self._hub.next:
             core.set_state(member, "wait")

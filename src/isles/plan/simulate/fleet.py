@@ -1,4 +1,4 @@
-"""The fleet file: clusters of given speeds behind given links, their hub, and what befalls them."""
+"""The fleet file: clusters with speeds and links, their hub, and their failures."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from isles.plan.simulate.setting import Setting
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(bit|B)(?:/s)?")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kMBT]?)")
 _LOOPBACK = {"uplink": 1.25e9, "downlink": 1.25e9, "latency": 1e-4}
-"""Of clusters on one machine."""
+"""Links of clusters on one machine."""
 ASSUMED_GPU, ASSUMED_MFU = "RTX 4090", 0.4
-"""What a GPU of the run file's clusters is taken for, where no fleet file says how fast it is."""
+"""Assumed GPU of the run file's clusters, and its MFU, if no fleet file has their speed."""
 
 
 def _rate(value: object, info: ValidationInfo) -> object:
     if not isinstance(value, str):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and info.context:  # in a file; Python code has bytes/s
-            raise ValueError("a rate has a unit: write 100Mbit/s, or 12MB/s")
+            raise ValueError("a rate needs a unit: write 100Mbit/s, or 12MB/s")
         return value
     found = _RATE.fullmatch(value.strip())
     if found is None or float(found[1]) <= 0:
-        raise ValueError("that is no rate: write 100Mbit/s, or 12MB/s")
+        raise ValueError("not a valid rate: write 100Mbit/s, or 12MB/s")
     scale = 1000.0 ** " kMGT".index(found[2] or " ")
     return float(found[1]) * scale / (8.0 if found[3] == "bit" else 1.0)
 
@@ -46,138 +46,138 @@ def _count(value: object) -> object:
         return value
     found = _COUNT.fullmatch(value.strip())
     if found is None:
-        raise ValueError("that is no number: write 7000000000, or 7B")
+        raise ValueError("not a valid number: write 7000000000, or 7B")
     return round(float(found[1]) * 1000.0 ** " kMBT".index(found[2] or " "))
 
 
 Rate = Annotated[float, BeforeValidator(_rate), Field(gt=0), own_type("line", "100Mbit/s")]
-"""Bytes/s; written as `100Mbit/s` or `12MB/s`."""
+"""Bytes/s, written as `100Mbit/s` or `12MB/s`."""
 Count = Annotated[int, BeforeValidator(_count), Field(ge=1), own_type("count", "7B")]
 Positive = Annotated[DurationS, Field(gt=0)]
 
 
 class FailuresConfig(Section):
-    """Failures that come by chance, each cluster by itself."""
+    """Random failures, independent for each cluster."""
 
     every: Positive
     """Mean time between two failures of one cluster, such as 2d."""
 
     lasts: Positive = 60.0
-    """Until its ranks are started again, from their last checkpoint."""
+    """Time until the ranks start again from their last checkpoint."""
 
 
 class LeavesConfig(Section):
-    """A cluster that is taken away for a while, with time to save."""
+    """Absences of a cluster, which saves a checkpoint before it leaves."""
 
     every: Positive
-    """Mean time for which it stays, such as 10h."""
+    """Mean time between two absences, such as 10h."""
 
     away: Positive
-    """Mean time until it comes back."""
+    """Mean time of an absence."""
 
 
 class HubConfig(Section):
-    """The hub, and its line."""
+    """The hub and its link."""
 
     uplink: Rate = 125e6
-    """What its line sends: averages. The default is 1Gbit/s."""
+    """Upload rate of the hub, for averages. Default: 1Gbit/s."""
 
     downlink: Rate = 125e6
-    """What its line receives: contributions."""
+    """Download rate of the hub, for contributions. Default: 1Gbit/s."""
 
     cpu: Annotated[float, Field(gt=0)] = 1.0
-    """Speed of one of its cores, beside that of docs/benchmarks.md."""
+    """Speed of one of its cores, relative to the core of docs/benchmarks.md."""
 
     hubs: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """More than one: a second level, on paper (isles has none today). So many hubs, each with a
-    line as above, average their share of the clusters, and are clients of one root."""
+    """Hubs of a second level, if more than one. isles does not have this level yet. Each hub has a
+    link as above, averages its share of the clusters, and is a client of one root."""
 
 
 class GroupConfig(Section):
-    """Equal clusters."""
+    """A group of equal clusters."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
-    """A short name, for the tables."""
+    """Short name for the tables."""
 
     count: Annotated[int, Field(ge=1, le=100_000)] = 1
-    """So many clusters."""
+    """Number of clusters."""
 
     step: Positive | None = None
-    """Time of one inner step. One of step and tokens_per_s."""
+    """Time of one inner step. Set either step or tokens_per_s."""
 
     tokens_per_s: Annotated[float, Field(gt=0)] | None = None
-    """Tokens a second of one cluster, as `isles status` shows them."""
+    """Tokens per second of one cluster, as `isles status` prints them."""
 
     spread: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """Relative standard deviation of the clusters' speeds, such as 0.05."""
 
     uplink: Rate = 12.5e6
-    """What a cluster's own link sends. The default is 100Mbit/s."""
+    """Upload rate of a cluster's link. Default: 100Mbit/s."""
 
     downlink: Rate = 12.5e6
-    """What it receives."""
+    """Download rate of a cluster's link. Default: 100Mbit/s."""
 
     latency: Annotated[DurationS, Field(ge=0)] = 0.02
-    """From a cluster to the hub, one way."""
+    """Latency from a cluster to the hub, one way."""
 
     cpu: Annotated[float, Field(gt=0)] = 1.0
-    """Speed of a core that encodes and applies, beside that of docs/benchmarks.md."""
+    """Speed of a core that encodes and applies, relative to the core of docs/benchmarks.md."""
 
     joins: Positive | None = None
-    """Mean time after which a cluster comes first. null: all are there from the start."""
+    """Mean time until a cluster joins. Default: all clusters join at the start."""
 
     leaves: LeavesConfig | None = None
-    """A cluster leaves by chance, and comes back. null: it stays."""
+    """Random absences of a cluster. Default: none."""
 
     failures: FailuresConfig | None = None
-    """Failures by chance. null: none."""
+    """Random failures of a cluster. Default: none."""
 
     time_limit: Positive | None = None
-    """Of a job in a queue: after this time it saves and ends. null: none."""
+    """Time limit of a job in a queue, which saves a checkpoint and ends. Default: no limit."""
 
     queue_wait: Positive | None = None
-    """time_limit: mean wait in the queue until it goes on."""
+    """Mean wait in the queue until the job continues. Used with time_limit."""
 
     machine: Text | None = None
-    """A name in `machines`: clusters of one machine share its cores, so a step takes longer while
-    others compute. For tests on one machine. null: each has its own."""
+    """A name in `machines`, for tests on one machine. The clusters of one machine share its cores,
+    so a step takes longer while others compute. Default: each cluster has its own cores."""
 
     ranks: Annotated[int, Field(ge=1, le=1024)] = 1
-    """machine: cores that a step uses."""
+    """Cores that a step uses. Used with machine."""
 
 
 class IncidentConfig(Section):
-    """One thing that happens for certain."""
+    """One planned incident."""
 
     cluster: Text | None = None
-    """The group whose first cluster it befalls. null: the hub."""
+    """Group whose first cluster has the incident. Default: the hub."""
 
     kind: Literal["killed", "cut", "frozen", "stuck", "hub"]
-    """killed: its ranks die, and start again from their checkpoint. cut: its link, while it
-    trains on. frozen: neither link nor steps. stuck: no steps, but heartbeats. hub: the hub is
-    away."""
+    """killed: its ranks die, and start again from their checkpoint. cut: its link is down, while it
+    trains. frozen: neither link nor steps. stuck: heartbeats without steps. hub: the hub is
+    down."""
 
     at: Annotated[DurationS, Field(ge=0)] | None = None
-    """When. One of at and round."""
+    """Time of the incident. Set either at or round."""
 
     round: Annotated[int, Field(ge=0)] | None = None
-    """Once every fragment of this round is averaged."""
+    """The incident starts after every fragment of this round is averaged."""
 
     after: Annotated[DurationS, Field(ge=0)] = 0.0
-    """round: so long after it."""
+    """Delay after the round. Used with round."""
 
     lasts: Positive
-    """For so long."""
+    """Duration of the incident."""
 
 
 class FleetConfig(Section):
     """A fleet file."""
 
     parameters: Count | None = None
-    """Trained parameters, such as 7B, in place of the run file's model."""
+    """Trained parameters, such as 7B, instead of the run file's model."""
 
     hub: HubConfig = HubConfig()
-    """Where the clusters average."""
+    """The hub that averages."""
 
     clusters: Annotated[tuple[GroupConfig, ...], Field(strict=False, min_length=1)]
     """Groups of equal clusters."""
@@ -186,7 +186,7 @@ class FleetConfig(Section):
     """Cores of machines that several clusters share, by name."""
 
     incidents: Annotated[tuple[IncidentConfig, ...], Field(strict=False)] = ()
-    """What happens for certain, beside what happens by chance."""
+    """Planned incidents, in addition to random failures."""
 
     @property
     def num_clusters(self) -> int:
@@ -219,19 +219,19 @@ def _rules(fleet: FleetConfig) -> Iterator[Issue]:
     for index, group in enumerate(fleet.clusters):
         at = f"clusters.{index}"
         if names.index(group.name) < index:
-            yield Issue((f"{at}.name",), f"two groups are called {group.name}", "rename one")
+            yield Issue((f"{at}.name",), f"two groups have the name {group.name}", "rename one")
         if (group.step is None) == (group.tokens_per_s is None):
-            yield Issue((at,), "a group has one of step and tokens_per_s", "give one of them")
+            yield Issue((at,), "a group needs either step or tokens_per_s", "set one of them")
         if (group.time_limit is None) != (group.queue_wait is None):
-            yield Issue((at,), "time_limit and queue_wait go together", "give both or none")
+            yield Issue((at,), "time_limit and queue_wait need each other", "set both or none")
         if group.machine is not None and group.machine not in machines:
             yield _unknown(f"{at}.machine", "machine", group.machine, machines)
     for index, incident in enumerate(fleet.incidents):
         at = f"incidents.{index}"
         if (incident.at is None) == (incident.round is None):
-            yield Issue((at,), "an incident has one of at and round", "give one of them")
+            yield Issue((at,), "an incident needs either at or round", "set one of them")
         if (incident.cluster is None) != (incident.kind == "hub"):
-            what = "kind hub is without cluster, every other kind is of one"
+            what = "an incident of kind hub has no cluster, and every other kind needs one"
             yield Issue((f"{at}.cluster", at), what, f"use one of {', '.join(names)}, or kind: hub")
         elif incident.cluster is not None and incident.cluster not in names:
             yield _unknown(f"{at}.cluster", "cluster", incident.cluster, names)
@@ -239,17 +239,17 @@ def _rules(fleet: FleetConfig) -> Iterator[Issue]:
 
 def _unknown(key: str, noun: str, name: str, known: list[str]) -> Issue:
     fix = f"use one of {', '.join(known)}" if known else f"add it to {noun}s"
-    return Issue((key,), f"there is no {noun} {quote(name)}", fix)
+    return Issue((key,), f"{noun} {quote(name)} not found", fix)
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What `isles plan` says of a cluster.
+    """Plan of a cluster by `isles plan`.
 
     Args:
-        step_s: seconds of an inner step; None: not known.
-        by: where that comes from.
-        bytes_per_s, latency_s: of its line to the hub; None: nothing is known of it.
+        step_s: seconds of an inner step. None: unknown.
+        by: source of this time.
+        bytes_per_s, latency_s: rate and latency of its uplink to the hub. None: unknown.
     """
 
     step_s: float | None
@@ -261,10 +261,10 @@ class Planned:
 def fleet_of(
     loaded: Loaded, setting: Setting, planned: Mapping[str, Planned] | None = None
 ) -> tuple[FleetConfig, list[str]]:
-    """The clusters of a run file as a fleet, and what had to be assumed of them.
+    """The clusters of a run file as a fleet, and the assumptions about them.
 
     Args:
-        planned: what `isles plan` says of clusters, by name.
+        planned: plans of clusters by `isles plan`, by name.
     """
     gpu = find_gpu(ASSUMED_GPU)
     assert gpu is not None
@@ -308,10 +308,10 @@ def fleet_of(
     if assumed:
         which = "" if len(assumed) == len(groups) else f" of {', '.join(assumed)}"
         card = f"{speed / 1e12:.0f} TFLOP/s ({ASSUMED_MFU:.0%} of an {ASSUMED_GPU})"
-        notes.append(f"each GPU{which} does {card}")
+        notes.append(f"each GPU{which} computes {card}")
     if unlinked:
         notes.append(
-            "each cluster and the hub have the links of a fleet file's defaults: 100 Mbit/s each "
+            "each cluster and the hub have the default links of a fleet file: 100 Mbit/s each "
             "way and 20 ms, the hub 1 Gbit/s"
         )
     notes += ["a job waits an hour in the queue"] if waits else []

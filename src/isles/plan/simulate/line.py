@@ -1,7 +1,7 @@
-"""A link that many flows share: each gets its fair share, and no more than its own end allows.
+"""A link shared by many flows. Each flow gets its fair share, up to the limit of its other end.
 
-Flows with the same limit have the same rate, so one number, the bytes that each of them has got,
-serves all of them: an event costs as much as there are different limits, not flows.
+Flows with the same limit have the same rate, so one number serves all of them: the bytes that each
+of them has received. The cost of an event depends on the number of limits, not of flows.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _CRUMB_BYTES = 1e-3
-"""What rounding leaves of a flow that is over."""
+"""Rounding error in the bytes of a finished flow."""
 
 
 class Flow:
     """A transfer of `size` bytes to or from each of `count` equal clusters.
 
     Args:
-        limit: bytes/s that one of them can take at its own end.
-        done: called once all is over.
+        limit: bytes/s of one of them at its own end.
+        done: called when the transfer is complete.
     """
 
     __slots__ = ("count", "done", "end", "is_over", "limit")
@@ -34,8 +34,8 @@ class Flow:
 
 @dataclass(slots=True)
 class _Lane:
-    # Flows of one limit: `got`: bytes that each of them had by now, had it been there from the
-    # start.
+    # Flows of one limit. `got`: bytes that each flow would have by now if it had been active from
+    # the start.
     rate: float = 0.0
     got: float = 0.0
     flows: int = 0
@@ -46,22 +46,22 @@ class Line:
     """One direction of a link.
 
     Args:
-        bytes_per_s: of the whole link; `math.inf`: only the other ends limit.
+        bytes_per_s: rate of the whole link. `math.inf`: only the other ends limit the rate.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
         self.total_bytes = 0.0
-        """Bytes of all flows that have been added."""
+        """Bytes of all flows since the start."""
         self.busy_s = 0.0
-        """Seconds in which the link was full."""
+        """Total time during which the link was full, in seconds."""
         self._at = 0.0
         self._used = 0.0
         self._lanes: dict[float, _Lane] = {}
         self._numbers = itertools.count()
 
     def add(self, now: float, size: float, flow: Flow) -> None:
-        """Begin a flow of `size` bytes."""
+        """Start a flow of `size` bytes."""
         self._settle(now)
         lane = self._lanes.setdefault(flow.limit, _Lane())
         flow.end, flow.is_over = lane.got + size, False
@@ -71,7 +71,7 @@ class Line:
         self._share()
 
     def remove(self, now: float, flow: Flow) -> float:
-        """End a flow early; the bytes that are left of it."""
+        """Stop a flow early. Returns the bytes that are left."""
         self._settle(now)
         lane = self._lanes[flow.limit]
         left = max(0.0, flow.end - lane.got)
@@ -82,7 +82,7 @@ class Line:
         return left
 
     def take_one(self, now: float, flow: Flow, done: Callable[[], None]) -> Flow:
-        """Make one of the clusters of a flow a flow of its own, as far as that one has come."""
+        """Separate one cluster's transfer from a flow, with its progress, as a new flow."""
         self._settle(now)
         one = Flow(flow.limit, 1, done)
         one.end = flow.end
@@ -92,7 +92,7 @@ class Line:
         return one
 
     def next_end(self) -> float:
-        """When the next flow is over, if none comes or goes before; `math.inf`: none is there."""
+        """End of the next flow, if the flows do not change before. `math.inf`: no flows."""
         found = math.inf
         for lane in self._lanes.values():
             while lane.ends and lane.ends[0][2].is_over:
@@ -103,7 +103,7 @@ class Line:
         return found
 
     def finished(self, now: float) -> list[Flow]:
-        """Take out the flows that are over by now."""
+        """Remove and return the flows that are complete by now."""
         self._settle(now)
         found = []
         for limit, lane in list(self._lanes.items()):
@@ -129,8 +129,8 @@ class Line:
         self._at = now
 
     def _share(self) -> None:
-        # Max-min fair: lanes whose limit is below the fair share get it; the rest share what is
-        # left.
+        # Max-min fair: lanes with a limit below the fair share get their limit, and the others
+        # share the rest.
         left, flows = self.bytes_per_s, sum(lane.flows for lane in self._lanes.values())
         self._used = 0.0
         for limit, lane in sorted(self._lanes.items()):

@@ -1,8 +1,8 @@
-"""A cluster as the simulation has it, or several that are equal in everything: one `Member`.
+"""A simulated cluster, or several that are equal in every way: one `Member`.
 
-A fleet of thousands has few different clusters: those of a group that nothing has befallen do all
-at the same time. One that fails, leaves or is cut off becomes a member of its own, and counts with
-the others again once it has taken part in an average and is as far as they are.
+A fleet of thousands has few different clusters, as the undisturbed clusters of a group do the same
+at the same time. A cluster that fails, leaves or disconnects becomes a separate member. It is
+merged again after it has taken part in an average and is as far as the others.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from isles.plan.simulate.line import Flow
 from isles.plan.simulate.setting import Costs, Setting
 
 State = Literal["compute", "outer", "wait", "down", "joining", "queue", "away", "done"]
-"""compute: inner steps. outer: the outer step's own work, which inner steps wait for. wait: for an
-average. down: failed, cut off or frozen. joining: takes the state, or averages it has missed.
-queue: a job that waits. away: not there (yet). done: at the end of the run."""
+"""compute: inner steps. outer: work of the outer step that inner steps wait for. wait: for an
+average. down: failed, disconnected or frozen. joining: fetches the state or missed averages.
+queue: a job that waits. away: absent or not yet present. done: at the end of the run."""
 
 Cause = Literal["compute", "outer", "others", "transfer", "down", "joining", "queue", "away"]
-"""As `State`; a wait is either for others that still compute, or for links and hub."""
+"""As `State`, but a wait is either for other clusters that compute, or for links and hub."""
 
 _SPANS = 4000
 
 
 @dataclass(slots=True)
 class Sent:
-    """A contribution that no average has answered yet.
+    """A contribution that is in no average yet.
 
     Args:
-        pos: inner steps at which it was made.
+        pos: inner steps of the cluster when it was made.
         inner: inner steps in it.
-        at: when.
-        is_counted: the hub has it, and measured it.
+        at: time when it was made.
+        is_counted: whether the hub has received and measured it.
     """
 
     pos: int
@@ -46,7 +46,7 @@ class Sent:
 
 @dataclass(slots=True)
 class Made:
-    """A contribution of the past, by which a restart finds what was learnt and kept."""
+    """A past contribution. A restart uses it to find the training that is already averaged."""
 
     outer_step: int
     pos: int
@@ -55,7 +55,7 @@ class Made:
 
 @dataclass(slots=True)
 class Machine:
-    """Cores that several clusters share."""
+    """A machine whose cores several clusters share."""
 
     cores: int
     members: list[Member] = field(default_factory=list)
@@ -63,15 +63,15 @@ class Machine:
 
 @dataclass(slots=True)
 class GroupState:
-    """A group of the fleet: its settings, members and counts; times are of all its clusters."""
+    """A group of the fleet: its settings, members and counts. Times are sums over its clusters."""
 
     config: GroupConfig
     step_s: float
     up: float
-    """Bytes/s of one cluster's uploads, all limits but the hub's line considered."""
+    """Bytes/s of one cluster's uploads, with all limits except the hub's link."""
     down: float
     costs: Costs
-    """Of its cores."""
+    """Costs of work on its cores."""
     members: list[Member] = field(default_factory=list)
     seconds: dict[Cause, float] = field(default_factory=dict)
     steps_done: float = 0.0
@@ -81,9 +81,9 @@ class GroupState:
     received_bytes: float = 0.0
     num_failures: int = 0
     late: int = 0
-    """Contributions that came after their round."""
+    """Contributions that arrived after their round."""
     stale_steps: float = 0.0
-    """Inner steps between a contribution and its average, all added up."""
+    """Sum over all contributions of the inner steps between a contribution and its average."""
     most_stale: int = 0
     num_applied: int = 0
 
@@ -92,9 +92,9 @@ class GroupState:
 
 
 class Member:
-    """`count` equal clusters. Fields are the engine's to change.
+    """`count` equal clusters. The engine changes the fields.
 
-    `pos` inner steps are done at `at`, as a number with a part of the step that is under way.
+    `pos` inner steps are done at the time `at`, with the fraction of the current step.
     """
 
     def __init__(self, group: GroupState, count: int, num_fragments: int) -> None:
@@ -104,69 +104,69 @@ class Member:
         self.since = 0.0
         self.pos, self.at, self.rate = 0.0, 0.0, 1.0 / group.step_s
         self.skip = 0
-        """The run's step counter is so far ahead of this cluster's own steps."""
+        """Difference between the run's step counter and this cluster's own steps."""
         self.version = self.delivered = 0
-        """Averages applied, and averages that lie here."""
+        """Averages that are applied, and averages that are downloaded."""
         self.sent: dict[int, Sent] = {}
         self.made: deque[Made] = deque(maxlen=4 * num_fragments + 16)
         self.applied_at: deque[tuple[int, int]] = deque(maxlen=4 * num_fragments + 16)
         """Outer steps, and the inner step after which each was applied."""
         self.base = [0.0] * num_fragments
-        """Of each fragment the inner steps that are in averages or on their way."""
+        """For each fragment, the inner steps that are in averages or in contributions."""
         self.contributed_at = 0
         self.waited: set[int] = set()
         self.own_past: set[int] = set()
-        """Rounds that have a contribution made before a restart."""
+        """Rounds with a contribution from before a restart."""
         self.ready: dict[int, float] = {}
-        """When each delivered average is decoded, and can be given to the weights."""
+        """Time when each delivered average is decoded and can be applied."""
         self.apply_from = 0
-        """An average that comes late is applied after this inner step."""
+        """Inner step after which a late average is applied."""
         self.closing_at: tuple[int, int] | None = None
         """A round that closes soon, and the step after which this cluster contributes to it."""
         self.wait_for: int | None = None
         self.wait_since = 0.0
-        """When the contribution was made whose average it waits for."""
+        """Time of the contribution whose average this cluster waits for."""
         self.from_round = 0
         self.is_living = self.is_behind = self.is_finished = self.finishing = False
         self.is_connected = True
         self.has_taken_part = True
         self.encoded_at: dict[int, float] = {}
-        """Contributions that are not handed to the client yet, and when they are encoded."""
+        """Contributions that are not with the client yet, and the times when they are encoded."""
         self.to_send: list[int] = []
         self.is_sending = False
         self.sending: Flow | None = None
         self.fetching: Flow | None = None
         self.left_bytes: dict[str, float] = {}
-        """What is left of transfers that were cut off."""
+        """Remaining bytes of interrupted transfers."""
         self.stopped_in: State | None = None
-        """What it did when it was frozen."""
+        """State when it was frozen."""
         self.pending: dict[str, tuple[float, tuple[Any, ...]]] = {}
-        """Events that are going to happen to it: when, and what else they say; see `Core.later`."""
+        """Scheduled events of this member, with their times and arguments; see `Core.later`."""
         self.spans: deque[tuple[str, float, float]] | None = None
 
     def keep_spans(self) -> None:
-        """Record what this member does, for the timeline."""
+        """Record this member's states for the timeline."""
         self.spans = deque(maxlen=_SPANS)
 
     @property
     def steps(self) -> int:
-        """Whole inner steps that are done."""
+        """Completed inner steps, as a whole number."""
         return math.floor(self.pos + 1e-6)
 
     @property
     def next_outer_step(self) -> int:
-        """To which outer step it contributes next; see `isles.outer.trainer.sync`."""
+        """Outer step of its next contribution; see `isles.outer.trainer.sync`."""
         found = max(self.version, max(self.sent, default=-1) + 1)
         while found in self.own_past:
             found += 1
         return found
 
     def has_learnt(self) -> bool:
-        """Whether anything is in no contribution."""
+        """Whether it has inner steps that are in no contribution."""
         return any(base < self.steps for base in self.base)
 
     def copy_of_one(self) -> Member:
-        """One of these clusters, as it is now; transfers are the engine's."""
+        """A copy of one of these clusters in its present state, without transfers."""
         one = Member(self.group, 1, len(self.base))
         for name, value in vars(self).items():
             if name not in ("count", "pending", "spans", "sending", "fetching"):
@@ -177,7 +177,7 @@ class Member:
         return one
 
     def checkpoint(self, setting: Setting, now: float) -> int:
-        """Inner steps that are in the newest checkpoint."""
+        """Inner steps in the newest checkpoint."""
         steps = self.steps
         ages = [steps]
         if setting.save_every_steps is not None:
@@ -187,11 +187,11 @@ class Member:
         return steps - min(ages)
 
     def go_back(self, saved: int) -> float:
-        """Its ranks were killed: go on from a checkpoint; returns the inner steps that are lost.
+        """Return to a checkpoint after its ranks were killed. Returns the lost inner steps.
 
-        What a counted contribution has is in the model, also where it is younger than the
-        checkpoint; see `OuterStep.apply` of `isles.outer.trainer.step`. Lost is, of each fragment,
-        what came after both.
+        A counted contribution is in the model, even if it is younger than the checkpoint; see
+        `OuterStep.apply` of `isles.outer.trainer.step`. For each fragment, the inner steps after
+        both are lost.
         """
         now, lost = self.steps, 0.0
         fragments = len(self.base)

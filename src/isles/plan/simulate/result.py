@@ -1,4 +1,4 @@
-"""What was counted in a simulated run."""
+"""Figures of a simulated run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from isles.plan.simulate.core import Core
 from isles.plan.simulate.member import Cause, GroupState
 
 PRESENT: tuple[Cause, ...] = ("compute", "outer", "others", "transfer", "down", "joining")
-"""Causes of time in which a cluster is there."""
+"""Causes that count as time with the cluster present."""
 
 
 _SUMS = (
@@ -22,10 +22,11 @@ _SUMS = (
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """The clusters of a group, together.
+    """Figures of the clusters of a group, together.
 
     Args:
-        shares: by cause, the part of the time in which they were there; queue and away: of all.
+        shares: by cause, the share of the time while they are present. For queue and away, the
+            share of all time.
     """
 
     name: str
@@ -46,14 +47,14 @@ class GroupResult:
 
     @property
     def goodput(self) -> float:
-        """The part of these clusters' compute that ends up in the model."""
+        """Share of these clusters' compute that ends up in the model."""
         kept = 1.0 - self.steps_lost / self.steps_done if self.steps_done else 0.0
         return self.shares["compute"] * kept
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a cluster did from `begin` to `end`, seconds from the start."""
+    """State of a cluster from `begin` to `end`, in seconds from the start."""
 
     state: str
     begin: float
@@ -65,10 +66,10 @@ class Result:
     """A simulated run.
 
     Args:
-        seconds: from the start to the end.
-        commits: when each outer step was committed.
-        outer_s: of each outer step, from its first contribution's steps to its average.
-        marks: group and inner step -> when it was over, and seconds of computing by then.
+        seconds: time from the start to the end.
+        commits: time of each outer step's commit.
+        outer_s: seconds of each outer step, from its first contribution to its average.
+        marks: for a group and an inner step, the time of its end, and its seconds of computing.
     """
 
     num_clusters: int
@@ -89,7 +90,7 @@ class Result:
     timeline: tuple[tuple[str, tuple[Span, ...]], ...] = ()
 
     def share(self, cause: str) -> float:
-        """The part of all clusters' time that went so, weighted by what they can compute."""
+        """Share of all clusters' time with this cause, weighted by their speeds."""
         weight = sum(group.present_s / group.step_s for group in self.groups)
         if not weight:
             return 0.0
@@ -98,7 +99,7 @@ class Result:
 
     @property
     def goodput(self) -> float:
-        """The part of the whole fleet's compute that ends up in the model, 0 to 1."""
+        """Share of the whole fleet's compute that ends up in the model, 0 to 1."""
         weight = sum(group.present_s / group.step_s for group in self.groups)
         if not weight:
             return 0.0
@@ -111,9 +112,9 @@ class Result:
 
     @property
     def steps_per_round(self) -> float:
-        """Inner steps of a cluster, on average, in which every fragment is averaged once.
+        """Mean inner steps of a cluster per round, which averages every fragment once.
 
-        More than `sync_every` where averages take longer than `deadline`: clusters train on.
+        More than `sync_every` if averages take longer than `deadline`, as clusters train on.
         """
         steps = sum(group.steps_done for group in self.groups) / self.num_clusters
         return steps * self.num_fragments / len(self.commits) if self.commits else 0.0
@@ -125,7 +126,7 @@ class Result:
         return sum(group.stale_steps for group in self.groups) / applied if applied else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Figures that `--json` prints."""
         total = {cause: round(self.share(cause), 4) for cause in (*PRESENT, "queue", "away")}
         return {
             "clusters": self.num_clusters,
@@ -166,7 +167,7 @@ class Result:
 
 
 def make_result(core: Core, groups: Sequence[GroupState]) -> Result:
-    """What the engine has counted, group by group."""
+    """The counts of the engine as a result, group by group."""
     by_name: dict[str, list[GroupState]] = {}
     for group in groups:
         by_name.setdefault(group.config.name, []).append(group)
@@ -200,7 +201,7 @@ def make_result(core: Core, groups: Sequence[GroupState]) -> Result:
 
 
 def _group_result(same: Sequence[GroupState]) -> GroupResult:
-    # Groups of one name differ in their speeds.
+    # Groups with the same name differ in their speeds.
     seconds: dict[Cause, float] = {}
     for group in same:
         for cause, spent in group.seconds.items():

@@ -1,4 +1,4 @@
-"""What the hub of a simulated run knows: members, rounds, and what its processor does."""
+"""The hub of a simulated run: members, rounds, and work of its threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from isles.plan.simulate.setting import KEPT_AVERAGES, NUMBER_THREADS, Setting
 
 @dataclass(slots=True)
 class Part:
-    """What equal clusters have contributed to a round: their number, and inner steps of each."""
+    """Contribution of equal clusters to a round: their number, and the inner steps of each."""
 
     count: int
     inner: float
@@ -19,12 +19,12 @@ class Part:
 
 @dataclass(slots=True)
 class Round:
-    """An outer step as the hub has it.
+    """An open outer step at the hub.
 
     Args:
-        first_at: when the first contribution was complete.
-        last_begun: when the last of its contributions was made by its cluster.
-        quorum_at: when there were enough, under `quorum`.
+        first_at: time when the first contribution was complete.
+        last_begun: time when the newest of its contributions was made.
+        quorum_at: time when there were enough contributions for `quorum`.
     """
 
     parts: dict[Member, Part] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """An outer step that is over, as the report needs it."""
+    """A committed outer step, for the report."""
 
     outer_step: int
     first_begun: float
@@ -51,7 +51,7 @@ class Committed:
 
 
 class Threads:
-    """The threads of so many hubs for numbers: first come, first served."""
+    """The threads of the hubs that measure and average: first come, first served."""
 
     def __init__(self, hubs: int) -> None:
         self.number = NUMBER_THREADS * hubs
@@ -59,9 +59,9 @@ class Threads:
         self.busy_s = 0.0
 
     def take(self, now: float, seconds: float, count: int = 1) -> float:
-        """When so many jobs of equal length are over, that come now."""
+        """End of `count` jobs of equal length that arrive now."""
         self.busy_s += seconds * count
-        if count > self.number:  # they fill all threads
+        if count > self.number:  # the jobs fill all threads
             begin = sum(max(now, free) for free in self._free_at) / self.number
             end = begin + seconds * count / self.number
             self._free_at = [end] * self.number
@@ -78,17 +78,17 @@ class Hub:
     def __init__(self, setting: Setting, hubs: int) -> None:
         self._setting = setting
         self.next = 0
-        """The outer step that is committed next."""
+        """The next outer step to commit."""
         self.rounds: dict[int, Round] = {}
         self.living: dict[Member, None] = {}
         self.committed: list[Committed] = []
         self.threads = Threads(hubs)
         self.is_away = False
         self.kept: dict[int, int] = {}
-        """Parts of each average that is kept, by outer step."""
+        """Number of parts of each available average, by outer step."""
         self._missing: Member | None = None
         self.state_version = -1
-        """Of the newest state that a cluster has given."""
+        """Version of the newest state that a cluster has uploaded."""
         self.is_state_coming = False
 
     @property
@@ -99,12 +99,12 @@ class Hub:
         return self.rounds.setdefault(outer_step, Round())
 
     def first_round(self) -> int:
-        """That waits for somebody who comes now."""
+        """First round that waits for a member that joins now."""
         current = self.rounds.get(self.next)
         return self.next + int(current is not None and bool(current.parts))
 
     def admit(self, member: Member) -> None:
-        """A member is heard, for the first time or again."""
+        """Add a member after its first heartbeat, or after a silence."""
         if not member.is_living:
             member.is_living = True
             member.from_round = self.first_round()
@@ -118,9 +118,9 @@ class Hub:
         return not (member.is_behind or member.is_finished) and member.from_round <= self.next
 
     def waits(self) -> bool:
-        """Whether a member is missing in the next round, of those whom it waits for."""
+        """Whether the next round waits for a member whose contribution is missing."""
         parts = self.round(self.next).parts
-        known = self._missing  # whoever was missing before is mostly missing still
+        known = self._missing  # a member that was missing before is usually still missing
         if known and known in self.living and known not in parts and self.is_expected(known):
             return True
         for member in self.living:
@@ -131,7 +131,7 @@ class Hub:
         return False
 
     def due_at(self) -> float | None:
-        """When the next round closes without the missing; None: that is not decided yet."""
+        """Time when the next round closes without missing members. None: not decided yet."""
         current, setting = self.round(self.next), self._setting
         if setting.wait == "time_boxed" and current.first_at is not None:
             return current.first_at + setting.time_box_s
@@ -140,7 +140,7 @@ class Hub:
         return None
 
     def is_time(self, now: float) -> bool:
-        """Whether the next round closes now."""
+        """Whether it is time to close the next round."""
         current = self.rounds.get(self.next)
         if current is None or current.is_closed or not current.parts or self.is_away:
             return False
@@ -156,7 +156,7 @@ class Hub:
         return max(1, min(least, goes_on)) if finished else least
 
     def take(self, member: Member, outer_step: int, inner: float, begun: float, at: float) -> bool:
-        """A contribution is complete; False: its round is over."""
+        """Add a complete contribution. False: its round is over."""
         current = self.round(outer_step)
         if outer_step < self.next or current.is_closed:
             return False
@@ -170,7 +170,7 @@ class Hub:
         return True
 
     def split(self, member: Member, one: Member) -> None:
-        """One of a member's clusters is a member of its own from now on."""
+        """Register one of a member's clusters as a separate member."""
         if member in self.living:
             self.living[one] = None
         for current in self.rounds.values():
@@ -179,7 +179,7 @@ class Hub:
                 current.parts[one] = Part(1, part.inner)
 
     def merge(self, member: Member, into: Member) -> None:
-        """A member counts with another one from now on."""
+        """Merge a member into another member."""
         self.living.pop(member, None)
         for current in self.rounds.values():
             if (part := current.parts.pop(member, None)) is not None:
@@ -189,7 +189,7 @@ class Hub:
                 whole.count = count
 
     def commit(self, now: float) -> Round:
-        """The average of the next round is on the disk."""
+        """Commit the next round, whose average is on the disk."""
         done = self.rounds.pop(self.next)
         self.committed.append(
             Committed(self.next, done.first_begun, done.last_begun, now, done.num_parts)

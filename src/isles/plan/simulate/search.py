@@ -1,9 +1,9 @@
-"""Other outer settings for the same fleet: what each would bring, and which are best.
+"""Search for better outer settings of the same fleet, by simulated goodput.
 
-Only time is known here. What a setting costs in quality is measured, see docs/benchmarks.md: so of
-two that bring about the same, the one that learns better is taken, which is a shorter round, a
-shorter delay and a finer codec. `deadline` is left out: after it
-clusters train on, which is the same as a longer round.
+The search knows only time. docs/benchmarks.md has the measured loss of quality by setting. So of
+two settings with about the same goodput, the search prefers the setting that learns better: a
+shorter round, a shorter delay and a finer codec. It does not vary `deadline`, as clusters train on
+after a deadline, which has the same effect as a longer round.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from isles.plan.simulate.fleet import FleetConfig
 from isles.plan.simulate.setting import Setting
 
 CLOSE = 0.01
-"""Settings whose goodput differs by less are taken for equal."""
+"""Settings whose goodput differs by less count as equal."""
 _EVERY = (10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 750, 1000, 1500, 2000)
 _FRAGMENTS = (1, 2, 4, 8)
 _DELAYS = (0, 1, 2, 5, 10, 20, 50, 100)
 _CODECS: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4", "topk")
 _NEVER_S = 1e9
 _ROUNDS = 12
-"""Outer steps that are played for each setting."""
+"""Outer steps to simulate for each setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A setting that was tried.
+    """One tried setting.
 
     Args:
-        key: of the section outer, that differs from the run's; empty: none does.
-        goodput: in the middle of a run in which nothing fails.
+        key: key of the section outer with another value than in the run. Empty: none.
+        goodput: goodput in the middle of a run without failures.
     """
 
     key: str
@@ -45,7 +45,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search has found: trials by key, and the best settings together."""
+    """Result of a search: trials by key, and the best settings together."""
 
     now: float
     trials: tuple[Trial, ...]
@@ -86,7 +86,7 @@ def search(fleet: FleetConfig, setting: Setting) -> Found:
 def _fit(
     setting: Setting, *, sync_every: int | None = None, num_fragments: int | None = None
 ) -> Setting:
-    # A delay must be over before the next outer step.
+    # A delay must end before the next outer step.
     tried = setting.with_outer(sync_every=sync_every, num_fragments=num_fragments)
     apart = tried.sync_every / tried.num_fragments
     return tried if tried.delay < apart else tried.with_outer(delay=max(0, -(-int(apart) // 2) - 1))
@@ -98,7 +98,7 @@ def _delays(setting: Setting) -> Iterable[int]:
 
 
 def _together(setting: Setting, goodput: Callable[[Setting], float]) -> tuple[str, float]:
-    # The shortest round that brings about as much as the longest; int8, whose loss is not seen.
+    # The shortest round with about the goodput of the longest; int8, as its loss is negligible.
     coded = setting.with_outer(codec=CodecConfig(kind="int8"))
     longest = coded.with_outer(sync_every=_EVERY[-1], num_fragments=4, delay=50)
     goal = goodput(longest) - CLOSE

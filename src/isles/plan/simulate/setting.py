@@ -1,4 +1,4 @@
-"""What the simulation takes from a run file, and what an outer step costs a processor."""
+"""Settings of a simulation from the run file, and CPU costs of an outer step."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ from isles.plan.simulate.sizes import (
 from isles.run.env import hub_cache
 
 # Constants of `isles.outer`, by the file that has them.
-OPEN_STEPS = 8  # trainer/sync.py: contributions for so many outer steps ahead
-KEPT_AVERAGES = 8  # hub/rules.py: so many stay for clusters that missed them
+OPEN_STEPS = 8  # trainer/sync.py: limit of outer steps ahead with contributions
+KEPT_AVERAGES = 8  # hub/rules.py: averages that the hub keeps for late clusters
 AHEAD = 4  # client/session.py: averages fetched that are not applied
 ON_THE_WIRE = 1.05  # client/session.py: TLS, HTTP and TCP
 CHUNK_BYTES = 2**20  # messages.py
 CHUNKS_AT_ONCE = 4  # client/http.py
 HEARTBEAT_S = 2.0  # client/client.py; a quarter of `dead_after` at most
 NUMBER_THREADS = 2  # hub/work.py: threads that measure and average
-LAST_WAIT_S = 600.0  # trainer/outer.py: for the averages at the end
-RECONNECT_S = 2.0  # client/client.py: until a lost hub is tried again, at most
+LAST_WAIT_S = 600.0  # trainer/outer.py: wait for the averages at the end
+RECONNECT_S = 2.0  # client/client.py: longest pause between attempts to reconnect
 LEAST_SYNC, MOST_SYNC = 10, 1000  # trainer/sync.py: sync_every: auto
 
 HUB_TAKES, HUB_GIVES = 200e6, 200e6
-"""Bytes/s that the one thread of a hub that has the network takes and gives (TLS, HTTP), whatever
-its line is: 792 MB in 3.9 CPU seconds of that thread under `python benchmarks/hub.py`."""
+"""Bytes/s that the network thread of a hub receives and sends (TLS, HTTP), whatever its link is.
+Measured: 792 MB in 3.9 CPU seconds of that thread under `python benchmarks/hub.py`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Speed of one processor core at the work of outer steps.
+    """Speed of one CPU core at the work of outer steps.
 
-    The defaults are those of `python benchmarks/codec.py`, see docs/benchmarks.md, and `measure`
-    that of `isles.outer.average.inspect`, see docs/benchmarks.md; `cpu` of a fleet scales them.
+    The defaults are measured by `python benchmarks/codec.py`, and `measure` is the speed of
+    `isles.outer.average.inspect`; see docs/benchmarks.md. `cpu` of a fleet scales them.
     """
 
     encode: float
     """Numbers/s that a cluster encodes."""
     measure: float
-    """Numbers/s of contributions that the hub checks: it decodes, and adds up squares in fp64."""
+    """Numbers/s of contributions that the hub checks: decoding, and squares summed in fp64."""
     average: float
     """Numbers/s that the hub averages, over all contributions together."""
     apply: float
     """Numbers/s of an average that a cluster decodes and applies."""
     hash: float = 0.7e9
-    """Bytes/s of SHA-256 with TLS beside it: files that travel, and outer parameters."""
+    """Bytes/s of SHA-256 while TLS runs, for files in transfer and outer parameters."""
     copy: float = 1.0e9
     """Numbers/s of weights that are copied between the engine and outer parameters."""
     fsync_s: float = 0.02
-    """Until a file, or the journal, is on the disk."""
+    """Seconds until a file or the journal is on the disk."""
 
     def scaled(self, cpu: float) -> Costs:
-        """Of a core that is so many times as fast."""
+        """The costs on a core that is `cpu` times as fast."""
         names = ("encode", "measure", "average", "apply", "hash", "copy")
         return replace(self, **{name: getattr(self, name) * cpu for name in names})
 
@@ -77,18 +77,18 @@ CODEC_COSTS: dict[CodecName, Costs] = {
     "int4": Costs(1.32 * _GB, 0.115e9, 1.20 * _GB, 4.08 * _GB),
     "topk": Costs(0.13 * _GB, 0.031e9, 22.2 * _GB, 0.33 * _GB),
 }
-"""By codec. An average of topk is its parts: each of them is decoded to apply it."""
+"""Costs by codec. An average of topk consists of its parts, and each part is decoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One run, as far as its outer steps depend on it.
+    """Settings of a run that its outer steps depend on.
 
     Args:
         fragments: trained numbers in each fragment.
-        max_steps: inner steps of each cluster; None: the run ends by time.
-        save_every_steps, save_every_s: when checkpoints are written; None: not so.
-        tokens_per_step: of one inner step of a cluster.
+        max_steps: inner steps of each cluster. None: the run ends by time.
+        save_every_steps, save_every_s: interval of checkpoints. None: not set.
+        tokens_per_step: tokens of one inner step of a cluster.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Setting:
 
     @property
     def parameters(self) -> int:
-        """Trained numbers."""
+        """Total of trained numbers."""
         return sum(self.fragments)
 
     def contribution_bytes(self, fragment: int) -> int:
@@ -130,14 +130,14 @@ class Setting:
     def average_bytes(self, fragment: int, num_parts: int) -> int:
         return average_bytes(self.codec, self.fragments[fragment], num_parts)
 
-    # The schedule, as `isles.outer.trainer.sync.Schedule` and `OuterScheduler` have it.
+    # The schedule of `isles.outer.trainer.sync.Schedule` and `OuterScheduler`.
 
     def sync_every_at(self, outer_step: int) -> int:
         is_warmup = outer_step // self.num_fragments < self.warmup_rounds
         return self.warmup_sync_every if is_warmup else self.sync_every
 
     def interval(self, outer_step: int) -> int:
-        """Inner steps from the outer step before to this one."""
+        """Inner steps between the previous outer step and this one."""
         return max(1, self.sync_every_at(outer_step) // self.num_fragments)
 
     def step_of(self, outer_step: int) -> int:
@@ -156,7 +156,7 @@ class Setting:
         delay: int | None = None,
         codec: CodecConfig | None = None,
     ) -> Setting:
-        """The same run with other outer steps; another number of fragments cuts evenly."""
+        """The same run with other outer steps. A new number of fragments splits it evenly."""
         changes: dict[str, Any] = {}
         if sync_every is not None:
             changes |= {"sync_every": sync_every, "warmup_rounds": 0}
@@ -170,20 +170,20 @@ class Setting:
 
 
 def setting_of(loaded: Loaded, *, parameters: int | None = None) -> Setting:
-    """What a run file says.
+    """Settings of a run file.
 
     Args:
-        parameters: trained numbers, where the fleet file says how many.
+        parameters: trained numbers, if the fleet file has them.
 
     Raises:
-        UserError: the run has no outer steps, or its model's size is not known here.
+        UserError: the run has no outer steps, or the size of its model is unknown.
     """
     config, outer = loaded.config, loaded.config.diloco
     if outer is None or config.training.script is not None:
         raise ConfigError(
             "the run has no outer steps to simulate",
             where=loaded.where("outer.kind", "outer"),
-            fix="add outer: {kind: diloco}, the way in which several clusters train one model",
+            fix="add outer: {kind: diloco}, so that several clusters train one model",
         )
     fragments = _fragments(loaded, outer.fragments, parameters)
     if not all(fragments):
@@ -226,16 +226,17 @@ def _wait(outer: DiLoCoConfig) -> dict[str, Any]:
 
 
 def _fragments(loaded: Loaded, num: int, parameters: int | None) -> list[int]:
-    # Trained numbers of each fragment: a Llama's as isles will cut it, else of about equal sizes.
+    # Trained numbers of each fragment. A Llama is split as isles does it; other models are split
+    # evenly.
     config = loaded.config
     if parameters is None:
         shape = find_shape(config.model, hub_cache())
         if shape is None:
             raise ConfigError(
-                f"the size of {config.model.name_or_path} is not known here: it is no shape of "
-                "isles, and there is no config.json of it",
+                f"the size of {config.model.name_or_path} is unknown: it is not a shape of isles, "
+                "and this machine has no config.json for it",
                 where=loaded.where("model.name_or_path"),
-                fix="give the number of trained parameters in the fleet file, such as "
+                fix="set the number of trained parameters in the fleet file, such as "
                 "parameters: 7B",
             )
         if vocab_size := config.tokenizer.train_vocab_size:
@@ -247,11 +248,11 @@ def _fragments(loaded: Loaded, num: int, parameters: int | None) -> list[int]:
 
 
 def auto_sync_every(wait_s: Sequence[float], step_s: Sequence[float], max_overhead: float) -> int:
-    """Inner steps in a round under `sync_every: auto`: the largest that a cluster asks for.
+    """Inner steps per round under `sync_every: auto`: the largest value that a cluster needs.
 
     Args:
-        wait_s: of each cluster, seconds in which its link sends and fetches all fragments.
-        step_s: of each cluster, seconds of an inner step.
+        wait_s: for each cluster, seconds that its link needs to send and fetch all fragments.
+        step_s: for each cluster, seconds of an inner step.
 
     Source: `isles.outer.trainer.sync.auto_sync_every`.
     """

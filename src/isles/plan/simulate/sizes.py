@@ -1,6 +1,6 @@
-"""Bytes of an outer step: how a model is cut into fragments, and what each codec makes of one.
+"""Bytes of an outer step: fragments of a model, and their sizes under each codec.
 
-The formulas are those of `isles.outer.layout` and `isles.outer.codec`, without torch.
+The formulas are the formulas of `isles.outer.layout` and `isles.outer.codec`, without torch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, assert_never
 from isles.config.sections.outer import CodecConfig
 
 PIECE_NUMBERS = 2**20
-"""Numbers in a piece at most; see `isles.outer.layout`."""
+"""Most numbers in a piece; see `isles.outer.layout`."""
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 _TOPK_CHUNK, _PLACE_BITS = 4096, 12
 
 
 def piece_bytes(codec: CodecConfig, n: int) -> int:
-    """Bytes of one contribution's piece of n numbers; as `isles.outer.codec.Codec.size`."""
+    """Bytes of a contribution's piece of n numbers, as `isles.outer.codec.Codec.size` has it."""
     match codec.kind:
         case "none":
             return 4 * n
@@ -38,18 +38,18 @@ def piece_bytes(codec: CodecConfig, n: int) -> int:
 
 
 def contribution_bytes(codec: CodecConfig, numbers: int) -> int:
-    """Bytes of a contribution of so many numbers, cut into whole pieces and what is left.
+    """Bytes of a contribution with this many numbers, split into whole pieces and a rest.
 
-    Parameters end pieces too, so a real one is some bytes larger for each of them.
+    Parameters end pieces too, so a real contribution is some bytes larger for each of them.
     """
     whole, rest = divmod(numbers, PIECE_NUMBERS)
     return whole * piece_bytes(codec, PIECE_NUMBERS) + (piece_bytes(codec, rest) if rest else 0)
 
 
 def average_bytes(codec: CodecConfig, numbers: int, num_parts: int) -> int:
-    """Bytes of an average over so many contributions; as `isles.outer.average.average_size`.
+    """Bytes of an average over `num_parts` contributions, as `isles.outer.average.average_size`.
 
-    That of int4 is int8; topk sends the contributions themselves.
+    The average of int4 is sent as int8. For topk, the contributions themselves are sent.
     """
     match codec.kind:
         case "topk":
@@ -64,15 +64,15 @@ def average_bytes(codec: CodecConfig, numbers: int, num_parts: int) -> int:
 
 
 def state_bytes(numbers: int, *, has_momentum: bool) -> int:
-    """Bytes of the outer state that a cluster takes over from another, in fp32."""
+    """Bytes of the outer state that one cluster fetches from another, in fp32."""
     return (8 if has_momentum else 4) * numbers
 
 
 def fragment_numbers(sizes: Mapping[str, int], num_fragments: int) -> list[int]:
-    """Numbers in each fragment, by parameter names and sizes; as `isles.outer.layout` cuts.
+    """Numbers in each fragment, by parameter names and sizes, as `isles.outer.layout` splits them.
 
-    Blocks go to the fragments in rotation; what lies in no block goes, the largest first, to the
-    fragment that has least.
+    Blocks are assigned to the fragments in rotation. Every parameter outside the blocks, the
+    largest first, is assigned to the smallest fragment.
     """
     load = [0] * num_fragments
     blocks: dict[str, int] = {}
@@ -90,7 +90,7 @@ def fragment_numbers(sizes: Mapping[str, int], num_fragments: int) -> list[int]:
 
 
 def equal_fragments(numbers: int, num_fragments: int) -> list[int]:
-    """Fragments of a model of which only the number of parameters is known."""
+    """Fragments of a model with a known number of parameters and an unknown structure."""
     base, more = divmod(numbers, num_fragments)
     return [base + (index < more) for index in range(num_fragments)]
 

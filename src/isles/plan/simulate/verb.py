@@ -1,4 +1,4 @@
-"""`isles plan RUN_FILE --simulate`: play a run, and print tables and a picture of its clusters."""
+"""`isles plan RUN_FILE --simulate`: simulate a run, and print tables and a timeline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from isles.plan.simulate.search import Found, search
 from isles.plan.simulate.setting import Setting, setting_of
 
 DAY_H = 24.0
-"""Simulated where neither --hours nor max_steps says how long."""
+"""Simulated hours, if neither --hours nor max_steps is set."""
 SIGNS = {
     "compute": "█",
     "outer": "▓",
@@ -36,22 +36,22 @@ SIGNS = {
     "away": " ",
     "done": "·",
 }
-"""One column of the picture, by what most of it was."""
+"""Sign of a column of the timeline, by the state with the largest share."""
 _CAUSES = ("others", "transfer", "outer", "down", "joining", "queue", "away")
 MEANINGS = {
-    "others": "waits for slower or lost clusters",
-    "transfer": "waits for links and hub",
-    "outer": "encodes and applies",
-    "down": "failed, cut off or frozen",
-    "joining": "takes state or missed averages",
-    "queue": "waits in a queue",
+    "others": "waiting for slower or lost clusters",
+    "transfer": "waiting for links and hub",
+    "outer": "encoding and applying",
+    "down": "failed, disconnected or frozen",
+    "joining": "fetching state or missed averages",
+    "queue": "waiting in a queue",
     "away": "not there",
 }
 _WIDTH = 72
 _OUTER_STEPS = 4
-"""So many outer steps are in the picture: those in the middle of the run …"""
+"""Outer steps in the timeline: those in the middle of the run …"""
 _KEPT = 600
-"""… or the oldest whose times are kept."""
+"""… or the oldest with known times."""
 
 
 def simulate_run(
@@ -65,30 +65,31 @@ def simulate_run(
     png: Path | None,
     print_line: Callable[[str], None],
 ) -> int:
-    """Simulate a run, and print what becomes of it.
+    """Simulate a run, and print its figures.
 
     Args:
-        fleet_path: left out: the clusters of the run file, with assumptions that are printed.
+        fleet_path: fleet file. If omitted, the clusters of the run file, with printed assumptions.
         planned: see `fleet_of`.
-        hours: of the virtual clock, at most; left out: to the run's last step, or a day.
-        png: where the timeline is drawn, too.
+        hours: limit of the virtual clock. If omitted, until the run's last step, or a day.
+        png: file for a picture of the timeline.
 
     Raises:
         UserError: the run has no outer steps, or the fleet file has issues.
     """
     if hours is not None and not 0 < hours <= 100_000:
-        raise UserError(f"{hours:g} hours cannot be simulated", where="--hours", fix="such as 24")
+        fix = "use a number above 0 and up to 100000"
+        raise UserError(f"{hours:g} hours cannot be simulated", where="--hours", fix=fix)
     if png is not None and find_spec("matplotlib") is None:
         raise MissingDependencyError(
-            "the picture needs the package matplotlib, which is not installed",
+            "--png needs the package matplotlib, which is not installed",
             where="--png",
-            fix="pip install matplotlib, or look at the timeline in the terminal",
+            fix="pip install matplotlib, or remove --png and use the timeline in the terminal",
         )
     if png is not None and not png.absolute().parent.is_dir():
         raise UserError(
-            f"there is no folder {png.absolute().parent}",
+            f"folder not found: {png.absolute().parent}",
             where="--png",
-            fix="make it, or give another",
+            fix="create it, or use another folder",
         )
     notes: list[str] = []
     if fleet_path is None:
@@ -118,7 +119,7 @@ def simulate_run(
 
 
 def _draw(result: Result, path: Path) -> None:
-    # In a process of its own: this wing imports nothing that only a picture needs.
+    # In a separate process: this package does not import matplotlib.
     begin, end = window(result)
     rows = [
         {"name": name, "spans": [asdict(span) for span in spans if span.end > begin]}
@@ -133,7 +134,7 @@ def _draw(result: Result, path: Path) -> None:
         raise UserError(
             f"the picture cannot be written: {done.stderr.strip().splitlines()[-1][:200]}",
             where=str(path),
-            fix="give another --png",
+            fix="use another file for --png",
         )
 
 
@@ -145,7 +146,7 @@ def report(
     found: Found | None,
     notes: Sequence[str],
 ) -> str:
-    """All that `isles plan --simulate` prints."""
+    """The whole text of `isles plan --simulate`."""
     parts = [
         *_head(setting, result),
         *(f"  assumed: {note}" for note in notes),
@@ -179,7 +180,7 @@ def _head(setting: Setting, result: Result) -> list[str]:
         f"  a round has  {result.steps_per_round:.0f} inner steps of each cluster, on average",
         f"  staleness    {result.stale_steps:.1f} inner steps from contribution to average, "
         f"{stale} at most",
-        f"  each sends   {format_bytes(sent)}, and fetches {format_bytes(received)}, in {time}",
+        f"  each sends   {format_bytes(sent)}, fetches {format_bytes(received)}, in {time}",
     ]
 
 
@@ -210,7 +211,7 @@ def _groups(result: Result) -> Table:
             str(group.late),
         )
     shown = "; ".join(f"{cause}: {MEANINGS[cause]}" for cause in causes)
-    table.caption = f"{shown}. lost: steps whose weights a failure took." if shown else ""
+    table.caption = f"{shown}. lost: steps that a failure has undone." if shown else ""
     table.caption_justify = "left"
     return table
 
@@ -219,29 +220,30 @@ def _hub(fleet: FleetConfig, setting: Setting, result: Result, limits: Capacity)
     num = result.num_clusters
     lines = [
         f"hub: downlink busy {result.hub_in_busy:.0%}, uplink {result.hub_out_busy:.0%} of the "
-        f"time; received {format_bytes(result.hub_received_bytes)}, "
-        f"sent {format_bytes(result.hub_sent_bytes)}; "
-        f"{format_bytes(limits.disk_bytes)} on its disk for an outer step",
-        f"  one hub carries {limits.first.clusters} of these clusters; the first limit is "
+        f"time, received {format_bytes(result.hub_received_bytes)}, "
+        f"sent {format_bytes(result.hub_sent_bytes)}, "
+        f"stores {format_bytes(limits.disk_bytes)} per outer step",
+        f"  one hub can serve {limits.first.clusters} of these clusters; the first limit is "
         f"{limits.first.what}. Further limits:",
     ]
     lines += [f"    {limit.clusters:>9}  {limit.what}" for limit in limits.limits[1:]]
     if num > limits.first.clusters and fleet.hub.hubs == 1:
         lines.append(
-            f"  WARNING: one hub does not carry {plural(num, 'cluster')}. On paper (isles has no "
-            f"second level today) {plural(limits.hubs, 'hub')} below a root would: try "
-            f"hub.hubs: {limits.hubs} in the fleet file"
+            f"  WARNING: one hub cannot serve {plural(num, 'cluster')}. With a second level, which "
+            f"isles does not have yet, {plural(limits.hubs, 'hub')} below a root could: simulate "
+            f"it with hub.hubs: {limits.hubs} in the fleet file"
         )
     if limits.hubs > 1:
         lines.append(
-            f"  a second level, on paper, carries {limits.two_levels} clusters; with "
-            f"{plural(limits.hubs, 'hub')} it adds {limits.root_s:.1f} s to an outer step"
+            f"  a second level, which isles does not have yet, could serve {limits.two_levels} "
+            f"clusters; with {plural(limits.hubs, 'hub')} it adds {limits.root_s:.1f} s to an "
+            "outer step"
         )
     return lines
 
 
 def timeline(result: Result) -> list[str]:
-    """Some outer steps: a row for each cluster that is shown, and the commits."""
+    """Timeline of some outer steps: a row for each shown cluster, and the commits."""
     if not result.timeline or not result.commits:
         return []
     begin, end = window(result)
@@ -255,7 +257,7 @@ def timeline(result: Result) -> list[str]:
             ("joining", "joining"),
         )
     )
-    lines = [f"from {begin:.0f} s to {end:.0f} s: {shown}, ^ an average is there"]
+    lines = [f"from {begin:.0f} s to {end:.0f} s: {shown}, ^ a new average"]
     for name, spans in result.timeline:
         lines.append(f"{name[:14]:>14} {_row(spans, begin, end)}")
     marks = [" "] * _WIDTH
@@ -266,7 +268,7 @@ def timeline(result: Result) -> list[str]:
 
 
 def window(result: Result) -> tuple[float, float]:
-    """Seconds from which and to which the picture goes."""
+    """Start and end of the timeline, in seconds."""
     commits = result.commits
     last = min(len(commits) - 1, max(_OUTER_STEPS, len(commits) // 2, len(commits) - _KEPT))
     begin = commits[last - _OUTER_STEPS] if last >= _OUTER_STEPS else 0.0
@@ -290,15 +292,15 @@ def _row(spans: Iterable[Span], begin: float, end: float) -> str:
 
 def _found(found: Found) -> list[str]:
     lines = [
-        f"other settings, where nothing fails and no round is longer than sync_every (now: "
-        f"{found.now:.1%}); * brings as much as the best, and learns best:"
+        f"goodput with other settings, without failures and with rounds up to sync_every (now: "
+        f"{found.now:.1%}); * marks the setting that learns best among the fastest:"
     ]
     for key in dict.fromkeys(trial.key for trial in found.trials):
         own = [trial for trial in found.trials if trial.key == key]
         values = ", ".join(f"{t.value}{'*' if t.is_best else ''} {t.goodput:.1%}" for t in own)
         lines.append(f"  {key:<10} {values}")
     if found.together:
-        lines.append(f"  together: outer: {{{found.together}}} brings {found.goodput:.1%}")
+        lines.append(f"  together: outer: {{{found.together}}} gives {found.goodput:.1%}")
     else:
-        lines.append("  together: no sync_every up to 2000 is long enough; the links are too slow")
+        lines.append("  together: the links are too slow, even for sync_every 2000")
     return lines
