@@ -217,8 +217,8 @@ def test_what_is_wrong_with_a_cluster_names_its_own_keys(run_file: Path) -> None
     assert run_check(run_file, (outer, clusters), (), extent, texts.append) == 2
     assert len(texts) == 2
     for index, text in enumerate(map(str, texts)):
-        assert f"fix: on a login node: clusters[{index}].launcher.login" in text, text
-        assert f"clusters[{1 - index}]" not in text
+        assert f"fix: on a login node: clusters.{index}.launcher.login" in text, text
+        assert f"clusters.{1 - index}." not in text
 
 
 PARTITIONS = """\

@@ -120,6 +120,8 @@ def test_overrides_win_over_the_file(tmp_path):
         "clusters.0.gpus-per-node=auto": ("clusters.0.gpus_per_node", "auto"),
         "data.sources.0.path=a=b": ("data.sources.0.path", "a=b"),
         "data.sources.1.path=b": ("data.sources.1.path", "b"),
+        "clusters[0].max_restarts=2": ("clusters.0.max_restarts", 2),
+        "data.sources[2].path=c": ("data.sources.2.path", "c"),
         "checkpoint={keep: 7}": ("checkpoint.keep", 7),
         "training.max_time=": ("training.max_time", None),
     }

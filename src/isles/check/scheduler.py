@@ -61,8 +61,8 @@ def queue_findings(
     try:
         findings.extend(asked)
     except PreflightError as error:
-        fix = f"on a login node: clusters[0].launcher.login; or name the folder of {possessive} "
-        fix += "commands: clusters[0].launcher.bin_path"
+        fix = f"on a login node: clusters.0.launcher.login; or name the folder of {possessive} "
+        fix += "commands: clusters.0.launcher.bin_path"
         text = f"{name} cannot be asked: {error.what}"
         findings.append(Finding("queue.commands", "error", shell.name, text, fix=fix))
     return findings
@@ -109,7 +109,7 @@ def _gres(where: str, what: str, nodes: Sequence[QueueNode], cluster: ClusterCon
         return Finding("queue.gres", "ok", where, text, str(most), str(gpus))
     text = f"{fit} nodes of {what} have the {gpus} GPUs that the run wants of each of its "
     text += f"{cluster.max_nodes} nodes; the most that one has is {most}"
-    fix = "name a partition that has GPUs; or train on CPUs: clusters[0].device: cpu"
+    fix = "name a partition that has GPUs; or train on CPUs: clusters.0.device: cpu"
     if most:
         fix = f"use gpus_per_node: {most} and more nodes, or another partition"
     return Finding("queue.gres", "error", where, text, str(most), str(gpus), fix)
@@ -124,7 +124,7 @@ def _time(where: str, what: str, wanted_s: float | None, most_s: float | None) -
     if most_s is None or wanted_s <= most_s:
         return Finding("queue.time", "ok", where, f"{wanted} of {most}", wanted, most)
     text = f"the run asks for {wanted}, and {what} allows {most}"
-    fix = f"set clusters[0].launcher.time to {most.replace(' ', '')} or less; with requeue the "
+    fix = f"set clusters.0.launcher.time to {most.replace(' ', '')} or less; with requeue the "
     fix += "run goes on in the next job"
     return Finding("queue.time", "error", where, text, wanted, most, fix)
 
@@ -134,7 +134,7 @@ def _slurm(
 ) -> Iterator[Finding]:
     where = slurm.shell.name
     asked = slurm.run("scontrol", "-o", "show", "partition")
-    fix = "is slurmctld up? scontrol ping; elsewhere: clusters[0].launcher.login"
+    fix = "is slurmctld up? scontrol ping; elsewhere: clusters.0.launcher.login"
     yield _answers("Slurm", where, asked, fix)
     if asked.returncode:
         return
@@ -148,7 +148,7 @@ def _slurm(
         found = next((own for own in partitions if own["PartitionName"] in wanted), None)
         text = f"there is no partition {launcher.partition}"
     if found is None:
-        fix = f"set clusters[0].launcher.partition to one of: {names}"
+        fix = f"set clusters.0.launcher.partition to one of: {names}"
         yield Finding("queue.partition", "error", where, text, "absent", names, fix)
         return
     name, state = found["PartitionName"], found.get("State", "UP")
@@ -191,7 +191,7 @@ def _slurm_nodes(slurm: Slurm, launcher: SlurmLauncherConfig, partition: str) ->
 def _pbs(cluster: ClusterConfig, launcher: PbsLauncherConfig, pbs: Pbs) -> Iterator[Finding]:
     where = pbs.shell.name
     asked, listed = pbs.run("qstat", "-Qf"), pbs.run("pbsnodes", "-a")
-    fix = "is the server up? qstat -B; on another machine: clusters[0].launcher.login"
+    fix = "is the server up? qstat -B; on another machine: clusters.0.launcher.login"
     yield _answers("PBS", where, asked, fix)
     if asked.returncode:
         return
@@ -217,7 +217,7 @@ def _pbs(cluster: ClusterConfig, launcher: PbsLauncherConfig, pbs: Pbs) -> Itera
 def _queue(where: str, name: str | None, queues: Mapping[str, Mapping[str, str]]) -> Finding:
     names = ", ".join(queues)
     one = f"one of: {names}" if names else "a queue that you may use; `qstat -Q` names none"
-    fix = f"set clusters[0].launcher.queue to {one}"
+    fix = f"set clusters.0.launcher.queue to {one}"
     if name is None:
         text = "PBS names no default queue, and the run file names none"
         return Finding("queue.partition", "warning", where, text, "none", fix=fix)
@@ -268,6 +268,6 @@ def ray_findings(cluster: ClusterConfig, launcher: RayLauncherConfig, where: str
         level: Level = "error" if len(fitting) < cluster.min_nodes else "warning"
         text = f"{lacking(wanted, labels, fitting)} ({nodes_text(nodes)})"
         fix = "start Ray on more machines, let its autoscaler bring them, or correct "
-        fix += "clusters[0].launcher.bundles; what counts is what a node has, free or not"
+        fix += "clusters.0.launcher.bundles; what counts is what a node has, free or not"
         found = Finding("queue.nodes", level, where, text, measured, limit, fix)
     return [*findings, found]

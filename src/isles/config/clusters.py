@@ -85,9 +85,8 @@ def of_cluster(loaded: Loaded, index: int) -> Loaded:
 
 
 def keys_of_cluster(text: str, index: int) -> str:
-    """A message of one cluster's run, in which it is `clusters[0]`, with its place in the file."""
-    text = text.replace("clusters[0]", f"clusters[{index}]")
-    return text.replace("clusters.0.", f"clusters.{index}.")
+    """A message of one cluster's run, where it is `clusters.0`, with its number in the file."""
+    return re.sub(r"\bclusters(?:\.0\b|\[0\])", f"clusters.{index}", text)
 
 
 def named_cluster(loaded: Loaded, name: str) -> Loaded:

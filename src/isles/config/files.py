@@ -104,7 +104,7 @@ def _missing(loaded: Loaded) -> Iterator[ConfigError]:
             what += " is a folder" if path.is_dir() else ""
             fix, cluster = how_to_find(path), config.clusters[0]
             if isinstance(cluster.launcher, SshLauncherConfig) and cluster.sync is None:
-                fix = f"let isles copy the folder with it to the hosts: clusters[0].sync; or {fix}"
+                fix = f"let isles copy the folder with it to the hosts: clusters.0.sync; or {fix}"
             yield missing("files.script", "training.script", what, fix)
     for key in ("model.name_or_path", "tokenizer.name_or_path"):
         name = config.at(key)

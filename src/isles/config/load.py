@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -233,9 +234,9 @@ def _apply_override(data: dict[str, object], override: str) -> list[KeyPath]:
 
 
 def _override_path(key: str) -> KeyPath:
-    # Dashes are as good as underscores; a number is an item of a list, from 0.
+    # A dash may replace an underscore. `clusters.0.x` and `clusters[0].x` are the first item.
     path: list[str | int] = []
-    parts = key.split(".")
+    parts = re.sub(r"\[(\d+)\](?=\.|$)", r".\1", key).split(".")
     for position, part in enumerate(parts):
         if keys.named(keys.schema_at(tuple(path)) or {}) is not None:
             # A name of the user's own, such as a host's: dots and dashes belong to it.

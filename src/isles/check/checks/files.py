@@ -93,7 +93,7 @@ def _usable(folder: Path) -> tuple[int, str]:
 
 def _folders(plan: NodePlan, config: RunConfig | None) -> Iterator[Finding]:
     # The output folder, of which all is said; and the caches, of which only what will not do is.
-    variables = "clusters[0].environment.variables"
+    variables = "clusters.0.environment.variables"
     # Other hosts hold a part of one checkpoint at a time.
     kept = plan.kept_bytes if plan.is_first else 0
     output = Path(plan.output_dir).expanduser().absolute()

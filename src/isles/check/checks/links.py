@@ -79,7 +79,7 @@ class Listener:
         if run is None:
             raise UserError(
                 f"the ports {port} to {port + 99} are all taken",
-                fix="set clusters[0].network.port to the first of a hundred that are not",
+                fix="set clusters.0.network.port to the first of a hundred that are not",
                 id="port.taken",
             )
         free, udp = _Server(("", 0), _Stream), socketserver.UDPServer(("", 0), _Datagram)

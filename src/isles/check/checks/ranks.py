@@ -287,12 +287,12 @@ def reduce_findings(
         elif missing and rank not in missing:
             continue  # it only waited for those
         text = f"{backend} failed {_STAGES.get(answer['stage'], answer['stage'])}: {what}"
-        fix = "is the interface right (clusters[0].network.interface)? is every port open between "
+        fix = "is the interface right (clusters.0.network.interface)? is every port open between "
         fix += "the hosts?"
         if backend == "nccl":
-            fix = "NCCL_DEBUG=INFO in clusters[0].environment.variables says more"
+            fix = "NCCL_DEBUG=INFO in clusters.0.environment.variables says more"
             if network.profile != "ethernet":
-                fix = f"clusters[0].network.profile: ethernet leaves out InfiniBand; {fix}"
+                fix = f"clusters.0.network.profile: ethernet leaves out InfiniBand; {fix}"
         where = f"{owner[rank]} rank {rank}"
         yield Finding("reduce.works", "error", where, text, answer["stage"], fix=fix)
     if bad or 0 not in found:

@@ -237,7 +237,7 @@ def _far(name: str, used: Sequence[Card], pairs: Pairs, there: Sequence[int]) ->
         text = f"the ranks are on GPUs {', '.join(map(str, own))}, {what} ({_listed(far)}); GPUs "
         text += f"{', '.join(map(str, better))} are nearer to one another"
         fix = f"CUDA_VISIBLE_DEVICES={shown} before `isles train`, or in "
-        fix += "clusters[0].environment.variables"
+        fix += "clusters.0.environment.variables"
         measured = max((pairs[pair] for pair in far), key=_distance)
         limit = max((pairs[pair] for pair in combinations(better, 2)), key=_distance)
         yield Finding("gpu.links", "warning", name, text, measured, limit, fix)

@@ -83,7 +83,7 @@ def _missing(facts: Facts) -> Iterator[Finding]:
         fix = (
             "isles setup run.yaml installs them; by hand: pip install 'isles[train]'; or name the "
         )
-        fix += "right Python in clusters[0].environment"
+        fix += "right Python in clusters.0.environment"
         yield Finding("packages.missing", "error", name, text, f"missing: {missing}", fix=fix)
 
 
