@@ -135,7 +135,7 @@ class _WrongValue:
                 fix = f"write {self.name}: {{kind: {kind}}}"
             elif key:
                 fix = f"write {self.label}{{{key}: {scalar_text(value)}}}"
-        return self._is(", not a section with keys of its own", fix)
+        return self._is(", not a section", fix)
 
     def _word(self) -> Issue:
         # A word that is none of those that the key may hold.
