@@ -60,7 +60,7 @@ def places(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     (0, 'clusters: [{workdir: "a\\nb"}]', "clusters.0.workdir", "not one line", "one"),
     (0, "strategy: fsdp", "strategy", "not a section", "{kind: fsdp}"),
     (0, "strategy: {kind: zero}", "strategy.kind", "zero", "deepspeed"),
-    (0, "strategy: {}", "strategy", "does not say its kind", "auto, ddp"),
+    (0, "strategy: {}", "strategy", "has no kind", "auto, ddp"),
     (0, "track: jsonl", "track", "not a list", "track: [jsonl]"),
     (0, "lerning_rate: 1", "lerning_rate", "unknown", "training.learning_rate"),
     (0, "training.seed: 1", "training.seed", "unknown", "at the top"),
@@ -107,7 +107,7 @@ def test_one_mistake_is_one_fault(tmp_path: Path) -> None:
 
 def test_sections_of_other_tools_are_taken_apart(tmp_path: Path) -> None:
     found = issues(tmp_path, f"optimizer: {{name: AdamW, lr: 1e-3, eps: 1e-8}}\n{GOOD}")
-    lr = "lr, a name from torchtitan (value 0.001) | here it is called training.learning_rate"
+    lr = "lr, a name from torchtitan (value 0.001) | isles calls it training.learning_rate"
     assert any(f"optimizer.lr | unknown key {lr}" in line for line in found)
     assert any("optimizer.eps | " in line and "training.adam_epsilon" in line for line in found)
 

@@ -164,7 +164,7 @@ def test_what_is_off_or_has_its_default_is_not_refused(tmp_path: Path) -> None:
     ({"scheduler": {"type": "WarmupLR", "params": {}}}, {}, "type is WarmupLR.*cosine"),
     ({"scheduler": DECAY}, {"lr_scheduler_type": "linear"}, "type is log.*straight line"),
     ({"zero_optimization": {"stage": 0}}, {}, "stage is 0"),
-    ({"zero_optimization": {"stage": 2, "offload_param": CPU}}, {}, "with ZeRO stage 3 only"),
+    ({"zero_optimization": {"stage": 2, "offload_param": CPU}}, {}, "needs ZeRO stage 3"),
     ({"zero_optimization": {"stage": 3, "offload_param": NVME}}, {}, "nvme needs a folder"),
     ({"zero_optimization": {"cpu_offload": True}}, {}, "cpu_offload is not DeepSpeed's to say"),
     ({"zero_optimization": {"stag": 2}}, {}, "stag is no key of DeepSpeed"),
@@ -256,7 +256,7 @@ def test_accumulation_is_checked_against_the_ranks(tmp_path: Path) -> None:
 
 @each(
     ("{", "no JSON"),
-    ("[]", "no JSON object"),
+    ("[]", "not a JSON object"),
     ('{"fp16": {"a": 1, "a": 2}}', "a stands here and on line 1"),
     (None, "no such file"),
     # Lines are known between tabs, too.

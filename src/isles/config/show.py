@@ -20,17 +20,17 @@ TEMPLATES: dict[str, str] = {
     "pretrain": "a model of 150 million parameters from scratch on your own text",
     "finetune": "all weights of a Hugging Face model on your own text",
     "chat": "all weights of a model on conversations",
-    "lora": "an adapter beside a frozen model, on conversations",
+    "lora": "an adapter on a frozen model, on conversations",
     "qlora": "the same with the frozen model in 4 bits, for small GPUs",
     "dpo": "an adapter on preferences: a chosen and a rejected answer to each prompt",
 }
-"""What `template` takes, and what each is for."""
+"""Names of templates, with their purpose."""
 
 
 def show(resolved: Resolved, *, origins: bool = True) -> str:
-    """Every value as a run file that loads again.
+    """Every value, as a run file that loads again.
 
-    `origins`: with `# run.yaml:9`, `# command line` or `# default` behind each line.
+    `origins`: add `# run.yaml:9`, `# command line` or `# default` to each line.
     """
     rows = [
         (text, resolved.origins[dotted(path)] if path else "")
@@ -48,11 +48,11 @@ def show(resolved: Resolved, *, origins: bool = True) -> str:
 
 
 def template(kind: str) -> str:
-    """A commented run file that loads as it is. ConfigError: there is no template of this name."""
+    """A commented run file, ready to load. ConfigError: the template does not exist."""
     if kind not in TEMPLATES:
         near = difflib.get_close_matches(kind, TEMPLATES, n=1)
         raise ConfigError(
-            f'there is no template "{kind}"',
+            f'template not found: "{kind}"',
             where="command line",
             fix=f"{f'did you mean {near[0]}? ' if near else ''}use one of: {', '.join(TEMPLATES)}",
         )
@@ -69,7 +69,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _for_editors(node: object) -> object:
-    # Times written as text, and no defaults of whole sections, which their keys have.
+    # Times as text, and no defaults of whole sections, as their keys have defaults.
     if isinstance(node, list):
         return [_for_editors(item) for item in node]
     if not isinstance(node, dict):
