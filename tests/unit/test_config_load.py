@@ -43,7 +43,7 @@ def places(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     (9, "  max_step: 100", "training.max_step", "unknown key max_step", "max_steps?"),
     (9, "  max-steps: 100", "training.max-steps", "unknown key", "write it as max_steps"),
     (11, "  max_time: 30", "training.max_time", "30, without a unit", "30s, 30m or 30h"),
-    (11, "  max_time: soon", "training.max_time", '"soon", not a time', "23h30m"),
+    (11, "  max_time: soon", "training.max_time", '"soon", not a valid time', "23h30m"),
     (3, "  init: Scratch", "model.init", '"Scratch"', "did you mean scratch"),
     (7, "  cache_dir: 5", "data.cache_dir", "5, not text", '"5"'),
     (6, "  sources: []", "data.sources", "an empty list", "a list"),
@@ -154,7 +154,7 @@ def test_variables_are_text_as_it_is_typed(tmp_path: Path) -> None:
         "{E: }": f"{variables}.E | E is empty (null)",
         "{E: [8]}": f"{variables}.E | E is [8], not text",
         "{E: {a: 8}}": f"{variables}.E | E is a section, not text",
-        "{a-b: x}": f'{variables}.a-b | "a-b" is no name that can stand in {variables}',
+        "{a-b: x}": f'{variables}.a-b | "a-b" is not a valid name in {variables}',
         "8": f"{variables} | variables is 8, not a section",
     }.items():
         bad = f"{GOOD}clusters: [{{environment: {{variables: {value}}}}}]\n"
@@ -208,7 +208,7 @@ def test_what_is_no_text_is_refused(content: bytes, place: str, words: str, *, t
 def test_a_path_that_is_no_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(GOOD, encoding="utf-8")
     for path, words in (
-        (tmp_path / "nowhere.yaml", "no such file"),
+        (tmp_path / "nowhere.yaml", "does not exist"),
         (tmp_path, "a folder"),
         (Path("a\0b"), "cannot be read"),
         (Path("x" * 5000), "cannot be read"),

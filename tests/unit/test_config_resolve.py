@@ -69,7 +69,9 @@ def test_what_the_ranks_cannot_do_is_refused(tmp_path: Path) -> None:
     what = "global_batch_size 504 is not a multiple of micro_batch_size 8 x 24 ranks = 192"
     assert (raised.value.what, raised.value.fix) == (what, "use 384 or 576, or balance: auto")
     assert raised.value.where == "command line training.global_batch_size"
-    with pytest.raises(ConfigError, match="48 is less than one sequence for each of 64 ranks") as r:
+    with pytest.raises(
+        ConfigError, match="48 is less than one sequence per rank for 64 ranks"
+    ) as r:
         settle(tmp_path, world_size=64)
     assert r.value.where == f"{tmp_path}/run.yaml:12 training.global_batch_size"
     with pytest.raises(ConfigError, match="gpus_per_node 4 is more than the 2 visible GPUs"):

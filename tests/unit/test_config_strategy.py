@@ -39,7 +39,7 @@ LLAMA: dict[str, Any] = {
 }
 
 
-@each(("{'7': 1}", "balance names rank 7, and there are 2"), ("{'0': 0, '1': 0}", "a share of 0"))
+@each(("{'7': 1}", "share for rank 7, and the 2 ranks"), ("{'0': 0, '1': 0}", "a share of 0"))
 def test_shares_of_ranks_are_compared_with_the_ranks(balance: str, what: str, *, tmp_path):
     loaded = load(tmp_path, GOOD, f"balance={balance}", "clusters.0.gpus_per_node=2")
     with pytest.raises(ConfigError, match=what) as raised:
@@ -134,7 +134,7 @@ SHAPES["70b"] = SHAPES["8b"] | LARGE | {"num_attention_heads": 64}
 
 @each(
     ("1b", 8, 8, 80, None, "ddp", "the whole model fits"),
-    ("8b", 1, 1, 80, None, "ddp", "one rank"),
+    ("8b", 1, 1, 80, None, "ddp", "a single rank"),
     ("8b", 8, 8, 80, 200e9, "FULL_SHARD", "sharded over 8 ranks it needs"),
     ("8b", 8, 8, 80, 1e9, "SHARD_GRAD_OP", "links carry"),
     ("8b", 16, 8, 80, 1e9, "HYBRID_SHARD", "8 ranks of a node"),
@@ -166,12 +166,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @each(
-    ("data.sources.0.path", "note.txt", "there is no such file", "did you mean notes.txt?"),
-    ("data.sources.0.path", "/nowhere/x", "there is no such file", "the path ends at /"),
-    ("data.sources.0.path", "*.jsonl", "matches no file", "try the glob with ls"),
+    ("data.sources.0.path", "note.txt", "file not found", "did you mean notes.txt?"),
+    ("data.sources.0.path", "/nowhere/x", "file not found", "last existing folder is /"),
+    ("data.sources.0.path", "*.jsonl", "matches the glob", "try the glob with ls"),
     ("data.sources.0.path", "base", "is a folder", "such as base/**/*.json"),
-    ("model.name_or_path", "./bse", "there is no such folder", "did you mean base?"),
-    ("tokenizer.chat_template", "chatlm", "there is no chat template", "use chatml"),
+    ("model.name_or_path", "./bse", "folder not found", "did you mean base?"),
+    ("tokenizer.chat_template", "chatlm", "chat template not found", "use chatml"),
 )
 def test_what_is_not_there_is_named(key: str, value: str, what: str, fix: str, *, here):
     chat = "data.sources.0.type=chat"
@@ -217,7 +217,7 @@ def test_all_that_is_known_before_the_start_is_told_at_once(here: Path) -> None:
     )
     with pytest.raises(ConfigErrors) as raised:
         resolve_here(load_run_file(here / "run.yaml"), lambda _: None, needs_data=True)
-    words = ("max_position", "tp_size 3 does not divide", "no such file", "a multiple of 3 ranks")
+    words = ("max_position", "tp_size 3 does not divide", "file not found", "a multiple of 3 ranks")
     for word, issue in zip(words, raised.value.issues, strict=True):
         assert word in issue.what
         assert issue.where.startswith(f"{here / 'run.yaml'}:")

@@ -86,7 +86,7 @@ def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "train_phase1.py").touch()
     loaded = load(tmp_path, SMALL)
     (issue,) = data_issues(loaded)
-    assert issue.what == f"there is no such script: {tmp_path}/train_phase2.py"
+    assert issue.what == f"script not found: {tmp_path}/train_phase2.py"
     assert "run.yaml:3 training.script" in issue.where
     assert issue.fix == "did you mean train_phase1.py?"
     (tmp_path / "train_phase2.py").mkdir()

@@ -170,7 +170,7 @@ def _unknown_keys(file: DeepSpeedFile) -> _Found:
         for name, inner in value.items():
             key = f"{section}.{name}" if section else name
             if name in fixes and not _is_off(inner):
-                yield key, "is a key that isles sets itself", fixes[name], ""
+                yield key, "is not supported by isles", fixes[name], ""
             elif name not in known and name not in fixes:
                 what, fix = "is not a key of DeepSpeed", _nearest(name, {*known, *fixes})
                 if section.endswith(".params"):  # types of other versions have other keys
